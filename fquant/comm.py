@@ -1,0 +1,64 @@
+"""Comm: the four places where a forward pass may communicate.
+
+A model never sees a mesh. It is written once, against these four functions, and is given others when its weights are
+spread over ranks:
+
+    load(subtree)      what a block does first with its parameters: gathers them where they are sharded
+    enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
+    wrap(block)        how a block is called: plainly, or recomputed in the backward so that what ``load`` brought
+                       is not kept (see fquant.remat)
+
+``LOCAL`` is all identity. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
+
+A subtree that only ``load`` can open is *closed*: its class derives from :class:`Closed`, and its inner paths are not
+visible until then. What is to happen to it once it is open (adapters being attached, say) waits beside it in a
+:class:`Deferred`, and ``load`` does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from .tree import node, static
+
+
+class Closed:
+    """Base of nodes whose content is invisible until a Comm loads them."""
+
+
+@node
+class Deferred(Closed):
+    """``then(load(closed), args)``, to be done by ``load``; ``args`` is a tree."""
+
+    closed: Any
+    args: Any
+    then: Callable[[Any, Any], Any] = static()
+
+
+def identity(x: Any) -> Any:
+    """``x``."""
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """The communication of a forward pass, as four functions; see the module's docstring.
+
+    ``open`` gathers one closed node into the tree it stands for; use :meth:`load` in models.
+    """
+
+    open: Callable[[Any], Any] = identity
+    enter: Callable[[Any], Any] = identity
+    exit: Callable[[Any], Any] = identity
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
+
+    def load(self, x: Any) -> Any:
+        """The parameters of one block, ready for use: closed nodes opened, deferred work done."""
+        if isinstance(x, Deferred):
+            return x.then(self.load(x.closed), x.args)
+        return self.open(x) if isinstance(x, Closed) else x
+
+
+LOCAL = Comm()

@@ -1,0 +1,111 @@
+"""Formats are values: what the codes of a quantised array mean.
+
+A format says how many bits a code has, what value each code stands for, how many elements share a scale, and how the
+scales themselves are kept. It is a frozen value with no behaviour: a new format is a line in this file, a variation is
+``dataclasses.replace(NF4, block=128)``, and double quantisation is a format whose ``scale`` is another format.
+
+Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
+optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables are those of
+bitsandbytes to the bit, so that codes and scales are interchangeable with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .tree import value
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@value
+@dataclass(frozen=True)
+class Format:
+    """What the codes of a quantised array mean.
+
+    name    lower case, unique; what a command line and a file call it
+    bits    4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
+    block   elements along a row that share one scale; None: the whole row
+    table   the value of every code, in units of the scale; None: codes are int8 in units of scale / 127
+    scale   the format in which scales are kept; None: float32
+    flat    blocks run over the flattened array and may straddle rows
+    center  the mean is subtracted before quantising and kept as ``Packed.offset``
+
+    Raises ValueError for a block size or a table that the format cannot have.
+    """
+
+    name: str
+    bits: int
+    block: int | None
+    table: tuple[float, ...] | None = None
+    scale: Format | None = None
+    flat: bool = False
+    center: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"{self.name}: bits is {self.bits}; wanted 4 or 8")
+        if self.block is not None and self.block not in BLOCKS:
+            raise ValueError(f"{self.name}: block is {self.block}; wanted one of {', '.join(map(str, BLOCKS))}")
+        if self.block is None and self.bits == 4:
+            raise ValueError(f"{self.name}: a 4-bit format needs a block; use one of {', '.join(map(str, BLOCKS))}")
+        if self.table is not None and len(self.table) != 2**self.bits:
+            raise ValueError(
+                f"{self.name}: the table has {len(self.table)} values; {self.bits} bits need {2**self.bits}"
+            )
+        if self.table is None and self.bits != 8:
+            raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
+
+    def __repr__(self) -> str:
+        return f"Format({self.name!r}, block={self.block})"
+
+
+def _dynamic_map() -> tuple[float, ...]:
+    """The signed dynamic map: for each decade 1e-6 .. 1, twice as many evenly spaced values as for the one before."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
+        values += middles.tolist() + (-middles).tolist()
+    return tuple(sorted(values))
+
+
+# The quantiles of a normal distribution, scaled to [-1, 1]: hard-coded, since recomputing them differs in last digits.
+_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+        1.0)  # fmt: skip
+
+# Sign, two exponent bits, one mantissa bit, in the order of the bit pattern and so not sorted. Both zeros are +0.
+_FP4_MAGNITUDE = tuple(x / 12 for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+_FP4 = _FP4_MAGNITUDE + tuple(0.0 - x for x in _FP4_MAGNITUDE)
+
+DYNAMIC8 = Format("dynamic8", bits=8, block=256, table=_dynamic_map(), flat=True, center=True)
+NF4 = Format("nf4", bits=4, block=64, table=_NF4)
+NF4_DQ = replace(NF4, name="nf4_dq", scale=DYNAMIC8)
+FP4 = Format("fp4", bits=4, block=64, table=_FP4)
+INT8 = Format("int8", bits=8, block=None)
+
+FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8)}
+
+
+def parse(name: str, block: int | None = None) -> Format:
+    """The format called ``name``, with another block size if ``block`` is given.
+
+    Raises ValueError for an unknown name, or a block size that the format cannot have.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")
+    return FORMATS[name] if block is None else replace(FORMATS[name], block=block)
+
+
+def num_blocks(format: Format, width: int) -> int:
+    """How many scales a row of ``width`` elements has; the last block may be short."""
+    return 1 if format.block is None else -(-width // format.block)
+
+
+def num_bytes(format: Format, width: int) -> int:
+    """How many bytes the codes of a row of ``width`` elements take."""
+    return -(-width * format.bits // 8)

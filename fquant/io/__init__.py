@@ -1,0 +1,1 @@
+"""Files: any tree as one safetensors file, and adapters as a PEFT directory."""

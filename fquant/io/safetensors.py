@@ -1,0 +1,299 @@
+"""The safetensors format: files of named tensors, and any tree as one such file.
+
+    u64 n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {...}} | data
+
+All little-endian; offsets count from the end of the JSON, and the tensors cover the data without holes. (The format is
+https://github.com/huggingface/safetensors; files go both ways.) :func:`header` reads the JSON only and checks all of
+it; :func:`read` then reads one tensor, or some of its rows, into memory of exactly that size: nothing is mapped, so
+what a process holds is what it asked for. :func:`write` streams to a temporary file that becomes the target whole.
+
+:func:`save` and :func:`load` put a tree into such a file: each leaf under its path, and the structure with all static
+fields as JSON in the metadata (see fquant.io.structure). Nothing is pickled and nothing from a file is executed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import secrets
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ..tree import at
+from . import structure
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TREE = "fquant.tree"  # the metadata key of a tree's structure
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: bytes ``start`` to ``stop`` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file holds."""
+
+    path: Path
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def header(path: str | Path) -> Header:
+    """Read and check the header of a file.
+
+    Raises ValueError that names the file and what is wrong: it is missing or cut short, its header is longer than
+    itself or no JSON, a type is unknown, a shape does not fit its bytes, or the tensors overlap or leave holes.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: got no such file, wanted a safetensors file; check the name")
+    size = path.stat().st_size
+    with path.open("rb") as file, at(str(path)):
+        if size < 8:
+            raise ValueError(f"got {size} bytes, wanted at least 8; the file is cut short, fetch it again")
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > size - 8:
+            raise ValueError(
+                f"got a header of {length} bytes, wanted at most the {size - 8} that follow; the file is cut short or "
+                "no safetensors file, fetch it again"
+            )
+        try:
+            content = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"got a header that is no JSON ({error}), wanted safetensors; check the file") from error
+        _expect(isinstance(content, dict), f"header: got a JSON {type(content).__name__}, wanted an object")
+        metadata = content.pop("__metadata__", {})
+        _expect(
+            isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()),
+            f"__metadata__: got {metadata!r:.80}, wanted an object of strings",
+        )
+        tensors = {name: _entry(name, item, 8 + length) for name, item in content.items()}
+        _check_cover(tensors, 8 + length, size)
+    return Header(path, tensors, metadata)
+
+
+def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
+    """The tensor ``name``, or its ``rows`` (a slice of dim 0 within bounds and without step), on the CPU.
+
+    Reads these bytes only, into a new tensor. Raises ValueError for an unknown name, rows out of bounds, or a file
+    that has become shorter.
+    """
+    with at(str(header.path)):
+        if name not in header.tensors:
+            known = ", ".join(sorted(header.tensors)[:8])
+            raise ValueError(f"got no tensor {name!r}, wanted one of the {len(header.tensors)} there: {known}")
+        entry = header.tensors[name]
+        shape, start = entry.shape, entry.start
+        if rows is not None:
+            first, last = _bounds(name, rows, shape)
+            start += first * math.prod(shape[1:]) * entry.dtype.itemsize
+            shape = (last - first, *shape[1:])
+        out = torch.empty(shape, dtype=entry.dtype)
+        left = _bytes(out)
+        with header.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while left:
+                got = file.readinto(left)
+                if not got:
+                    raise ValueError(f"{name}: got {len(left)} bytes too few; the file changed since it was opened")
+                left = left[got:]
+        return out
+
+
+def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
+    """A digest of a tensor's type, shape and a few windows of its bytes: tells files apart without reading them."""
+    entry = header.tensors[name]
+    found = hashlib.blake2b(f"{entry.dtype} {entry.shape}".encode(), digest_size=8)
+    with open(header.path, "rb", buffering=0) as file:
+        for i in range(windows):
+            at = entry.start + max(0, entry.stop - entry.start - size) * i // max(1, windows - 1)
+            found.update(os.pread(file.fileno(), min(size, entry.stop - at), at))
+    return "sampled " + found.hexdigest()
+
+
+def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write ``tensors`` to ``path``, which holds either what it held before or all of them.
+
+    Raises TypeError or ValueError, before anything is written, for what the format cannot hold.
+    """
+    content: dict[str, Any] = {}
+    if metadata:
+        for key, text in metadata.items():
+            if not isinstance(key, str) or not isinstance(text, str):
+                raise TypeError(f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps")
+        content["__metadata__"] = metadata
+    for name, tensor in tensors.items():
+        _check_writable(name, tensor)
+    offset = 0
+    # Widest type first, as the reference implementation does, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    for name in order:
+        t = tensors[name]
+        stop = offset + t.numel() * t.itemsize
+        content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:  # one at a time on the CPU
+            file.write(_bytes(tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()))
+
+
+def save(path: str | Path, tree: Any) -> None:
+    """Write a tree of nodes, dicts with str keys, lists, tuples, tensors and plain scalars to one file.
+
+    Leaves that share memory are written each for itself. Raises TypeError, with the path, for anything else in the
+    tree or in a static field, and ValueError when two leaves have the same path.
+    """
+    text, tensors = structure.encode(tree)
+    with at(str(path)):
+        write(path, tensors, {"format": "pt", TREE: text})
+
+
+def load(path: str | Path) -> Any:
+    """The tree that :func:`save` wrote, on the CPU.
+
+    Raises ValueError for whatever is not exactly such a file: unknown classes or fields, missing or surplus tensors.
+    """
+    found = header(path)
+    names: list[str] = []
+    with at(str(path)):
+        if TREE not in found.metadata:
+            raise ValueError(f"got no {TREE!r} in its metadata, wanted a file of fquant; use header and read instead")
+        structure.decode(found.metadata[TREE], names.append)  # everything is checked before a tensor is read
+        for name, count in collections.Counter(names).items():
+            _expect(count == 1, f"{name}: got {count} leaves of that path, wanted one; write the file again")
+            _expect(name in found.tensors, f"{name}: got no such tensor, wanted one; write the file again")
+        for name in found.tensors.keys() - set(names):
+            raise ValueError(f"{name}: got a tensor that the structure lacks, wanted none; write the file again")
+    return structure.decode(found.metadata[TREE], lambda name: read(found, name))
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """A binary file to write; it becomes ``path`` when all of it is on disk, and vanishes on an error."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+def _entry(name: str, item: Any, data: int) -> Entry:
+    with at(name):
+        _expect(
+            isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"},
+            f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets",
+        )
+        dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+        _expect(
+            isinstance(dtype, str) and dtype in DTYPES,
+            f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}",
+        )
+        _expect(_counts(shape), f"got shape {shape!r:.80}, wanted a list of numbers of at least 0")
+        _expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
+        start, stop = offsets
+        wanted = math.prod(shape) * DTYPES[dtype].itemsize
+        _expect(
+            stop - start == wanted,
+            f"got bytes {start} to {stop}, wanted {wanted} bytes for {dtype} of shape {shape}; the file is damaged",
+        )
+        return Entry(DTYPES[dtype], tuple(shape), data + start, data + stop)
+
+
+def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
+    end = data
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        fault = "overlaps what is before it" if entry.start < end else "leaves a hole before it"
+        _expect(
+            entry.start == end, f"{name}: got data at byte {entry.start}, wanted {end}, it {fault}; the file is damaged"
+        )
+        end = entry.stop
+    _expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
+
+
+def _bounds(name: str, rows: slice, shape: tuple[int, ...]) -> tuple[int, int]:
+    _expect(bool(shape), f"{name}: got rows of a scalar, wanted a tensor of at least one dim; leave rows out")
+    first = 0 if rows.start is None else rows.start
+    last = shape[0] if rows.stop is None else rows.stop
+    _expect(
+        rows.step in (None, 1) and 0 <= first <= last <= shape[0],
+        f"{name}: got rows {first}:{last}:{rows.step or 1}, wanted rows within 0:{shape[0]} and no step",
+    )
+    return first, last
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r}: got {type(tensor).__name__}, wanted a tensor under a string")
+    with at(name):
+        _expect(name != "__metadata__", "got a tensor of that name, wanted another; the format keeps it for itself")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"got a name that is no Unicode text ({error}), wanted one that UTF-8 can hold") from error
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"got a {type(tensor).__name__}, wanted a plain tensor; collect it to one process first")
+        if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
+            raise TypeError(f"got {tensor.dtype} {tensor.layout}, wanted a dense tensor of {', '.join(DTYPES)}")
+        _expect(not tensor.is_meta, "got a meta tensor, wanted one with values")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    if sys.byteorder != "little":
+        raise ValueError("got a big-endian machine, wanted a little-endian one; safetensors data are little-endian")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _counts(x: Any) -> bool:
+    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
+
+
+def _expect(fact: bool, message: str) -> None:
+    if not fact:
+        raise ValueError(message)

@@ -1,0 +1,215 @@
+"""linear and embedding: one verb for every kind of weight.
+
+    y = linear(x, w)            # x f[... in], w [out in]  ->  f[... out], computed in x's dtype
+    y = embedding(tokens, w)    # tokens i[...], w [vocab dim]  ->  f[... dim]
+
+``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update beside it); models call these two
+and know nothing else.
+
+A packed weight is a constant: gradients pass through it to ``x`` and never to it. The one autograd Function below
+computes ``x · Wᵀ`` and, transposed, its dual ``g · W``. It saves the packed buffers and decodes them again in the
+backward, so that no dense weight outlives the product it is used in; its backward and its jvp are itself, so that
+every order of derivative exists; its vmap keeps weights that are shared shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import random, tree
+from .adapted import Adapted, Lora
+from .format import Format
+from .packed import Packed, dequantize, rebuild
+
+Weight = Tensor | Packed | Adapted
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """``x · Wᵀ + bias``: x f[... in], w [out in], bias f[out], result f[... out] in x's dtype.
+
+    The weight is cast to x's dtype, an adapter's product is computed in the adapter's dtype.
+
+    Raises TypeError for another kind of weight, ValueError where the sizes do not fit.
+    """
+    match w:
+        case Tensor():
+            _check(x, tuple(w.shape))
+            y = x @ w.to(x.dtype).mT
+        case Packed():
+            _check(x, w.shape)
+            buffers = tree.leaves(w)
+            y = _matmul(x, _Spec(w.format, w.shape, w.dtype), *buffers, *[None] * (4 - len(buffers)))
+        case Adapted():
+            y = _adapted(x, w)
+        case _:
+            raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def embedding(tokens: Tensor, w: Weight) -> Tensor:
+    """Rows of ``w`` [vocab dim]: tokens i[...] -> f[... dim]; only the rows asked for are decoded.
+
+    Raises TypeError for another kind of weight, ValueError for a flat one.
+    """
+    match w:
+        case Tensor():
+            return F.embedding(tokens, w)
+        case Packed():
+            if w.format.flat:
+                raise ValueError(
+                    f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
+                )
+            absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
+            rows = replace(w, codes=w.codes[tokens], scale=absmax[tokens], shape=w.shape[1:])
+            return dequantize(rows)
+        case Adapted(base=base, lora=lora):
+            y = embedding(tokens, base)
+            update = scaling(lora) * (F.embedding(tokens, lora.b) @ lora.a)
+            y = y + update.to(y.dtype)
+            return y if lora.magnitude is None else y * _gain(base, lora)[tokens][..., None].to(y.dtype)
+        case _:
+            raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+
+
+def scaling(lora: Lora) -> float:
+    """What the product ``b · a`` is multiplied by: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    rank = lora.a.shape[-2]
+    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
+
+
+def _adapted(x: Tensor, w: Adapted) -> Tensor:
+    lora = w.lora
+    y = linear(x, w.base)
+    dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
+    update = scaling(lora) * linear(linear(dropped.to(lora.a.dtype), lora.a), lora.b)
+    if lora.magnitude is None:
+        return y + update.to(y.dtype)
+    gain = _gain(w.base, lora).to(y.dtype)
+    if dropped is x:
+        return gain * (y + update.to(y.dtype))
+    return y + (gain - 1) * linear(dropped, w.base) + gain * update.to(y.dtype)
+
+
+def _gain(base: Weight, lora: Lora) -> Tensor:
+    """DoRA's magnitude over the row norms of the adapted weight, f[out]; the norms count as constants (section 4.3)."""
+    assert lora.magnitude is not None
+    return lora.magnitude / row_norms(base, lora)
+
+
+def row_norms(base: Weight, lora: Lora) -> Tensor:
+    """Euclidean norms f[out] of the rows of ``W + s·b·a``, constants to every transform.
+
+    In the factored exact form, ‖W‖² + 2s·(W·aᵀ)∘b + s²·(b·a·aᵀ)∘b summed along rows: no dense update is formed.
+    """
+    a, b, s = lora.a.detach(), lora.b.detach(), scaling(lora)
+    cross = (linear(a, base).mT * b).sum(-1)
+    square = ((b @ (a @ a.mT)) * b).sum(-1)
+    return (square_norms(base, a.dtype) + 2 * s * cross + s * s * square).clamp(min=0).sqrt().detach()
+
+
+def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
+    match w:
+        case Adapted(base=base, lora=lora):
+            norms = row_norms(base, lora).square()
+            return norms if lora.magnitude is None else lora.magnitude.detach().square()
+        case Packed():
+            return dequantize(w, dtype).square().sum(-1)
+        case _:
+            return w.detach().to(dtype).square().sum(-1)
+
+
+class _Spec(NamedTuple):
+    """The static half of a product: what the packed weight is, which way round, how many dims are stacked.
+
+    A tuple, since torch.compile loses an argument of a Function that is an object made on the way.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transposed: bool = False
+    stacked: int = 0
+
+
+class _Reverse(torch.autograd.Function):
+    """x f[*stack ... in] and the buffers of a Packed [*stack out in] to ``x · Wᵀ`` f[*stack ... out], or ``x · W``.
+
+    Exactly four buffers, the absent ones None: torch.compile miscounts the arguments of a variadic forward.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, spec: _Spec, b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None) -> Tensor:
+        buffers = [b for b in (b0, b1, b2, b3) if b is not None]
+        w = dequantize(rebuild(spec.format, spec.shape, spec.dtype, buffers), x.dtype)
+        w = w if spec.transposed else w.mT
+        if spec.stacked == 0:
+            return x @ w
+        rows = x.reshape(*x.shape[: spec.stacked], -1, x.shape[-1])  # [*stack rows in]
+        return (rows @ w).reshape(*x.shape[:-1], w.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.spec = inputs[1]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
+        ctx.set_materialize_grads(False)  # a tangent that is not None is one that somebody asked for
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if any(ctx.needs_input_grad[2:]):
+            raise TypeError(_CONSTANT.format("gradient"))
+        if g is None:
+            return (None,) * 6
+        spec = ctx.spec._replace(transposed=not ctx.spec.transposed)
+        return _matmul(g, spec, *ctx.saved_tensors), None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, spec: _Spec, *buffers: Tensor | None) -> tuple[Tensor, int]:
+        at, _, *dims = in_dims
+        k = spec.stacked
+        if all(dim is None for dim in dims):  # the weight is shared: what is mapped is one more dim of rows
+            return _matmul(x.movedim(at, k), spec, *buffers), k
+
+        def front(t: Tensor | None, dim: int | None) -> Tensor | None:
+            if t is None:
+                return None
+            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+        stacked = [front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
+        return _matmul(front(x, at), spec._replace(stacked=k + 1), *stacked), 0
+
+
+class _Matmul(_Reverse):
+    """_Reverse with a forward derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
+        if any(t is not None for t in tangents):
+            raise TypeError(_CONSTANT.format("tangent"))
+        return _matmul(dx, ctx.spec, *ctx.saved_tensors)
+
+
+def _matmul(*args: Any) -> Tensor:
+    """The Function applied; torch.compile refuses to trace one that has a jvp, so what it traces has none."""
+    return (_Reverse if torch.compiler.is_dynamo_compiling() else _Matmul).apply(*args)
+
+
+_CONSTANT = (
+    "the {} of a packed weight was asked for, but a Packed is a constant; "
+    "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
+)
+
+
+def _check(x: Tensor, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"linear got a weight of shape {shape}; wanted [out in]")
+    if not x.is_floating_point():
+        raise TypeError(f"linear got x of {x.dtype}; wanted a float")
+    if x.ndim == 0 or x.shape[-1] != shape[1]:
+        raise ValueError(f"linear got x {tuple(x.shape)} and a weight {shape}; x's last dim must be {shape[1]}")

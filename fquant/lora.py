@@ -1,0 +1,200 @@
+r"""Low-rank adapters: a small tree of floats that is trained beside a large tree that is not.
+
+    adapters = lora.init(base, r"layers\.\d+\.(q|v)", rank=16, alpha=32, key=0)     # dict[path, Lora]
+
+    def loss(adapters, base, tokens):
+        return cross_entropy(decoder.forward(lora.attach(base, adapters), tokens), ...)
+
+    grads = torch.func.grad(loss)(adapters, base, tokens)                           # dict[path, Lora] of gradients
+
+The keys of ``adapters`` are the paths of the weights they adapt. ``attach`` puts each beside its weight, as an Adapted,
+inside the function that is differentiated; ``linear`` then adds ``s · b · a`` to what the weight does.
+
+Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
+count as constants (their section 4.3) and are computed in factored form. Scaling, initialisation and the place of
+dropout are those of PEFT.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import random, tree
+from .adapted import Adapted, Lora
+from .comm import Closed, Deferred
+from .lazy import Lazy
+from .linear import row_norms, scaling, square_norms
+from .packed import Packed, dequantize
+
+__all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
+
+Adapters = dict[str, Lora]
+
+
+def init(
+    base: Any,
+    targets: str,
+    rank: int,
+    alpha: float = 16.0,
+    key: int | Tensor = 0,
+    *,
+    init: str = "kaiming",
+    dora: bool = False,
+    rank_stabilised: bool = False,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Adapters:
+    """An adapter that changes nothing yet, for every weight of ``base`` whose whole path matches ``targets``.
+
+    ``a`` is ``init``: "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank); ``b`` is zero.
+    Values depend on ``key`` and the path alone. ``base`` may be of meta tensors or Lazy, except for ``dora``.
+
+    Raises ValueError when nothing matches, a match is not a weight [out in], or an option is out of range.
+    """
+    if init not in ("kaiming", "gaussian"):
+        raise ValueError(f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; wanted at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
+    key = random.key(key) if isinstance(key, int) else key
+    rule = re.compile(targets)
+    weights = tree.items(base, is_leaf=_is_weight)
+    chosen = {path: w for path, w in weights if rule.fullmatch(path)}
+    if not chosen:
+        known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
+        raise ValueError(f"targets {targets!r} match no weight; the weights are {known}")
+
+    def one(path: str, w: Any) -> Lora:
+        with tree.at(path):
+            out, width = _shape(w)
+            mine = random.fold(key, path)
+            if init == "kaiming":
+                a = random.kaiming_uniform(mine, (rank, width), fan_in=width)
+            else:
+                a = random.normal(mine, (rank, width)) / rank
+            magnitude = _magnitude(w).to(dtype) if dora else None
+            return Lora(a.to(dtype), torch.zeros(out, rank, dtype=dtype), magnitude, alpha, rank_stabilised, dropout)
+
+    return {path: one(path, w) for path, w in chosen.items()}
+
+
+def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
+    """``base`` with each adapter beside its weight; inside a subtree that is still closed it waits for ``load``.
+
+    ``key`` i64[] or i64[batch] turns dropout on: one key an example makes what an example sees independent of where it
+    is computed. Without it nothing is dropped.
+
+    Raises ValueError for an adapter whose path is not in ``base`` or whose shape does not fit.
+    """
+    keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if w.dropout > 0}
+    return _Attach()(base, (adapters, keys))
+
+
+@dataclass(frozen=True)
+class _Attach:
+    """``attach`` for what lies at ``path``: a value, since a Deferred holds it as part of its structure."""
+
+    path: str = ""
+
+    def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:
+        adapters, keys = waiting
+        if isinstance(x, Closed):
+            return Deferred(x, waiting, self) if adapters else x
+        if "" in adapters:
+            with tree.at(self.path):
+                return _beside(x, adapters[""], keys.get(""))
+        left = set(adapters)
+
+        def visit(name: str, child: Any) -> Any:
+            inside = {path for path in adapters if path == name or path.startswith(name + ".")}
+            left.difference_update(inside)
+            if not inside:
+                return child
+            rest = lambda part: {path[len(name) + 1 :]: v for path, v in part.items() if path in inside}
+            return _Attach(f"{self.path}.{name}" if self.path else name)(child, (rest(adapters), rest(keys)))
+
+        out = tree.map_children(visit, x)
+        if left:
+            missing = f"{self.path}.{min(left)}" if self.path else min(left)
+            names = ", ".join(name for name, _ in tree.children(x) or []) or "a leaf"
+            raise ValueError(f"adapter {missing!r} has no weight to be attached to; there is {names}")
+        return out
+
+
+def _beside(w: Any, lora: Lora, key: Tensor | None) -> Adapted:
+    out, width = _shape(w)
+    got = (lora.b.shape[-2], lora.a.shape[-1])
+    if got != (out, width) or lora.a.shape[-2] != lora.b.shape[-1]:
+        raise ValueError(
+            f"an adapter a {tuple(lora.a.shape)}, b {tuple(lora.b.shape)} does not fit a weight {(out, width)}; "
+            f"wanted a [rank {width}], b [{out} rank]"
+        )
+    return Adapted(w, lora, key)
+
+
+def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> Any:
+    """``base`` with every adapted weight replaced by the dense weight that it and its adapter amount to.
+
+    The weight is rounded once, to ``dtype`` (the base weight's own if None). Merge into 16 or 32 bits: quantising the
+    sum again mostly rounds a small update away.
+    """
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Adapted):
+            return x
+        base = one(x.base)
+        w = dequantize(base) if isinstance(base, Packed) else base
+        merged = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
+        if x.lora.magnitude is not None:
+            merged = merged * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
+        return merged.to(dtype or w.dtype)
+
+    return _map_adapted(one, attach(base, adapters))
+
+
+def stack(many: list[Adapters]) -> Adapters:
+    """Adapters of one structure as one tree with a new dim 0, to vmap over."""
+    return tree.map(lambda *leaves: torch.stack(leaves), *many)
+
+
+def _map_adapted(f: Any, x: Any) -> Any:
+    if isinstance(x, Deferred):
+        raise ValueError("merge got adapters of a closed subtree; open it first (shard.collect for a placed base)")
+    if isinstance(x, Adapted):
+        return f(x)
+    return tree.map_children(lambda _, child: _map_adapted(f, child), x)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Packed | Adapted | Closed)
+
+
+def _shape(w: Any) -> tuple[int, int]:
+    match w:
+        case Lazy(like=like):
+            return _shape(like)
+        case Adapted(base=base):
+            return _shape(base)
+        case Packed():
+            shape = w.shape
+        case Tensor():
+            shape = tuple(w.shape)
+        case _:
+            raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")
+    if len(shape) != 2:
+        raise ValueError(f"a weight of shape {shape} cannot be adapted; wanted [out in]")
+    return shape[0], shape[1]
+
+
+def _magnitude(w: Any) -> Tensor:
+    if isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w)):
+        raise ValueError(
+            "DoRA starts from the norms of the weight's rows, and this weight has not been read; read it first"
+        )
+    return square_norms(w).sqrt()

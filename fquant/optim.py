@@ -1,0 +1,266 @@
+"""Optimisers as pairs of pure functions, and learning rates as functions of the step.
+
+    opt = chain(clip_by_global_norm(1.0), adamw(cosine(2e-4, total=1000, warmup=50)))
+    state = opt.init(params)
+    updates, state = opt.update(grads, state, params)
+    params = apply(params, updates)
+
+An update is what is *added* to a parameter: sign and learning rate are already in it. A state is a node whose moments
+have the structure of the parameters. Everything is computed in float32, whatever the parameters are; ``apply`` casts
+once, to the parameter's own type.
+
+The arithmetic is torch's: AdamW (Loshchilov & Hutter 2019) and Lion (Chen et al. 2023) decay weights beside the
+gradient, SGD adds the decay to the gradient. A schedule is given the number of updates made before this one, so the
+first is step 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .tree import node
+
+Schedule = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
+
+
+class Optimizer(NamedTuple):
+    """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``, both pure."""
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+@node
+class AdamState:
+    """Running means of the gradient and of its square."""
+
+    step: Tensor  # i64[], updates made
+    mean: Any  # f32, like the parameters
+    square: Any  # f32, like the parameters
+
+
+@node
+class MomentumState:
+    """A running mean (Lion) or sum (SGD) of gradients; absent in SGD without momentum."""
+
+    step: Tensor  # i64[], updates made
+    momentum: Any = None  # f32, like the parameters
+
+
+def adamw(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+) -> Optimizer:
+    """AdamW, as in ``torch.optim.AdamW``."""
+    rate = _schedule(lr)
+    _check_fractions(b1=b1, b2=b2)
+    _check_not_negative(eps=eps, weight_decay=weight_decay)
+
+    def init(params: Any) -> AdamState:
+        return AdamState(_zero_step(params), _zeros(params), _zeros(params))
+
+    def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
+        _check_like(grads, params)
+        step = state.step + 1
+        mean = tree.map(lambda m, g: b1 * m + (1 - b1) * g.float(), state.mean, grads)
+        square = tree.map(lambda v, g: b2 * v + (1 - b2) * g.float() ** 2, state.square, grads)
+        seen1, seen2, now = _seen(b1, step), _seen(b2, step), rate(state.step)
+
+        def change(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+            return -now * ((m / seen1) / ((v / seen2).sqrt() + eps) + weight_decay * p.float())
+
+        return tree.map(change, mean, square, params), AdamState(step, mean, square)
+
+    return Optimizer(init, update)
+
+
+def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+    """Gradient descent with momentum, as in ``torch.optim.SGD`` without dampening."""
+    rate = _schedule(lr)
+    _check_fractions(momentum=momentum)
+    _check_not_negative(weight_decay=weight_decay)
+    if nesterov and momentum == 0.0:
+        raise ValueError("nesterov: got momentum 0.0, wanted one above 0; use momentum=0.9")
+
+    def init(params: Any) -> MomentumState:
+        return MomentumState(_zero_step(params), _zeros(params) if momentum else None)
+
+    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+        _check_like(grads, params)
+        now, kept = rate(state.step), None
+        way = tree.map(lambda g, p: g.float() + weight_decay * p.float(), grads, params)
+        if momentum:
+            kept = tree.map(lambda m, d: momentum * m + d, state.momentum, way)
+            way = tree.map(lambda d, m: d + momentum * m, way, kept) if nesterov else kept
+        return tree.map(lambda d: -now * d, way), MomentumState(state.step + 1, kept)
+
+    return Optimizer(init, update)
+
+
+def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer:
+    """Lion: the sign of a mean that leans towards the newest gradient."""
+    rate = _schedule(lr)
+    _check_fractions(b1=b1, b2=b2)
+    _check_not_negative(weight_decay=weight_decay)
+
+    def init(params: Any) -> MomentumState:
+        return MomentumState(_zero_step(params), _zeros(params))
+
+    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+        _check_like(grads, params)
+        now = rate(state.step)
+
+        def change(m: Tensor, g: Tensor, p: Tensor) -> Tensor:
+            return -now * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
+
+        kept = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
+        return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, kept)
+
+    return Optimizer(init, update)
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Scale all gradients, to float32, so that their common norm is at most ``max_norm``.
+
+    The factor is torch's ``clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)). A gradient that is not finite makes
+    all of them so.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: got {max_norm}, wanted above 0")
+
+    def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        return tree.map(lambda g: g.float() * factor, grads), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def chain(*optimizers: Optimizer) -> Optimizer:
+    """One optimiser that gives what each makes of the gradients to the next; its state is the tuple of theirs."""
+
+    def init(params: Any) -> tuple[Any, ...]:
+        return tuple(each.init(params) for each in optimizers)
+
+    def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        after = []
+        for each, before in zip(optimizers, state, strict=True):
+            grads, new = each.update(grads, before, params)
+            after.append(new)
+        return grads, tuple(after)
+
+    return Optimizer(init, update)
+
+
+def global_norm(x: Any) -> Tensor:
+    """The Euclidean norm of all leaves together, f32[]."""
+    squares = [leaf.float().square().sum() for leaf in tree.leaves(x)]
+    if not squares:
+        raise ValueError("global_norm: got a tree without leaves, wanted at least one tensor")
+    return torch.stack(squares).sum().sqrt()
+
+
+def apply(params: Any, updates: Any) -> Any:
+    """``params + updates``, added in the wider type and cast once to the type of the parameter."""
+    _check_like(updates, params)
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+def constant(lr: float, warmup: int = 0) -> Schedule:
+    """``lr``, after a rise over ``warmup`` steps: step i < warmup has lr * (i + 1) / (warmup + 1)."""
+    return _after_warmup(lr, warmup, torch.ones_like)
+
+
+def linear(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """A rise as in :func:`constant`, then a line from ``lr`` at step ``warmup`` to ``end`` from ``total`` on."""
+    low = _check_end(lr, total, warmup, end)
+    return _after_warmup(lr, warmup, lambda i: 1 - (1 - low) * (i / (total - warmup)).clamp(max=1.0))
+
+
+def cosine(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """As :func:`linear`, but falling along half a cosine (Loshchilov & Hutter 2017)."""
+    low = _check_end(lr, total, warmup, end)
+
+    def fall(i: Tensor) -> Tensor:
+        return low + (1 - low) * 0.5 * (1 + torch.cos(math.pi * (i / (total - warmup)).clamp(max=1.0)))
+
+    return _after_warmup(lr, warmup, fall)
+
+
+def _after_warmup(lr: float, warmup: int, shape: Callable[[Tensor], Tensor]) -> Schedule:
+    _check_rise(lr, warmup)
+
+    def schedule(step: Tensor) -> Tensor:
+        i = step.float()  # exact up to 2^24 steps
+        return lr * torch.where(i < warmup, (i + 1) / (warmup + 1), shape(i - warmup))
+
+    return schedule
+
+
+def _check_rise(lr: float, warmup: int) -> None:
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr: got {lr}, wanted a finite number above 0")
+    if warmup < 0:
+        raise ValueError(f"warmup: got {warmup} steps, wanted at least 0")
+
+
+def _check_end(lr: float, total: int, warmup: int, end: float) -> float:
+    _check_rise(lr, warmup)
+    if not total > warmup:
+        raise ValueError(f"total: got {total} steps, wanted more than the {warmup} of warmup")
+    if not 0 <= end <= lr:
+        raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
+    return end / lr
+
+
+def _schedule(lr: float | Schedule) -> Schedule:
+    return lr if callable(lr) else constant(lr)
+
+
+def _seen(b: float, step: Tensor) -> Tensor:
+    # 1 - b**step; the obvious form loses four digits in float32 for b near one
+    return -torch.expm1(step.float() * (math.log(b) if b else -math.inf))
+
+
+def _zero_step(params: Any) -> Tensor:
+    _check_float(params)
+    leaves = tree.leaves(params)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+
+
+def _zeros(params: Any) -> Any:
+    return tree.map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+
+
+def _check_float(params: Any) -> None:
+    for path, leaf in tree.items(params):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"{path}: got {got}, wanted a float tensor; optimise only the trainable part of the tree")
+
+
+def _check_like(grads: Any, params: Any) -> None:
+    _check_float(params)
+    if tree.structure(grads) != tree.structure(params):
+        odd = set(tree.paths(grads)) ^ set(tree.paths(params))
+        where = f"{min(odd)} is in one only" if odd else "their static fields or containers differ"
+        raise ValueError(f"gradients: got another structure than that of the parameters ({where}); pass the same tree")
+    for (path, g), p in zip(tree.items(grads), tree.leaves(params), strict=True):
+        if g.shape != p.shape:
+            raise ValueError(f"{path}: gradient of shape {tuple(g.shape)}, wanted the parameter's {tuple(p.shape)}")
+
+
+def _check_fractions(**given: float) -> None:
+    for name, x in given.items():
+        if not 0 <= x < 1:
+            raise ValueError(f"{name}: got {x}, wanted in [0, 1)")
+
+
+def _check_not_negative(**given: float) -> None:
+    for name, x in given.items():
+        if not 0 <= x < math.inf:
+            raise ValueError(f"{name}: got {x}, wanted a finite number of at least 0")

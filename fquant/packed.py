@@ -1,0 +1,169 @@
+"""Packed: a quantised array as packed codes beside its scales.
+
+    p = quantize(w, NF4_DQ)        # w f[... out in]
+    w = dequantize(p)
+
+The invariants of a Packed, for a weight of shape ``(out, in)``:
+
+* ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
+* ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
+* Blocks run along rows; the last block of a row may be short. Where ``in`` is a multiple of the block size this is
+  bitsandbytes' flat layout, reshaped, and equal to it byte for byte.
+* So dim i of every buffer is dim i of the weight, and whoever cuts buffers need not know about bits.
+* In a *flat* format blocks run over the flattened array instead: ``scale`` is f32[blocks], and 4-bit ``codes`` are
+  u8[bytes]. The nested scales of double quantisation are kept so, as are imported weights whose blocks straddle rows.
+* ``offset`` f32[] is there only where the format is centred, and is added after decoding.
+* ``shape`` and ``dtype`` are those of the array that was quantised. Buffers may have further dims in front, the same
+  for each (a stack of weights); ``shape`` does not count them.
+* Codes are never a float, never differentiated and never cast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from . import lazy
+from .format import Format, num_blocks
+from .kernels import reference
+from .lazy import Lazy
+from .tree import node, static
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = 1 << 20  # elements quantised at a time: bounds what quantising needs beside the weight
+
+
+@node
+class Packed:
+    """A quantised array; the module's docstring lists its invariants."""
+
+    codes: Tensor
+    scale: Tensor | Packed
+    format: Format = static()
+    shape: tuple[int, ...] = static()
+    dtype: torch.dtype = static()
+    offset: Tensor | None = None
+
+
+@overload
+def quantize(w: Tensor, format: Format) -> Packed: ...
+@overload
+def quantize(w: Lazy, format: Format) -> Lazy: ...
+def quantize(w: Tensor | Lazy, format: Format) -> Packed | Lazy:
+    """Quantise ``w`` f32, bf16 or f16 [... in] to ``format``.
+
+    Meta tensors give a Packed of meta tensors, and a Lazy one that quantises what it reads.
+
+    Not differentiable and not to be vmapped: it looks at the values, to refuse NaN and infinity.
+
+    Raises TypeError for another dtype, ValueError for a scalar or values that are not finite.
+    """
+    if isinstance(w, Lazy):
+        return lazy.map(partial(quantize, format=format), w)
+    if not isinstance(w, Tensor):
+        raise TypeError(f"quantize got a {type(w).__name__}; wanted a tensor")
+    if w.dtype not in FLOATS:
+        raise TypeError(f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}")
+    if w.ndim == 0 or w.numel() == 0:
+        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted at least one element along one dim")
+    w = w.detach()
+    shape, dtype = tuple(w.shape), w.dtype
+    offset = w.float().mean() if format.center else None
+    if offset is not None:
+        w = w - offset
+    rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
+    step = max(1, CHUNK // rows.shape[1])
+    parts = [reference.encode(part, format) for part in rows.split(step)]
+    codes, absmax = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
+    _check_finite(rows, absmax, format)
+    if format.flat:
+        codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
+    else:
+        codes, absmax = (part.reshape(*shape[:-1], part.shape[-1]) for part in (codes, absmax))
+    scale = absmax if format.scale is None else quantize(absmax, format.scale)
+    return Packed(codes, scale, format, shape, dtype, offset)
+
+
+def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """The array that ``p`` stands for, f[... *p.shape], in ``p.dtype`` rounded once from f32, then in ``dtype``."""
+    absmax = p.scale if isinstance(p.scale, Tensor) else dequantize(p.scale)
+    codes, shape = p.codes, p.shape
+    if p.format.flat:
+        if p.format.bits == 8:
+            codes = codes.flatten(-len(shape))
+        values = reference.decode(codes, absmax, p.format, math.prod(shape)).unflatten(-1, shape)
+    else:
+        values = reference.decode(codes, absmax, p.format, shape[-1])
+    if p.offset is not None:
+        values = values + p.offset.reshape(p.offset.shape + (1,) * len(shape))
+    return values.to(p.dtype).to(dtype or p.dtype)
+
+
+def rebuild(format: Format, shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Tensor]) -> Packed:
+    """The Packed whose leaves are ``buffers``, in the order of ``tree.leaves``: all else follows from these three."""
+    codes, rest = buffers[0], list(buffers[1:])
+    offset = rest.pop() if format.center else None
+    if format.scale is None:
+        (scale,) = rest
+    else:
+        width = math.prod(shape) if format.flat else shape[-1]
+        blocks = (() if format.flat else shape[:-1]) + (num_blocks(format, width),)
+        scale = rebuild(format.scale, blocks, torch.float32, rest)
+    return Packed(codes, scale, format, shape, dtype, offset)
+
+
+def cut(p: Packed, dim: int, start: int, stop: int) -> Packed:
+    """The part ``start:stop`` of a two-dimensional ``p`` along ``dim`` 0 (out) or 1 (in), without decoding codes.
+
+    Nested scales are decoded to f32, which changes no value.
+
+    Raises ValueError for a flat layout, and for a cut along ``in`` that does not fall between blocks.
+    """
+    out, width = p.shape
+    if p.format.flat:
+        raise ValueError(
+            f"blocks of {p.format.block} run over the flattened {p.shape} and straddle rows, so it cannot be cut; "
+            "dequantize it and quantize it again, which blocks it by rows"
+        )
+    if not 0 <= start < stop <= p.shape[dim]:
+        raise ValueError(
+            f"cut {start}:{stop} of dim {dim} = {p.shape[dim]}; wanted 0 <= start < stop <= {p.shape[dim]}"
+        )
+    scale = p.scale
+    if isinstance(scale, Packed):
+        scale, p = dequantize(scale), replace(p, format=replace(p.format, scale=None))
+    if dim == 0:
+        return replace(p, codes=p.codes[start:stop], scale=scale[start:stop], shape=(stop - start, width))
+    block = p.format.block or width
+    if start % block or (stop % block and stop != width):
+        raise ValueError(
+            f"cut {start}:{stop} of dim 1 = {width} is not a multiple of {p.format.name}'s block {block}; "
+            f"cut between blocks or quantize with a smaller one"
+        )
+    first, last = start // block, -(-stop // block)
+    codes = p.codes[:, start * p.format.bits // 8 : -(-stop * p.format.bits // 8)]
+    return replace(p, codes=codes, scale=scale[:, first:last], shape=(out, stop - start))
+
+
+def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
+    if absmax.is_meta or bool(torch.isfinite(absmax).all()):
+        return
+    bad = ~torch.isfinite(rows.float())
+    if not bad.any():
+        top = rows.float().abs().max().item()
+        raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
+    row, column = bad.nonzero()[0].tolist()
+    raise ValueError(
+        f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}; "
+        "a quantised weight must be finite"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

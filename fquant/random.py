@@ -1,0 +1,180 @@
+"""Random numbers as a function of (key, position): no generator, no state.
+
+A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
+Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
+(key, position), so that a value depends on nothing else: not on the order of calls, not on the world size, not on
+whether it is computed a second time in a backward pass.
+
+    k = fold(key(seed), "dropout")        # a new key from a name, a step, a layer, a position ...
+    k = fold(k, step)
+    x = dropout(x, 0.1, k)
+
+The shape of a key leads the shape of what is drawn from it. A key [b] gives every row of [b t d] a stream of its own,
+which is what ``vmap`` over keys [] and shapes [t d] gives too:
+
+    key [b]  +  shape [b t d]  ->  stream of key[i], counter = flat position inside [t d]
+
+Rows of a batch that keep their keys keep their numbers, wherever a mesh puts them.
+
+Layout: one counter gives two 32-bit words; element 2j and 2j + 1 are the words of counter j. Words live in int64
+tensors because torch has no arithmetic for uint32. Integers are the same on every device, and so are uniforms;
+normals differ by the rounding of its log and cos.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+FOLDED = 0x243F6A8885A308D3  # folding and drawing use different keys, or a folded key would be two drawn words
+
+Word = Tensor | int
+
+
+def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
+    """Threefry-2x32-20: two 32-bit words from a key and a counter of two 32-bit words each.
+
+    Words are int64 tensors that broadcast, or integers, in [0, 2^32).
+    """
+    k0, k1 = key
+    keys = (k0, k1, k0 ^ k1 ^ PARITY)
+    x0, x1 = counter[0] + k0, (counter[1] + k1) & MASK
+    for four in range(5):
+        for r in ROTATIONS[four % 2]:
+            x0 = x0 + x1  # at most 26 sums of 32-bit words: masked once, at the end
+            x1 = (((x1 << r) | (x1 >> (32 - r))) ^ x0) & MASK
+        x0 = x0 + keys[(four + 1) % 3]
+        x1 = (x1 + keys[(four + 2) % 3] + (four + 1)) & MASK
+    return x0 & MASK, x1
+
+
+def key(seed: int) -> Tensor:
+    """The key of an integer seed, int64 []."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed: got {type(seed).__name__}, wanted an int")
+    return torch.tensor(_int64("seed", seed))
+
+
+def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
+    """A new key from ``key`` and a number, a name, or an int64 tensor that broadcasts with the key.
+
+    Keys folded with different data are independent, and so are they of what is drawn from ``key`` itself.
+    """
+    _check_key(key)
+    if isinstance(data, str):
+        data = _hash(data)
+    elif isinstance(data, Tensor):
+        if data.dtype is not torch.int64:
+            raise TypeError(f"data: got {data.dtype}, wanted int64; use data.long()")
+    elif isinstance(data, int) and not isinstance(data, bool):
+        data = _int64("data", data)
+    else:
+        raise TypeError(f"data: got {type(data).__name__}, wanted an int, a str or an int64 tensor")
+    high, low = threefry(_words(key ^ FOLDED), _words(data))
+    return (high << 32) | low  # type: ignore[return-value]
+
+
+def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Uniform 32-bit words, int64 of ``shape`` in [0, 2^32); the key's shape must lead ``shape``."""
+    return _stream(key, _size(key, shape)).reshape(shape)
+
+
+def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform in [0, 1), on a grid as fine as ``dtype`` has below one: 24 bits for float32, 8 for bfloat16."""
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    if digits <= 32:
+        return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
+    high, low = bits(key, (*shape, 2)).unbind(-1)
+    return ((high << (digits - 32)) | (low >> (64 - digits))).to(dtype) * 2.0**-digits
+
+
+def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal by Box and Muller, from 32-bit words (so no value exceeds 6.7), computed in at least float32."""
+    size = _size(key, shape)
+    words = rearrange(_stream(key, _even(size)), "... (pair two) -> two ... pair", two=2)
+    first, second = words.to(torch.promote_types(dtype, torch.float32)).unbind()
+    radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-32))  # never log(0)
+    angle = second * (math.tau * 2.0**-32)
+    both = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)])  # [2 ... pair]
+    flat = rearrange(both, "two ... pair -> ... (pair two)")[..., :size]
+    return flat.reshape(shape).to(dtype)
+
+
+def kaiming_uniform(key: Tensor, shape: tuple[int, ...], fan_in: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform in [-1, 1) / sqrt(fan_in): torch's ``kaiming_uniform_(a=sqrt(5))``, how nn.Linear and LoRA's A start."""
+    if fan_in < 1:
+        raise ValueError(f"fan_in: got {fan_in}, wanted at least 1")
+    return (2 * uniform(key, shape, dtype) - 1) * fan_in**-0.5
+
+
+def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    """True with probability ``p`` (a number in [0, 1], to 32 bits), bool of ``shape``."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
+    return bits(key, shape) < round(p * 2**32)
+
+
+def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
+    """``x / (1 - p)`` where kept, zero with probability ``p`` in [0, 1); the key's shape must lead x's."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"p: got {p}, wanted a probability in [0, 1)")
+    if p == 0.0:
+        return x
+    return torch.where(bernoulli(key, 1.0 - p, x.shape), x * (1.0 / (1.0 - p)), 0.0)
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """A random order of 0 ... n - 1, int64 [*key n]."""
+    if n < 0:
+        raise ValueError(f"n: got {n}, wanted at least 0")
+    high, low = bits(key, (*key.shape, n, 2)).unbind(-1)  # 63 bits, so that a tie is out of the question
+    return torch.argsort(((high >> 1) << 32) | low, dim=-1)
+
+
+def _hash(name: str) -> int:
+    """FNV-1a of 64 bits, signed: plain arithmetic, which torch.compile traces; the key it is folded into mixes it."""
+    out = 0xCBF29CE484222325
+    raw = name.encode()
+    for i in range(len(raw)):  # not over the bytes themselves, which torch.compile before 2.13 does not trace
+        out = (out ^ raw[i]) * 0x100000001B3 % 2**64
+    return out - 2**64 if out >= 2**63 else out
+
+
+def _stream(key: Tensor, n: int) -> Tensor:
+    counter = torch.arange(_even(n) // 2, device=key.device)
+    pairs = torch.stack(threefry(_words(key[..., None]), _words(counter)), dim=-1)  # type: ignore[arg-type]
+    return rearrange(pairs, "... pair two -> ... (pair two)")[..., :n]
+
+
+def _size(key: Tensor, shape: tuple[int, ...]) -> int:
+    """How many values each key draws."""
+    _check_key(key)
+    if key.shape != tuple(shape)[: key.ndim]:
+        raise ValueError(f"key: shape {tuple(key.shape)} does not lead {tuple(shape)}; use fold to give it that shape")
+    return math.prod(shape[key.ndim :])
+
+
+def _words(x: Word) -> tuple[Word, Word]:
+    return x & MASK, (x >> 32) & MASK
+
+
+def _even(n: int) -> int:
+    return n + n % 2
+
+
+def _check_key(key: Tensor) -> None:
+    if not isinstance(key, Tensor) or key.dtype is not torch.int64:
+        got = key.dtype if isinstance(key, Tensor) else type(key).__name__
+        raise TypeError(f"key: got {got}, wanted an int64 tensor; use fquant.random.key(seed)")
+
+
+def _int64(name: str, x: int) -> int:
+    if not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name}: got {x}, wanted an integer of 64 bits with a sign")
+    return x

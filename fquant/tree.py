@@ -1,0 +1,258 @@
+"""Trees: frozen dataclasses of tensors that torch's pytree can walk.
+
+A model, an adapter set, an optimiser state and a quantised weight are all the same thing here: a *node*, which is a
+frozen dataclass whose fields are tensors (or lists, dicts and nodes of them) beside a few hashable *static* fields.
+
+    @node
+    class Packed:
+        codes: Tensor                 # a leaf
+        scale: Tensor | Packed        # a subtree
+        format: Format = static()     # part of the structure, never a leaf
+
+Three rules make a node behave:
+
+* A field that is None is absent: it is no leaf, and its absence is part of the structure. (torch's own pytree counts
+  None as a leaf, and ``torch.func.grad`` rejects it.)
+* Static fields are hashable and hold no tensor. They are compared when structures are compared.
+* A node has no method that computes. Verbs are functions.
+
+Every leaf has a *path*, the field names, keys and indices that lead to it joined by dots: ``layers.0.q.codes``. Paths
+are dictionary keys of adapters, targets of regular expressions, places in error messages and names in files.
+
+This is the only module that knows torch's pytree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+from torch.utils import _pytree as pytree
+
+Structure = pytree.TreeSpec
+T = TypeVar("T")
+
+NODES: dict[str, type] = {}  # every node class by its name_of: what a file may name
+VALUES: dict[str, type] = {}  # every static value class by its name_of
+_CLASSES: set[type] = set()  # every node class, those that were defined again since included
+
+
+def static(**options: Any) -> Any:
+    """A field of a node that is part of its structure: hashable, and never a leaf."""
+    return dataclasses.field(metadata={"static": True}, **options)
+
+
+def value(cls: type[T]) -> type[T]:
+    """Register a frozen dataclass that is used in static fields, so that files can hold it (see fquant.io)."""
+    _register(VALUES, cls)
+    return cls
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
+def node(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen dataclass and a pytree node.
+
+    Raises TypeError when a static field is given something unhashable or a tensor. A ``__post_init__`` of the class
+    runs after that check; transforms build nodes without either.
+    """
+    own_post_init = cls.__dict__.get("__post_init__")
+
+    def post_init(self: Any) -> None:
+        for name in statics:
+            _check_static(cls.__name__, name, getattr(self, name))
+        if own_post_init:
+            own_post_init(self)
+
+    cls.__post_init__ = post_init  # type: ignore[attr-defined]
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    children = tuple(f.name for f in fields if not f.metadata.get("static"))
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten(self: Any) -> tuple[list[Any], Any]:
+        present = tuple(name for name in children if getattr(self, name) is not None)
+        context = (present, tuple(getattr(self, name) for name in statics))
+        return [getattr(self, name) for name in present], context
+
+    def flatten_with_keys(self: Any) -> tuple[list[Any], Any]:
+        leaves, context = flatten(self)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(leaves: Any, context: Any) -> Any:
+        self = object.__new__(cls)  # transforms put placeholders in the fields, so nothing is checked here
+        for name in children:
+            object.__setattr__(self, name, None)
+        for name, leaf in zip(context[0], leaves, strict=True):
+            object.__setattr__(self, name, leaf)
+        for name, item in zip(statics, context[1], strict=True):
+            object.__setattr__(self, name, item)
+        return self
+
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+    _register(NODES, cls)
+    _CLASSES.add(cls)
+    return cls
+
+
+def name_of(cls: type) -> str:
+    """What files call a node or value class: its package and name, so that it may move between modules of a package."""
+    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+
+
+def _register(table: dict[str, type], cls: type) -> None:
+    taken = table.get(name_of(cls), cls)
+    if taken.__module__ != cls.__module__:  # in one module it is the same class, defined again
+        raise ValueError(
+            f"{cls.__module__}.{cls.__name__}: {taken.__module__} has a class of that name; choose another"
+        )
+    table[name_of(cls)] = cls
+
+
+def _check_static(owner: str, name: str, item: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # it traces what has run before, and cannot hash
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item)):
+        raise TypeError(f"{owner}.{name} is static but holds a tensor; make it an ordinary field")
+    try:
+        hash(item)
+    except TypeError:
+        raise TypeError(
+            f"{owner}.{name} is static but not hashable: {item!r}; use a tuple or a frozen dataclass"
+        ) from None
+
+
+def is_node(x: Any) -> bool:
+    """Whether ``x`` is an instance of a class made by :func:`node`."""
+    return type(x) in _CLASSES
+
+
+# Plain names for torch's verbs, so that no other module imports the pytree.
+flatten = pytree.tree_flatten
+leaves = pytree.tree_leaves
+structure = pytree.tree_structure
+map = pytree.tree_map
+
+
+def unflatten(structure: Structure, leaves: Any) -> Any:
+    """The tree of ``structure`` with ``leaves``, in the order of :func:`flatten`."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def path_of(keys: Any) -> str:
+    """The dotted path of one of torch's key paths."""
+    names = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in keys]
+    return ".".join(str(name) for name in names)
+
+
+def items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """``(path, leaf)`` for every leaf, in the order of :func:`flatten`."""
+    return [(path_of(keys), leaf) for keys, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The path of every leaf."""
+    return [path for path, _ in items(tree, is_leaf)]
+
+
+def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``f(path, leaf)`` at every leaf; an error of ``f`` is raised with the path in front."""
+    found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    out = []
+    for keys, leaf in found:
+        with at(path := path_of(keys)):
+            out.append(f(path, leaf))
+    return unflatten(spec, out)
+
+
+def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace every subtree whose whole path matches the regular expression ``pattern`` by ``f(subtree)``.
+
+    The outermost match wins; what lies inside it is not visited. A node counts as one thing, so
+    ``map_at(r"layers\\.0\\.q", dequantize, params)`` meets the Packed and not its buffers.
+
+    Raises ValueError when nothing matches, and whatever ``f`` raises with the path in front.
+    """
+    rule = re.compile(pattern)
+    matched = False
+
+    def visit(prefix: tuple[str, ...], x: Any) -> Any:
+        nonlocal matched
+        path = ".".join(prefix)
+        if prefix and rule.fullmatch(path):
+            matched = True
+            with at(path):
+                return f(x)
+        return map_children(lambda name, child: visit((*prefix, name), child), x)
+
+    out = visit((), tree)
+    if not matched:
+        raise ValueError(f"{pattern!r} matches no path; the tree has {_some(_all_paths(tree))}")
+    return out
+
+
+def children(x: Any) -> list[tuple[str, Any]] | None:
+    """``(name, child)`` one level down, or None when ``x`` is a leaf."""
+    kind = _kind(x)
+    return None if kind is None else [(path_of([key]), child) for key, child in kind.flatten_with_keys_fn(x)[0]]
+
+
+def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:
+    """``f(name, child)`` at everything one level down; a leaf is returned as it is."""
+    kind = _kind(x)
+    if kind is None:
+        return x
+    inner, context = kind.flatten_with_keys_fn(x)
+    return kind.unflatten_fn([f(path_of([key]), child) for key, child in inner], context)
+
+
+def _kind(x: Any) -> Any:
+    """How torch flattens ``x`` by one level; None for a leaf."""
+    kind: Any = namedtuple if isinstance(x, tuple) and hasattr(x, "_fields") else type(x)
+    return pytree.SUPPORTED_NODES.get(kind)
+
+
+def get(tree: Any, path: str) -> Any:
+    """The subtree at ``path``; KeyError names the part that is missing and what is there instead."""
+    rest, x = path + "." if path else "", tree
+    while rest:
+        inner = children(x) or []
+        # An adapter dictionary has dots in its keys, so the longest key that fits is the one meant.
+        fits = [n for n, _ in inner if rest.startswith(n + ".")]
+        if not fits:
+            raise KeyError(f"{path}: no {rest[:-1]!r} here; there is {_some([n for n, _ in inner])}")
+        name = max(fits, key=len)
+        x, rest = dict(inner)[name], rest[len(name) + 1 :]
+    return x
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all tensors in the tree, each leaf counted once."""
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
+
+
+@contextlib.contextmanager
+def at(path: str) -> Iterator[None]:
+    """Put ``path`` in front of the message of a ValueError or TypeError raised inside."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if type(error) not in (ValueError, TypeError) or not path:
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _all_paths(tree: Any) -> list[str]:
+    def small(x: Any) -> bool:
+        return x is not tree and is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
+
+    return paths(tree, is_leaf=small)
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit]) or "nothing"
+    return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")

@@ -1,0 +1,72 @@
+"""fquant.lazy: nothing is read until it is, and everything can be planned before."""
+
+import pytest
+import torch
+
+from fquant import lazy, lora, tree
+from fquant.format import NF4_DQ
+from fquant.lazy import Lazy
+from fquant.packed import Packed, dequantize, quantize
+
+
+def source(w, log, stamp="w"):
+    return Lazy(lambda: log.append(stamp) or w, w.to("meta"), lambda: stamp)
+
+
+W = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
+
+
+def test_map_reads_late_and_plans_early():
+    log = []
+    x = lazy.map(lambda t: t[:2] * 2, source(W, log))
+    assert log == [] and x.like.is_meta and x.like.shape == (2, 100)
+    assert torch.equal(x.read(), W[:2] * 2) and log == ["w"]
+    assert x.stamp() == "w"  # what tells the source apart tells what is made of it apart
+    twice = lazy.map(lambda t: t.bfloat16(), x)
+    assert twice.like.dtype == torch.bfloat16 and log == ["w"]
+    x.read()
+    assert log == ["w", "w"]  # nothing is kept
+
+
+def test_the_default_stamp_is_empty():
+    assert Lazy(lambda: W, W.to("meta")).stamp() == ""
+
+
+def test_a_lazy_is_an_opaque_leaf():
+    params = {"a": source(W, []), "b": [torch.ones(2)]}
+    assert tree.paths(params) == ["a", "b.0"]
+    assert tree.leaves(params)[0] is params["a"]
+
+
+def test_read_and_like_of_a_tree():
+    log = []
+    params = {"a": source(W, log, "a"), "b": [quantize(source(W, log, "b"), NF4_DQ), torch.ones(2)], "n": [W]}
+    like = lazy.like(params)
+    assert log == []
+    assert (
+        all(t.is_meta for t in tree.leaves(like)) and like["b"][0].format == NF4_DQ and like["b"][0].shape == (6, 100)
+    )
+    real = lazy.read(params)
+    assert sorted(log) == ["a", "b"]
+    assert torch.equal(real["a"], W) and real["n"][0] is W and real["b"][1] is params["b"][1]
+    assert isinstance(real["b"][0], Packed)
+    assert torch.equal(dequantize(real["b"][0]), dequantize(quantize(W, NF4_DQ)))
+    assert tree.structure(like) == tree.structure(real)
+    for a, b in zip(tree.leaves(like), tree.leaves(real), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_an_error_of_reading_has_its_path():
+    bad = W.clone()
+    bad[1, 2] = torch.nan
+    params = {"layers": [{"q": quantize(source(W, []), NF4_DQ)}, {"q": quantize(source(bad, []), NF4_DQ)}]}
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.q: 1 of 600 values are NaN or infinite, the first at row 1, column 2"
+    ):
+        lazy.read(params)
+
+
+def test_adapters_are_planned_without_reading():
+    log = []
+    adapters = lora.init({"q": quantize(source(W, log), NF4_DQ)}, "q", rank=2)
+    assert log == [] and adapters["q"].a.shape == (2, 100) and adapters["q"].b.shape == (6, 2)
