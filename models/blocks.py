@@ -1,0 +1,120 @@
+"""The pieces of a decoder: norm, rotary embedding, attention, SwiGLU, loss.
+
+Every function takes ``[... t d]`` with any leading dims and is made of plain tensor operations, so that vmap, grad,
+grad of grad, jvp and make_fx go through all of them. Attention is therefore an einsum and a softmax: torch's fused
+``scaled_dot_product_attention`` has no forward derivative and no second one on the CPU. Numerics follow transformers'
+eager Llama: norms and softmax in float32 (in float64 for float64 input), cast back to the stream's dtype.
+
+*Packed documents.* Several documents may lie one after another in a sequence. ``segments`` numbers them: a document is
+a run of equal numbers. A token sees the tokens of its own document up to itself, and its position is the number of
+tokens it sees, less one; so positions restart at every document, and both come from one mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from .config import Config
+
+IGNORE = -100  # a target that does not count, as everywhere in torch
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * weight`` over the last dim: x ``[... d]``, weight ``[d]``; x's dtype (Zhang & Sennrich 2019)."""
+    wide = _wide(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight.to(x.dtype) * normed.to(x.dtype)
+
+
+def visible(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Which tokens ``[t]`` see which ``[s]``: bool ``[t s]``, or ``[... t s]`` with ``segments [... t]``."""
+    length = tokens.shape[-1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    if segments is None:
+        return causal
+    if segments.shape != tokens.shape:
+        raise ValueError(f"segments: shape {tuple(segments.shape)}, want the tokens' {tuple(tokens.shape)}")
+    first = torch.zeros_like(segments[..., :1])
+    run = torch.cat([first, (segments[..., 1:] != segments[..., :-1]).to(segments.dtype)], -1).cumsum(-1)
+    return causal & (run[..., :, None] == run[..., None, :])
+
+
+def positions(mask: Tensor) -> Tensor:
+    """The place of every token in its document, from the ``mask [... t s]`` of :func:`visible`: int64 ``[... t]``."""
+    return mask.sum(-1) - 1
+
+
+def rope(positions: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles: positions int ``[... t]`` -> two f32 ``[... t head_dim]`` (Su et al. 2021).
+
+    The angles of the first half are repeated in the second, as transformers lays out a head.
+    """
+    even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequency = _scaled(1.0 / cfg.rope_theta ** (even / cfg.head_dim), cfg)
+    angle = positions[..., None].to(torch.float32) * frequency
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos(), angle.sin()
+
+
+def _scaled(frequency: Tensor, cfg: Config) -> Tensor:
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position  # see RopeScaling
+    turns = scaling.original_max_position / (2 * math.pi / frequency)  # rotations within the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequency / scaling.factor + blend * frequency
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding: x ``[... t heads head_dim]``, cos and sin ``[... t head_dim]``; x's dtype."""
+    cos, sin = (rearrange(c, "... t e -> ... t 1 e").to(x.dtype) for c in (cos, sin))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Softmax attention: q ``[... t h e]``, k and v ``[... s k e]``, bool mask ``[... t s]`` -> ``[... t h e]``.
+
+    Head i reads key-value head ``i // (h / k)`` (grouped queries, Ainslie et al. 2023); keys and values are not
+    repeated. Every query must see something. Scores are in q's dtype, the softmax in float32.
+    """
+    grouped = rearrange(q, "... t (k g) e -> ... t k g e", k=k.shape[-2])
+    scores = torch.einsum("...tkge,...ske->...kgts", grouped * q.shape[-1] ** -0.5, k)
+    mask = rearrange(mask, "... t s -> ... 1 1 t s")
+    weights = _wide(scores).masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    return rearrange(torch.einsum("...kgts,...ske->...tkge", weights, v), "... t k g e -> ... t (k g) e")
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020), both ``[... f]``."""
+    return F.silu(gate) * up
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:
+    """Negative log likelihood of the targets, summed and divided by ``count``: logits ``[... t vocab]``, targets int
+    ``[... t]`` -> a float32 scalar, in nats.
+
+    Targets of -100 are ignored. ``count`` is the number of targets of the whole global batch; the default is the
+    number counted here (at least 1), which is right only where there is one micro-batch on one process.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(f"targets: shape {tuple(targets.shape)}, want the logits' {tuple(logits.shape[:-1])}")
+    counted = targets != IGNORE
+    wide = _wide(logits)
+    chosen = wide.gather(-1, torch.where(counted, targets, 0)[..., None]).squeeze(-1)
+    nll = torch.where(counted, wide.logsumexp(-1) - chosen, 0.0).sum()
+    return nll / (counted.sum().clamp(min=1) if count is None else count)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,244 @@
+"""Llama folders in Hugging Face's layout: one table of names, lazy opening, loading and saving.
+
+    cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
+    cfg, params = hf.load(folder)      # every leaf a tensor
+    hf.save(folder, cfg, params)
+
+A folder holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with its shards. It
+is read strictly: every tensor of the config must be there in its shape, and no other. All that is wrong with a folder
+is a ValueError that names the file and, where there is one, the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fquant import tree
+from fquant.io import safetensors
+from fquant.lazy import Lazy
+from fquant.lazy import read as read_all
+
+from . import decoder
+from .config import Config, from_hf, to_hf
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Our path -> the name of Hugging Face's module. A tensor is called like its module, then ``.weight`` or ``.bias``.
+MODEL = {"embed": "model.embed_tokens", "final.norm": "model.norm", "final.head": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+MODEL_PATHS = {name: path for path, name in MODEL.items()}
+LAYER_PATHS = {name: path for path, name in LAYER.items()}
+
+
+def module_name(path: str) -> str:
+    """The module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
+
+    Raises ValueError for a path that is no weight of a decoder.
+    """
+    if path in MODEL:
+        return MODEL[path]
+    match path.split("."):
+        case ["layers", n, field] if n.isdecimal() and field in LAYER:
+            return f"model.layers.{n}.{LAYER[field]}"
+    raise ValueError(f"{path!r} is no weight of a decoder; want one of {', '.join(MODEL)}, layers.N.{'|'.join(LAYER)}")
+
+
+def path_of(module_name: str) -> str | None:
+    """The inverse of :func:`module_name`, or None when the module is not ours."""
+    if module_name in MODEL_PATHS:
+        return MODEL_PATHS[module_name]
+    match module_name.split(".", 3):
+        case ["model", "layers", n, field] if n.isdecimal() and field in LAYER_PATHS:
+            return f"layers.{n}.{LAYER_PATHS[field]}"
+    return None
+
+
+def tensor_name(path: str) -> str:
+    """The name of the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
+    weight = path.removesuffix("_bias")
+    return module_name(weight) + (".weight" if weight == path else ".bias")
+
+
+def lazy(folder: str | Path) -> tuple[Config, Any]:
+    """The config and a tree of Lazy leaves, one a tensor, in the types of the files. Reads no weights."""
+    folder = Path(folder)
+    cfg = _read_config(folder)
+    wanted = {tensor_name(path): path for path in tree.paths(decoder.shapes(cfg))}
+    found = _headers(folder)
+    if missing := [name for name in wanted if name not in found]:
+        raise ValueError(
+            f"{folder}: tensor {_first(missing)} is missing, want the {len(wanted)} that {CONFIG} asks for; "
+            "correct the config or fetch the checkpoint again"
+        )
+    if surplus := [name for name in sorted(found) if name not in wanted and not _ignorable(name, cfg)]:
+        raise ValueError(
+            f"{found[surplus[0]].path}: tensor {_first(surplus)} is not part of what {CONFIG} describes; "
+            "correct the config or remove the tensor"
+        )
+
+    def leaf(path: str, like: Tensor) -> Lazy:
+        name = tensor_name(path)
+        header = found[name]
+        entry = header.tensors[name]
+        if entry.shape != tuple(like.shape):
+            raise ValueError(
+                f"{name} in {header.path} has shape {entry.shape}, want {tuple(like.shape)}; "
+                f"correct {CONFIG} or fetch the checkpoint again"
+            )
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
+        like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return Lazy(partial(safetensors.read, header, name), like, partial(safetensors.stamp, header, name))
+
+    return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
+
+
+def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
+    """The config and the tree of tensors, in ``dtype`` or, by default, in the types of the files."""
+    cfg, params = lazy(folder)
+    if dtype is None:
+        return cfg, read_all(params)
+    return cfg, tree.map(lambda leaf: leaf.read().to(dtype), params)  # cast one by one: half the peak
+
+
+def save(
+    folder: str | Path,
+    cfg: Config,
+    params: Any,
+    max_shard_bytes: int = 5 << 30,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that :func:`load` and transformers read: tensors in shards of at most ``max_shard_bytes`` (one
+    tensor may be larger), and ``config.json``, which comes last. ``extra`` are keys to add to it that do not change
+    the model (``eos_token_id``, say).
+
+    Raises, before anything is written: ValueError when the folder already holds a model (several files cannot be
+    replaced at once) or when a shape is not the config's, TypeError when a leaf is no float tensor.
+    """
+    folder = Path(folder)
+    if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
+        raise ValueError(f"{folder}: there is a {taken[0]} already, want a folder without a model; choose another")
+    tensors = _named(cfg, params)
+    config = to_hf(cfg) | {"torch_dtype": str(params.embed.dtype).removeprefix("torch.")} | dict(extra or {})
+    if from_hf(config) != cfg:
+        raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
+
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and tree.nbytes(shards[-1]) + tree.nbytes(tensor) > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        files = [SINGLE]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, shard in zip(files, shards, strict=True):
+        safetensors.write(folder / file, shard, {"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": tree.nbytes(tensors)}, "weight_map": where})
+    _write_json(folder / CONFIG, config)
+
+
+def _named(cfg: Config, params: Any) -> dict[str, Tensor]:
+    """The tensors of ``params`` by their names in a file, checked against the config."""
+    out = {}
+    for path, like in tree.items(decoder.shapes(cfg)):
+        try:
+            tensor = tree.get(params, path)
+        except KeyError as error:
+            raise ValueError(f"{path}: missing from the parameters, but the config asks for it") from error
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{path} is a {type(tensor).__name__}, want a tensor; dequantize, merge or read it first")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{path} is {tensor.dtype}, want floats; cast it first")
+        if tensor.shape != like.shape:
+            raise ValueError(f"{path} has shape {tuple(tensor.shape)}, want {tuple(like.shape)}; check the config")
+        out[tensor_name(path)] = tensor
+    if surplus := set(tree.paths(params)) - set(tree.paths(decoder.shapes(cfg))):
+        raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
+    return out
+
+
+def _headers(folder: Path) -> dict[str, safetensors.Header]:
+    """The header of the file that holds each tensor, by the tensor's name."""
+    if (folder / SINGLE).exists():
+        if (folder / INDEX).exists():
+            raise ValueError(f"{folder}: both {SINGLE} and {INDEX} are there, want one of them; remove the other")
+        header = safetensors.header(folder / SINGLE)
+        return dict.fromkeys(header.tensors, header)
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; fetch one, or convert the weights to safetensors")
+    where = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
+    headers = {}
+    for file in sorted(set(where.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards lie beside their index")
+        if not (folder / file).is_file():
+            count = sum(named == file for named in where.values())
+            raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
+        headers[file] = safetensors.header(folder / file)
+    actual = {name: file for file, header in headers.items() for name in header.tensors}
+    for name, file in where.items():
+        if name not in headers[file].tensors:
+            got = f"it is in {actual[name]}" if name in actual else "no shard has it"
+            raise ValueError(f"{folder / INDEX}: {name} should be in {file}, but {got}; fetch the checkpoint again")
+    for file, header in headers.items():
+        for name in header.tensors:
+            if where.get(name) != file:
+                raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
+    return {name: headers[file] for name, file in where.items()}
+
+
+def _ignorable(name: str, cfg: Config) -> bool:
+    """Tensors that some versions of transformers have saved and none uses."""
+    return name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
+
+
+def _read_config(folder: Path) -> Config:
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
+    raw = _read_json(folder / CONFIG)
+    with tree.at(str(folder / CONFIG)):
+        return from_hf(raw)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; fetch the checkpoint again")
+    try:
+        out = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({error}); fetch it again") from error
+    if not isinstance(out, dict):
+        raise ValueError(f"{path}: JSON {type(out).__name__}, want an object; fetch it again")
+    return out
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with safetensors.replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
