@@ -1,0 +1,14 @@
+"""Where arrays live and how they travel: a mesh, bundles of bytes, and pure collectives."""
+
+from .bundle import Bundle
+from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
+from .comm import comm
+from .data import psum, reduce, share
+from .mesh import close, mesh
+from .place import collect, local, place, replicate
+from .spec import Rules
+
+__all__ = [
+    "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "local", "mesh",
+    "place", "psum", "reduce", "reduce_scatter", "replicate", "share", "traffic",
+]  # fmt: skip

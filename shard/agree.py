@@ -1,0 +1,137 @@
+"""agree: ranks find out that they disagree, and say on what, before it can hang them.
+
+Ranks that were started with different configurations, checkpoints or adapters do not fail by themselves: they wait for
+each other, or train different models. So before anything is placed all ranks exchange a fingerprint, and all raise the
+same error, naming the first thing that differs and the ranks that have it. The exchange itself is the same two
+collectives on every rank, whatever a rank has found: nobody decides on local facts whether to take part.
+
+A rank that fails alone would leave the others waiting; ``attempt`` runs something that may fail and lets every rank
+know who failed and how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fquant import tree
+from fquant.lazy import Lazy
+
+from .bundle import raw
+
+T = TypeVar("T")
+
+
+def exchange(text: str) -> list[str]:
+    """``text`` of every rank, on every rank; what UTF-8 cannot hold (in a file's name, say) arrives escaped."""
+    mine = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8)
+    world = dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([mine.numel()]))
+    longest = max(1, *(int(n) for n in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(texts, padded)
+    return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(texts, lengths, strict=True)]
+
+
+def same(what: str, facts: Mapping[str, str]) -> None:
+    """Raise ValueError on every rank unless all have the same ``facts`` (name -> short text), naming what differs.
+
+    A fact whose text is empty is unknown on that rank and agrees with anything.
+    """
+    mine = json.dumps(dict(facts))
+    if len(set(exchange(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
+        return
+    tables = [json.loads(text) for text in exchange(mine)]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        seen: dict[str, list[int]] = {}
+        for rank, table in enumerate(tables):
+            text = table.get(name, "nothing")
+            if text:
+                seen.setdefault(text, []).append(rank)
+        if len(seen) > 1:
+            common = sorted(seen.items(), key=lambda item: -len(item[1]))
+            shown = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in common)
+            raise ValueError(f"{what}: ranks disagree on {name}: {shown}; start every rank with the same")
+
+
+def attempt(what: str, f: Callable[[], T]) -> T:
+    """``f()``, which may fail on some ranks: then every rank raises, naming these ranks and their errors.
+
+    A rank that failed raises its own error. ``f`` must not use collectives.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = f()
+    except Exception as caught:  # whatever it is, the others must learn of it
+        error = caught
+    texts = exchange("" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(texts) if text}
+    if failed:
+        raise ValueError(f"{what} failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    return result
+
+
+def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
+    """What is at every path of the tree ``x``: a node's class and static fields, a tensor's dtype and shape.
+
+    With ``content`` also a digest of a tensor's values, where it has them here, and a Lazy leaf's stamp.
+
+    Raises TypeError, by path, for a leaf that is neither a plain tensor nor Lazy.
+    """
+    facts: dict[str, str] = {}
+
+    def visit(path: str, x: Any, kind: str = "") -> None:
+        name = path or "(root)"
+        if isinstance(x, Lazy):
+            visit(path, x.like, "lazy ")
+            facts[f"{name} (content)"] = x.stamp() if content else ""
+        elif type(x) in (Tensor, torch.nn.Parameter):
+            facts[name] = f"{kind}{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            if not kind:
+                facts[f"{name} (content)"] = "" if x.is_meta or not content else _digest(x)
+        else:
+            inner = tree.children(x)
+            if inner is None:
+                raise TypeError(f"{name} is a {type(x).__name__}; wanted a plain tensor or a Lazy")
+            facts[name] = f"{kind}{type(x).__name__}{_statics(x)}"
+            for key, child in inner:
+                visit(f"{path}.{key}" if path else key, child, kind)
+
+    visit("", x)
+    return facts
+
+
+def fields(name: str, x: Any) -> dict[str, str]:
+    """What every field of the dataclass ``x`` is, or ``x`` itself where it is none, by its repr."""
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        return {name: repr(x)}
+    found = {f"{name}.{f.name}": repr(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    return {name: type(x).__name__} | found
+
+
+def _statics(x: Any) -> str:
+    if not tree.is_node(x):
+        return ""
+    return "".join(f" {f.name}={getattr(x, f.name)!r}" for f in dataclasses.fields(x) if f.metadata.get("static"))
+
+
+def _digest(t: Tensor) -> str:
+    return "content " + hashlib.blake2b(raw(t.cpu()).numpy().data, digest_size=8).hexdigest()
+
+
+def _ranks(ranks: list[int]) -> str:
+    one = len(ranks) == 1
+    return f"{'rank' if one else 'ranks'} {', '.join(map(str, ranks))} {'has' if one else 'have'}"

@@ -1,0 +1,49 @@
+"""comm: the four places where a forward pass communicates, over a mesh.
+
+    comm = shard.comm(mesh, rules)
+    logits = decoder.forward(params, tokens, cfg, comm)
+
+``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
+in the backward, so that what was gathered is not kept: it is gathered again. A block that is nowhere split is opened
+without a collective, and a block whose result is not differentiated is not recomputed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fquant.comm import Comm
+from fquant.remat import remat
+
+from . import bundle, spec
+from .bundle import Bundle
+from .collectives import all_gather
+from .spec import Rules
+
+
+def comm(mesh: DeviceMesh, rules: Rules, order: int = 1) -> Comm:
+    """The Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat)."""
+    spec.check(rules, mesh)
+    split = rules.block is not None and mesh[rules.block].size() > 1
+    group = mesh.get_group(rules.block) if split else None
+    return Comm(open=partial(_open, group=group), wrap=partial(remat, order=order))
+
+
+def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
+    if not isinstance(x, Bundle):
+        raise TypeError(f"a {type(x).__name__} is closed, and this comm opens bundles made by shard.place")
+    if isinstance(x.bytes, DTensor):
+        raise TypeError("the bundle holds a DTensor, which torch.func cannot trace; pass shard.local(base) to the step")
+    ranks = 1 if group is None else group.size()
+    if x.bytes.shape[-1] * ranks != x.layout.size:
+        raise ValueError(
+            f"the bundle holds {x.bytes.shape[-1]} of {x.layout.size} bytes, and this comm gathers from {ranks} ranks; "
+            "make the comm with the mesh and the rules that the bundle was placed with"
+        )
+    whole = x.bytes if group is None else all_gather(x.bytes, group)
+    return bundle.read(whole, x.layout)
