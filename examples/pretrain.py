@@ -1,0 +1,242 @@
+"""Train the small Llama that is shipped in ``examples/model``.
+
+    python -m examples.pretrain --out DIR --minutes 30
+
+The corpus is the documentation of the Python standard library as the interpreter ships it: the docstring of every
+module, class and function, under its name and signature, and the language reference that ``help()`` shows
+(``pydoc_data.topics``). It is read with ``ast``; nothing is imported or run. A byte-level BPE tokenizer is trained on
+it first, then the model, in float32 on packed documents: one stream
+
+    <|endoftext|> first document <|endoftext|> second document ...
+
+cut into sequences, in which tokens attend within their own document only. Every epoch shuffles and cuts anew. One
+document in ``--held-out`` is kept away from training. The weights are saved in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fquant import optim, random, tree
+from fquant.io import safetensors
+from models import blocks, decoder, hf
+from models.config import Config
+
+END = "<|endoftext|>"  # token 0: before every document, and so after every document
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+CONFIG = Config(
+    vocab=4096,
+    dim=256,
+    num_layers=5,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    hidden=704,
+    tied=True,
+    max_positions=1024,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a small Llama on the Python standard library's documentation."""
+
+    out: Path
+    """folder to write, in Hugging Face layout"""
+    minutes: float = 30.0
+    """how long to train; decides the number of steps by the pace of the first few"""
+    steps: int | None = None
+    """number of steps, instead of minutes"""
+    seq: int = 256
+    """tokens in a sequence"""
+    batch: int = 4
+    """sequences in a step"""
+    lr: float = 2e-3
+    """peak learning rate"""
+    warmup: int = 100
+    """steps of linear warm-up"""
+    weight_decay: float = 0.1
+    """decoupled, on every parameter"""
+    held_out: int = 40
+    """one document in this many is held out"""
+    seed: int = 0
+    """of the initial weights and the order of documents"""
+    threads: int = 1
+    """CPU threads"""
+    every: int = 200
+    """steps between two lines of the log"""
+
+
+def documents() -> list[str]:
+    """Every documented thing of the standard library, once, in the order of its files."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = [f"{name}\n\n{text.strip()}" for name, text in sorted(topics.items())]
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not SKIPPED & set(parts):
+            parsed = ast.parse(path.read_bytes())
+            found += _documented(parsed, ".".join(p for p in parts if p != "__init__"))
+    return list(dict.fromkeys(found))
+
+
+def _documented(scope: Any, name: str) -> Iterator[str]:
+    if text := ast.get_docstring(scope):
+        signature = f"({ast.unparse(scope.args)})" if hasattr(scope, "args") else ""
+        yield f"{name}{signature}\n\n{text}"
+    for inner in scope.body:
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _documented(inner, f"{name}.{inner.name}")
+
+
+def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``vocab`` tokens, of which ``END`` is token 0; it can encode any text."""
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def pack(encoded: list[list[int]], seq: int) -> tuple[Tensor, Tensor]:
+    """The stream of documents as sequences: tokens and segments, int64 ``[n seq+1]``; neighbours share one token."""
+    stream = torch.tensor([token for one in encoded for token in (0, *one)])
+    tokens = stream.unfold(0, seq + 1, seq)
+    return tokens, (tokens == 0).cumsum(-1)
+
+
+def batches(encoded: list[list[int]], options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches without end; epoch e is packed in the order of key (seed, e)."""
+    key, epoch = random.fold(random.key(options.seed), "documents"), 0
+    while True:
+        order = random.permutation(random.fold(key, epoch), len(encoded)).tolist()
+        tokens, segments = pack([encoded[i] for i in order], options.seq)
+        for i in range(0, len(tokens) - options.batch + 1, options.batch):
+            yield tokens[i : i + options.batch], segments[i : i + options.batch]
+        epoch += 1
+
+
+def loss(params: Any, tokens: Tensor, segments: Tensor) -> Tensor:
+    """Mean negative log likelihood, in nats a token."""
+    logits = decoder.forward(params, tokens[..., :-1], CONFIG, segments=segments[..., :-1])
+    return blocks.cross_entropy(logits, tokens[..., 1:])
+
+
+def evaluate(params: Any, tokens: Tensor, segments: Tensor) -> float:
+    """The loss over all sequences, a few at a time."""
+    with torch.no_grad():
+        parts = [loss(params, t, s) * len(t) for t, s in zip(tokens.split(8), segments.split(8), strict=True)]
+    return float(sum(parts)) / len(tokens)
+
+
+def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Tensor) -> str:
+    """Continue ``prompt`` by up to ``length`` tokens at temperature 0.8."""
+    tokens = torch.tensor([0, *tokenizer.encode(prompt).ids])
+    for i in range(length):
+        with torch.no_grad():
+            logits = decoder.forward(params, tokens, CONFIG)[-1] / 0.8
+        noise = -torch.log(-torch.log(random.uniform(random.fold(key, i), logits.shape).clamp(min=1e-9)))
+        token = (logits + noise).argmax()  # the Gumbel trick
+        if token == 0:
+            break
+        tokens = torch.cat([tokens, token[None]])
+    return tokenizer.decode(tokens[1:].tolist())
+
+
+def main(options: Options) -> None:
+    """Train and save; see the module's docstring. Raises ValueError for a folder in use and impossible options."""
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ValueError(f"--out {options.out}: not empty, want a new folder; choose another")
+    torch.set_num_threads(options.threads)
+    console = Console()
+    texts = documents()
+    kept = [text for i, text in enumerate(texts) if i % options.held_out]
+    tokenizer = train_tokenizer(kept, CONFIG.vocab)
+    encoded = [one.ids for one in tokenizer.encode_batch(kept)]
+    test = pack([one.ids for one in tokenizer.encode_batch(texts[:: options.held_out])], options.seq)
+    console.print(f"{len(kept)} documents, {sum(map(len, encoded))} tokens; {test[0].numel()} held out", soft_wrap=True)
+
+    params = decoder.init(CONFIG, random.key(options.seed))
+    source = batches(encoded, options)
+    # One captured graph rather than torch.autograd.grad: the same work without the overhead of dispatch, 6% faster
+    # here; and torch.func.grad uncaptured would keep every intermediate for a second derivative nobody asks for.
+    step = make_fx(torch.func.grad_and_value(loss), tracing_mode="fake")(params, *next(source))
+    steps = options.steps
+    if steps is None:
+        steps = _affordable(options.minutes, lambda: step(params, *next(source)))
+    schedule = optim.cosine(options.lr, steps, options.warmup)
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
+    )
+    state = optimizer.init(params)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    start = time.monotonic()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=steps)
+        for i in range(1, steps + 1):
+            grads, value = step(params, *next(source))
+            updates, state = optimizer.update(grads, state, params)
+            params = optim.apply(params, updates)
+            progress.update(task, advance=1, description=f"loss {value:.3f}")
+            if i % options.every == 0 or i == steps:
+                pace = i * options.batch * options.seq / (time.monotonic() - start)
+                line = f"step {i}  loss {value:.4f}  held out {evaluate(params, *test):.4f}  {pace:.0f} tokens/s"
+                progress.console.print(line, soft_wrap=True)
+
+    params = tree.map(lambda t: t.to(torch.bfloat16), params)
+    write_tokenizer(options.out, tokenizer)
+    hf.save(options.out, CONFIG, params, extra={"bos_token_id": 0, "eos_token_id": 0})
+    _, params = hf.load(options.out)
+    console.print(f"saved to {options.out}, held out in bfloat16: {evaluate(params, *test):.4f}", soft_wrap=True)
+    for prompt in ("json.dumps(", "Return the "):
+        console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)
+
+
+def _affordable(minutes: float, run: Any, tried: int = 10) -> int:
+    start = time.monotonic()
+    for _ in range(tried):
+        run()
+    return max(1, int(minutes * 60 * tried / (time.monotonic() - start)))
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """``tokenizer.json`` and the little that transformers wants beside it, each written whole."""
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "model_max_length": CONFIG.max_positions,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("tokenizer.json", tokenizer.to_str()), ("tokenizer_config.json", json.dumps(about, indent=2))):
+        with safetensors.replacing(folder / name) as file:
+            file.write(text.encode())
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
