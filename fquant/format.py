@@ -11,13 +11,17 @@ bitsandbytes to the bit, so that codes and scales are interchangeable with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
 from .tree import value
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_NAMES: dict[str, Format] = {}  # the formats of this file, which have a short text
 
 
 @value
@@ -32,6 +36,9 @@ class Format:
     scale   the format in which scales are kept; None: float32
     flat    blocks run over the flattened array and may straddle rows
     center  the mean is subtracted before quantising and kept as ``Packed.offset``
+    text    the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON for one that is not in this file
+
+    plain   this format with its scales in float32
 
     Raises ValueError for a block size or a table that the format cannot have.
     """
@@ -43,6 +50,8 @@ class Format:
     scale: Format | None = None
     flat: bool = False
     center: bool = False
+    text: ClassVar[str]
+    plain: ClassVar[Format]
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -57,9 +66,23 @@ class Format:
             )
         if self.table is None and self.bits != 8:
             raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
+        # Made here and kept, since torch.compile can read an attribute but not make a value on the way.
+        object.__setattr__(self, "text", _spell(self))
+        object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
     def __repr__(self) -> str:
         return f"Format({self.name!r}, block={self.block})"
+
+
+def _spell(format: Format) -> str:
+    known = _NAMES.get(format.name)
+    if known is None or _but_block(known) != _but_block(format) or (format.block is None and known.block is not None):
+        return json.dumps(asdict(format), separators=(",", ":"))
+    return format.name if known.block == format.block else f"{format.name}:{format.block}"
+
+
+def _but_block(format: Format) -> tuple[object, ...]:
+    return tuple(getattr(format, f.name) for f in fields(format) if f.name != "block")
 
 
 def _dynamic_map() -> tuple[float, ...]:
@@ -89,6 +112,27 @@ FP4 = Format("fp4", bits=4, block=64, table=_FP4)
 INT8 = Format("int8", bits=8, block=None)
 
 FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8)}
+
+_NAMES.update(FORMATS, dynamic8=DYNAMIC8)
+for _format in _NAMES.values():
+    object.__setattr__(_format, "text", _format.name)
+
+
+@lru_cache(maxsize=256)
+def read(text: str) -> Format:
+    """The format whose ``text`` this is; ValueError for anything else."""
+    name, colon, block = text.partition(":")
+    if name in _NAMES and (not colon or (block.isascii() and block.isdecimal())):
+        return replace(_NAMES[name], block=int(block)) if colon else _NAMES[name]
+    try:
+        return _from_dict(json.loads(text))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"format {text!r} is unknown; wanted the text of a Format") from None
+
+
+def _from_dict(parts: dict[str, Any]) -> Format:
+    table, scale = parts["table"], parts["scale"]
+    return Format(**parts | {"table": table and tuple(table), "scale": scale and _from_dict(scale)})
 
 
 def parse(name: str, block: int | None = None) -> Format:

@@ -7,24 +7,26 @@
 and know nothing else.
 
 A packed weight is a constant: gradients pass through it to ``x`` and never to it. The one autograd Function below
-computes ``x · Wᵀ`` and, transposed, its dual ``g · W``. It saves the packed buffers and decodes them again in the
-backward, so that no dense weight outlives the product it is used in; its backward and its jvp are itself, so that
-every order of derivative exists; its vmap keeps weights that are shared shared.
+computes ``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``, and saves the packed
+buffers for the backward, so that no dense weight ever exists; its backward and its jvp are itself, so that every order
+of derivative exists; its vmap keeps weights that are shared shared.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import random, tree
+from . import kernels, random
 from .adapted import Adapted, Lora
-from .format import Format
-from .packed import Packed, dequantize, rebuild
+from .kernels.spec import Spec
+from .packed import Packed, buffers, dequantize
 
 Weight = Tensor | Packed | Adapted
 
@@ -42,8 +44,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             y = x @ w.to(x.dtype).mT
         case Packed():
             _check(x, w.shape)
-            buffers = tree.leaves(w)
-            y = _matmul(x, _Spec(w.format, w.shape, w.dtype), *buffers, *[None] * (4 - len(buffers)))
+            given = buffers(w)
+            y = _matmul(x, _How(Spec(w.format, w.shape, w.dtype)), *given, *[None] * (4 - len(given)))
         case Adapted():
             y = _adapted(x, w)
         case _:
@@ -65,7 +67,7 @@ def embedding(tokens: Tensor, w: Weight) -> Tensor:
                     f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
                 )
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            rows = replace(w, codes=w.codes[tokens], scale=absmax[tokens], shape=w.shape[1:])
+            rows = replace(w, codes=w.codes[tokens], scale=absmax[tokens], format=w.format.plain, shape=w.shape[1:])
             return dequantize(rows)
         case Adapted(base=base, lora=lora):
             y = embedding(tokens, base)
@@ -124,15 +126,13 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return w.detach().to(dtype).square().sum(-1)
 
 
-class _Spec(NamedTuple):
+class _How(NamedTuple):
     """The static half of a product: what the packed weight is, which way round, how many dims are stacked.
 
     A tuple, since torch.compile loses an argument of a Function that is an object made on the way.
     """
 
-    format: Format
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    spec: Spec
     transposed: bool = False
     stacked: int = 0
 
@@ -144,18 +144,16 @@ class _Reverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, spec: _Spec, b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None) -> Tensor:
-        buffers = [b for b in (b0, b1, b2, b3) if b is not None]
-        w = dequantize(rebuild(spec.format, spec.shape, spec.dtype, buffers), x.dtype)
-        w = w if spec.transposed else w.mT
-        if spec.stacked == 0:
-            return x @ w
-        rows = x.reshape(*x.shape[: spec.stacked], -1, x.shape[-1])  # [*stack rows in]
-        return (rows @ w).reshape(*x.shape[:-1], w.shape[-1])
+    def forward(x: Tensor, how: _How, b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None) -> Tensor:
+        given = [b for b in (b0, b1, b2, b3) if b is not None]
+        rows = x.reshape(*x.shape[: how.stacked], math.prod(x.shape[how.stacked : -1]), x.shape[-1])  # [*stack m in]
+        product = kernels.matmul_t if how.transposed else kernels.matmul
+        y = product(rows, given, how.spec)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.spec = inputs[1]
+        ctx.how = inputs[1]
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
         ctx.set_materialize_grads(False)  # a tangent that is not None is one that somebody asked for
@@ -166,23 +164,21 @@ class _Reverse(torch.autograd.Function):
             raise TypeError(_CONSTANT.format("gradient"))
         if g is None:
             return (None,) * 6
-        spec = ctx.spec._replace(transposed=not ctx.spec.transposed)
-        return _matmul(g, spec, *ctx.saved_tensors), None, None, None, None, None
+        how = ctx.how._replace(transposed=not ctx.how.transposed)
+        return _matmul(g, how, *ctx.saved_tensors), None, None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, spec: _Spec, *buffers: Tensor | None) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, how: _How, *buffers: Tensor | None) -> tuple[Tensor, int]:
         at, _, *dims = in_dims
-        k = spec.stacked
+        k = how.stacked
         if all(dim is None for dim in dims):  # the weight is shared: what is mapped is one more dim of rows
-            return _matmul(x.movedim(at, k), spec, *buffers), k
+            return _matmul(x.movedim(at, k), how, *buffers), k
 
-        def front(t: Tensor | None, dim: int | None) -> Tensor | None:
-            if t is None:
-                return None
+        def front(t: Tensor, dim: int | None) -> Tensor:
             return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
-        stacked = [front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
-        return _matmul(front(x, at), spec._replace(stacked=k + 1), *stacked), 0
+        stacked = [t if t is None else front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
+        return _matmul(front(x, at), how._replace(stacked=k + 1), *stacked), 0
 
 
 class _Matmul(_Reverse):
@@ -192,12 +188,20 @@ class _Matmul(_Reverse):
     def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
         if any(t is not None for t in tangents):
             raise TypeError(_CONSTANT.format("tangent"))
-        return _matmul(dx, ctx.spec, *ctx.saved_tensors)
+        return _matmul(dx, ctx.how, *ctx.saved_tensors)
 
 
-def _matmul(*args: Any) -> Tensor:
-    """The Function applied; torch.compile refuses to trace one that has a jvp, so what it traces has none."""
-    return (_Reverse if torch.compiler.is_dynamo_compiling() else _Matmul).apply(*args)
+def _matmul(x: Tensor, *rest: Any) -> Tensor:
+    """The Function applied; torch.compile refuses to trace one that has a jvp, so what it traces has none.
+
+    Where nothing is being differentiated or mapped it is not applied at all: that takes as long as a row's product.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _Reverse.apply(x, *rest)
+    plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
+    if plain and not torch._C._are_functorch_transforms_active():
+        return _Reverse.forward(x, *rest)
+    return _Matmul.apply(x, *rest)
 
 
 _CONSTANT = (

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fquant import tree
-from fquant.format import BLOCKS, DYNAMIC8, FORMATS, FP4, INT8, NF4, NF4_DQ, Format, num_blocks, num_bytes, parse
+from fquant.format import BLOCKS, DYNAMIC8, FORMATS, FP4, INT8, NF4, NF4_DQ, Format, num_blocks, num_bytes, parse, read
+
+from .formats import KINDS
 
 TABLES = {
     "nf4": (NF4, bnb.get_4bit_type("nf4", device="cpu")),
@@ -55,6 +57,78 @@ def test_parse():
         parse("nf5")
     with pytest.raises(ValueError, match="nf4: block is 100; wanted one of 32"):
         parse("nf4", 100)
+
+
+TEXTS = {
+    "nf4": NF4,
+    "nf4_dq": NF4_DQ,
+    "fp4": FP4,
+    "int8": INT8,
+    "dynamic8": DYNAMIC8,
+    "nf4:128": replace(NF4, block=128),
+    "nf4_dq:4096": replace(NF4_DQ, block=4096),
+    "int8:32": replace(INT8, block=32),
+}
+
+
+@pytest.mark.parametrize("text, format", TEXTS.items(), ids=TEXTS)
+def test_text_of_a_known_format(text, format):
+    assert format.text == text and read(text) == format
+
+
+LONG = {format.name: format for format in KINDS if format.text.startswith("{")} | {
+    "no block": replace(DYNAMIC8, block=None),  # as text, a block cannot be none
+    "thirds": replace(NF4, name="thirds", table=tuple(i / 3 for i in range(-8, 8))),
+    "other name": replace(NF4, name="mine"),
+    "same name": replace(FP4, name="nf4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", LONG.values(), ids=LONG)
+def test_text_of_any_other_format_is_all_of_it(format):
+    assert format.text.startswith("{") and read(format.text) == format
+    assert read(format.text) is read(format.text), "read once"
+
+
+def test_texts_tell_formats_apart():
+    every = {*KINDS, *TEXTS.values(), *LONG.values(), *(replace(NF4, block=block) for block in BLOCKS)}
+    assert len({format.text for format in every}) == len(every)
+
+
+def test_plain_keeps_scales_in_float32():
+    assert NF4.plain is NF4 and NF4_DQ.plain == replace(NF4_DQ, scale=None) and NF4_DQ.plain.plain is NF4_DQ.plain
+    nested = replace(DYNAMIC8, scale=INT8)
+    assert replace(NF4, scale=nested).plain == NF4 and nested.plain == DYNAMIC8
+
+
+UNKNOWN = [
+    "",
+    "nf5",
+    "NF4",
+    "nf4 ",
+    "nf4:",
+    "nf4:x",
+    "nf4:-64",
+    "nf4:64:64",
+    "{}",
+    '{"name":"nf4"}',
+    "{",
+    "[1]",
+    "nf4:1e2",
+]
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_text_of_no_format(text):
+    with pytest.raises(ValueError, match="format .* is unknown; wanted the text of a Format"):
+        read(text)
+
+
+def test_text_of_an_impossible_format():
+    with pytest.raises(ValueError, match="nf4: block is 48; wanted one of 32"):
+        read("nf4:48")
+    with pytest.raises(ValueError, match="mine: bits is 5; wanted 4 or 8"):
+        read(replace(NF4, name="mine").text.replace('"bits":4', '"bits":5'))
 
 
 COUNTS = [  # format, width, blocks, bytes

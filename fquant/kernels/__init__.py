@@ -1,0 +1,220 @@
+"""The arithmetic of packed arrays as four forward-only ops, and the table of who computes them where.
+
+    encode(rows, format)               f[... n] to codes and absmax
+    decode(buffers, spec, out)         a packed array to f[*stack *shape] in dtype ``out``
+    matmul(x, buffers, spec)           x · Wᵀ for W packed: f[*stack m in] to f[*stack m out]
+    matmul_t(g, buffers, spec)         g · W, its dual:     f[*stack m out] to f[*stack m in]
+
+``buffers`` are the leaves of a Packed and ``spec`` is the rest of it (``spec.py``). Each op is registered with torch
+under ``fquant::``, with a fake implementation and without autograd, so that capture and compile see one node and the
+derivatives are written once, in ``fquant/linear.py``; an op that is asked for a derivative itself says so.
+
+Who computes is a table, device -> backend: ``cpu`` (cpu.c, all there is in C) for CPU tensors, ``triton`` for CUDA
+tensors, and ``reference`` (plain torch, the definition of right) on any other device, or where a backend cannot be
+had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
+``cpu:avx2`` one instruction set of it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..format import Format, num_blocks, num_bytes, read
+from . import reference
+from .spec import FLOATS, Spec, check
+
+VARIABLE = "FQUANT_KERNELS"
+BACKENDS = ("reference", "cpu", "triton")
+BY_DEVICE = {"cpu": "cpu", "cuda": "triton"}
+
+_PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
+SCHEMAS = {
+    "encode": "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)",
+    "decode": f"({_PACKED}, ScalarType out) -> Tensor",
+    "matmul": f"(Tensor x, {_PACKED}) -> Tensor",
+    "matmul_t": f"(Tensor g, {_PACKED}) -> Tensor",
+}
+
+
+def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
+    return _OPS["encode"](rows, format.text)
+
+
+def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
+    return _OPS["decode"](buffers, spec.format.text, spec.shape, spec.dtype, out)
+
+
+def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out] in x's dtype."""
+    return _OPS["matmul"](x, buffers, spec.format.text, spec.shape, spec.dtype)
+
+
+def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in] in g's dtype."""
+    return _OPS["matmul_t"](g, buffers, spec.format.text, spec.shape, spec.dtype)
+
+
+def backend(device: str) -> tuple[str, ModuleType]:
+    """The name and the module of what computes for tensors on ``device``.
+
+    Raises ValueError where FQUANT_KERNELS names no backend, or one that cannot compute there, and RuntimeError where
+    the one it names cannot be had.
+    """
+    asked = os.environ.get(VARIABLE)
+    if asked is None:
+        name = BY_DEVICE.get(device, "reference")
+        found = _load(name)
+        if isinstance(found, ModuleType):
+            return name, found
+        _warn_once(name, found)
+        return "reference", reference
+    name, _, detail = asked.partition(":")
+    if name not in BACKENDS or (detail and name != "cpu"):
+        raise ValueError(f"{VARIABLE} is {asked!r}; wanted one of {', '.join(BACKENDS)}, or cpu:ISA")
+    found = _load(name)
+    if not isinstance(found, ModuleType):
+        raise RuntimeError(f"{VARIABLE} is {asked!r}, but {found}")
+    if device not in getattr(found, "DEVICES", (device,)):
+        raise ValueError(f"{VARIABLE} is {asked!r}, but the tensors are on {device}; unset it or move them")
+    return name, found
+
+
+@cache
+def _load(name: str) -> ModuleType | str:
+    """The module of a backend, or why it cannot be had."""
+    if name == "reference":
+        return reference
+    try:
+        if name == "cpu":
+            from . import cpu as module
+        else:
+            from . import triton as module
+        module.load()
+    except (ImportError, OSError) as error:
+        return str(error)
+    return module
+
+
+@cache
+def _warn_once(name: str, reason: str) -> None:
+    message = f"fquant computes in plain torch, several times slower: {reason}"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _encode(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    _check_rows(rows)
+    return backend(rows.device.type)[1].encode(rows, read(format))
+
+
+def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    _check_rows(rows)
+    kind, (*outer, width) = read(format), rows.shape
+    codes = torch.int8 if kind.table is None else torch.uint8
+    return (
+        rows.new_empty(*outer, num_bytes(kind, width), dtype=codes),
+        rows.new_empty(*outer, num_blocks(kind, width), dtype=torch.float32),
+    )
+
+
+def _decode(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    spec = Spec(read(format), tuple(shape), dtype)
+    _check_decode(spec, buffers, out)
+    return backend(buffers[0].device.type)[1].decode(buffers, spec, out)
+
+
+def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    stack = _check_decode(Spec(read(format), tuple(shape), dtype), buffers, out)
+    return buffers[0].new_empty(*stack, *shape, dtype=out)
+
+
+def _product(name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    spec = Spec(read(format), tuple(shape), dtype)
+    _check_product(name, x, buffers, spec)
+    return getattr(backend(x.device.type)[1], name)(x, buffers, spec)
+
+
+def _product_fake(
+    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    _check_product(name, x, buffers, Spec(read(format), tuple(shape), dtype))
+    return x.new_empty(*x.shape[:-1], shape[name == "matmul_t"])
+
+
+def _check_rows(rows: Tensor) -> None:
+    if rows.dtype not in FLOATS or rows.ndim == 0:
+        raise TypeError(f"encode got {rows.dtype} {tuple(rows.shape)}; wanted f32, bf16 or f16 with at least one dim")
+
+
+def _check_decode(spec: Spec, buffers: list[Tensor], out: torch.dtype) -> tuple[int, ...]:
+    if out not in (*FLOATS, torch.float64):
+        raise TypeError(f"decode got {out}; wanted f32, bf16, f16 or f64")
+    return check(spec, buffers)
+
+
+def _check_product(name: str, x: Tensor, buffers: list[Tensor], spec: Spec) -> None:
+    if len(spec.shape) != 2 or x.dtype not in (*FLOATS, torch.float64) or x.ndim < 2:
+        raise TypeError(
+            f"{name} got x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}; wanted f[*stack m n], 2 dims"
+        )
+    check(spec, buffers, tuple(x.shape[:-2]))
+    inner = spec.shape[name == "matmul"]
+    if x.shape[-1] != inner:
+        raise ValueError(f"{name} got x {tuple(x.shape)} and a weight {spec.shape}; x's last dim must be {inner}")
+    if x.device != buffers[0].device:
+        raise ValueError(f"{name} got x on {x.device} and a weight on {buffers[0].device}; move one")
+
+
+def _decode_vmap(info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> tuple[Tensor, int]:
+    """A mapped dim of a packed array is one more dim of a stack."""
+    mapped = [
+        b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
+        for b, at in zip(buffers, in_dims[0], strict=True)
+    ]
+    return _OPS["decode"](mapped, *rest), 0
+
+
+def _constant(name: str, keys: Any, *args: Any) -> Any:
+    """In autograd's place: an op has no derivative, and whoever asks it for one is told; torch would give zeros."""
+    for t in [t for arg in args[:2] for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]:
+        if t.requires_grad and torch.is_grad_enabled():
+            raise TypeError(f"a gradient through {name} was asked for; {_FIX}")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise TypeError(f"a tangent through {name} was asked for; {_FIX}")
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OPS[name].redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+_FIX = (
+    "a Packed is a constant: train a Lora beside it (fquant.lora.init, attach) or a dense weight, and multiply with "
+    "fquant.linear, which has derivatives with respect to x"
+)
+
+
+def _register() -> dict[str, Callable[..., Any]]:
+    real: dict[str, Any] = {"encode": _encode, "decode": _decode}
+    fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
+    for name in ("matmul", "matmul_t"):
+        real[name], fake[name] = partial(_product, name), partial(_product_fake, name)
+    for name, schema in SCHEMAS.items():
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, real[name], key)
+        _LIBRARY.impl(name, partial(_constant, name), "Autograd", with_keyset=True)
+        torch.library.register_fake(f"fquant::{name}", fake[name], lib=_LIBRARY)
+    torch.library.register_vmap("fquant::decode", _decode_vmap, lib=_LIBRARY)
+    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
+
+
+_LIBRARY = torch.library.Library("fquant", "DEF")
+_OPS = _register()

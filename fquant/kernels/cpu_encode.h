@@ -1,0 +1,92 @@
+/* Encoding, for one instruction set: blocks to codes and absmax, as fquant/kernels/reference.py does it. The loops are
+   plain, and the compiler makes vectors of them. */
+
+/* The largest magnitude, compared as bits so that infinity and NaN are the largest and come out. */
+static float NAME(absmax)(const float *x, int64_t n, float least) {
+    int32_t top = (int32_t)bits_of(least);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t u = (int32_t)(bits_of(x[i]) & 0x7fffffff);
+        top = u > top ? u : top;
+    }
+    return float_of((uint32_t)top);
+}
+
+/* Values in units of their absmax, in [-1, 1], to 4-bit codes: how many midpoints are smaller. */
+static void NAME(nearest4)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
+    uint8_t index[PIECE + 1];
+    float m[15];
+    memcpy(m, how->middles, sizeof m);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t below = 0;
+#pragma GCC unroll 15
+        for (int k = 0; k < 15; k++) below += x[i] > m[k];
+        index[i] = (uint8_t)below;
+    }
+    if (!how->sorted) for (int64_t i = 0; i < n; i++) index[i] = how->order[index[i]];
+    for (int64_t i = 0; i < n / 2; i++) codes[i] = (uint8_t)(index[2 * i] << 4 | index[2 * i + 1]);
+    if (n % 2) {
+        int zero = 0;
+        for (int k = 0; k < 15; k++) zero += 0.0f > m[k];
+        codes[n / 2] = (uint8_t)(index[n - 1] << 4 | how->order[zero]);
+    }
+}
+
+static void NAME(nearest8)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
+    for (int64_t i = 0; i < n; i++) {
+        float at = (x[i] + 1.0f) * 0.5f * 65535.0f + 0.5f;
+        codes[i] = how->grid[at >= 0.0f && at < 65536.0f ? (int32_t)at : 0]; /* NaN, which is refused later, to 0 */
+    }
+}
+
+static void NAME(rounded)(const float *restrict x, int64_t n, float absmax, int8_t *restrict codes) {
+    float by = 1.0f / absmax * 127.0f; /* as torch divides a number by a tensor */
+    if (!(absmax > 0.0f)) memset(codes, 0, (size_t)n);
+    else for (int64_t i = 0; i < n; i++) {
+        float r = rintf(x[i] * by);
+        codes[i] = (int8_t)(int32_t)(r <= 127.0f && r >= -127.0f ? r : 0.0f); /* beyond is not finite: refused later */
+    }
+}
+
+/* The blocks of one piece of a row, or of a whole row where its blocks are longer than a piece. */
+static void NAME(encode)(void *data, int64_t unit, void *scratch) {
+    const Encode *e = data;
+    const Encoding *how = &e->how;
+    int64_t whole = how->block > PIECE, pieces = whole ? 1 : pieces_of(e->width);
+    int64_t row = unit / pieces, start = unit % pieces * PIECE, stop = whole ? e->width : MIN(start + PIECE, e->width);
+    int64_t bytes = (e->width * how->bits + 7) / 8, blocks = (e->width + how->block - 1) / how->block;
+    int integer = how->bits == 8 && !how->grid;
+    float x[PIECE];
+    (void)scratch;
+    for (int64_t at = start; at < stop; at += how->block) {
+        int64_t end = MIN(at + how->block, stop), from = row * e->width;
+        int is_short = end - at < how->block;
+        float absmax = integer || !is_short ? 0.0f : 1e-38f;
+        for (int64_t i = at; i < end; i += PIECE) {
+            int64_t n = MIN(end - i, PIECE);
+            NAME(floats)(e->x, e->dtype, from + i, n, x);
+            if (integer && e->dtype != F16) for (int64_t k = 0; k < n; k++) x[k] = from_f16(to_f16(x[k]));
+            absmax = NAME(absmax)(x, n, absmax);
+        }
+        e->absmax[row * blocks + at / how->block] = absmax;
+        float by = 1.0f / (absmax < 1e-38f ? 1e-38f : absmax);
+        for (int64_t i = at; i < end; i += PIECE) {
+            int64_t n = MIN(end - i, PIECE);
+            if (end - at > PIECE) {
+                NAME(floats)(e->x, e->dtype, from + i, n, x);
+                if (integer && e->dtype != F16) for (int64_t k = 0; k < n; k++) x[k] = from_f16(to_f16(x[k]));
+            }
+            uint8_t *codes = e->codes + row * bytes + i * how->bits / 8;
+            if (integer) {
+                NAME(rounded)(x, n, absmax, (int8_t *)codes);
+                continue;
+            }
+            for (int64_t k = 0; k < n; k++) {
+                float v = is_short ? x[k] / absmax : x[k] * by;
+                v = v < -1.0f ? -1.0f : v;
+                x[k] = v > 1.0f ? 1.0f : v;
+            }
+            if (how->bits == 8) NAME(nearest8)(x, n, how, codes);
+            else NAME(nearest4)(x, n, how, codes);
+        }
+    }
+}

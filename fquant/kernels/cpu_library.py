@@ -1,0 +1,117 @@
+"""The C library of cpu.c: where it is, what its functions take, which instruction sets it has, whose threads it uses.
+
+It has the instruction sets that the compiler could build; the best that runs here is used, or the one that
+``FQUANT_KERNELS=cpu:avx2`` names. Its loops run on the threads of the OpenMP runtime that torch has loaded, as many as
+``torch.get_num_threads()``, so that two pools never compete for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+LARGE = 4 << 20  # bytes
+
+Pointer, Long, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class Packed(ctypes.Structure):
+    """``Packed`` of cpu.c."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("codes", "scale", "nested", "nested_table", "nested_offset", "offset", "table")),
+        *((name, Long) for name in ("rows", "width", "block", "nested_block")),
+        *((name, ctypes.c_int32) for name in ("bits", "dtype")),
+    ]
+
+
+class Encoding(ctypes.Structure):
+    """``Encoding`` of cpu.c."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("middles", "order", "grid")),
+        ("block", Long),
+        ("bits", ctypes.c_int32),
+        ("sorted", ctypes.c_int32),
+    ]
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library; ImportError if it was not built."""
+    path = Path(__file__).with_name(f"_cpu{EXTENSION_SUFFIXES[0]}")
+    if not path.exists():
+        raise ImportError("its C kernels were not built; install a C compiler and install fquant again")
+    library = ctypes.CDLL(str(path))
+    sizes = getattr(library, "fquant_size", lambda which: 0)
+    if [sizes(i) for i in range(2)] != [ctypes.sizeof(Packed), ctypes.sizeof(Encoding)]:
+        raise ImportError(f"{path.name} was built from other sources; install fquant again")
+    library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
+    library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
+    packed, encoding = ctypes.POINTER(Packed), ctypes.POINTER(Encoding)
+    for name, rest in {
+        "encode": [Pointer, Int, Long, Long, encoding, Pointer, Pointer],
+        "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
+        "matmul": [packed, Pointer, Long, Pointer, Int],
+        "matmul_t": [packed, Pointer, Long, Pointer, Int],
+    }.items():
+        getattr(library, f"fquant_{name}").argtypes = [Int, Int, *rest]
+    library.fquant_deals.argtypes = [Int, packed, Int]
+    library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]
+    library.fquant_team(_team())
+    return library
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """The instruction sets that run here, from plain to best."""
+    library, names = load(), []
+    while name := library.fquant_isa(len(names)):
+        names.append(name.decode())
+    return tuple(names)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """``torch.empty`` on the CPU, in pages of 2 MiB where it is large and the system gives them."""
+    t = torch.empty(shape, dtype=dtype)
+    if t.nbytes >= LARGE:
+        load().fquant_large_pages(t.data_ptr(), t.nbytes)
+    return t
+
+
+def call(name: str, *args: object) -> None:
+    """The function ``fquant_name`` of the library, with the instruction set and the threads that are to be used."""
+    library = load()
+    if getattr(library, f"fquant_{name}")(isa(), torch.get_num_threads(), *args):
+        raise MemoryError(f"{name} could not allocate its scratch memory; free some")
+
+
+def isa() -> int:
+    """The index of the instruction set that is asked for, or of the best."""
+    return _index(os.environ.get("FQUANT_KERNELS"))
+
+
+@cache
+def _index(asked: str | None) -> int:
+    name = (asked or "").partition(":")[2]
+    if not name:
+        return len(isas()) - 1
+    if name not in isas():
+        raise ValueError(f"FQUANT_KERNELS is {asked!r}; this machine runs {', '.join(isas())}")
+    return isas().index(name)
+
+
+def _team() -> int | None:
+    """Where the OpenMP runtime that torch has loaded starts its threads; None if it has none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None

@@ -1,0 +1,95 @@
+"""What the buffers of a packed array mean to a kernel.
+
+A kernel is handed the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, which is all the rest of it:
+the two together are the array. ``layout`` says what every buffer has to be, ``check`` compares before any kernel looks
+at a value or takes a pointer, and ``split`` names the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..format import Format, num_blocks, num_bytes
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised
+
+
+class Spec(NamedTuple):
+    """The static half of a packed array: its format, and the shape and dtype of what was quantised."""
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Leaf(NamedTuple):
+    """What one buffer has to be; ``shape`` without the dims of a stack."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=4096)
+def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
+    """The buffers of ``spec``: codes, scale (or the buffers of a nested scale), offset if the format is centred."""
+    format, shape, _ = spec
+    codes = torch.int8 if format.table is None else torch.uint8
+    if not format.flat:
+        leaves = (Leaf(f"{name}codes", (*shape[:-1], num_bytes(format, shape[-1])), codes),)
+    elif format.bits == 8:
+        leaves = (Leaf(f"{name}codes", shape, codes),)
+    else:
+        leaves = (Leaf(f"{name}codes", (num_bytes(format, math.prod(shape)),), codes),)
+    nested = scales(spec)
+    if format.scale is None:
+        leaves += (Leaf(f"{name}scale", nested.shape, torch.float32),)
+    else:
+        leaves += layout(nested, f"{name}scale.")
+    return leaves + ((Leaf(f"{name}offset", (), torch.float32),) if format.center else ())
+
+
+@lru_cache(maxsize=4096)
+def scales(spec: Spec) -> Spec:
+    """The Spec of the array of scales; its ``format`` means something only where scales are packed themselves."""
+    format, shape, _ = spec
+    blocks = (num_blocks(format, math.prod(shape)),) if format.flat else (*shape[:-1], num_blocks(format, shape[-1]))
+    return Spec(format.scale or format, blocks, torch.float32)
+
+
+def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """``buffers`` as codes, the scale (one tensor, or the buffers of a packed one) and the offset."""
+    codes, *rest = buffers
+    offset = rest.pop() if spec.format.center else None
+    return codes, rest, offset
+
+
+def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The dims in front of every buffer, the same for each and equal to ``stack`` if that is given.
+
+    Raises ValueError for a count, a shape or a device, TypeError for a dtype, that is not the layout's.
+    """
+    if spec.dtype not in FLOATS:
+        raise TypeError(f"{spec.format.name}: the dtype of the array is {spec.dtype}; wanted f32, bf16 or f16")
+    leaves = layout(spec)
+    if len(buffers) != len(leaves):
+        wanted = ", ".join(leaf.name for leaf in leaves)
+        raise ValueError(f"{spec.format.name}: got {len(buffers)} buffers; wanted {len(leaves)}: {wanted}")
+    if stack is None:
+        stack = tuple(buffers[0].shape[: buffers[0].ndim - len(leaves[0].shape)])
+    device = buffers[0].device
+    for buffer, leaf in zip(buffers, leaves, strict=True):
+        if buffer.dtype != leaf.dtype:
+            raise TypeError(f"{spec.format.name}: {leaf.name} is {buffer.dtype}; wanted {leaf.dtype}")
+        if buffer.shape != stack + leaf.shape:
+            got, wanted = tuple(buffer.shape), stack + leaf.shape
+            raise ValueError(f"{spec.format.name} {spec.shape}: {leaf.name} has shape {got}; wanted {wanted}")
+        if buffer.device != device:
+            raise ValueError(f"{spec.format.name}: {leaf.name} is on {buffer.device}, codes on {device}; move one")
+    return stack

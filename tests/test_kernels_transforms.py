@@ -1,0 +1,142 @@
+"""The ops under transforms: no derivative of their own, vmap, one node in a trace, and all of it on the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fquant import dequantize, kernels, linear, quantize
+from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.kernels.spec import Spec
+
+from . import test_transforms as transforms
+from .formats import ISAS, KINDS, alike, draw, forced
+from .test_packed import named
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+
+OPS = torch.ops.fquant
+SPEC = Spec(NF4_DQ, (24, 128), torch.bfloat16)
+BUFFERS = draw(SPEC)
+X = {"matmul": torch.ones(3, 128), "matmul_t": torch.ones(3, 24)}
+
+
+def weight(format=NF4_DQ, out=24, width=128):
+    return quantize(torch.randn(out, width, generator=torch.Generator().manual_seed(0)), format)
+
+
+FLOAT_BUFFERS = {  # a format, and the packed array of which one float buffer is t
+    "scale": (NF4, lambda p, t: replace(p, scale=t), lambda p: p.scale),
+    "row scale": (INT8, lambda p, t: replace(p, scale=t), lambda p: p.scale),
+    "nested scale": (NF4_DQ, lambda p, t: replace(p, scale=replace(p.scale, scale=t)), lambda p: p.scale.scale),
+    "nested offset": (NF4_DQ, lambda p, t: replace(p, scale=replace(p.scale, offset=t)), lambda p: p.scale.offset),
+    "offset": (replace(NF4, center=True), lambda p, t: replace(p, offset=t), lambda p: p.offset),
+}
+FIX = r"a Packed is a constant: train a Lora beside it \(fquant.lora.init, attach\) or a dense weight, .* fquant.linear"
+
+
+@named("backend", ["reference", *ISAS[-1:]])
+@pytest.mark.parametrize("format, put, get", FLOAT_BUFFERS.values(), ids=FLOAT_BUFFERS)
+def test_an_op_has_no_derivative_and_says_so(format, put, get, backend):
+    p = weight(format)
+    t = get(p)
+    f = lambda t: dequantize(put(p, t)).sum()
+    with forced(backend):
+        with pytest.raises(TypeError, match=f"a gradient through decode was asked for; {FIX}"):
+            f(t.clone().requires_grad_())
+        with torch.no_grad():
+            f(t.clone().requires_grad_())
+        with pytest.raises(TypeError, match=f"a gradient through decode was asked for; {FIX}"):
+            grad(f)(t)
+        with pytest.raises(TypeError, match="a gradient through decode was asked for"):
+            vjp(f, t)
+        with pytest.raises(TypeError, match=f"a tangent through decode was asked for; {FIX}"):
+            jvp(f, (t,), (t,))
+        with pytest.raises(TypeError, match="a gradient through decode was asked for"):
+            vmap(grad(f))(torch.stack([t, t]))
+
+
+@named("op", X)
+def test_a_product_itself_has_no_derivative(op):
+    f, x = lambda x: getattr(kernels, op)(x, BUFFERS, SPEC).sum(), X[op]
+    with pytest.raises(TypeError, match=f"a gradient through {op} was asked for; {FIX}"):
+        f(x.clone().requires_grad_())
+    with pytest.raises(TypeError, match=f"a gradient through {op} was asked for; {FIX}"):
+        grad(f)(x)
+    with pytest.raises(TypeError, match=f"a tangent through {op} was asked for; {FIX}"):
+        jvp(f, (x,), (x,))
+
+
+def test_encode_has_no_derivative():
+    f, x = lambda x: kernels.encode(x, NF4)[1].sum(), torch.ones(2, 64)
+    with pytest.raises(TypeError, match="a gradient through encode was asked for"):
+        f(x.clone().requires_grad_())
+    with pytest.raises(TypeError, match="a gradient through encode was asked for"):
+        grad(f)(x)
+    with pytest.raises(TypeError, match="a tangent through encode was asked for"):
+        jvp(f, (x,), (x,))
+
+
+@named("format", KINDS)
+def test_vmap_of_decode(format):
+    """What is mapped is a stack, along whichever dim; buffers that are not mapped are shared."""
+    spec = Spec(format, (4, 70), torch.bfloat16)
+    decode = lambda *buffers: kernels.decode(buffers, spec, torch.float16)
+    stack = draw(spec, (3, 2))
+    wanted = torch.stack([torch.stack([decode(*[b[i, k] for b in stack]) for k in range(2)]) for i in range(3)])
+    assert alike(vmap(vmap(decode))(*stack), wanted)
+    assert alike(vmap(vmap(decode), 1, 1)(*stack), wanted)
+    codes, *rest = (b[0] for b in stack)
+    shared = vmap(decode, (None, *[0] * len(rest)))(codes[0], *rest)
+    assert alike(shared[0], wanted[0, 0]) and alike(shared[1], decode(codes[0], *[b[1] for b in rest]))
+
+
+def ops_of(graph):
+    return [str(node.target).split(".")[1] for node in graph.nodes if "fquant." in str(node.target)]
+
+
+def test_a_trace_has_one_node_an_op():
+    p, x = weight(), torch.ones(2, 3, 128)
+    f = lambda x: linear(x, p).square().sum()
+    assert ops_of(make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph) == ["matmul"]
+    both = make_fx(grad(f), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    assert ops_of(both.graph) == ["matmul", "matmul_t"] and alike(both(x), grad(f)(x))
+    g = make_fx(lambda codes, *rest: kernels.decode([codes, *rest], SPEC, torch.float32))(*BUFFERS)
+    assert ops_of(g.graph) == ["decode"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
+@named("format", [NF4_DQ, INT8])
+def test_compile(format):
+    p, x = weight(format), torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, p: (linear(x, p), dequantize(p)), backend="aot_eager", fullgraph=True)
+    assert all(map(alike, compiled(x, p), (linear(x, p), dequantize(p))))
+
+
+@named("format", [NF4, NF4_DQ, INT8, DYNAMIC8, replace(FP4, flat=True, block=32)])
+def test_what_is_said_of_the_ops_to_torch_is_true(format):
+    """Schemas, and shapes, dtypes and strides of the fake implementations, by torch's own check."""
+    spec = Spec(format, (6, 33), torch.bfloat16)
+    check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+    for stack in ((), (2,)):
+        buffers = draw(spec, stack)
+        rest = buffers, format.text, spec.shape, spec.dtype
+        check(OPS.decode, *rest, torch.float16)
+        for x in (torch.ones(*stack, 3, 33), torch.ones(*stack, 33, 3).mT, torch.ones(*stack, 50, 33).half()):
+            check(OPS.matmul, x, *rest)
+            check(OPS.matmul_t, x[..., :6], *rest)
+        for rows in (torch.ones(*stack, 4, 33), torch.ones(*stack, 33, 4).bfloat16().mT):
+            check(OPS.encode, rows, format.text)
+
+
+REFERENCE_ROWS = [(verb, t) for verb in ("linear", "attach") for t in transforms.TRANSFORMS if t != "compile"]
+
+
+@named("verb, transform", REFERENCE_ROWS)
+def test_transforms_on_the_reference(verb, transform):
+    """What test_transforms does on the default backend."""
+    with forced("reference"):
+        transforms.test_transform(verb, NF4_DQ, transform)
