@@ -1,0 +1,32 @@
+"""The kernels for CUDA: ``triton_encode``, ``triton_decode`` and ``triton_matmul``, and whether they can run.
+
+They run in Triton's interpreter, too, on tensors on the CPU and without a GPU, thousands of times slower: with
+``TRITON_INTERPRET=1`` in the environment before anything imports triton. So their arithmetic is tested anywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from .triton_decode import INTERPRETED, decode
+    from .triton_encode import encode
+    from .triton_matmul import matmul, matmul_t
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    raise ImportError(
+        "triton is not installed; pip install triton, or a CUDA build of torch, which brings it"
+    ) from error
+
+__all__ = ["DEVICES", "decode", "encode", "load", "matmul", "matmul_t"]
+
+DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
+
+
+def load() -> None:
+    """Raise ImportError where Triton has nothing to run on."""
+    if INTERPRETED.value:
+        return
+    if not torch.cuda.is_available():
+        raise ImportError("Triton needs a CUDA device and a CUDA build of torch, and one of them is not there")

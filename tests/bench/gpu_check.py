@@ -1,0 +1,146 @@
+"""Whether the kernels on a device are right: against the reference on the CPU, on numbers of a seed.
+
+    check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
+
+What is encoded and decoded has to be equal to the bit, and products within twice the bound of tests/rounding.py, as
+tensor cores cut sums off where others round. Whatever a kernel is to write is full of NaN, or of the largest integer,
+before. The cases are few enough for each kernel variant to be compiled within a minute or two, and differ from format
+to format, so that every kind meets several.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle, product
+
+import torch
+from torch import Tensor
+
+import fquant
+from fquant import tree
+from fquant.format import BLOCKS, INT8, NF4, NF4_DQ, Format
+from fquant.kernels import reference, triton
+from fquant.kernels.spec import Spec, scales
+from fquant.kernels.triton_matmul import CANDIDATES, Plan
+from tests.formats import CODECS, DTYPES, KINDS, alike, draw
+from tests.rounding import bound
+
+BIG = (32768 + 64, 65536)  # more than 2^31 elements
+BF16 = torch.bfloat16
+
+
+def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
+    """Everything; how many encodings, decodings and products were compared."""
+    settings = torch.backends.cuda.matmul
+    exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(settings, name) for name in exact}
+    try:
+        for name in exact:
+            setattr(settings, name, False)
+        with poisoned():
+            counts = check_formats(device, seed) + check_products(device, seed)
+        return counts + check_big(device, seed, big)
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def check_formats(device: str, seed: int, formats: Sequence[Format] = KINDS) -> Counter[str]:
+    """Every format, in rows that join and in rows that do not, in a dtype and to a dtype that differ between them."""
+    counts: Counter[str] = Counter()
+    random = torch.Generator().manual_seed(seed)
+    kinds = zip(product(formats, [(40, 2304), (9, 4129)]), cycle(DTYPES[:3]), cycle(DTYPES))
+    for (format, shape), dtype, to in kinds:
+        note = (format.name, format.block, shape, dtype, to, seed)
+        if format in CODECS:
+            w = (torch.randn(shape, generator=random) * torch.randn(shape[1], generator=random).exp()).to(dtype)
+            got = triton.encode(w.to(device), format)
+            for part, wanted in zip(got, reference.encode(w, format), strict=True):
+                _equal(part, wanted, "encode", *note)
+            counts["encodings"] += 1
+        spec = Spec(format, shape, dtype)
+        buffers = draw(spec, seed=seed, special=True)
+        got = triton.decode([b.to(device) for b in buffers], spec, to)
+        _equal(got, reference.decode(buffers, spec, to), "decode", *note)
+        counts["decodings"] += 1
+        _product(device, seed, spec, BF16, 5)
+        counts["products"] += 2
+    return counts
+
+
+def check_products(device: str, seed: int, formats: Sequence[Format] = (NF4, NF4_DQ, INT8)) -> Counter[str]:
+    """Numbers of rows, dtypes of x, block sizes, and every candidate plan."""
+    cases = [(format, of, rows, None) for format, of, rows in product(formats, DTYPES, (1, 3, 16, 17, 40, 200))]
+    cases += [(replace(format, block=block), BF16, 2, None) for format in formats if format.block for block in BLOCKS]
+    cases += [(formats[0], BF16, 40, plan) for plan in CANDIDATES]
+    for format, of, rows, plan in cases:
+        _product(device, seed, Spec(format, (200, 4104), BF16), of, rows, plan)
+    return Counter(products=2 * len(cases))
+
+
+def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
+    """A weight of many elements: its first rows and its last, its first columns and its last."""
+    random = torch.Generator(device).manual_seed(seed)
+    out, width = shape
+    w = torch.randn(shape, generator=random, device=device, dtype=BF16)
+    x, g = (torch.randn(2, n, generator=random, device=device, dtype=BF16) for n in (width, out))
+    codes, absmax = triton.encode(w, NF4)
+    ends = [slice(0, 32), slice(out - 32, out)]
+    for end in ends:
+        for part, wanted in zip((codes, absmax), reference.encode(w[end].cpu(), NF4), strict=True):
+            _equal(part[end], wanted, "encode", shape, end, seed)
+    del w
+    assert NF4_DQ.scale is not None
+    nested = tree.leaves(fquant.quantize(absmax, NF4_DQ.scale))
+    for format, buffers in ((NF4, [codes, absmax]), (NF4_DQ, [codes, *nested])):
+        spec, note = Spec(format, shape, BF16), (format.name, shape, seed)
+        absmax = absmax if format is NF4 else reference.decode(nested, scales(spec), torch.float32)
+        values, y = triton.decode(buffers, spec, BF16), triton.matmul(x, buffers, spec)
+        for end in ends:
+            part = Spec(NF4, (32, width), BF16)
+            wanted = reference.decode([codes[end].cpu(), absmax[end].cpu()], part, BF16)
+            _equal(values[end], wanted, "decode", *note, end)
+            _close(y[:, end], x, wanted.mT, "matmul", *note, end)
+        gx = triton.matmul_t(g, buffers, spec)
+        for end in (slice(0, 32), slice(width - 32, width)):
+            _close(gx[:, end], g, values[:, end], "matmul_t", *note, end)
+    return Counter(encodings=1, decodings=2, products=4)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, new tensors are full of NaN, or of the largest integer, until something is written to them."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            assert torch.empty(1).isnan().all() and (torch.empty(1, dtype=torch.uint8) == 255).all()
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def _product(device: str, seed: int, spec: Spec, of: torch.dtype, rows: int, plan: Plan | None = None) -> None:
+    """Both products with a weight of ``spec``."""
+    random, buffers = torch.Generator().manual_seed(seed), draw(spec, seed=seed)
+    x, g = (torch.randn(rows, n, generator=random).to(of) for n in reversed(spec.shape))
+    there, w = [b.to(device) for b in buffers], reference.decode(buffers, spec, of)
+    note = (spec.format.name, spec.format.block, spec.shape, spec.dtype, of, rows, plan, seed)
+    _close(triton.matmul(x.to(device), there, spec, plan), x, w.mT, "matmul", *note)
+    _close(triton.matmul_t(g.to(device), there, spec), g, w, "matmul_t", *note)
+
+
+def _equal(got: Tensor, wanted: Tensor, *note: object) -> None:
+    if not alike(got.cpu(), wanted):
+        raise AssertionError(f"{' '.join(map(str, note))}: not what the reference gives")
+
+
+def _close(got: Tensor, x: Tensor, w: Tensor, *note: object) -> None:
+    x, w = x.cpu(), w.cpu()
+    error, allowed = (got.cpu().double() - x.double() @ w.double()).abs(), 2 * bound(x, w)
+    if not bool((error <= allowed).all()):
+        most = float((error / allowed).nan_to_num(torch.inf).max())
+        raise AssertionError(f"{' '.join(map(str, note))}: off by {most:.3g} times of what is allowed")
