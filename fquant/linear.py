@@ -67,8 +67,10 @@ def embedding(tokens: Tensor, w: Weight) -> Tensor:
                     f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
                 )
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            rows = replace(w, codes=w.codes[tokens], scale=absmax[tokens], format=w.format.plain, shape=w.shape[1:])
-            return dequantize(rows)
+            some, (dim,) = tokens.reshape(-1), w.shape[1:]
+            shape = (some.shape[0], dim)
+            rows = replace(w, codes=w.codes[some], scale=absmax[some], format=w.format.plain, shape=shape)
+            return dequantize(rows).reshape(*tokens.shape, dim)
         case Adapted(base=base, lora=lora):
             y = embedding(tokens, base)
             update = scaling(lora) * (F.embedding(tokens, lora.b) @ lora.a)

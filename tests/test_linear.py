@@ -24,6 +24,7 @@ FORMATS = {
     "int8": INT8,
     "int8 in blocks": replace(INT8, block=32),
     "flat": replace(NF4_DQ, flat=True),
+    "centred": replace(NF4, name="centred", center=True),
 }
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 

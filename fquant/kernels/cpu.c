@@ -161,34 +161,49 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
 
+/* From TARGET to TARGET_END functions are compiled for these features as well. */
+#define QUOTE(...) #__VA_ARGS__
+#define PRAGMA(...) _Pragma(QUOTE(__VA_ARGS__))
+#ifdef __clang__
+#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define TARGET_END PRAGMA(clang attribute pop)
+#define WIDE
+#else
+#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define TARGET_END PRAGMA(GCC pop_options)
+#define WIDE ",prefer-vector-width=512"
+#endif
+#define AVX2 "avx2,fma,f16c"
+#define AVX512 AVX2 ",avx512f,avx512bw,avx512vl,avx512dq" WIDE
+
 #define ISA portable
 #include "cpu_isa.h"
 #undef ISA
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+TARGET(AVX2)
 #define ISA avx2
 #define LANES_AVX2
 #include "cpu_isa.h"
 #undef LANES_AVX2
 #undef ISA
-#pragma GCC pop_options
+TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+TARGET(AVX512)
 #define ISA avx512
 #define LANES_AVX512
 #include "cpu_isa.h"
 #undef ISA
+TARGET_END
+
+TARGET(AVX512 ",avx512bf16")
 #define LANES_BF16
-#pragma GCC target("avx512bf16")
 #define ISA avx512_bf16
 #include "cpu_isa.h"
 #undef LANES_BF16
 #undef LANES_AVX512
 #undef ISA
-#pragma GCC pop_options
+TARGET_END
 #elif defined(__aarch64__)
 #define ISA neon
 #define LANES_NEON
