@@ -1,8 +1,10 @@
-/* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes (cpu.py).
+/* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
+   (cpu_library.py).
 
    Every kernel is written once, in cpu_encode.h, cpu_decode.h and cpu_product.h over the vector vocabulary of
-   cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file has what they share: the descriptor of a packed
-   array, the conversions between float types, the threads, and the functions that Python calls.
+   cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file has what they
+   share: the descriptor of a packed array, the conversions between float types, the threads, and the functions that
+   Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -31,7 +33,7 @@ enum { F32, BF16, F16 };          /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements handled at a time; every block size divides it */
 enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
 
-typedef struct { /* cpu.py has the same */
+typedef struct { /* cpu_library.py has the same */
     const uint8_t *codes;      /* [rows, bytes] */
     const void *scale;         /* f32[rows, blocks], or their u8 codes if nested */
     const float *nested;       /* f32: the absmax of the scales' own blocks, which run over all of them; or NULL */
@@ -43,7 +45,7 @@ typedef struct { /* cpu.py has the same */
     int32_t bits, dtype;
 } Packed;
 
-typedef struct { /* how to encode; cpu.py has the same */
+typedef struct { /* how to encode; cpu_library.py has the same */
     const float *middles;  /* f32[15]: 4 bits, between the sorted values */
     const uint8_t *order;  /* u8[16]: 4 bits, the code of every sorted value */
     const uint8_t *grid;   /* u8[65536]: 8 bits, the code at every point of [-1, 1]; NULL, and no middles: int8 */
@@ -75,10 +77,6 @@ INLINE float from_f16(uint16_t h) {
     uint32_t normal = bits_of(float_of((doubled >> 4) + 0x70000000) * 0x1p-112f);
     uint32_t tiny = bits_of(float_of(doubled >> 17 | 0x3f000000) - 0.5f);
     return float_of((u & 0x80000000) | (doubled < 0x08000000 ? tiny : normal));
-}
-
-INLINE float round_to(float x, int dtype) {
-    return dtype == BF16 ? from_bf16(to_bf16(x)) : dtype == F16 ? from_f16(to_f16(x)) : x;
 }
 
 /* --- threads ----------------------------------------------------------------------------------------------------- */
@@ -145,7 +143,7 @@ typedef struct { /* what an instruction set provides */
     int bf16; /* whether matmul wants x of bf16 as it is; all else is wanted in float32 */
 } Kernels;
 
-enum { AHEAD = 12288 };             /* bytes of codes that are asked for before they are needed: measured, half as slow */
+enum { AHEAD = 12288 };            /* bytes of codes between what is decoded and what is asked for: as measured best */
 enum { PAST = 8 << 20 };           /* bytes of a result from which it is written past the caches, not read into them */
 enum { GROUP = 16, STRIPE = 256 }; /* rows, or columns, of a weight that are one unit of a product */
 enum { FUSED = 4 };                /* rows of x up to which a product may stay in registers */
@@ -297,7 +295,8 @@ static int product(int isa, int threads, int transposed, const Packed *w, const 
     return failed;
 }
 
-/* w is float32, or of x's dtype, or x is float32: not one of 16 bits by another. x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in]; x and y of dtype. */
+/* x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in]; x and y of dtype. w is float32, or of x's dtype, or x
+   is float32: not one of 16 bits by another. */
 EXPORT int fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype) {
     return product(isa, threads, 0, w, x, m, y, dtype);
 }

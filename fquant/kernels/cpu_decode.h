@@ -163,4 +163,7 @@ static void NAME(decode)(void *data, int64_t unit, void *scratch) {
     (void)scratch;
     NAME(span)(&d->w, d->row + row, d->column + at, MIN(PIECE, d->width - at), d->past, d->dtype,
                (char *)d->out + (size_t)(row * d->stride + at) * size);
+#ifdef LANES_BF16
+    if (d->past) _mm_sfence(); /* such writes are not ordered by themselves with what tells others that they are done */
+#endif
 }

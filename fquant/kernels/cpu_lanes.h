@@ -29,7 +29,6 @@ enum { NAME(LANES) = 4, NAME(COLUMNS) = 2 };
 #endif
 
 typedef float NAME(Lanes) __attribute__((vector_size(NAME(LANES) * 4), may_alias));
-
 typedef uint32_t NAME(Bits) __attribute__((vector_size(NAME(LANES) * 4), may_alias));
 
 #if defined(LANES_BF16)
