@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-START = 120.0  # seconds for a new process to start, or for a test module to be imported in it
+START = 120.0  # seconds for a new process to start, for a test module to be imported in it, or to join a group
 LEAVE = 10.0  # seconds to leave a group
 
 
@@ -93,7 +93,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="ranks-")
 def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """``fn(*args)`` on ``n`` ranks of a fresh gloo group; what each returned, by rank.
 
-    ``fn`` is a module-level function. ``timeout`` counts from when all ranks are ready to call it.
+    ``fn`` is a module-level function. ``timeout`` counts from when all ranks have joined the group and can call it.
     Raises RankFailure when ranks raised or died, RankTimeout when one is still busy after ``timeout`` seconds.
     """
     call = pickle.dumps((fn, args))
@@ -115,20 +115,19 @@ def pids() -> list[int]:
 
 
 def converse(members: list[Rank], call: bytes, timeout: float) -> dict[int, Any]:
-    """One call from "ready" to "left": by rank, the pickled result or a Failure."""
+    """One call from loading it to leaving its group: by rank, the pickled result or a Failure."""
     n = len(members)
     group = (store().port, f"call{next(COUNT)}", n, timeout)
-    ready = ask(members, [(*group, rank, call) for rank in range(n)], START)
-    failures = {rank: answer for rank, answer in ready.items() if isinstance(answer, Failure)}
-    if failures:
-        ask([m for rank, m in enumerate(members) if rank not in failures], [False] * (n - len(failures)), LEAVE)
-        return failures
-
-    answers = ask(members, [True] * n, timeout)
-    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
-    if len(answers) < n:
-        stacks = {rank: where(member) for rank, member in enumerate(members) if rank not in answers}
-        raise RankTimeout(timeout, stacks, sorted(answers.keys() - failures.keys()), failures)
+    messages: list[Any] = [(call, *group, rank) for rank in range(n)]
+    for seconds in (START, START, timeout):  # to load the call, to join the group, to call
+        answers = ask(members, messages, seconds)
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if len(answers) < n:
+            stacks = {rank: where(member) for rank, member in enumerate(members) if rank not in answers}
+            raise RankTimeout(seconds, stacks, sorted(answers.keys() - failures.keys()), failures)
+        if failures:
+            break
+        messages = [True] * n
 
     left = ask(members, [not failures] * n, LEAVE)
     stuck = [rank for rank in range(n) if rank not in left]
@@ -210,26 +209,30 @@ def serve(pipe: Connection, stack: Path) -> None:
     with stack.open("w") as file, contextlib.suppress(EOFError, BrokenPipeError):
         faulthandler.register(signal.SIGUSR1, file)
         while True:
-            port, name, n, seconds, rank, call = pipe.recv()
+            call, *group = pipe.recv()
+            go = True  # false once any rank has failed: then all leave
             try:
-                fn, args = pickle.loads(call)
-            except BaseException as error:
-                pipe.send(failure(error))
-                continue
-            pipe.send("ready")
-            if not pipe.recv():
-                pipe.send("left")
-                continue
-            try:
-                join(port, name, n, seconds, rank)
-                answer = pickle.dumps(fn(*args))
+                for answer in steps(call, *group):
+                    pipe.send(answer)
+                    if not (go := pipe.recv()):
+                        break
             except BaseException as error:  # SystemExit, and torch.distributed.checkpoint's own, are failures too
-                answer = failure(error)
-            pipe.send(answer)
-            if isinstance(answer, Failure):
+                pipe.send(failure(error))
+                go = None
+            if go is None:  # only here, where the error and the frames that it holds are gone, do connections close
                 leave(barrier=False)
-            leave(barrier=pipe.recv())
+                go = pipe.recv()
+            leave(barrier=go)
             pipe.send("left")
+
+
+def steps(call: bytes, *group: Any) -> Iterator[Any]:
+    """The steps of one call, each with what the test process is told when it is done."""
+    fn, args = pickle.loads(call)
+    yield "ready"
+    join(*group)
+    yield "joined"
+    yield pickle.dumps(fn(*args))
 
 
 def join(port: int, name: str, n: int, seconds: float, rank: int) -> None:

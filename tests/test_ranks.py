@@ -61,6 +61,46 @@ def hang(stuck):
         raise KeyError("other")
 
 
+class SlowToJoin:
+    """Makes its rank slow to join the group of this one call."""
+
+    def __reduce__(self):
+        return slow_to_join, ()
+
+
+def slow_to_join():
+    join = ranks.join
+
+    def slow(*group):
+        ranks.join = join
+        time.sleep(1.0)
+        join(*group)
+
+    ranks.join = slow
+
+
+def same(x):
+    return x
+
+
+class Unjoinable:
+    """Makes rank 1 fail to join the group of this one call."""
+
+    def __reduce__(self):
+        return unjoinable, ()
+
+
+def unjoinable():
+    join = ranks.join
+
+    def refused(*group):
+        ranks.join = join
+        if group[-1] == 1:
+            raise ConnectionError("refused")
+
+    ranks.join = refused
+
+
 def forgotten_collective():
     if dist.get_rank() == 0:
         dist.barrier()
@@ -133,8 +173,8 @@ def test_dead_rank_is_replaced():
 
 def test_hang_is_killed_and_the_pool_recovers():
     before = ranks.run(3, pid)
-    with pytest.raises(ranks.RankTimeout, match=r"ranks \[1\] did not answer within 1 s") as raised:
-        ranks.run(3, hang, (1,), timeout=1)
+    with pytest.raises(ranks.RankTimeout, match=r"ranks \[1\] did not answer within 2 s") as raised:
+        ranks.run(3, hang, (1,), timeout=2)
     assert raised.value.hung == [1] and raised.value.returned == [0]
     assert raised.value.failures[2].type == "KeyError"
     assert "in hang" in str(raised.value)
@@ -143,6 +183,19 @@ def test_hang_is_killed_and_the_pool_recovers():
             os.kill(old, 0)
     after = ranks.run(3, pid)
     assert not set(after) & set(before)
+
+
+def test_joining_is_not_counted():
+    """A busy machine takes seconds to join a group; a test that is short of time is not to fail for it."""
+    assert ranks.run(2, same, SlowToJoin(), timeout=0.5) == [None] * 2
+
+
+def test_failure_to_join():
+    before = ranks.run(3, pid)
+    with pytest.raises(ranks.RankFailure, match="rank 1: ConnectionError: refused") as raised:
+        ranks.run(3, same, Unjoinable(), timeout=10)
+    assert list(raised.value.failures) == [1]
+    assert ranks.run(3, pid) == before
 
 
 def test_hang_inside_a_collective():
