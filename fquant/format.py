@@ -70,6 +70,9 @@ class Format:
         object.__setattr__(self, "text", _spell(self))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
+    def __hash__(self) -> int:
+        return hash(self.text)  # a string keeps its hash; the fields, with tables of hundreds of values, do not
+
     def __repr__(self) -> str:
         return f"Format({self.name!r}, block={self.block})"
 

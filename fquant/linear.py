@@ -148,8 +148,10 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, how: _How, b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None) -> Tensor:
         given = [b for b in (b0, b1, b2, b3) if b is not None]
-        rows = x.reshape(*x.shape[: how.stacked], math.prod(x.shape[how.stacked : -1]), x.shape[-1])  # [*stack m in]
         product = kernels.matmul_t if how.transposed else kernels.matmul
+        if x.ndim == how.stacked + 2:
+            return product(x, given, how.spec)
+        rows = x.reshape(*x.shape[: how.stacked], math.prod(x.shape[how.stacked : -1]), x.shape[-1])  # [*stack m in]
         y = product(rows, given, how.spec)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -132,7 +132,7 @@ def test_without_the_library_all_works_and_one_warning_says_what_is_lost(make, m
 @built
 def test_scratch_memory_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr(cpu_library, "isa", lambda: 0)
-    monkeypatch.setattr(cpu_library, "load", lambda: SimpleNamespace(fquant_decode=lambda *args: 1))
+    monkeypatch.setattr(cpu_library, "load", lambda: SimpleNamespace(fquant_decode=lambda *args: -1))
     with pytest.raises(MemoryError, match="decode could not allocate its scratch memory; free some"):
         cpu_library.call("decode")
 

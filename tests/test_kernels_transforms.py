@@ -1,11 +1,15 @@
 """The ops under transforms: no derivative of their own, vmap, one node in a trace, and all of it on the reference."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant import dequantize, kernels, linear, quantize
 from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
@@ -91,6 +95,110 @@ def test_vmap_of_decode(format):
     codes, *rest = (b[0] for b in stack)
     shared = vmap(decode, (None, *[0] * len(rest)))(codes[0], *rest)
     assert alike(shared[0], wanted[0, 0]) and alike(shared[1], decode(codes[0], *[b[1] for b in rest]))
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of all that is dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """The names of all functions and ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name() if isinstance(func, torch._ops.OpOverload) else "")
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(torch.Tensor):
+    """A subclass that notes the ops that it goes through."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.name() if isinstance(func, torch._ops.OpOverload) else "")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def under_a_mode(mode):
+    def names(f, x, buffers):
+        with mode() as it:
+            f(x, buffers)
+        return it.seen
+
+    return names
+
+
+def under_the_profiler(f, x, buffers):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as it:
+        f(x, buffers)
+    return [event.name for event in it.events() or ()]
+
+
+def in_a_subclass(f, x, buffers):
+    Seen.seen.clear()
+    assert type(f(x.as_subclass(Seen), buffers)) is Seen
+    return [*Seen.seen]
+
+
+def in_a_subclass_of_a_buffer(f, x, buffers):
+    Seen.seen.clear()
+    f(x, [buffers[0].as_subclass(Seen), *buffers[1:]])
+    return [*Seen.seen]
+
+
+OBSERVERS = {
+    "dispatch mode": under_a_mode(Dispatched),
+    "function mode": under_a_mode(Called),
+    "profiler": under_the_profiler,
+    "subclass of x": in_a_subclass,
+    "subclass of a buffer": in_a_subclass_of_a_buffer,
+}
+
+
+@named("op", X)
+@pytest.mark.parametrize("observe", OBSERVERS.values(), ids=OBSERVERS)
+def test_who_watches_sees_a_product(observe, op):
+    assert f"fquant::{op}" in observe(lambda x, buffers: getattr(kernels, op)(x, buffers, SPEC), X[op], BUFFERS)
+
+
+@named("op", X)
+def test_a_product_after_its_transform(op):
+    """What a vjp gives may be called when the vjp is over; the tensors that it keeps are still wrapped."""
+    kept = []
+
+    def f(x):
+        kept.append(x)
+        return x.sum()
+
+    vjp(f, X[op])
+    assert alike(getattr(kernels, op)(kept[0], BUFFERS, SPEC), getattr(kernels, op)(X[op], BUFFERS, SPEC))
+
+
+@named("op", X)
+def test_a_fake_product_is_fake(op):
+    with FakeTensorMode() as mode:
+        x, buffers = mode.from_tensor(X[op]), [mode.from_tensor(b) for b in BUFFERS]
+    assert type(getattr(kernels, op)(x, buffers, SPEC)) is FakeTensor
+
+
+@named("op", X)
+def test_a_product_that_nobody_watches_is_not_dispatched(op, monkeypatch):
+    wanted = getattr(OPS, op)(X[op], BUFFERS, SPEC.format.text, SPEC.shape, SPEC.dtype)
+    monkeypatch.setitem(kernels._OPS, op, None)
+    assert alike(getattr(kernels, op)(X[op], BUFFERS, SPEC), wanted)
 
 
 def ops_of(graph):

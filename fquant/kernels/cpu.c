@@ -1,10 +1,9 @@
 /* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
    (cpu_library.py).
 
-   Every kernel is written once, in cpu_encode.h, cpu_decode.h and cpu_product.h over the vector vocabulary of
+   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h and cpu_panels.h over the vector vocabulary of
    cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file has what they
-   share: the descriptor of a packed array, the conversions between float types, the threads, and the functions that
-   Python calls.
+   share: the descriptor of a packed array, the conversions between float types, and the functions that Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -28,6 +27,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline, unused))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 enum { F32, BF16, F16 };          /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements handled at a time; every block size divides it */
@@ -38,11 +38,13 @@ typedef struct { /* cpu_library.py has the same */
     const void *scale;         /* f32[rows, blocks], or their u8 codes if nested */
     const float *nested;       /* f32: the absmax of the scales' own blocks, which run over all of them; or NULL */
     const float *nested_table; /* f32[256] */
+    const uint8_t *nested_bytes; /* u8[4, 256]: the same, byte by byte */
     const float *nested_offset;/* f32[], or NULL */
     const float *offset;       /* f32[], or NULL */
     const float *table;        /* f32[1 << bits]; NULL: the codes are int8 */
     int64_t rows, width, block, nested_block;
     int32_t bits, dtype;
+    float least;               /* scales from which no value is denormal: 2^-126 over the least of the table beside 0 */
 } Packed;
 
 typedef struct { /* how to encode; cpu_library.py has the same */
@@ -79,82 +81,55 @@ INLINE float from_f16(uint16_t h) {
     return float_of((u & 0x80000000) | (doubled < 0x08000000 ? tiny : normal));
 }
 
-/* --- threads ----------------------------------------------------------------------------------------------------- */
-
-typedef void (*Body)(void *);
-typedef void (*Team)(Body, void *, unsigned, unsigned);
-
-/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are then ours, and two pools never spin
-   against each other. Without one, threads are made for each call. */
-static Team team;
-EXPORT void fquant_team(Team t) { team = t; }
-
-typedef struct {
-    void (*unit)(void *work, int64_t i, void *scratch);
-    void *work;
-    size_t scratch;
-    int64_t units, share, next; /* share: units taken at a time, or the counter would cost more than they */
-    int failed;
-} Loop;
-
-static void run_units(void *data) {
-    Loop *loop = data;
-    void *scratch = NULL;
-    if (loop->scratch && posix_memalign(&scratch, 64, loop->scratch)) {
-        __atomic_store_n(&loop->failed, 1, __ATOMIC_RELAXED);
-        return;
-    }
-    for (int64_t i; (i = __atomic_fetch_add(&loop->next, loop->share, __ATOMIC_RELAXED)) < loop->units;)
-        for (int64_t end = MIN(i + loop->share, loop->units); i < end; i++) loop->unit(loop->work, i, scratch);
-    free(scratch);
-}
-
-static void *run_thread(void *data) { run_units(data); return NULL; }
-
-/* unit(work, i, scratch) for every i < units, shared out as threads become free; 1 if memory ran out. */
-static int run(void (*unit)(void *, int64_t, void *), void *work, int64_t units, size_t scratch, int threads) {
-    Loop loop = {unit, work, scratch, units, units / (threads * 32 + 1) + 1, 0, 0};
-    threads = (int)MIN((int64_t)threads, units);
-    if (threads <= 1) {
-        run_units(&loop);
-    } else if (team) {
-        team(run_units, &loop, (unsigned)threads, 0);
-    } else {
-        pthread_t made[64];
-        int n = 0;
-        for (threads = MIN(threads, 64); n < threads - 1; n++)
-            if (pthread_create(&made[n], NULL, run_thread, &loop)) break;
-        run_units(&loop);
-        while (n--) pthread_join(made[n], NULL);
-    }
-    return loop.next < units || loop.failed;
-}
+#include "cpu_threads.h"
 
 /* --- the work of one call, in units of rows or of pieces of rows ---------------------------------------------------- */
 
 typedef struct { const void *x; int dtype; int64_t rows, width; Encoding how; uint8_t *codes; float *absmax; } Encode;
 typedef struct { Packed w; int64_t row, rows, column, width; int dtype; void *out; int64_t stride; int past; } Decode;
-typedef struct { Packed w; const void *x; int64_t m, padded, apart; void *y; int dtype, form; } Product;
+typedef struct { Packed w; const void *x; int64_t m, padded, apart; void *y; int dtype, form; } Few;
+typedef struct { /* x [m, inner], each row of which is so many words; copy: of x, or NULL; group: rows of w in a unit */
+    Packed w;
+    const void *x;
+    void *copy, *y;
+    int64_t m, inner, words, group;
+    int dtype, half, deals;
+} Product;
 
 typedef struct { /* what an instruction set provides */
-    void (*encode)(void *, int64_t, void *), (*decode)(void *, int64_t, void *), (*matmul)(void *, int64_t, void *),
-        (*matmul_t)(void *, int64_t, void *);
-    void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as the products want it */
-    int bf16; /* whether matmul wants x of bf16 as it is; all else is wanted in float32 */
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t;
+    void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
+    int columns; /* rows of x up to which `few` is for it */
+    int lanes, panel; /* words of a vector, and of the vectors beside each other in a panel */
+    int bf16;    /* whether x of bf16 is wanted as it is; all else is wanted in float32 */
 } Kernels;
 
-enum { AHEAD = 12288 };            /* bytes of codes between what is decoded and what is asked for: as measured best */
-enum { PAST = 8 << 20 };           /* bytes of a result from which it is written past the caches, not read into them */
-enum { GROUP = 16, STRIPE = 256 }; /* rows, or columns, of a weight that are one unit of a product */
-enum { FUSED = 4 };                /* rows of x up to which a product may stay in registers */
+enum { AHEAD = 8192 };  /* bytes of codes between what is decoded and what is asked for: as measured best */
+enum { PAST = 8 << 20 }; /* bytes of a result from which it is written past the caches, not read into them */
+enum { GROUP = 16 };     /* rows of a weight that are a unit of `few` */
+enum { FUSED = 4 };      /* rows of x up to which a product may stay in registers */
+
+/* Of cpu_panels.h, in words of 32 bits: the inner dimension of what is decoded at a time, of what is multiplied at a
+   time, and from one row of a sliver to the next, a line more than a slab lest rows fall on the same sets of the cache. */
+enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
+enum { LEAST_ROWS = 24, MOST_ROWS = 144 }; /* rows of a weight that are a unit of matmul: a multiple of all slivers */
+enum { STRIPE = 256 };                     /* columns that are a unit of matmul_t */
+enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
+
+/* The 16-bit elements i and 32 + i of two vectors beside each other. */
+#define BESIDE4(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
+static const uint16_t BESIDE[64] __attribute__((aligned(64), unused)) = {
+    BESIDE4(0), BESIDE4(4), BESIDE4(8), BESIDE4(12), BESIDE4(16), BESIDE4(20), BESIDE4(24), BESIDE4(28)};
 
 INLINE int64_t blocks_of(const Packed *w) { return (w->width + w->block - 1) / w->block; }
 INLINE int64_t bytes_of(const Packed *w) { return (w->width * w->bits + 7) / 8; }
 INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
+INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
-#define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, matmul_##ISA, matmul_t_##ISA, load_##ISA, BF16}
+#define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
+                               matmul_t_##ISA, load_##ISA, COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -194,7 +169,7 @@ TARGET(AVX512)
 #undef ISA
 TARGET_END
 
-TARGET(AVX512 ",avx512bf16")
+TARGET(AVX512 ",avx512vbmi,avx512bf16")
 #define LANES_BF16
 #define ISA avx512_bf16
 #include "cpu_isa.h"
@@ -234,17 +209,17 @@ EXPORT const char *fquant_isa(int i) {
     if (i >= 1 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return NULL;
     if (i >= 2 && !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))) return NULL;
-    if (i >= 3 && !__builtin_cpu_supports("avx512bf16")) return NULL;
+    if (i >= 3 && !(__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))) return NULL;
 #endif
     return available[i].name;
 }
 
-/* rows x [rows, width] of dtype to codes and absmax f32. All of these return 0, or 1 if memory ran out. */
-EXPORT int fquant_encode(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
+/* rows x [rows, width] of dtype to codes and absmax f32. All of these return 0, or -1 if memory ran out. */
+EXPORT int64_t fquant_encode(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
                          const Encoding *how, uint8_t *codes, float *absmax) {
     Encode work = {x, dtype, rows, width, *how, codes, absmax};
     int64_t pieces = how->block > PIECE ? 1 : pieces_of(width);
-    return run(available[isa].kernels.encode, &work, rows * pieces, 0, threads);
+    return run(available[isa].kernels.encode, &work, rows * pieces, 0, NULL, threads);
 }
 
 /* Ask for pages of 2 MiB under n bytes at p that were not touched yet: zeroing as many of 4 KiB takes several times as
@@ -260,46 +235,22 @@ EXPORT void fquant_large_pages(void *p, size_t n) {
 
 /* The part of w from (row, column), rows x width, to out of dtype, whose rows are `stride` elements apart; column is a
    multiple of 32. */
-EXPORT int fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
+EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
                          int64_t width, int dtype, void *out, int64_t stride) {
     int64_t size = dtype == F32 ? 4 : 2, aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
     Decode work = {*w, row, rows, column, width, dtype, out, stride, aligned && rows * width * size > PAST};
-    return run(available[isa].kernels.decode, &work, rows * pieces_of(width), 0, threads);
+    return run(available[isa].kernels.decode, &work, rows * pieces_of(width), 0, NULL, threads);
 }
 
-/* Whether a product with x of dtype is of the fastest kind: bf16 throughout, and nothing moved to its place. */
-EXPORT int fquant_deals(int isa, const Packed *w, int dtype) {
-    return available[isa].kernels.bf16 && dtype == BF16 && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 &&
-           !w->offset;
-}
+#include "cpu_product.h"
 
-static int product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype) {
-    const Kernels *k = &available[isa].kernels;
-    int64_t inner = transposed ? w->rows : w->width, padded = padded_to(inner, 64);
-    int deals = fquant_deals(isa, w, dtype), form = deals ? 2 - transposed : k->bf16 && dtype == BF16 && !transposed;
-    size_t from = dtype == F32 ? 4 : 2, to = form ? 2 : 4;
-    int64_t apart = padded + 64 / (int64_t)to; /* a line more, lest all rows fall on the same sets of the cache */
-    char *copy;
-    if (posix_memalign((void **)&copy, 64, (size_t)(m * apart) * to)) return 1;
-    for (int64_t i = 0; i < m; i++) {
-        char *row = copy + (size_t)(i * apart) * to;
-        k->load((const char *)x + (size_t)(i * inner) * from, dtype, inner, form, row);
-        memset(row + (size_t)inner * to, 0, (size_t)(padded - inner) * to);
-    }
-    Product work = {*w, copy, m, padded, apart, y, dtype, form};
-    if (w->dtype == F32) work.w.dtype = dtype; /* the weight is rounded to x's dtype, and computed with in float32 */
-    int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + GROUP - 1) / GROUP;
-    size_t scratch = transposed ? (size_t)STRIPE * 4 * (size_t)(GROUP + m) : (size_t)apart * to * 4;
-    int failed = run(transposed ? k->matmul_t : k->matmul, &work, units, scratch, threads);
-    free(copy);
-    return failed;
+/* x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in]; x and y of dtype. Where `room` is NULL but needed they
+   do nothing and return how many bytes it has to have. */
+EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
+                             void *room) {
+    return product(isa, threads, 0, w, x, m, y, dtype, room);
 }
-
-/* x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in]; x and y of dtype. w is float32, or of x's dtype, or x
-   is float32: not one of 16 bits by another. */
-EXPORT int fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype) {
-    return product(isa, threads, 0, w, x, m, y, dtype);
-}
-EXPORT int fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype) {
-    return product(isa, threads, 1, w, x, m, y, dtype);
+EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
+                               void *room) {
+    return product(isa, threads, 1, w, x, m, y, dtype, room);
 }

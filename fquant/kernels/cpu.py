@@ -1,10 +1,9 @@
-"""The kernels of cpu.c: what they are told, and how a product is cut so that no dense weight exists.
+"""The kernels of cpu.c: what they are told, and the few products that they leave to torch.
 
-* A product of few rows of x reads the packed bytes once: cpu.c decodes some rows of the weight into cache and
-  multiplies. It computes in float32, or in bfloat16 with float32 sums where the machine can.
-* A product of many rows is torch's own, a tile of the weight at a time: ``TILE`` bytes are decoded, multiplied and
-  decoded over. The tile is rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so that each tile gives its
-  part of the result whole, and nothing is rounded that torch would not round.
+A product never makes a dense weight: cpu.c decodes what it multiplies with next, and tells how much room it needs for
+that and for a copy of x, which is the same for weights of any size. It computes in float32, or in bfloat16 with float32
+sums where the machine can. Where blocks straddle rows, or x is float64, ``TILE`` bytes of rows are decoded at a time
+and torch multiplies; sums over them are kept in float32 at least.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from torch import Tensor
 
 from ..format import Format, num_blocks, num_bytes
 from . import reference
-from .cpu_library import DTYPES, Encoding, Packed, call, empty, isa, isas, load
+from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
 from .spec import Spec, scales, split
 
 __all__ = ["DEVICES", "decode", "encode", "isas", "load", "matmul", "matmul_t"]
 
 DEVICES = ("cpu",)
-TILE = 4 << 20  # bytes of a decoded tile: smaller ones take more calls, larger ones leave the cache
-SLAB = 256  # rows and columns of a part of a weight so tall that a tile holds no whole columns
+TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
-CHUNK = 96  # rows of x that cpu.c is given at a time, if its copy of them is no more than a tile
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -74,7 +71,7 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
 
 
 def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    stack, rows = x.shape[:-2], x.shape[-2]
+    *stack, rows, _ = x.shape
     y = empty(*stack, rows, spec.shape[name == "matmul_t"], dtype=x.dtype)
     if not x.numel() or not y.numel():
         return y.zero_()
@@ -84,76 +81,31 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Ten
             into.copy_(_product(name, part, [b[i] for b in flat], spec))
         return y
     w, keep = _packed(buffers, spec)
-    if rows <= _few(name, x.dtype, w, spec):
-        x, number = x.contiguous(), DTYPES[x.dtype]
-        chunk = max(1, min(CHUNK, TILE // (4 * x.shape[1])))
-        for start in range(0, rows, chunk):  # pointers, not views, which would take longer than a row's product allows
-            at, to = (t.data_ptr() + start * t.shape[1] * t.itemsize for t in (x, y))
-            call(name, w, at, min(chunk, rows - start), to, number)
+    if x.dtype in DTYPES and w.width == spec.shape[1]:
+        x = x.contiguous()
+        args = (w, x.data_ptr(), rows, y.data_ptr(), DTYPES[x.dtype])
+        if size := call(name, *args, None):
+            room = torch.empty(size, dtype=torch.uint8)
+            call(name, *args, room.data_ptr())
     elif name == "matmul":
-        _by_rows(x, w, spec, y)
+        for start, stop, tile in _tiles(w, spec, x.dtype):
+            torch.mm(x, tile.mT, out=y[:, start:stop])
     else:
-        _by_columns(x, w, spec, y)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros(y.shape, dtype=wide)
+        for start, stop, tile in _tiles(w, spec, x.dtype):
+            total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
+        y.copy_(total)
     del keep
     return y
 
 
-def _few(name: str, dtype: torch.dtype, w: Packed, spec: Spec) -> float:
-    """Up to how many rows of x a product is cpu.c's; from there torch's, with a decoded tile, was measured faster."""
-    mixed = torch.float32 not in (dtype, spec.dtype) and dtype != spec.dtype  # two roundings of a weight
-    if dtype not in DTYPES or mixed or w.width != spec.shape[1]:
-        return 0
-    if dtype == torch.float16:
-        return math.inf  # torch's takes five times as long, and a hundred times for g · W
-    if dtype == torch.float32:
-        return 64
-    if load().fquant_deals(isa(), w, DTYPES[dtype]):
-        return 32 if name == "matmul" else 96
-    return 8
-
-
-def _by_rows(x: Tensor, w: Packed, spec: Spec, y: Tensor) -> None:
-    """``x · Wᵀ`` into y, so many rows of the weight at a time as fit a tile."""
+def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, the rows between them in ``dtype``), each tile valid until the next."""
     out, width = spec.shape
-    for start, stop, tile in _row_tiles(w, spec, x, x.dtype):
-        torch.mm(x, tile.mT, out=y[:, start:stop])
-
-
-def _by_columns(g: Tensor, w: Packed, spec: Spec, y: Tensor) -> None:
-    """``g · W`` into y, so many columns of the weight at a time as fit a tile."""
-    (out, width), wide = spec.shape, torch.promote_types(g.dtype, torch.float32)
-    dtype, size = _decoded(spec, g, g.dtype)
-    if w.width != width:  # blocks straddle rows, and columns cannot be had: sum over tiles of rows, in float32 at least
-        total = y.zero_() if y.dtype == wide else torch.zeros(y.shape, dtype=wide)
-        for start, stop, tile in _row_tiles(w, spec, g, wide):
-            total.addmm_(g[:, start:stop].to(wide), tile)
-        y.copy_(total)
-    elif size * 2 // out < ALIGNED:  # not even the fewest columns: parts of more of them, summed as well
-        for start in range(0, width, SLAB):
-            columns = min(SLAB, width - start)
-            total = torch.zeros(y.shape[0], columns, dtype=wide)
-            for row in range(0, out, SLAB):
-                part = torch.empty(min(SLAB, out - row), columns, dtype=dtype)
-                call("decode", w, row, part.shape[0], start, columns, DTYPES[dtype], part.data_ptr(), columns)
-                total.addmm_(g[:, row : row + SLAB].to(wide), part.to(g.dtype).to(wide))
-            y[:, start : start + columns] = total
-    else:
-        step = min(width, max(ALIGNED, size // out // ALIGNED * ALIGNED))
-        tile = torch.empty(out * step, dtype=dtype)
-        for start in range(0, width, step):
-            columns = min(step, width - start)
-            part = tile[: out * columns].view(out, columns)
-            call("decode", w, 0, out, start, columns, DTYPES[dtype], part.data_ptr(), columns)
-            torch.mm(g, part.to(g.dtype), out=y[:, start : start + columns])
-
-
-def _row_tiles(w: Packed, spec: Spec, x: Tensor, wanted: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, stop, the rows between them in x's dtype and then in ``wanted``), each tile valid until the next."""
-    out, width = spec.shape
-    dtype, size = _decoded(spec, x, wanted)
-    step = min(out, max(1, size // width))
-    step = step // 16 * 16 or step
-    tile = torch.empty(step * width + ALIGNED, dtype=dtype)
+    decoded = dtype if dtype in DTYPES else spec.dtype
+    step = min(out, max(1, TILE // (width * max(decoded.itemsize, dtype.itemsize))))
+    tile = torch.empty(step * width + ALIGNED, dtype=decoded)
     for start in range(0, out, step):
         stop = min(out, start + step)
         if w.width == width:
@@ -161,15 +113,8 @@ def _row_tiles(w: Packed, spec: Spec, x: Tensor, wanted: torch.dtype) -> Iterato
         else:  # one long row: from the last place before it where decoding may start
             skip = start * width % ALIGNED
             where = (0, 1, start * width - skip, (stop - start) * width + skip)
-        call("decode", w, *where, DTYPES[dtype], tile.data_ptr(), where[3])
-        yield start, stop, tile[skip : skip + (stop - start) * width].view(-1, width).to(x.dtype).to(wanted)
-
-
-def _decoded(spec: Spec, x: Tensor, wanted: torch.dtype) -> tuple[torch.dtype, int]:
-    """The dtype that a tile is decoded to, and how many elements, with their casts to others, ``TILE`` bytes hold."""
-    dtype = x.dtype if x.dtype in DTYPES else spec.dtype
-    each = sum(t.itemsize for t in {dtype, x.dtype, wanted})
-    return dtype, TILE // each
+        call("decode", w, *where, DTYPES[decoded], tile.data_ptr(), where[3])
+        yield start, stop, tile[skip : skip + (stop - start) * width].view(-1, width).to(dtype)
 
 
 def _packed(buffers: Sequence[Tensor], spec: Spec) -> tuple[Packed, tuple[object, ...]]:
@@ -208,11 +153,15 @@ def _known(spec: Spec) -> _Known:
         width = shape[-1]  # no block straddles a row, and the flat layout is that by rows
     table, nested_table = _table(format), _table(format.scale) if format.scale else None
     w = Packed(width=width, block=format.block or width, bits=format.bits, dtype=DTYPES[dtype])
-    w.table = table.data_ptr() if table is not None else None
-    if nested_table is not None and format.scale:
-        w.nested_table, w.nested_block = nested_table.data_ptr(), format.scale.block or 0
+    nested_bytes = None if nested_table is None else nested_table.view(torch.uint8).view(-1, 4).mT.contiguous()
+    if table is not None:
+        values = [abs(v) for v in table.tolist() if v != 0]
+        w.table, w.least = table.data_ptr(), 2.0**-125 / min(values, default=1.0)
+    if nested_table is not None and nested_bytes is not None and format.scale:
+        w.nested_table, w.nested_bytes = nested_table.data_ptr(), nested_bytes.data_ptr()
+        w.nested_block = format.scale.block or 0
     nested = format.scale if format.scale is not None and _in_one_pass(format.scale) else None
-    return _Known(bytes(w), (table, nested_table), max(1, num_bytes(format, width)), _dims(spec), nested)
+    return _Known(bytes(w), (table, nested_table, nested_bytes), max(1, num_bytes(format, width)), _dims(spec), nested)
 
 
 def _dims(spec: Spec) -> int:

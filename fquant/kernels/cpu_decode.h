@@ -1,7 +1,32 @@
 /* Decoding, for one instruction set. Of 4 bits the 16 values of a block are made first (scaled, rounded to the dtype of
    the array, then to that of the result), so that an element costs a look-up and no arithmetic. */
 
-/* The scales of n blocks, the first of which is number `first` of the whole array. */
+#ifdef LANES_BF16
+/* 64 scales, of which n are wanted: the bytes of nested_table's values are looked up by themselves, first those of the
+   first byte of every value. */
+INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, float absmax, float offset, float *out) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i c = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(~0ull >> (64 - n), codes)), bytes[4];
+    __mmask64 high = _mm512_movepi8_mask(c);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i *t = (const __m512i *)(w->nested_bytes + 256 * i);
+        __m512i a = _mm512_permutex2var_epi8(_mm512_loadu_si512(t), c, _mm512_loadu_si512(t + 1));
+        __m512i b = _mm512_permutex2var_epi8(_mm512_loadu_si512(t + 2), c, _mm512_loadu_si512(t + 3));
+        bytes[i] = _mm512_mask_blend_epi8(high, a, b);
+    }
+    __m512i low[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[0], bytes[1])};
+    __m512i top[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i v = i % 2 ? _mm512_unpackhi_epi16(low[i / 2], top[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], top[i / 2]);
+        __m512 scale = _mm512_mul_ps((__m512)v, _mm512_set1_ps(absmax));
+        _mm512_storeu_ps(out + 16 * i, w->nested_offset ? _mm512_add_ps(scale, _mm512_set1_ps(offset)) : scale);
+    }
+}
+#endif
+
+/* The scales of n blocks, the first of which is number `first` of the whole array; out has room for 63 more. */
 static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restrict out) {
     if (!w->nested) {
         memcpy(out, (const float *)w->scale + first, (size_t)n * 4);
@@ -9,16 +34,25 @@ static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restr
     }
     const uint8_t *codes = (const uint8_t *)w->scale;
     float offset = w->nested_offset ? *w->nested_offset : 0.0f;
-    for (int64_t i = 0; i < n;) {
-        int64_t block = (first + i) / w->nested_block, end = MIN(n, (block + 1) * w->nested_block - first);
+    int64_t block = first >> __builtin_ctzll((uint64_t)w->nested_block), end = (block + 1) * w->nested_block - first;
+    for (int64_t i = 0; i < n; block++, end += w->nested_block) {
+        int64_t stop = MIN(n, end);
         float absmax = w->nested[block];
-        for (; i + NAME(LANES) <= end; i += NAME(LANES)) {
+#ifdef LANES_BF16
+        for (; i + 12 <= stop; i += MIN(64, stop - i))
+            NAME(nested64)(w, codes + first + i, MIN(64, stop - i), absmax, offset, out + i);
+#else
+        for (; i + NAME(LANES) <= stop; i += NAME(LANES)) {
             NAME(Lanes) v = NAME(gather)(w->nested_table, codes + first + i) * absmax;
+            if (w->nested_offset) v = v + offset;
             memcpy(out + i, &v, sizeof v);
         }
-        for (; i < end; i++) out[i] = w->nested_table[codes[first + i]] * absmax;
+#endif
+        for (; i < stop; i++) {
+            float scale = w->nested_table[codes[first + i]] * absmax;
+            out[i] = w->nested_offset ? scale + offset : scale;
+        }
     }
-    if (w->nested_offset) for (int64_t i = 0; i < n; i++) out[i] += offset;
 }
 
 INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
@@ -38,7 +72,7 @@ INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
 }
 
 /* A block of n 4-bit codes: its 16 values first, then a look-up an element. */
-INLINE void NAME(block4)(const Packed *w, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
+INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          void *restrict out) {
     uint32_t values[16];
     int64_t i = 0;
@@ -48,7 +82,7 @@ INLINE void NAME(block4)(const Packed *w, const uint8_t *restrict codes, int64_t
         memcpy(&v, w->table + k, sizeof v);
         v = v * scale;
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, w->dtype, dtype, (char *)values + k * (dtype == F32 ? 4 : 2));
+        NAME(finish)(v, own, dtype, (char *)values + k * (dtype == F32 ? 4 : 2));
     }
     if (dtype == F32) {
         uint32_t *o = out;
@@ -65,32 +99,40 @@ INLINE void NAME(block4)(const Packed *w, const uint8_t *restrict codes, int64_t
 }
 
 #ifdef LANES_BF16
-/* Two blocks of 64 to bf16 at once, which one instruction rounds. It would flush what is denormal, and NaN is not its
-   to make: 0 if there is any, for block4 to do. */
-INLINE int NAME(pair4)(const uint8_t *codes, __m512 table, float first, float second, int past, void *out) {
+/* 128 elements of 4 bits, of two blocks, as bf16: a shift of each word's four codes to words of their own, and a look-up
+   by the lowest four bits, the fifth being of no account as the table is there twice. Denormals are flushed. */
+INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
+    const __m512i shifts = _mm512_set1_epi64(0x0008000c00000004);
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
-    if (_mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1)) return 0;
-    __m512i t = (__m512i)_mm512_cvtne2ps_pbh(b, a), swapped = _mm512_shuffle_i64x2(t, t, 0x4e);
-    __m512i four = _mm512_set1_epi16(15);
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    __m512i t[2] = {_mm512_shuffle_i64x2(both, both, 0x44), _mm512_shuffle_i64x2(both, both, 0xee)};
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
-        __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes + k));
-        c = _mm512_ternarylogic_epi32(_mm512_srli_epi32(c, 4), _mm512_slli_epi32(c, 16), four, 0xa8); /* (a | b) & four */
-        c = _mm512_permutexvar_epi16(c, k < 2 ? t : swapped);
-        if (past) _mm512_stream_si512((__m512i *)out + k, c);
-        else _mm512_storeu_si512((__m512i *)out + k, c);
+        __m512i c = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)codes + k));
+        v[k] = _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(shifts, c), t[k / 2]);
     }
-    __builtin_prefetch(codes + AHEAD);
-    return 1;
+}
+
+/* Whether blocks of these scales have no value that is NaN, or denormal but not zero: one instruction may round them. */
+INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
+    const __m512 sign = _mm512_set1_ps(-0.0f), least = _mm512_set1_ps(w->least), most = _mm512_set1_ps(3e38f);
+    __mmask16 bad = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 there = (__mmask16)(n - i < 16 ? (1 << (n - i)) - 1 : -1);
+        __m512 s = _mm512_andnot_ps(sign, _mm512_maskz_loadu_ps(there, scales + i));
+        bad |= _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_NEQ_UQ), s, least, _CMP_NGE_UQ);
+        bad |= _mm512_cmp_ps_mask(s, most, _CMP_NLE_UQ);
+    }
+    return !bad;
 }
 #endif
 
 /* A block, or as much as a piece of one, of n 8-bit codes. */
-INLINE void NAME(block8)(const Packed *w, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
+INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          char *restrict out) {
     int64_t size = dtype == F32 ? 4 : 2, i = 0;
 #ifdef LANES_BF16
-    if (dtype == BF16 && w->dtype != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
+    if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
         for (; i + 32 <= n; i += 32) { /* nothing is denormal or NaN, and one instruction rounds */
             __m512 a = (__m512)(NAME(integers)(codes + i) * scale * (float)(1.0 / 127.0));
             __m512 b = (__m512)(NAME(integers)(codes + i + 16) * scale * (float)(1.0 / 127.0));
@@ -108,52 +150,76 @@ INLINE void NAME(block8)(const Packed *w, const uint8_t *restrict codes, int64_t
         if (w->table) v = NAME(gather)(w->table, c) * scale;
         else v = NAME(integers)(c) * scale * (float)(1.0 / 127.0);
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, w->dtype, dtype, left == NAME(LANES) ? out + i * size : last);
+        NAME(finish)(v, own, dtype, left == NAME(LANES) ? out + i * size : last);
         if (left < NAME(LANES)) memcpy(out + i * size, last, (size_t)(left * size));
     }
 }
 
-/* n elements of a row from `column`, a multiple of 32, to out, past the caches if asked (and if it is aligned). The dtypes are constants where this is inlined. */
-INLINE void NAME(span_as)(const Packed *w, int64_t row, int64_t column, int64_t n, int past, int dtype, char *out) {
+/* n elements of a row from `column`, a multiple of 32, to out, past the caches if asked (and if it is aligned). The
+   dtypes are constants where this is inlined. */
+INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
+                          char *out) {
     int64_t size = dtype == F32 ? 4 : 2, blocks = blocks_of(w), block = column / w->block;
     const uint8_t *codes = w->codes + row * bytes_of(w);
-    float scales[MAX_SCALES + 1];
+    float scales[MAX_SCALES + 64];
     (void)past;
 #ifdef LANES_BF16
-    int pairs = dtype == BF16 && w->dtype != F16 && w->bits == 4 && w->block % 64 == 0 && column % 128 == 0 && !w->offset;
+    int pairs = dtype == BF16 && own != F16 && w->bits == 4 && w->block % 64 == 0 && column % 128 == 0 && !w->offset;
     int64_t shift = __builtin_ctzll((uint64_t)w->block);
     __m512 table = pairs ? _mm512_loadu_ps(w->table) : _mm512_setzero_ps();
 #endif
     for (int64_t stop = column + n; column < stop;) {
-        int64_t end = MIN(column + PIECE, stop), first = block, i = 0;
-        NAME(scales)(w, row * blocks + first, (end - 1) / w->block - first + 1, scales);
-        for (int64_t next; column < end; column = next, i++) {
+        int64_t end = MIN(column + PIECE, stop), first = block, number = (end - 1) / w->block - first + 1;
+        NAME(scales)(w, row * blocks + first, number, scales);
 #ifdef LANES_BF16
-            if (pairs) {
-                for (; column + 128 <= end; column += 128, out += 256)
-                    if (!NAME(pair4)(codes + column / 2, table, scales[(column >> shift) - first],
-                                     scales[((column + 64) >> shift) - first], past, out)) break;
-                block = column >> shift, i = block - first;
-                if (column == end) break;
+        if (pairs && NAME(plain)(w, number, scales)) {
+            for (; column + 128 <= end; column += 128, out += 256) {
+                __m512i v[4];
+                NAME(pair4)(codes + column / 2, table, scales[(column >> shift) - first],
+                            scales[((column + 64) >> shift) - first], v);
+                __builtin_prefetch(codes + column / 2 + AHEAD);
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++)
+                    if (past) _mm512_stream_si512((__m512i *)out + k, v[k]);
+                    else _mm512_storeu_si512((__m512i *)out + k, v[k]);
             }
+            block = column >> shift;
+        }
 #endif
+        for (int64_t next; column < end; column = next) {
+            float scale = scales[block - first];
             next = MIN((block + 1) * w->block, end);
             __builtin_prefetch(codes + column * w->bits / 8 + AHEAD);
-            if (w->bits == 4) NAME(block4)(w, codes + column / 2, next - column, scales[i], dtype, out);
-            else NAME(block8)(w, codes + column, next - column, scales[i], dtype, out);
+            if (w->bits == 4) NAME(block4)(w, own, codes + column / 2, next - column, scale, dtype, out);
+            else NAME(block8)(w, own, codes + column, next - column, scale, dtype, out);
             out += (next - column) * size;
             block += next == (block + 1) * w->block;
         }
     }
 }
 
-static void NAME(span)(const Packed *given, int64_t row, int64_t column, int64_t n, int past, int dtype, void *out) {
-    Packed w = *given;
-#define AS(OWN, DTYPE) if (w.dtype == OWN && dtype == DTYPE) { w.dtype = OWN; NAME(span_as)(&w, row, column, n, past, DTYPE, out); }
+static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, int past, int dtype, void *out) {
+#define AS(OWN, DTYPE) if (w->dtype == OWN && dtype == DTYPE) NAME(span_as)(w, OWN, row, column, n, past, DTYPE, out);
     AS(F32, F32) else AS(BF16, F32) else AS(F16, F32)
     else AS(F32, BF16) else AS(BF16, BF16) else AS(F16, BF16)
     else AS(F32, F16) else AS(BF16, F16) else AS(F16, F16)
 #undef AS
+}
+
+/* n elements of a row from `column`, a multiple of 32, as a product with x of dtype takes them: in dtype, as bf16 if
+   half and else as floats. */
+static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
+    if (half) {
+        NAME(span)(w, row, column, n, 0, BF16, out);
+    } else if (dtype == F32 || dtype == w->dtype) {
+        NAME(span)(w, row, column, n, 0, F32, out);
+    } else {
+        uint16_t some[PIECE];
+        for (int64_t i = 0; i < n; i += PIECE) {
+            NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
+            NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);
+        }
+    }
 }
 
 static void NAME(decode)(void *data, int64_t unit, void *scratch) {
@@ -163,7 +229,4 @@ static void NAME(decode)(void *data, int64_t unit, void *scratch) {
     (void)scratch;
     NAME(span)(&d->w, d->row + row, d->column + at, MIN(PIECE, d->width - at), d->past, d->dtype,
                (char *)d->out + (size_t)(row * d->stride + at) * size);
-#ifdef LANES_BF16
-    if (d->past) _mm_sfence(); /* such writes are not ordered by themselves with what tells others that they are done */
-#endif
 }

@@ -20,4 +20,5 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 
 #include "cpu_encode.h"
 #include "cpu_decode.h"
-#include "cpu_product.h"
+#include "cpu_few.h"
+#include "cpu_panels.h"

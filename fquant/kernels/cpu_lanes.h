@@ -8,6 +8,7 @@
    integers       LANES bytes as signed integers, in float
    gather         the values of LANES bytes in a table of 256
    sum4           the sums of four vectors
+   transpose      LANES rows of LANES words, `apart` from each other, as columns
    Table16/32     a table of 16 values of 16 or 32 bits, kept in registers
    lookup16/32    the values of the 32 codes of 16 bytes, two codes a byte, the first in the high half
 
@@ -15,16 +16,16 @@
    NEON): no memory is touched but the codes. Everything else is left to the compiler's own vectoriser. */
 
 #if defined(LANES_AVX512)
-enum { NAME(LANES) = 16, NAME(COLUMNS) = 6 };
+enum { NAME(LANES) = 16, NAME(COLUMNS) = 6, NAME(VECS) = 4, NAME(SUMS) = 24 };
 #define FMA(a, b, c) ((NAME(Lanes))_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #elif defined(LANES_AVX2)
-enum { NAME(LANES) = 8, NAME(COLUMNS) = 3 };
+enum { NAME(LANES) = 8, NAME(COLUMNS) = 3, NAME(VECS) = 2, NAME(SUMS) = 12 };
 #define FMA(a, b, c) ((NAME(Lanes))_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #elif defined(LANES_NEON)
-enum { NAME(LANES) = 4, NAME(COLUMNS) = 4 };
+enum { NAME(LANES) = 4, NAME(COLUMNS) = 4, NAME(VECS) = 4, NAME(SUMS) = 24 };
 #define FMA(a, b, c) ((NAME(Lanes))vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #else
-enum { NAME(LANES) = 4, NAME(COLUMNS) = 2 };
+enum { NAME(LANES) = 4, NAME(COLUMNS) = 2, NAME(VECS) = 2, NAME(SUMS) = 12 };
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif
 
@@ -74,6 +75,44 @@ INLINE void NAME(sum4)(const NAME(Lanes) *v, float *totals) {
     for (int i = 0; i < 4; i++) {
         totals[i] = 0.0f;
         for (int k = 0; k < NAME(LANES); k++) totals[i] += v[i][k];
+    }
+}
+
+#endif
+
+#if defined(LANES_AVX512)
+
+INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(in + i * apart);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) { /* of rows i .. i + 3, columns 2k and 2k + 1 of each quarter */
+            a[i + 2 * k] = _mm512_unpacklo_epi64(b[i + k], b[i + k + 2]);
+            a[i + 2 * k + 1] = _mm512_unpackhi_epi64(b[i + k], b[i + k + 2]);
+        }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) { /* column k of each quarter, quarters 0 and 2 of all rows, then 1 and 3 */
+        __m512i even = _mm512_shuffle_i32x4(a[k], a[k + 4], 0x88), odd = _mm512_shuffle_i32x4(a[k], a[k + 4], 0xdd);
+        __m512i even8 = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0x88), odd8 = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0xdd);
+        out[k] = (NAME(Bits))_mm512_shuffle_i32x4(even, even8, 0x88);
+        out[k + 4] = (NAME(Bits))_mm512_shuffle_i32x4(odd, odd8, 0x88);
+        out[k + 8] = (NAME(Bits))_mm512_shuffle_i32x4(even, even8, 0xdd);
+        out[k + 12] = (NAME(Bits))_mm512_shuffle_i32x4(odd, odd8, 0xdd);
+    }
+}
+
+#else
+
+INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) {
+    for (int k = 0; k < NAME(LANES); k++) {
+        NAME(Bits) column = {0};
+        for (int i = 0; i < NAME(LANES); i++) column[i] = in[i * apart + k];
+        out[k] = column;
     }
 }
 

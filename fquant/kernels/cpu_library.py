@@ -23,13 +23,17 @@ LARGE = 4 << 20  # bytes
 Pointer, Long, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
+_POINTERS = ("codes", "scale", "nested", "nested_table", "nested_bytes", "nested_offset", "offset", "table")
+
+
 class Packed(ctypes.Structure):
     """``Packed`` of cpu.c."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("codes", "scale", "nested", "nested_table", "nested_offset", "offset", "table")),
+        *((name, Pointer) for name in _POINTERS),
         *((name, Long) for name in ("rows", "width", "block", "nested_block")),
         *((name, ctypes.c_int32) for name in ("bits", "dtype")),
+        ("least", ctypes.c_float),
     ]
 
 
@@ -57,14 +61,14 @@ def load() -> ctypes.CDLL:
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
     library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
     packed, encoding = ctypes.POINTER(Packed), ctypes.POINTER(Encoding)
-    for name, rest in {
+    for name, rest in {  # all give 0, or the bytes of room that they have to be given; below 0 memory ran out
         "encode": [Pointer, Int, Long, Long, encoding, Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
-        "matmul": [packed, Pointer, Long, Pointer, Int],
-        "matmul_t": [packed, Pointer, Long, Pointer, Int],
+        "matmul": [packed, Pointer, Long, Pointer, Int, Pointer],
+        "matmul_t": [packed, Pointer, Long, Pointer, Int, Pointer],
     }.items():
-        getattr(library, f"fquant_{name}").argtypes = [Int, Int, *rest]
-    library.fquant_deals.argtypes = [Int, packed, Int]
+        function = getattr(library, f"fquant_{name}")
+        function.restype, function.argtypes = Long, [Int, Int, *rest]
     library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]
     library.fquant_team(_team())
     return library
@@ -87,11 +91,12 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return t
 
 
-def call(name: str, *args: object) -> None:
-    """The function ``fquant_name`` of the library, with the instruction set and the threads that are to be used."""
-    library = load()
-    if getattr(library, f"fquant_{name}")(isa(), torch.get_num_threads(), *args):
+def call(name: str, *args: object) -> int:
+    """What function ``fquant_name`` of the library returns, given the instruction set and the threads to be used."""
+    result = getattr(load(), f"fquant_{name}")(isa(), torch.get_num_threads(), *args)
+    if result < 0:
         raise MemoryError(f"{name} could not allocate its scratch memory; free some")
+    return result
 
 
 def isa() -> int:

@@ -13,9 +13,10 @@ Rows, by the names that --only takes, whole or up to a dash:
     grad-ROWS                  the gradient of x alone, y having been computed before
     memory-ROWS, -train-ROWS   MiB that these hold at their worst beside their inputs and their results
 
-Columns: the contestants of tests/bench/peers.py, and ``read``, the floor: reading the bytes of a packed weight once, as
-fast as the fastest of several ways to read memory that were tried just before. Inputs are bf16. Everybody takes turns
-and is timed as tests/bench/timing.py says. In brackets is fquant's time over theirs: below 1, fquant is the faster.
+Columns: the contestants of tests/bench/peers.py, and ``read``, the floor: reading as many bytes as a packed weight has
+once, in one call, by the fastest of several ways to read memory that were tried just before. Inputs are bf16. Everybody
+takes turns and is timed as tests/bench/timing.py says. In brackets is fquant's time over theirs: below 1, fquant is the
+faster.
 
 What is wanted is meant for 2 cores, 4096 x 4096 and NF4_DQ, and judged whatever the options are. This is no test: the
 exit status is 0 whether it is met or not, and 2 for bad options.
@@ -141,7 +142,7 @@ def num_bytes(shape: tuple[int, int]) -> int:
 
 
 def measure(name: str, weights: Weights, repeats: int, read: timing.Call | None = None) -> Row:
-    """One row of the comparison; ``read`` reads as many bytes as all weights together have packed."""
+    """One row of the comparison; ``read`` reads as many bytes as a weight has packed."""
     family = name.partition("-")[0]
     if family == "memory":
         return _memory(name, weights)
@@ -153,8 +154,6 @@ def measure(name: str, weights: Weights, repeats: int, read: timing.Call | None 
                 figures = timing.medians(calls, repeats, before)
         else:
             figures = timing.medians(calls, repeats)
-    if read:
-        figures["read"] /= weights.number
     bounds = {other: most for other, most in BOUNDS.get(name, {}).items() if other in figures}
     wanted = [at_most(f"of {other}", figures["fquant"] / figures[other], most) for other, most in bounds.items()]
     if name == "dequantise-fresh" and "bnb" in figures:
@@ -242,7 +241,7 @@ def compare(options: Options) -> tuple[list[Row], dict[str, Any]]:
             bar.update(task, description=name)
             read = None
             if name == "linear-1":
-                best, read, speeds = timing.fastest_read(weights.number * num_bytes(weights.shape), options.repeats)
+                best, read, speeds = timing.fastest_read(num_bytes(weights.shape), weights.number, options.repeats)
                 told["read"] = {"by": best, "GB/s": speeds}
             rows.append(measure(name, weights, options.repeats, read))
             bar.advance(task)

@@ -133,29 +133,31 @@ def num_weights(weight_bytes: int, cache: int) -> int:
     return max(2, -(-CACHES * cache // weight_bytes))
 
 
-def reads(num_bytes: int) -> dict[str, Call]:
+def reads(num_bytes: int, number: int = 1) -> dict[str, Call]:
     """Several ways to read ``num_bytes`` of memory once, with all of torch's threads, by what they are called.
 
-    The copy reads them too, but writes as much: it moves a half of ``num_bytes``.
+    There are ``number`` pieces of memory, read in turn.
     """
-    t = torch.ones(max(2, num_bytes // 16) * 4)  # written, since pages that never were are all one page of zeros
-    half = t.numel() // 2
-    t[half:] = 2
-    to = torch.empty(half)
+    t = torch.ones(number, max(2, num_bytes // 16) * 4)  # written: pages that never were are all one page
+    half = t.shape[1] // 2
+    t[:, half:] = 2
+
+    def reading(f: Callable[[torch.Tensor], object]) -> Call:
+        return lambda i: f(t[i % number])
+
     return {
-        "sum of int64": lambda _: t.view(torch.int64).sum(),
-        "max of int64": lambda _: t.view(torch.int64).max(),
-        "sum of float64": lambda _: t.view(torch.float64).sum(),
-        "sum of float32": lambda _: t.sum(),
-        "max of float32": lambda _: t.max(),
-        "dot of float32": lambda _: t[:half] @ t[half:],
-        "copy": lambda _: to.copy_(t[:half]),
+        "sum of int64": reading(lambda t: t.view(torch.int64).sum()),
+        "max of int64": reading(lambda t: t.view(torch.int64).max()),
+        "sum of float64": reading(lambda t: t.view(torch.float64).sum()),
+        "sum of float32": reading(lambda t: t.sum()),
+        "max of float32": reading(lambda t: t.max()),
+        "dot of float32": reading(lambda t: t[:half] @ t[half:]),
     }
 
 
-def fastest_read(num_bytes: int, repeats: int) -> tuple[str, Call, dict[str, float]]:
+def fastest_read(num_bytes: int, number: int, repeats: int) -> tuple[str, Call, dict[str, float]]:
     """The fastest of :func:`reads`: its name, itself, and the GB/s of each."""
-    calls = reads(num_bytes)
+    calls = reads(num_bytes, number)
     speed = {name: num_bytes / ms / 1e6 for name, ms in medians(calls, repeats).items()}
     best = max(speed, key=speed.__getitem__)
     return best, calls[best], speed

@@ -1,0 +1,222 @@
+/* Products of more rows, for one instruction set, as Goto's algorithm has it (Goto & van de Geijn 2008, "Anatomy of
+   high-performance matrix multiplication"), the weight being decoded where that would pack it.
+
+   The inner dimension goes in words of 32 bits: an element in float32, or two in bf16. One operand is in panels, [words]
+   [PANEL] so that vectors load them; the other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay
+   in registers for STEPS words, in which a panel stays in the first cache, and then go to scratch, which stays in the
+   second. x · wᵀ has x in panels and rows of the weight as slivers, w's own layout; g · w has g's rows as slivers and
+   stripes of the weight's columns in panels. Neither needs more of the weight than a unit's at a time. */
+
+enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
+
+/* sums [rows][vecs] += a sliver of `rows` rows, `apart` words from each other, by a panel of `vecs` vectors, for n words;
+   rows, vecs and half are constants. */
+INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
+                        int half, float *sums) {
+    NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;
+#pragma GCC unroll 24
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) part[r][v] = total[r * vecs + v];
+    for (int64_t k = 0; k < n; k++) {
+        NAME(Lanes) w[NAME(VECS)];
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) w[v] = ((const NAME(Lanes) *)panel)[k * vecs + v];
+#pragma GCC unroll 24
+        for (int r = 0; r < rows; r++) {
+            NAME(Lanes) by = (NAME(Lanes))(sliver[r * apart + k] - (NAME(Bits)){0});
+#pragma GCC unroll 4
+            for (int v = 0; v < vecs; v++)
+                if (half) part[r][v] = DOT(w[v], by, part[r][v]);
+                else part[r][v] = FMA(w[v], by, part[r][v]);
+        }
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) total[r * vecs + v] = part[r][v];
+}
+
+/* n elements from x + at as words, and zeros up to a multiple of LANES words. */
+INLINE void NAME(words)(const void *x, int dtype, int64_t at, int64_t n, int half, uint32_t *out) {
+    int64_t size = half ? 2 : 4, padded = padded_to(n * size, 4 * NAME(LANES));
+    if (half) memcpy(out, (const uint16_t *)x + at, (size_t)n * 2);
+    else NAME(floats)(x, dtype, at, n, (float *)out);
+    memset((char *)out + n * size, 0, (size_t)(padded - n * size));
+}
+
+/* Vectors of panel `j` of m columns. */
+INLINE int NAME(vecs)(int64_t m, int64_t j) {
+    return (int)MIN((m - j * NAME(PANEL) + NAME(LANES) - 1) / NAME(LANES), NAME(VECS));
+}
+
+/* A slab of a panel of x: LANES rows at a time are transposed. */
+static void NAME(pack)(void *data, int64_t unit, void *scratch) {
+    const Product *p = data;
+    int64_t slabs = slabs_of(p->words), j = unit / slabs, start = unit % slabs * SLAB, n = MIN(SLAB, p->words - start);
+    int64_t each = p->half ? 2 : 1, vecs = NAME(vecs)(p->m, j), width = vecs * NAME(LANES);
+    uint32_t *rows = scratch, *out = (uint32_t *)p->copy + j * NAME(PANEL) * p->words + start * width;
+    for (int64_t v = 0; v < vecs; v++) {
+        for (int64_t i = 0; i < NAME(LANES); i++) {
+            int64_t m = j * NAME(PANEL) + v * NAME(LANES) + i, at = m * p->inner + start * each;
+            int64_t there = MIN(n * each, p->inner - start * each);
+            if (m < p->m) NAME(words)(p->x, p->dtype, at, there, p->half, rows + i * APART);
+            else memset(rows + i * APART, 0, SLAB * 4);
+        }
+        for (int64_t k = 0; k < n; k += NAME(LANES)) {
+            NAME(Bits) columns[NAME(LANES)];
+            NAME(transpose)(rows + k, APART, columns);
+            for (int64_t i = 0; i < MIN(NAME(LANES), n - k); i++)
+                memcpy(out + (k + i) * width + v * NAME(LANES), &columns[i], sizeof *columns);
+        }
+    }
+}
+
+/* `group` rows of the weight by all of x. */
+INLINE void NAME(by_rows)(const Product *p, int64_t unit, uint32_t *scratch, int half) {
+    int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
+    int64_t panels = (p->m + NAME(PANEL) - 1) / NAME(PANEL), tall = padded_to(group, NAME(LANES));
+    float *sums = (float *)(scratch + group * APART), turned[NAME(LANES)][MOST_ROWS];
+    memset(sums, 0, (size_t)(tall * padded_to(p->m, NAME(LANES)) * 4));
+    if (rows < group) memset(scratch + rows * APART, 0, (size_t)((group - rows) * APART * 4));
+    for (int64_t slab = 0; slab < p->words; slab += SLAB) {
+        int64_t words = MIN(SLAB, p->words - slab), n = MIN(words * each, p->inner - slab * each);
+        for (int64_t r = 0; r < rows; r++) {
+            scratch[r * APART + words - 1] = 0; /* of which n may fill a half */
+            NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
+        }
+        for (int64_t k = 0; k < words; k += STEPS)
+            for (int64_t j = 0; j < panels; j++) {
+                int vecs = NAME(vecs)(p->m, j), width = vecs * NAME(LANES), most = NAME(SUMS) / vecs;
+                int64_t steps = MIN(STEPS, words - k);
+                const uint32_t *x = (const uint32_t *)p->copy + j * NAME(PANEL) * p->words + (slab + k) * width;
+                for (int64_t r = 0; r < rows; r += most) {
+                    const uint32_t *w = scratch + r * APART + k;
+                    float *to = sums + j * NAME(PANEL) * tall + r * width;
+#define VECS(N) \
+    case N: if (N <= NAME(VECS)) NAME(micro)(w, APART, x, steps, NAME(SUMS) / N, MIN(N, NAME(VECS)), half, to); break;
+                    switch (vecs) { VECS(1) VECS(2) VECS(3) VECS(4) }
+#undef VECS
+                }
+            }
+    }
+    for (int64_t m = 0; m < p->m; m += NAME(LANES)) {
+        int64_t j = m / NAME(PANEL), width = NAME(vecs)(p->m, j) * NAME(LANES);
+        const float *from = sums + j * NAME(PANEL) * tall + m % NAME(PANEL);
+        for (int64_t r = 0; r < rows; r += NAME(LANES)) {
+            NAME(Bits) columns[NAME(LANES)];
+            NAME(transpose)((const uint32_t *)from + r * width, width, columns);
+            for (int i = 0; i < NAME(LANES); i++) memcpy(turned[i] + r, &columns[i], sizeof *columns);
+        }
+        for (int64_t i = 0; i < MIN(NAME(LANES), p->m - m); i++)
+            NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
+    }
+}
+
+static void NAME(matmul)(void *data, int64_t unit, void *scratch) {
+    const Product *p = data;
+#ifdef LANES_BF16
+    if (p->half) NAME(by_rows)(p, unit, scratch, 1);
+    else
+#endif
+        NAME(by_rows)(p, unit, scratch, 0);
+}
+
+/* A row of g as words, in slabs. */
+static void NAME(pack_t)(void *data, int64_t unit, void *scratch) {
+    const Product *p = data;
+    int64_t slab = p->half ? 2 * SLAB : SLAB;
+    uint32_t *out = (uint32_t *)p->copy + unit * APART;
+    (void)scratch;
+    for (int64_t at = 0; at < p->inner; at += slab, out += p->m * APART)
+        NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
+}
+
+/* Words k of a stripe's panels: a row of the weight, or as bf16 a row and the next beside each other. */
+INLINE void NAME(stripe)(const Product *p, int64_t row, int64_t k, int64_t column, int64_t width, int half,
+                         uint32_t *out) {
+    uint32_t words[STRIPE];
+    if (half) {
+        uint16_t first[STRIPE], second[STRIPE] = {0};
+        NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
+        if (row + 1 < p->w.rows) NAME(factors)(&p->w, row + 1, column, width, p->dtype, 1, second);
+        for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
+    } else {
+        NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
+    }
+    if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
+    for (int64_t j = 0; j < STRIPE; j += NAME(PANEL))
+        memcpy(out + j * STEPS + k * NAME(PANEL), words + j, NAME(PANEL) * 4);
+}
+
+#ifdef LANES_BF16
+/* The same where one instruction rounds: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. */
+INLINE void NAME(stripe_pairs)(const Product *p, int64_t row, int64_t k, int64_t column, int64_t width, uint32_t *out) {
+    const Packed *w = &p->w;
+    int64_t next = w->width / 2;
+    int there = row + 1 < w->rows;
+    const uint8_t *codes = w->codes + row * next + column / 2;
+    float scales[2][STRIPE / 64 + 64];
+    __m512 table = _mm512_loadu_ps(w->table);
+    __m512i first = _mm512_load_si512(BESIDE), last = _mm512_load_si512(BESIDE + 32);
+    for (int r = 0; r <= there; r++) NAME(scales64)(w, row + r, column, width, scales[r]);
+    for (int64_t i = 0; i < width; i += 128) {
+        __m512i a[4], b[4] = {0};
+        NAME(pair4)(codes + i / 2, table, scales[0][i / 64], scales[0][i / 64 + 1], a);
+        if (there) NAME(pair4)(codes + next + i / 2, table, scales[1][i / 64], scales[1][i / 64 + 1], b);
+        __builtin_prefetch(codes + 16 * next + i / 2);
+        __builtin_prefetch(codes + 17 * next + i / 2);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            int64_t at = i + 32 * j, panel = at / NAME(PANEL);
+            __m512i *to = (__m512i *)(out + (panel * STEPS + k) * NAME(PANEL) + at % NAME(PANEL));
+            to[0] = _mm512_permutex2var_epi16(a[j], first, b[j]);
+            to[1] = _mm512_permutex2var_epi16(a[j], last, b[j]);
+        }
+    }
+}
+#endif
+
+/* A stripe of the weight's columns by all of g. */
+INLINE void NAME(by_columns)(const Product *p, int64_t unit, uint32_t *scratch, int half) {
+    int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), each = half ? 2 : 1;
+    int64_t panels = (width + NAME(PANEL) - 1) / NAME(PANEL);
+    int64_t apart = p->copy ? APART : p->words;
+    uint32_t *w = scratch;
+    float *sums = (float *)(scratch + STRIPE * STEPS);
+    memset(sums, 0, (size_t)(p->m * STRIPE * 4));
+    for (int64_t start = 0; start < p->words; start += STEPS) {
+        int64_t n = MIN(STEPS, p->words - start);
+        for (int64_t k = 0; k < n; k++)
+#ifdef LANES_BF16
+            if (half && p->deals) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, w);
+            else
+#endif
+                NAME(stripe)(p, (start + k) * each, k, column, width, half, w);
+        for (int64_t j = 0; j < panels; j++)
+            for (int64_t m = 0, rows; m < p->m; m += rows) {
+                const uint32_t *x = (const uint32_t *)p->x + m * p->words + start;
+                if (p->copy) x = (const uint32_t *)p->copy + (start / SLAB * p->m + m) * APART + start % SLAB;
+                float *to = sums + (j * p->m + m) * NAME(PANEL);
+                rows = MIN(NAME(SUMS) / NAME(VECS), p->m - m);
+#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * NAME(PANEL), n, N, NAME(VECS), half, to); break;
+                switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+#undef ROWS
+            }
+    }
+    for (int64_t m = 0; m < p->m; m++)
+        for (int64_t j = 0; j < panels; j++)
+            NAME(halves)(sums + (j * p->m + m) * NAME(PANEL), MIN(NAME(PANEL), width - j * NAME(PANEL)), p->dtype, p->y,
+                         m * p->w.width + column + j * NAME(PANEL));
+}
+
+static void NAME(matmul_t)(void *data, int64_t unit, void *scratch) {
+    const Product *p = data;
+#ifdef LANES_BF16
+    if (p->half) NAME(by_columns)(p, unit, scratch, 1);
+    else
+#endif
+        NAME(by_columns)(p, unit, scratch, 0);
+}
+#undef FMA
+#undef DOT

@@ -1,0 +1,68 @@
+/* Units of work shared out to threads: those of the OpenMP runtime that torch has loaded, through its GOMP_parallel, so
+   that two pools never spin against each other. Without one, threads are made for each call. */
+
+typedef void (*Unit)(void *work, int64_t i, void *scratch);
+typedef void (*Body)(void *);
+typedef void (*Team)(Body, void *, unsigned, unsigned);
+
+static Team team; /* GOMP_parallel, or NULL */
+EXPORT void fquant_team(Team t) { team = t; }
+
+typedef struct {
+    Unit unit;
+    void *work;
+    size_t scratch;
+    int64_t units, least, next; /* least: units taken at a time, or the counter would cost more than they */
+    char *room;                 /* scratch for every thread, or NULL: then they allocate it */
+    int threads, entered, failed;
+} Loop;
+
+/* The next units, from *i: half of a thread's part of what is left, since a thread reads fast what lies in a row, and
+   fewer towards the end, so that the threads finish together. */
+static int64_t take(Loop *loop, int64_t *i) {
+    int64_t start = __atomic_load_n(&loop->next, __ATOMIC_RELAXED), n;
+    do {
+        n = MIN(MAX((loop->units - start) / (2 * loop->threads), loop->least), loop->units - start);
+        if (n <= 0) return 0;
+    } while (!__atomic_compare_exchange_n(&loop->next, &start, start + n, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    *i = start;
+    return n;
+}
+
+static void run_units(void *data) {
+    Loop *loop = data;
+    void *scratch = NULL;
+    if (loop->room) {
+        scratch = loop->room + loop->scratch * (size_t)__atomic_fetch_add(&loop->entered, 1, __ATOMIC_RELAXED);
+    } else if (loop->scratch && posix_memalign(&scratch, 64, loop->scratch)) {
+        __atomic_store_n(&loop->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int64_t i, n; (n = take(loop, &i));)
+        while (n--) loop->unit(loop->work, i++, scratch);
+    if (!loop->room) free(scratch);
+#if defined(__x86_64__)
+    _mm_sfence(); /* writes past the caches are not ordered by themselves with what tells others that they are done */
+#endif
+}
+
+static void *run_thread(void *data) { run_units(data); return NULL; }
+
+/* unit(work, i, scratch) for every i < units, shared out as threads become free; -1 if memory ran out. */
+static int run(Unit unit, void *work, int64_t units, size_t scratch, char *room, int threads) {
+    threads = (int)MIN((int64_t)threads, units);
+    Loop loop = {unit, work, scratch, units, units / (threads * 64 + 1) + 1, 0, room, threads, 0, 0};
+    if (threads <= 1) {
+        run_units(&loop);
+    } else if (team) {
+        team(run_units, &loop, (unsigned)threads, 0);
+    } else {
+        pthread_t made[64];
+        int n = 0;
+        for (threads = MIN(threads, 64); n < threads - 1; n++)
+            if (pthread_create(&made[n], NULL, run_thread, &loop)) break;
+        run_units(&loop);
+        while (n--) pthread_join(made[n], NULL);
+    }
+    return -(loop.next < units || loop.failed);
+}
