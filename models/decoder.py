@@ -25,7 +25,7 @@ from fquant import random, tree
 from fquant.comm import LOCAL, Comm
 from fquant.linear import embedding, linear
 
-from . import blocks
+from . import blocks, head
 from .config import Config
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
@@ -84,6 +84,39 @@ def forward(
     so of all products and the logits; None is the embedding's. Raises ValueError when the number of layers
     is not the config's, and when the sequence is longer than ``cfg.max_positions``.
     """
+    x = hidden(params, tokens, cfg, comm, segments, dtype)
+    return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
+
+
+def loss(
+    params: Params,
+    tokens: Tensor,
+    targets: Tensor,
+    cfg: Config,
+    comm: Comm = LOCAL,
+    segments: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    count: Tensor | float | None = None,
+) -> Tensor:
+    """``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without the logits ever being whole.
+
+    Targets are int ``[... t]``, those of -100 ignored. Raises what :func:`forward` and ``head.cross_entropy`` raise.
+    """
+    x = hidden(params, tokens, cfg, comm, segments, dtype)
+    final = comm.load(params.final)  # not recomputed: the gradient of x is made in the same pass as the loss
+    weight = comm.load(params.embed) if cfg.tied else final.head
+    return head.cross_entropy(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
+
+
+def hidden(
+    params: Params,
+    tokens: Tensor,
+    cfg: Config,
+    comm: Comm = LOCAL,
+    segments: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What comes out of the last layer: int tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")
     if tokens.shape[-1] > cfg.max_positions:
@@ -92,12 +125,12 @@ def forward(
         )
     mask = blocks.visible(tokens, segments)  # [t t] or [... t t]
     cos, sin = blocks.rope(blocks.positions(mask), cfg)  # [t e] or [... t e]
-    block, final = comm.wrap(_block), comm.wrap(_final)
+    block = comm.wrap(_block)
     x = embedding(tokens, comm.load(params.embed))  # [... t d]
     x = x if dtype is None else x.to(dtype)
     for layer in params.layers:
         x = block(x, layer, cos, sin, mask, cfg, comm)
-    return final(x, params.final, params.embed if cfg.tied else None, cfg, comm)
+    return x
 
 
 def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: Tensor, cfg: Config, comm: Comm) -> Tensor:

@@ -113,6 +113,29 @@ def test_first_order(name, comm):
     close(grads, wanted)
 
 
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_is_that_of_the_logits(name, comm):
+    """The head is frozen and trained, tied and not, all at once and an example at a time."""
+    cfg, comm, count = VARIANTS[name], COMMS[comm], torch.tensor(5.0)
+    params, targets = params_of(cfg), TOKENS.roll(-1, -1).index_fill(-1, torch.tensor([2]), blocks.IGNORE)
+
+    def whole(p, t, y, s):
+        return blocks.cross_entropy(decoder.forward(p, t, cfg, comm, s), y, count)
+
+    def fused(p, t, y, s):
+        return decoder.loss(p, t, y, cfg, comm, s, count=count)
+
+    def of_layers(f):
+        return lambda layers, *rest: f(dataclasses.replace(params, layers=layers), *rest)
+
+    data = (TOKENS, targets, SEGMENTS)
+    close(grad_and_value(fused)(params, *data), grad_and_value(whole)(params, *data))
+    close(grad(of_layers(fused))(params.layers, *data), grad(of_layers(whole))(params.layers, *data))
+    each = (None, 0, 0, 0)
+    close(vmap(grad(fused), each)(params, *data), vmap(grad(whole), each)(params, *data))
+
+
 @pytest.mark.parametrize("comm", ["local", "remat twice"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_second_order(name, comm):

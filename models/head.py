@@ -1,0 +1,291 @@
+"""The last product and the loss as one: cross entropy whose logits never exist whole.
+
+    loss = head.cross_entropy(x, weight, targets)       # blocks.cross_entropy(linear(x, weight), targets)
+
+Logits are a model's largest tensor: of 8192 tokens and a vocabulary of 128k they take 4 GiB in float32, and the loss
+makes several of their size. Here the rows (leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time:
+
+    logits [c v]  ->  nll [c]  and  softmax - one-hot [c v]  ->  its product with the weight [c d]
+
+The gradient of a loss with respect to its own logits needs no cotangent but a factor a row. So the gradient with
+respect to ``x`` is made in the pass that makes the loss, is kept as [rows d], and is multiplied by that factor in the
+backward: a frozen head is multiplied by twice in all, as it is where logits are kept. This is the fused linear cross
+entropy of Liger kernel (Hsu et al. 2024). Where the weight or an adapter beside it is trained too, the backward makes
+the logits again, chunk by chunk, which is four products instead of three; the gradients of chunks are summed in
+float32 at least.
+
+*Transforms.* The autograd Function returns the losses and that gradient, as two results. The second is not shown to
+the caller, but it is a function of ``x`` and the weight like the first: whoever differentiates the backward reaches
+it, and its derivative is that of the same chunks, recorded. So every order exists; what the orders above the first
+record is as large as all logits. Where nothing is differentiated in reverse, only the losses are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fquant import tree
+from fquant.linear import Adapted, Packed, Weight, linear
+
+from .blocks import IGNORE
+
+# The float32 logits of a chunk may take as much as x itself would in float32, which is Liger's rule: it makes about
+# vocab / dim chunks however many rows there are, and costs little beside the activations, of which x is one. Where x is
+# small they may take this much, for a chunk of few rows multiplies slowly: every chunk reads the whole weight. (On a
+# CPU 8 to 16 MiB were the fastest; above that the logits fall out of the cache.)
+CHUNK_BYTES = 16 * 2**20
+
+_Verb = Callable[..., tuple[Tensor, ...]]
+
+
+def cross_entropy(
+    x: Tensor,
+    weight: Weight,
+    targets: Tensor,
+    count: Tensor | float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """``blocks.cross_entropy(linear(x, weight), targets, count)``, some rows at a time: a float32 scalar, in nats.
+
+    x f[... t d], weight [vocab d] of any kind that ``linear`` takes, targets int ``[... t]``, -100 being ignored. The
+    sum of the negative log likelihoods is divided by ``count``, the number of targets of the whole global batch; the
+    default is the number counted here (at least 1). The result is float64 for float64 ``x``.
+
+    ``chunk`` is how many rows are handled at a time; the default follows from ``CHUNK_BYTES``. Examples mapped over one
+    weight are so many more rows, several weights are a loop; but in forward mode and above the first order, inside a
+    vmap, it is ``chunk`` rows of each example at a time.
+
+    Raises ValueError where shapes do not fit, for a chunk below 1, and for an adapter with dropout, whose bits depend
+    on the place of a row among all rows; RuntimeError in torch.compile.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(_COMPILE)
+    if x.shape[:-1] != targets.shape:
+        raise ValueError(f"targets: shape {tuple(targets.shape)}, want x's {tuple(x.shape[:-1])}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
+    vocab = _vocab(weight)
+    leaves, structure = tree.flatten(weight)
+    rows = x.reshape(targets.numel(), x.shape[-1])  # [n d]
+    how = _How(structure, chunk or max(1, max(CHUNK_BYTES, 4 * x.numel()) // (4 * vocab)))
+    in_reverse = torch.is_grad_enabled() and any(_reversed(t) for t in (rows, *leaves))
+    function, verb = (_Both, _both) if in_reverse else (_Rows, _losses)
+    nll, *_ = function.apply(partial(verb, how), rows, targets.reshape(-1), *leaves)
+    return nll.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+class _How(NamedTuple):
+    """The static half of a call: how the weight is put together, and the rows of a chunk."""
+
+    structure: tree.Structure
+    chunk: int
+
+    def weight(self, leaves: Any) -> Any:
+        return tree.unflatten(self.structure, leaves)
+
+    def split(self, *rows: Tensor) -> Any:
+        """The chunks of all ``rows`` side by side; one that is empty where there are none."""
+        return zip(*(t.split(self.chunk) for t in rows), strict=True)
+
+
+def _losses(how: _How, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+    """x [n d], targets [n] -> nll f32[n]."""
+    weight = _cast(how.weight(leaves), x.dtype)
+    return (torch.cat([_nll(linear(some, weight), chosen) for some, chosen in how.split(x, targets)]),)
+
+
+def _both(how: _How, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+    """x [n d], targets [n] -> nll f32[n] and the gradient [n d] of its sum with respect to x, in x's dtype."""
+    weight = _cast(how.weight(leaves), x.dtype)
+    parts = [_chunk(weight, chosen, some) for some, chosen in how.split(x, targets)]
+    nll, dx = zip(*parts, strict=True)
+    return torch.cat(nll), torch.cat(dx)
+
+
+def _chunk(weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
+    return _nll(logits, targets), pull(_slope(logits, targets).to(logits.dtype))[0]
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [c v], targets [c] -> f32[c], zero where ignored."""
+    counted, wide = targets != IGNORE, _wide(logits)
+    chosen = wide.gather(-1, torch.where(counted, targets, 0)[:, None]).squeeze(-1)
+    return torch.where(counted, wide.logsumexp(-1) - chosen, 0.0)
+
+
+def _slope(logits: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of the sum of :func:`_nll` with respect to the logits: f32[c v]."""
+    counted = (targets != IGNORE)[:, None]
+    minus = _wide(logits).new_full((), -1.0).expand(counted.shape)
+    slope = _wide(logits).softmax(-1).scatter_add(-1, torch.where(counted, targets[:, None], 0), minus)
+    return torch.where(counted, slope, 0.0)
+
+
+class _Again(torch.autograd.Function):
+    """``f`` of tensors, a tuple, nothing recorded: to be differentiated it is computed again; mapped, it is a loop."""
+
+    @staticmethod
+    def forward(f: _Verb, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return f(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.f = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = ctx.saved_tensors
+        wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
+        out, pull, *_ = torch.func.vjp(lambda *some: ctx.f(*_put(given, wanted, some)), *[given[i] for i in wanted])
+        found = pull(tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, out, strict=True)))
+        return None, *_put([None] * len(given), wanted, found)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        given = ctx.saved_tensors
+        moving = tuple(i for i, t in enumerate(tangents) if t is not None)
+        f = lambda *some: ctx.f(*_put(given, moving, some))
+        return torch.func.jvp(f, tuple(given[i] for i in moving), tuple(tangents[i] for i in moving))[1]
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, f: _Verb, *tensors: Tensor) -> Any:
+        each = [
+            cls.apply(f, *(t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[1:], strict=True)))
+            for i in range(info.batch_size)
+        ]
+        out = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return out, (0,) * len(out)
+
+
+class _Rows(_Again):
+    """``f(x, targets, *leaves)`` row by row: mapped over one weight, it has more rows."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, f: _Verb, *tensors: Tensor) -> Any:
+        if any(dim is not None for dim in in_dims[3:]):
+            return super().vmap(info, in_dims, f, *tensors)
+        x, targets = (
+            (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0))
+            for t, dim in zip(tensors[:2], in_dims[1:3], strict=True)
+        )
+        out = cls.apply(f, x.flatten(0, 1), targets.flatten(), *tensors[2:])
+        return tuple(t.reshape(*targets.shape, *t.shape[1:]) for t in out), (0,) * len(out)
+
+
+class _Both(_Rows):
+    """:func:`_both`, its first result differentiated by means of its second."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Rows.setup_context(ctx, inputs, output)
+        ctx.save_for_backward(output[1], *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (how,), (g, g_dx) = ctx.f.args, grads
+        dx, x, targets, *leaves = ctx.saved_tensors
+        wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
+        g = _wide(x.new_zeros(len(x))) if g is None else g
+        if g_dx is not None:  # somebody differentiates this backward
+            grad, *found = _Again.apply(partial(_second, how, wanted), x, targets, g, g_dx, *leaves)
+        else:
+            grad = (g[:, None] * dx).to(dx.dtype)  # rounded once
+            found = _Again.apply(partial(_weights, how, wanted), x, targets, g, *leaves) if wanted else ()
+        return None, grad, None, *_put([None] * len(leaves), wanted, found)
+
+
+def _weights(
+    how: _How, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of ``(g · nll).sum()`` with respect to the leaves at ``wanted``."""
+    at = [leaves[i] for i in wanted]
+    sums: list[Any] = [0.0] * len(at)
+    for some, chosen, factor in how.split(x, targets, g):
+        product = lambda *at, some=some: linear(some, how.weight(_put(leaves, wanted, at)))
+        logits, pull, *_ = torch.func.vjp(product, *at)
+        found = pull((_slope(logits, chosen) * factor[:, None]).to(logits.dtype))
+        sums = [total + _wide(grad) for total, grad in zip(sums, found, strict=True)]
+    return tuple(total.to(leaf.dtype) for total, leaf in zip(sums, at, strict=True))
+
+
+def _second(
+    how: _How, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the leaves at ``wanted``."""
+    at = [leaves[i] for i in wanted]
+    sums: list[Any] = [0.0] * len(at)
+    rows = []
+    for some, chosen, factor, direction in how.split(x, targets, g, g_dx):
+        both = lambda some, *at, chosen=chosen: _chunk(how.weight(_put(leaves, wanted, at)), chosen, some)
+        _, pull, *_ = torch.func.vjp(both, some, *at)
+        grad, *found = pull((factor, direction))
+        rows.append(grad)
+        sums = [total + _wide(grad) for total, grad in zip(sums, found, strict=True)]
+    return torch.cat(rows), *(total.to(leaf.dtype) for total, leaf in zip(sums, at, strict=True))
+
+
+def _put(given: Any, where: tuple[int, ...], some: Any) -> list[Any]:
+    """``given`` with ``some`` at the places ``where``."""
+    full = list(given)
+    for i, t in zip(where, some, strict=True):
+        full[i] = t
+    return full
+
+
+def _vocab(weight: Any) -> int:
+    match weight:
+        case Adapted(base=base, lora=lora, key=key):
+            if key is not None and lora.dropout > 0:
+                raise ValueError(_DROPOUT.format(lora.dropout))
+            return _vocab(base)
+        case Tensor() | Packed() if len(weight.shape) == 2:
+            return weight.shape[0]
+        case Tensor() | Packed():
+            raise ValueError(f"weight: shape {tuple(weight.shape)}, want [vocab d]")
+    raise TypeError(f"weight is a {type(weight).__name__}; wanted Tensor, Packed or Adapted")
+
+
+def _cast(weight: Any, dtype: torch.dtype) -> Any:
+    """A dense weight in ``dtype``, so that ``linear`` does not cast it for every chunk."""
+    match weight:
+        case Adapted(base=base, lora=lora):
+            return Adapted(_cast(base, dtype), lora)
+        case Tensor():
+            return weight.to(dtype)
+    return weight
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _reversed(t: Tensor) -> bool:
+    """Whether ``t`` is differentiated in reverse, by autograd or by any torch.func transform around."""
+    wrappers: Any = torch._C._functorch  # type: ignore[attr-defined]
+    while not t.requires_grad:
+        if not wrappers.is_functorch_wrapped_tensor(t):
+            return False
+        t = wrappers.get_unwrapped(t)
+    return True
+
+
+_COMPILE = (
+    "head.cross_entropy cannot be traced by torch.compile; compile what make_fx captured: "
+    "torch.compile(make_fx(step)(*args))"
+)
+
+_DROPOUT = (
+    "weight has an adapter with dropout {}, whose bits depend on where a row lies among all rows; "
+    "attach it without a key, or use blocks.cross_entropy of the whole logits"
+)
