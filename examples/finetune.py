@@ -2,7 +2,7 @@
 
 All of it is functions of a frozen Run and a State, a tree. The heart is four lines:
 
-    grads, value = grad_and_value(loss)(adapters, local(base), share(batch), count, keys, cfg, comm)
+    grads, value = jit(grad_and_value(loss))(adapters, local(base), share(batch), count, keys, cfg, comm)
     grads        = reduce(grads)
     updates, moments = opt.update(grads, moments, adapters)
     adapters     = apply(adapters, updates)
@@ -31,9 +31,9 @@ from torch.func import grad_and_value
 import shard
 from examples import data
 from examples.options import TARGETS, Options
-from fquant import LOCAL, Comm, format, lora, optim, quantize, random, tree
+from fquant import LOCAL, Comm, format, jit, lora, optim, quantize, random, tree
 from fquant.io import safetensors
-from models import blocks, decoder, hf
+from models import decoder, hf
 from models.config import Config
 from shard import agree
 
@@ -64,6 +64,7 @@ class Run:
     base: Any
     schedule: optim.Schedule
     opt: optim.Optimizer
+    gradient: Callable[..., tuple[Any, Tensor]]  # of loss, captured
 
 
 @tree.node
@@ -148,7 +149,7 @@ def start(options: Options) -> tuple[Run, State]:
     base, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), rules, mesh, work.cfg)
     schedule = options.learning_rate()
     opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    run = Run(options, work, mesh, rules, shard.comm(mesh, rules), base, schedule, opt)
+    run = Run(options, work, mesh, rules, shard.comm(mesh, rules), base, schedule, opt, jit(grad_and_value(loss)))
     state = State(adapters, opt.init(adapters), torch.tensor(0))
     return run, state if options.resume is None else agree.attempt("resume", partial(load, options, state))
 
@@ -164,8 +165,7 @@ def loss(
 ) -> Tensor:
     """Summed loss of the rows of ``batch`` over ``count``, the tokens of the whole batch that count: f32[]."""
     params = lora.attach(base, adapters, keys)
-    logits = decoder.forward(params, batch.tokens, cfg, comm, batch.segments, dtype=torch.float32)
-    return blocks.cross_entropy(logits, batch.targets, count)
+    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, torch.float32, count)
 
 
 def gradients(run: Run, base: Any, adapters: lora.Adapters, step: int) -> tuple[Any, Tensor, Tensor]:
@@ -179,7 +179,7 @@ def gradients(run: Run, base: Any, adapters: lora.Adapters, step: int) -> tuple[
         micro = tree.map(lambda t, i=first: t[i : i + options.batch], (batch, keys))
         rows, row_keys = shard.share(micro, run.mesh, run.rules)
         dropout = row_keys if options.dropout else None
-        one = grad_and_value(loss)(adapters, base, rows, count, dropout, run.work.cfg, run.comm)
+        one = run.gradient(adapters, base, rows, count, dropout, run.work.cfg, run.comm)
         total = one if total is None else tree.map(torch.add, total, one)
     grads, value = shard.reduce(total, run.mesh, run.rules)
     return grads, value, count

@@ -115,8 +115,10 @@ def close() -> None:
 
 def groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
     """The groups over which a sum over ``axes`` is taken one after the other: one, when ``axes`` span all ranks."""
-    used = [name for name in axes if mesh[name].size() > 1]
-    if len(used) > 1 and math.prod(mesh[name].size() for name in used) == dist.get_world_size():
+    names = mesh.mesh_dim_names or ()
+    sizes = {name: mesh.size(names.index(name)) for name in axes}  # not of mesh[name], which torch 2.11 cannot trace
+    used = [name for name, size in sizes.items() if size > 1]
+    if len(used) > 1 and math.prod(sizes.values()) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
         return [world]

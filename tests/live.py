@@ -33,5 +33,16 @@ class Live(TorchDispatchMode):
         return sorted((size for ref, size in self.made.values() if not ref.expired()), reverse=True)
 
 
+class Peak(Live):
+    """The most bytes that were alive at once of all that was made inside: ``most``."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, sum(size for ref, size in self.made.values() if not ref.expired()))
+        return out
+
+
 def _storage(t: torch.Tensor) -> torch.UntypedStorage:
     return t.untyped_storage()

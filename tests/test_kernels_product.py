@@ -15,7 +15,7 @@ from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 
 from .formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, shifted, strided
-from .live import Live
+from .live import Peak
 from .rounding import assert_product, bound
 from .test_packed import named
 
@@ -239,17 +239,6 @@ def test_the_number_of_threads_changes_no_bit(format, two_threads):
             with ThreadPoolExecutor(3) as pool:
                 calls = [pool.submit(everything) for _ in range(4)]
                 assert all(alike(a, b) for call in calls for a, b in zip(call.result(), wanted, strict=True)), isa
-
-
-class Peak(Live):
-    """The most bytes that were alive at once of all that was made inside."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, sum(size for ref, size in self.made.values() if not ref.expired()))
-        return out
 
 
 @each_op

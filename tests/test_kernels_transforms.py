@@ -142,7 +142,7 @@ def under_a_mode(mode):
 
 
 def under_the_profiler(f, x, buffers):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as it:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as it:
         f(x, buffers)
     return [event.name for event in it.events() or ()]
 

@@ -1,0 +1,282 @@
+"""jit: a pure step becomes one graph, which is then replayed.
+
+    @jit(donate=("adapters", "state"))
+    def step(adapters, state, base, tokens):
+        grads, value   = grad_and_value(loss)(adapters, base, tokens)
+        updates, state = opt.update(grads, state, adapters)
+        return optim.apply(adapters, updates), state, value
+
+``torch.func.grad`` runs its backward so that it could be differentiated again: it keeps four times what autograd keeps,
+and Python runs at every op. Traced once on fake tensors and replayed, the same step holds a tensor until its last use
+and not longer, and Python runs once. What is traced is everything that happens to tensors: transforms, recomputation,
+collectives, the optimiser, dropout. Results are those of the function itself, to the bit.
+
+Arguments and results are trees. Tensors are what a replay is given; everything else (structure, static fields, numbers,
+configurations, functions) is part of what is traced and has to be hashable. A call whose structure, static parts,
+shapes, dtypes, strides or devices were not seen before is traced again, up to a number of times.
+
+So the function must be pure: it may not use a tensor that is not an argument, nor ask for a tensor's value, and what it
+does beside computing happens when it is traced only.
+
+*Donated* arguments are written over: results take the memory of the old values, and the caller's old tree then holds
+the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
+keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
+
+Inside another capture or transform a captured function is the function itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import blame, graph, tree
+
+MOST = 8  # traces of one function, unless it is told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A traced call: its graph, the paths of the tensors that it takes, and how its result is put together."""
+
+    module: GraphModule
+    paths: tuple[str, ...]
+    structure: tree.Structure
+    leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        found = iter(self.module(*tensors))
+        return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
+
+
+class _Tensor:
+    """Where a tensor goes."""
+
+
+_TENSOR = _Tensor()
+
+
+def jit(
+    fn: Callable[..., Any] | None = None, *, donate: Sequence[str] = (), compile: bool | str = False, most: int = MOST
+) -> Any:
+    """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
+
+    donate    names of parameters that results may be written over
+    compile   hand the graph to torch.compile: True is Inductor, a string another backend
+    most      traces to make before giving up
+
+    A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
+    decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
+    gradient; ValueError for a donated tensor that no result can take the place of; RuntimeError for more than ``most``
+    traces, saying what changed.
+    """
+    if fn is None:
+        return functools.partial(jit, donate=donate, compile=compile, most=most)
+    signature = signature_of(fn)
+    if unknown := [name for name in donate if name not in signature.parameters]:
+        raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
+    traced: dict[Any, Captured] = {}
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        leaves, structure = tree.flatten(bound)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if _is_inside(tensors):
+            return fn(*args, **kwargs)
+        over = written_over(bound, donate)
+        key = (structure, tuple(map(_kind, leaves)), tuple(id(t) in over for t in tensors) if donate else ())
+        try:
+            found = traced.get(key)
+        except TypeError:
+            raise _unhashable(fn, bound) from None
+        if found is None:
+            _check(fn, bound)
+            if len(traced) == most:
+                raise RuntimeError(_too_many(fn, most, bound, list(traced)[-1]))
+            found = traced[key] = _compiled(trace(functools.partial(apply, fn), bound, donate=over), compile)
+        with torch.no_grad():
+            return found(*tensors)
+
+    call.traced = traced  # type: ignore[attr-defined]
+    return call
+
+
+def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = ()) -> Captured:
+    """``f(args)`` as a graph of the tensors in the tree ``args``, which may be real, fake or of the device meta.
+
+    ``donate`` holds the ids of those that results may be written over. Nothing is computed.
+    """
+    leaves, structure = tree.flatten(args)
+    named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
+    result: list[Any] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        out = f(tree.unflatten(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+        result[:] = tree.flatten(out)
+        return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
+
+    mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+    try:
+        # Who counts ops is not to count those of a trace, and in inference mode torch 2.11's gradients are zero.
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            fakes = [_fake(t, mode) for _, t in named]
+            with mode:
+                module = make_fx(flat)(*fakes)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TypeError(_DATA.format(blame.where(error), error.func)) from error
+    except RuntimeError as error:
+        if not ("FakeTensor" in repr(error) or "devices" in str(error)) or "meta" not in str(error):
+            raise
+        raise TypeError(_MAPPED.format(blame.where(error))) from error
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise TypeError(_CLOSED.format(blame.closed_over(error))) from error
+    graph.tidy(module.graph)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
+    graph.donate(module.graph, over)
+    module.recompile()
+    out, spec = result
+    slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
+    return Captured(module, tuple(path for path, _ in named), spec, slots)
+
+
+def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:
+    """``fn`` of arguments by the names of its parameters."""
+    given = inspect.BoundArguments(signature_of(fn), bound)  # type: ignore[arg-type]
+    return fn(*given.args, **given.kwargs)
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of ``fn``; of functions that do not tell, as some of torch's, any."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
+    if isinstance(t, FakeTensor):
+        return t
+    if t.is_meta:
+        with mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+    return mode.from_tensor(t.detach())
+
+
+def _compiled(captured: Captured, compile: bool | str) -> Captured:
+    if not compile:
+        return captured
+    backend = "inductor" if compile is True else compile
+    return dataclasses.replace(captured, module=torch.compile(captured.module, backend=backend, fullgraph=True))
+
+
+def _is_inside(tensors: list[Tensor]) -> bool:
+    """Whether a transform or another capture is at work, to which this function is part of its own."""
+    return bool(
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or get_proxy_mode() is not None
+        or any(isinstance(t, FakeTensor) for t in tensors)
+    )
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
+
+
+def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
+    """The ids of the donated tensors whose memory no other, an argument or not, shares, as far as torch knows."""
+    if not donate:
+        return set()
+    times = Counter(map(id, _tensors(bound)))
+    donated = [t for name in donate if name in bound for t in _tensors(bound[name])]
+    return {id(t) for t in donated if times[id(t)] == 1 and (t.is_meta or _holders(t) == 1)}
+
+
+def _holders(t: Tensor) -> int:
+    """How many tensors share the memory of ``t``, itself included."""
+    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count - 1  # without the handle that was made to ask
+
+
+def _kind(leaf: Any) -> Any:
+    """What of a leaf a trace holds for: of a tensor all but its values, of anything else itself."""
+    if isinstance(leaf, Tensor):
+        return (Tensor, leaf.dtype, leaf.shape, leaf.stride(), leaf.device)
+    return (type(leaf), leaf)  # 1, 1.0 and True are equal
+
+
+def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
+    for path, leaf in tree.items(bound):
+        if not isinstance(leaf, Tensor):
+            continue
+        if type(leaf) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"{path} is a {type(leaf).__name__}; pass plain tensors, of a mesh shard.local(base)")
+        if leaf.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
+                f"jit(grad({fn_name(fn)}))"
+            )
+
+
+def _unhashable(fn: Callable[..., Any], bound: dict[str, Any]) -> TypeError:
+    for path, leaf in tree.items(bound):
+        try:
+            hash(_kind(leaf))
+        except TypeError:
+            return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
+    return TypeError(f"{fn_name(fn)}: the structure of the arguments is not hashable")
+
+
+def _too_many(fn: Callable[..., Any], most: int, bound: dict[str, Any], before: Any) -> str:
+    leaves, structure = tree.flatten(bound)
+    was, kinds, _ = before
+    if structure != was:
+        change = f"the structure of the arguments is {structure}, and was {was}"
+    else:
+        pairs = zip(tree.paths(bound), kinds, map(_kind, leaves), strict=True)
+        told = [f"{path} is {_told(now)}, and was {_told(old)}" for path, old, now in pairs if old != now]
+        change = "; ".join(told[:3]) or "what shares memory with what was donated"
+    return (
+        f"jit({fn_name(fn)}) would be traced more than {most} times: {change}; "
+        "pass what changes from call to call as a tensor, or raise most"
+    )
+
+
+def _told(kind: Any) -> str:
+    if kind[0] is Tensor:
+        return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
+    return repr(kind[1])
+
+
+def fn_name(fn: Any) -> str:
+    """What a function is called."""
+    return getattr(fn, "__name__", None) or fn_name(getattr(fn, "func", type(fn)))
+
+
+_MAPPED = (  # its zero tangents are of the device meta, where all else is fake
+    "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
+    "differentiate the mapped function instead: jvp of vmap"
+)
+_CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
+_DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"

@@ -1,0 +1,397 @@
+"""jit: captured is eager, bit for bit; only what is donated is written over; what cannot be captured is named."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, grad_and_value, jvp, vmap
+
+from fquant import LOCAL, NF4_DQ, jit, linear, lora, optim, quantize, random, remat, tree
+from fquant.capture import MOST
+from models import blocks, decoder
+
+from . import test_transforms as table
+from .formats import alike
+from .test_packed import named
+
+pytestmark = table.pytestmark
+
+# --- every row of the transform table ---------------------------------------------------------------------------------
+
+ALL = [
+    (verb, transform)
+    for verb in table.VERBS
+    for transform in table.TRANSFORMS
+    if transform not in ("make_fx", "make_fx_vmap", "compile") and (verb, transform) not in table.REFUSED
+    if not (transform == "vmap_jvp" and verb.startswith("forward"))  # see test_a_mapped_forward_derivative
+]
+FEW = {"forward": ("grad",), "forward_remat": ("grad", "vmap_all")}  # what CI takes of verbs that take seconds
+SOME = ("grad", "vmap_all", "jvp", "grad_grad")
+ROWS = [
+    pytest.param(
+        verb,
+        transform,
+        id=f"{verb}-{transform}",
+        marks=[] if verb == "linear" or transform in FEW.get(verb, SOME) else pytest.mark.slow,
+    )
+    for verb, transform in ALL
+]
+
+
+def equal(a, b):
+    return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
+
+
+@pytest.mark.parametrize("verb, transform", ROWS)
+def test_captured_is_eager(verb, transform):
+    f, make_base, make_theta, make_data = table.VERBS[verb]
+    packed = [table.pack(make_base(seed), NF4_DQ) for seed in range(table.E)]
+    thetas = [make_theta(w, seed) for seed, w in enumerate(packed)]
+    v = tree.map_with_path(lambda path, t: table.draw(f"v{path}", *t.shape), thetas[0])
+    data = [make_data(i) for i in range(table.E)]
+
+    def transformed(thetas, v, packed, data):
+        return table.TRANSFORMS[transform](f, thetas, v, packed, data)
+
+    captured = jit(transformed)
+    assert equal(captured(thetas, v, packed, data), transformed(thetas, v, packed, data))
+    other = tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
+    assert equal(captured(other, v, packed, data), transformed(other, v, packed, data))
+    assert len(captured.traced) == 1
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+CFG = replace(table.CFG, num_layers=2)
+OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+TARGETS = r"layers\.\d+\.(q|v|gate|down)"
+
+
+def start(dropout=0.0):
+    params = decoder.init(CFG, random.key(0))
+    base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", partial(quantize, format=NF4_DQ), params)
+    adapters = lora.init(base, TARGETS, rank=2, alpha=4, key=1, dropout=dropout)
+    return adapters, OPT.init(adapters), base
+
+
+def loss(adapters, base, tokens, keys, comm):
+    logits = decoder.forward(lora.attach(base, adapters, keys), tokens[..., :-1], CFG, comm)
+    return blocks.cross_entropy(logits, tokens[..., 1:])
+
+
+def step(adapters, state, base, tokens, keys=None, comm=LOCAL):
+    grads, value = grad_and_value(loss)(adapters, base, tokens, keys, comm)
+    updates, state = OPT.update(grads, state, adapters)
+    return optim.apply(adapters, updates), state, value
+
+
+def tokens_of(i):
+    return random.permutation(random.fold(random.key(2), i), CFG.vocab)[:18].reshape(2, 9)
+
+
+def copied(x):
+    return tree.map(torch.clone, x)
+
+
+@pytest.mark.parametrize("comm", [LOCAL, replace(LOCAL, wrap=remat)], ids=["kept", "remat"])
+@pytest.mark.parametrize("donate", [(), ("adapters", "state")], ids=["kept", "donated"])
+def test_steps(comm, donate):
+    """Several steps with dropout: new values, new keys, one trace."""
+    captured = jit(step, donate=donate)
+    adapters, state, base = start(dropout=0.3)
+    ours, losses = [copied(adapters), copied(state)], set()
+    for i in range(3):
+        keys = random.fold(random.fold(random.key(3), i), torch.arange(2))
+        *ours, mine = captured(ours[0], ours[1], base, tokens_of(i), keys, comm)
+        adapters, state, value = step(adapters, state, base, tokens_of(i), keys, comm)
+        assert equal([*ours, mine], [adapters, state, value])
+        losses.add(value.item())
+    for i in range(2):  # the same step with other keys
+        keys = random.fold(random.key(4 + i), torch.arange(2))
+        losses.add(captured(copied(ours[0]), copied(ours[1]), base, tokens_of(0), keys, comm)[2].item())
+    assert len(captured.traced) == 1 and len(losses) == 5
+
+
+# --- donation ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_donated_is_written_over():
+    captured = jit(step, donate=("adapters", "state"))
+    adapters, state, base = start()
+    before = copied((adapters, state, base))
+    after = captured(adapters, state, base, tokens_of(0))
+    assert all(new is old for new, old in zip(tree.leaves(after[:2]), tree.leaves((adapters, state)), strict=True))
+    assert equal(after, step(before[0], before[1], before[2], tokens_of(0))) and equal(base, before[2])
+
+
+def test_what_is_not_donated_is_left_alone():
+    captured = jit(step, donate=("state",))
+    adapters, state, base = start()
+    before = copied((adapters, base))
+    after = captured(adapters, state, base, tokens_of(0))
+    assert equal((adapters, base), before) and not equal(after[0], adapters)
+
+
+SHARED = {  # what else holds the memory of a donated tensor, beside the caller's own reference to it
+    "a view that the caller keeps": lambda a: (a, a[1:]),
+    "another argument": lambda a: (a, a.view_as(a)),
+    "the same tensor twice": lambda a: (a, a),
+    "what it is a slice of": lambda a: (a[:3], a),
+}
+
+
+@named("shared", SHARED)
+def test_memory_that_is_shared_is_not_written(shared):
+    a, other = SHARED[shared](torch.arange(4.0))
+    given = torch.zeros(1) if "keeps" in shared else other
+    kept, wanted = other.clone(), a * 2
+    got, _ = jit(lambda a, b: (a * 2, b.sum()), donate=("a",))(a, given)
+    assert torch.equal(got, wanted) and torch.equal(other, kept)
+
+
+def test_donation_comes_back_when_memory_is_no_longer_shared():
+    captured = jit(lambda a: a + 1, donate=("a",))
+    a = torch.zeros(3)
+    view = a[:]
+    assert captured(a) is not a
+    del view
+    assert captured(a) is a and len(captured.traced) == 2
+
+
+READERS = {  # of the old value, after the result that takes its place has been made
+    "itself": lambda a: a + 1,
+    "a view": lambda a: a.mT + 1,
+    "a view of a view": lambda a: a.mT[1:].reshape(-1)[2:] + 1,
+    "a part of it": lambda a: a.unbind(0)[1] + 1,
+    "two": lambda a: (a + 1) @ a.mT,
+}
+
+
+@named("reader", READERS)
+def test_a_result_waits_for_the_last_reader(reader):
+    def f(a):
+        result = a * 2
+        return result, READERS[reader](a).sum()
+
+    a = torch.arange(16.0).reshape(4, 4).clone()
+    wanted, got = f(a.clone()), jit(f, donate=("a",))(a)
+    assert equal(got, wanted) and got[0] is a
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_donation_in_any_program(data):
+    """Random programs of reads, views and results; a write too early or too late changes a value."""
+    size = 4
+    program = data.draw(
+        st.lists(st.tuples(st.sampled_from("avtsmr"), st.integers(0, 9), st.integers(0, 9)), max_size=10)
+    )
+    picks = data.draw(st.lists(st.integers(0, 20), min_size=4, max_size=4))
+
+    def f(a, b):
+        values = [a, b]
+        for op, i, j in program:
+            x, y = values[i % len(values)], values[j % len(values)]
+            made = {"a": x + y, "m": x * y, "v": x.reshape(size * size).view(size, size), "t": x.mT, "s": x - x.sum()}
+            values.append(made[op] if op != "r" else x[[*range(size)][::-1]])
+        return (
+            [values[p % len(values)] for p in picks[:2]]
+            + [values[p % len(values)].sum() for p in picks[2:]]
+            + [a + 1, b * 2]
+        )
+
+    draw = lambda i: random.normal(random.fold(random.key(5), i), (size, size), torch.float64)
+    a, b = draw(0).clone(), draw(1).clone()  # what is a view keeps what it views, and shares its memory with it
+    wanted = f(a.clone(), b.clone())
+    got = jit(f, donate=("a", "b"))(a, b)
+    assert equal(got, wanted) and all(any(t is x or t._base is x for t in got) for x in (a, b))
+
+
+# --- what is traced again ---------------------------------------------------------------------------------------------
+
+X = torch.arange(6.0).reshape(2, 3)
+OTHERS = {  # two calls of f(x, k), and whether the second is traced again
+    "values": ((X, 2), (X + 1, 2), False),
+    "a number": ((X, 2), (X, 3), True),
+    "the type of a number": ((X, 1), (X, True), True),
+    "shape": ((X, 2), (X[:1], 2), True),
+    "dtype": ((X, 2), (X.double(), 2), True),
+    "strides": ((X, 2), (X.mT.contiguous().mT, 2), True),
+    "structure": ((X, (1,)), (X, [1]), True),
+    "absent": ((X, (None,)), (X, (2,)), True),
+}
+
+
+@pytest.mark.parametrize("first, second, again", OTHERS.values(), ids=OTHERS)
+def test_what_is_traced_again(first, second, again):
+    def f(x, k):
+        numbers = [n for n in tree.leaves(k) if n is not None]
+        return {"y": x * sum(numbers), "k": k, "types": str([type(n) for n in numbers])}
+
+    captured = jit(f)
+    for args in (first, second, first):
+        got, wanted = captured(*args), f(*args)
+        assert alike(got.pop("y"), wanted.pop("y")) and got == wanted
+    assert len(captured.traced) == 1 + again
+
+
+def test_calls_by_position_and_by_name_are_one():
+    captured = jit(lambda x, k=2, *rest, z=1, **more: x * k + z + sum(rest) + sum(more.values()))
+    assert torch.equal(captured(X, 3, z=4), X * 3 + 4) and torch.equal(captured(k=3, z=4, x=X), X * 3 + 4)
+    assert len(captured.traced) == 1
+    assert torch.equal(captured(X, 3, 4, 5, z=6, w=7), X * 3 + 22)
+
+
+def test_one_function_of_many_options():
+    @jit
+    def plain(x):
+        return x + 1
+
+    @jit(most=1)
+    def once(x):
+        return x + 1
+
+    assert torch.equal(plain(X), once(X)) and plain.__name__ == "plain"
+    with pytest.raises(
+        RuntimeError,
+        match=r"jit\(once\) would be traced more than 1 times: x is float32\[1, 3\] .* and was float32\[2, 3\]",
+    ):
+        once(X[:1])
+
+
+# --- inside and around ------------------------------------------------------------------------------------------------
+
+
+def test_inside_of_transforms_and_captures_it_is_the_function_itself():
+    inner = jit(lambda x: (x**3).sum())
+    assert torch.equal(grad(inner)(X), 3 * X**2)
+    assert torch.equal(vmap(inner)(X), (X**3).sum(1))
+    assert torch.equal(jit(grad(inner))(X), 3 * X**2)
+    assert inner.traced == {}
+
+
+def test_who_counts_ops_sees_a_replay_and_no_trace():
+    captured, seen = jit(lambda x: x.exp().sum()), []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        captured(X)
+        captured(X)
+    assert seen == ["aten::exp", "aten::sum"] * 2
+
+
+@named("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_results_do_not_depend_on_the_mode(mode):
+    captured = jit(grad(lambda x: (x**3).sum()))
+    with mode():
+        assert torch.equal(captured(X), 3 * X**2) and not captured(X).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile():
+    adapters, state, base = start()
+    torch._dynamo.reset()
+    got = jit(step, compile="aot_eager")(adapters, state, base, tokens_of(0))
+    assert equal(got, step(adapters, state, base, tokens_of(0)))
+
+
+# --- what cannot be captured ------------------------------------------------------------------------------------------
+
+TABLE = torch.ones(3)
+WEIGHT = quantize(torch.ones(4, 64), NF4_DQ)
+
+
+def closes_over_a_global(x):
+    return x * TABLE
+
+
+def closes_over_a_node(x):
+    return linear(x.repeat(1, 22)[:, :64], WEIGHT)
+
+
+def closes_over_a_local():
+    hidden = {"w": torch.ones(3)}
+    return lambda x: x * hidden["w"]
+
+
+def branches(x):
+    return x if x.sum() > 0 else -x
+
+
+def asks(x):
+    return x * x.sum().item()
+
+
+def selects(x):
+    return x[x > 0]
+
+
+HERE = r"\(.*test_capture.py:\d+\)"
+USES, ASKS = "uses a tensor that is no argument:", "asks for the value of a tensor"
+MINE = X.as_subclass(type("Mine", (torch.Tensor,), {}))
+ERRORS = {  # a function, its argument, and the TypeError
+    "a global": (closes_over_a_global, X, rf"{USES} TABLE float32\[3\] in closes_over_a_global {HERE}; pass it"),
+    "a node": (closes_over_a_node, X, rf"{USES} WEIGHT.codes uint8\[4, 32\]"),
+    "a local": (closes_over_a_local(), X, rf"{USES} hidden.w float32\[3\]"),
+    "a branch": (branches, X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
+    "an item": (asks, X, rf"jit: asks {HERE} {ASKS}"),
+    "a selection": (selects, X, rf"jit: selects {HERE} {ASKS} \(aten.nonzero"),
+    "a set": (abs, {1}, "x is a set, neither a tensor nor hashable; use a frozen value"),
+    "a gradient": (abs, X.clone().requires_grad_(), r"x requires a gradient, .* jit\(grad\(abs\)\)"),
+    "a subclass": (abs, MINE, "x is a Mine; pass plain tensors, of a mesh shard.local"),
+}
+
+
+@pytest.mark.parametrize("f, x, message", ERRORS.values(), ids=ERRORS)
+def test_what_cannot_be_captured(f, x, message):
+    captured = jit(f)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            captured(x)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        captured(X, X)
+
+
+def test_a_mapped_forward_derivative():
+    """torch gives its zero tangents another device where all else is fake: jvp of vmap is the same and works."""
+    x, w = table.draw("x", 2, 3, 4), table.draw("w", 2, 4, 3)
+    product = lambda x, w: torch.einsum("ij,jk->ik", x, w).sin()
+    within = jit(vmap(lambda x, w: jvp(lambda x: product(x, w), (x,), (x,))[1]))
+    with pytest.raises(
+        TypeError, match=rf"<lambda> {HERE} maps a forward derivative, vmap\(jvp\), .* instead: jvp of vmap"
+    ):
+        within(x, w)
+    around = lambda x, w: jvp(lambda x: vmap(product)(x, w), (x,), (x,))[1]
+    assert equal(jit(around)(x, w), around(x, w))
+
+
+def test_donations_that_cannot_be():
+    with pytest.raises(ValueError, match="jit: donate names b; <lambda> has a"):
+        jit(lambda a: a, donate=("b",))
+    with pytest.raises(ValueError, match=r"donate: a.0 is float32\[2, 3\], and no result of this kind is left"):
+        jit(lambda a: a[0].sum(), donate=("a",))([X.clone()])
+
+
+def test_too_many_traces_say_what_changed():
+    captured = jit(lambda x, rate: x * rate)
+    for i in range(MOST):
+        captured(X, 0.1 * i)
+    with pytest.raises(
+        RuntimeError, match=f"more than {MOST} times: rate is 9.0, and was 0.7.*; pass what changes .* as a tensor"
+    ):
+        captured(X, 9.0)
+    captured(X, 0.0)
+    with pytest.raises(RuntimeError, match="the structure of the arguments is"):
+        captured((X,), 0.0)
+
+
+def test_an_error_of_the_function_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        jit(lambda x: x / (1 // 0))(X)

@@ -1,0 +1,166 @@
+"""cost: what the graph says is what a replay does: memory, FLOPs, bytes and collectives."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.func import grad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import shard
+from fquant import LOCAL, cost, jit, linear, remat, tree
+from models import decoder
+
+from . import ranks
+from .live import Peak
+from .test_capture import CFG, loss, start, step, tokens_of
+from .test_packed import named
+
+STEPS = {
+    "step": (step, lambda: (*start(), tokens_of(0))),
+    "remat": (partial(step, comm=replace(LOCAL, wrap=remat)), lambda: (*start(), tokens_of(0))),
+    "dropout": (step, lambda: (*start(dropout=0.3), tokens_of(0), torch.arange(2))),
+    "grad of a chain": (grad(lambda x: x.sin().exp().tanh().sum()), lambda: (torch.ones(1000),)),
+    "views": (lambda x: (x.mT[:5] + 1).reshape(-1)[::2].sum(), lambda: (torch.ones(40, 30),)),
+    "argument returned": (lambda x: {"same": x, "view": x[:3], "new": x + 1}, lambda: (torch.ones(40, 30),)),
+}
+each_step = pytest.mark.parametrize("f, args", STEPS.values(), ids=STEPS)
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes that ops read and write: all tensors given and made, of ops that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = self.written = self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        size = lambda x: tree.nbytes(list({id(t): t for t in tree.leaves(x) if isinstance(t, torch.Tensor)}.values()))
+        where = lambda x: {t.untyped_storage().data_ptr() for t in tree.leaves(x) if isinstance(t, torch.Tensor)}
+        self.ops += 1
+        if not where(out) <= where((args, kwargs)) or func._schema.is_mutable:
+            self.read, self.written = self.read + size((args, kwargs)), self.written + size(out)
+        return out
+
+
+def captured(f, args):
+    """``f`` captured and run once, so that the next call is a replay."""
+    replay = jit(f)
+    replay(*args)
+    return replay
+
+
+@each_step
+def test_peak_is_what_a_replay_holds(f, args):
+    args = args()
+    replay, told = captured(f, args), cost(f, *args)
+    with Peak() as peak:
+        result = replay(*args)
+    assert told.arguments == tree.nbytes(args) and told.peak == told.arguments + peak.most
+    assert sum(held.nbytes for held in told.holding) == told.peak
+    assert [held.nbytes for held in told.holding] == sorted((held.nbytes for held in told.holding), reverse=True)
+    del result
+
+
+def test_the_peak_names_what_holds_it():
+    told = cost(lambda p: (p["w"] @ p["w"].mT).exp().sum(), {"w": torch.ones(100, 50), "unused": torch.ones(7)})
+    assert [(held.by, held.nbytes) for held in told.holding] == [
+        ("aten.mm.default", 40_000), ("aten.exp.default", 40_000), ("p.w", 20_000), ("p.unused", 28),
+    ]  # fmt: skip
+
+
+def test_donation_and_remat_need_less():
+    update = lambda state, grads: tree.map(lambda m, g: 0.9 * m + g, state, grads)
+    state, grads = ({"a": torch.ones(100, 100), "b": torch.ones(100, 100)} for _ in range(2))
+    assert cost(update, state, grads).peak == 4 * 40_000 + 40_000 + 80_000
+    assert cost(update, state, grads, donate=("state",)).peak == 4 * 40_000 + 80_000
+
+    args = (*start(), tokens_of(0))
+    plain, donated = cost(step, *args), cost(step, *args, donate=("adapters", "state"))
+    assert donated.peak <= plain.peak and donated.flops == plain.flops
+    assert cost(step, *args, comm=replace(LOCAL, wrap=remat)).flops > plain.flops
+
+
+@each_step
+def test_flops_are_torchs_count(f, args):
+    args = args()
+    replay = captured(f, args)
+    with FlopCounterMode(display=False) as counter:
+        replay(*args)
+    assert cost(f, *args).flops == counter.get_total_flops()
+
+
+def test_flops_of_a_packed_product():
+    """A weight takes as many FLOPs packed as dense."""
+    adapters, _, base = start()
+    x = torch.ones(2, 5, CFG.dim)
+    for w in (base.layers[0].q, torch.ones(base.layers[0].q.shape)):
+        assert cost(linear, x, w).flops == 2 * 10 * CFG.dim**2
+        assert cost(grad(lambda x, w: linear(x, w).sum()), x, w).flops == 2 * 10 * CFG.dim**2  # of y nothing is needed
+
+
+@each_step
+def test_bytes_are_those_of_all_ops(f, args):
+    args = args()
+    replay, told = captured(f, args), cost(f, *args)
+    with Bytes() as seen:
+        replay(*args)
+    assert (told.read, told.written, told.nodes >= seen.ops) == (seen.read, seen.written, True)
+
+
+def test_convolution_and_attention_count():
+    x, w = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    assert cost(F.conv2d, x, w).flops == 2 * 4 * 3 * 9 * 36
+
+
+@each_step
+def test_shapes_suffice(f, args):
+    args = args()
+    meta = tree.map(lambda t: t.to("meta"), args)
+    assert cost(f, *meta) == cost(f, *args)
+
+
+# --- on a mesh --------------------------------------------------------------------------------------------------------
+
+
+def on_a_mesh(world):
+    mesh, rules = shard.mesh(fsdp=world), shard.Rules()
+    adapters, _, base = start()
+    placed, adapters = shard.place((base, adapters), decoder.dims(CFG), rules, mesh, CFG)
+    comm, local = shard.comm(mesh, rules), shard.local(placed)
+    f = lambda adapters, base, tokens, comm: shard.reduce(
+        torch.func.grad_and_value(loss)(adapters, base, tokens, None, comm), mesh, rules
+    )
+    replay = jit(f)
+    traces = []
+    for i in range(2):
+        tokens = tokens_of(i + dist.get_rank())
+        with shard.traffic() as traffic:
+            got = replay(adapters, local, tokens, comm)
+        wanted = f(adapters, local, tokens, comm)
+        assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
+        traces.append(traffic)
+    told = cost(f, adapters, local, tokens, comm)
+    assert len(replay.traced) == 1 and traces[0].calls == traces[1].calls
+    assert sum(c.count for c in told.collectives) == len(traffic.calls)
+    assert sum(c.payload for c in told.collectives) == traffic.payload()
+    assert sum(c.sent for c in told.collectives) == traffic.sent
+    assert {c.ranks for c in told.collectives} <= {world}
+    return [(c.name, c.count, c.payload) for c in told.collectives]
+
+
+@pytest.mark.xdist_group("ranks")
+@named("world", [1, 2, 3])
+def test_captured_on_ranks_is_eager_and_costs_what_is_counted(world):
+    found = ranks.run(world, on_a_mesh, world, timeout=120)
+    assert all(told == found[0] for told in found)
+    if world > 1:
+        gathers = {name: count for name, count, _ in found[0]}
+        assert (
+            gathers["all_gather"] == 2 * (CFG.num_layers + 1) + 1
+        )  # every block but the embedding, again in the backward
