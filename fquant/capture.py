@@ -222,8 +222,12 @@ def _holders(t: Tensor) -> int:
 def _kind(leaf: Any) -> Any:
     """What of a leaf a trace holds for: of a tensor all but its values, of anything else itself."""
     if isinstance(leaf, Tensor):
-        return (Tensor, leaf.dtype, leaf.shape, leaf.stride(), leaf.device)
+        return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, _wants_gradient(leaf))
     return (type(leaf), leaf)  # 1, 1.0 and True are equal
+
+
+def _wants_gradient(t: Tensor) -> bool:
+    return t.requires_grad and torch.is_grad_enabled()
 
 
 def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
@@ -232,7 +236,7 @@ def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
             continue
         if type(leaf) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{path} is a {type(leaf).__name__}; pass plain tensors, of a mesh shard.local(base)")
-        if leaf.requires_grad and torch.is_grad_enabled():
+        if _wants_gradient(leaf):
             raise TypeError(
                 f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
                 f"jit(grad({fn_name(fn)}))"
@@ -264,7 +268,7 @@ def _too_many(fn: Callable[..., Any], most: int, bound: dict[str, Any], before: 
 
 
 def _told(kind: Any) -> str:
-    if kind[0] is Tensor:
+    if issubclass(kind[0], Tensor):
         return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
     return repr(kind[1])
 

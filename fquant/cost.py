@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
-from . import capture, graph, kernels
+from . import capture, graph
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
@@ -162,12 +161,3 @@ def _ranks(group: Any) -> int:
 
 def _nbytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
-
-
-def _product_flops(x: Any, buffers: Any, format: str, shape: Any, *rest: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(x[:-1]) * math.prod(shape)  # a formula is given the shapes of tensors
-
-
-for _op in (torch.ops.fquant.matmul, torch.ops.fquant.matmul_t):
-    register_flop_formula(_op)(_product_flops)
-del _op, kernels

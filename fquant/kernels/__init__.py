@@ -17,6 +17,7 @@ had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format, num_blocks, num_bytes, read
 from . import reference
@@ -226,6 +228,11 @@ _FIX = (
 )
 
 
+def _product_flops(x: Any, buffers: Any, format: str, shape: list[int], *rest: Any, **kwargs: Any) -> int:
+    """As many as of the dense weight; torch's counter gives shapes for tensors."""
+    return 2 * math.prod(x[:-1]) * math.prod(shape)
+
+
 def _register() -> dict[str, Callable[..., Any]]:
     real: dict[str, Any] = {"encode": _encode, "decode": _decode}
     fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
@@ -237,6 +244,7 @@ def _register() -> dict[str, Callable[..., Any]]:
             _LIBRARY.impl(name, real[name], key)
         _LIBRARY.impl(name, partial(_constant, name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"fquant::{name}", fake[name], lib=_LIBRARY)
+    register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(_product_flops)
     torch.library.register_vmap("fquant::decode", _decode_vmap, lib=_LIBRARY)
     return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
 

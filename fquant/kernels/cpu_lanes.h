@@ -1,6 +1,8 @@
 /* The vector vocabulary of one instruction set: what the headers beside it cannot say in plain C. Included once for each.
 
    Lanes          a vector of LANES floats; Bits, of as many u32
+   COLUMNS        rows of x that the registers hold sums for beside four rows of the weight (cpu_few.h)
+   VECS, SUMS     vectors of a panel, and of the sums that the registers hold (cpu_panels.h)
    FMA(a, b, c)   a * b + c, fused where the instruction set can
    DOT(a, b, c)   the same over pairs of bf16, two to a lane; only where LANES_BF16
    to_f16, from_f16   conversions, to nearest even
