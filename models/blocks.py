@@ -1,13 +1,13 @@
-"""The pieces of a decoder: norm, rotary embedding, attention, SwiGLU, loss.
+"""The pieces of a decoder: norm, rotary embedding, documents, SwiGLU, loss.
 
 Every function takes ``[... t d]`` with any leading dims and is made of plain tensor operations, so that vmap, grad,
-grad of grad, jvp and make_fx go through all of them. Attention is therefore an einsum and a softmax: torch's fused
-``scaled_dot_product_attention`` has no forward derivative and no second one on the CPU. Numerics follow transformers'
-eager Llama: norms and softmax in float32 (in float64 for float64 input), cast back to the stream's dtype.
+grad of grad, jvp and make_fx go through all of them (attention, which needs more for that, is models/attention.py).
+Numerics follow transformers' eager Llama: norms and softmax in float32 (in float64 for float64 input), cast back to
+the stream's dtype.
 
 *Packed documents.* Several documents may lie one after another in a sequence. ``segments`` numbers them: a document is
 a run of equal numbers. A token sees the tokens of its own document up to itself, and its position is the number of
-tokens it sees, less one; so positions restart at every document, and both come from one mask.
+tokens it sees, less one; so positions restart at every document.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight.to(x.dtype) * normed.to(x.dtype)
 
 
-def visible(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Which tokens ``[t]`` see which ``[s]``: bool ``[t s]``, or ``[... t s]`` with ``segments [... t]``."""
-    length = tokens.shape[-1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    if segments is None:
-        return causal
+def runs(tokens: Tensor, segments: Tensor) -> Tensor:
+    """Packed documents, numbered from 0 as they come: segments int ``[... t]`` -> int64 ``[... t]``."""
     if segments.shape != tokens.shape:
         raise ValueError(f"segments: shape {tuple(segments.shape)}, want the tokens' {tuple(tokens.shape)}")
-    first = torch.zeros_like(segments[..., :1])
-    run = torch.cat([first, (segments[..., 1:] != segments[..., :-1]).to(segments.dtype)], -1).cumsum(-1)
-    return causal & (run[..., :, None] == run[..., None, :])
+    return _begins(segments).cumsum(-1)
 
 
-def positions(mask: Tensor) -> Tensor:
-    """The place of every token in its document, from the ``mask [... t s]`` of :func:`visible`: int64 ``[... t]``."""
-    return mask.sum(-1) - 1
+def positions(tokens: Tensor, runs: Tensor | None = None) -> Tensor:
+    """The place of every token in its document: int64 ``[t]``, or ``[... t]`` with the ``runs`` of :func:`runs`."""
+    place = torch.arange(tokens.shape[-1], device=tokens.device)
+    if runs is None:
+        return place
+    return place - torch.where(_begins(runs), place, 0).cummax(-1).values
+
+
+def _begins(segments: Tensor) -> Tensor:
+    """Where another document begins than the first: bool ``[... t]``."""
+    return F.pad(segments[..., 1:] != segments[..., :-1], (1, 0))
 
 
 def rope(positions: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
@@ -79,19 +81,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (rearrange(c, "... t e -> ... t 1 e").to(x.dtype) for c in (cos, sin))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention: q ``[... t h e]``, k and v ``[... s k e]``, bool mask ``[... t s]`` -> ``[... t h e]``.
-
-    Head i reads key-value head ``i // (h / k)`` (grouped queries, Ainslie et al. 2023); keys and values are not
-    repeated. Every query must see something. Scores are in q's dtype, the softmax in float32.
-    """
-    grouped = rearrange(q, "... t (k g) e -> ... t k g e", k=k.shape[-2])
-    scores = torch.einsum("...tkge,...ske->...kgts", grouped * q.shape[-1] ** -0.5, k)
-    mask = rearrange(mask, "... t s -> ... 1 1 t s")
-    weights = _wide(scores).masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
-    return rearrange(torch.einsum("...kgts,...ske->...tkge", weights, v), "... t k g e -> ... t (k g) e")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

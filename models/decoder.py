@@ -26,6 +26,7 @@ from fquant.comm import LOCAL, Comm
 from fquant.linear import embedding, linear
 
 from . import blocks, head
+from .attention import attention
 from .config import Config
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
@@ -123,24 +124,24 @@ def hidden(
         raise ValueError(
             f"tokens: {tokens.shape[-1]} in a sequence, want at most max_positions = {cfg.max_positions}; cut them"
         )
-    mask = blocks.visible(tokens, segments)  # [t t] or [... t t]
-    cos, sin = blocks.rope(blocks.positions(mask), cfg)  # [t e] or [... t e]
+    runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
+    cos, sin = blocks.rope(blocks.positions(tokens, runs), cfg)  # [t e] or [... t e]
     block = comm.wrap(_block)
     x = embedding(tokens, comm.load(params.embed))  # [... t d]
     x = x if dtype is None else x.to(dtype)
     for layer in params.layers:
-        x = block(x, layer, cos, sin, mask, cfg, comm)
+        x = block(x, layer, cos, sin, runs, cfg, comm)
     return x
 
 
-def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: Tensor, cfg: Config, comm: Comm) -> Tensor:
+def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, cfg: Config, comm: Comm) -> Tensor:
     layer = comm.load(layer)
     y = comm.enter(blocks.rms_norm(x, layer.attn_norm, cfg.norm_eps))
     q, k, v = (
         rearrange(linear(y, w, b), "... t (h e) -> ... t h e", e=cfg.head_dim)
         for w, b in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
-    y = blocks.attention(blocks.rotate(q, cos, sin), blocks.rotate(k, cos, sin), v, mask)
+    y = attention(blocks.rotate(q, cos, sin), blocks.rotate(k, cos, sin), v, runs)
     x = x + _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     y = comm.enter(blocks.rms_norm(x, layer.mlp_norm, cfg.norm_eps))
     y = blocks.swiglu(linear(y, layer.gate, layer.gate_bias), linear(y, layer.up, layer.up_bias))

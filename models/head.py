@@ -22,7 +22,6 @@ record is as large as all logits. Where nothing is differentiated in reverse, on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from fquant import tree
 from fquant.linear import Adapted, Packed, Weight, linear
 
+from .again import Again, Pair, Verb, put
 from .blocks import IGNORE
 
 # The float32 logits of a chunk may take as much as x itself would in float32, which is Liger's rule: it makes about
@@ -39,8 +39,6 @@ from .blocks import IGNORE
 # small they may take this much, for a chunk of few rows multiplies slowly: every chunk reads the whole weight. (On a
 # CPU 8 to 16 MiB were the fastest; above that the logits fall out of the cache.)
 CHUNK_BYTES = 16 * 2**20
-
-_Verb = Callable[..., tuple[Tensor, ...]]
 
 
 def cross_entropy(
@@ -75,7 +73,7 @@ def cross_entropy(
     how = _How(structure, chunk or max(1, max(CHUNK_BYTES, 4 * x.numel()) // (4 * vocab)))
     in_reverse = torch.is_grad_enabled() and any(_reversed(t) for t in (rows, *leaves))
     function, verb = (_Both, _both) if in_reverse else (_Rows, _losses)
-    nll, *_ = function.apply(partial(verb, how), rows, targets.reshape(-1), *leaves)
+    nll, *_ = function.apply(_same(partial(verb, how)), rows, targets.reshape(-1), *leaves)
     return nll.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
 
 
@@ -127,58 +125,18 @@ def _slope(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.where(counted, slope, 0.0)
 
 
-class _Again(torch.autograd.Function):
-    """``f`` of tensors, a tuple, nothing recorded: to be differentiated it is computed again; mapped, it is a loop."""
-
-    @staticmethod
-    def forward(f: _Verb, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return f(*tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.f = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        given = ctx.saved_tensors
-        wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
-        out, pull, *_ = torch.func.vjp(lambda *some: ctx.f(*_put(given, wanted, some)), *[given[i] for i in wanted])
-        found = pull(tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, out, strict=True)))
-        return None, *_put([None] * len(given), wanted, found)
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        given = ctx.saved_tensors
-        moving = tuple(i for i, t in enumerate(tangents) if t is not None)
-        f = lambda *some: ctx.f(*_put(given, moving, some))
-        return torch.func.jvp(f, tuple(given[i] for i in moving), tuple(tangents[i] for i in moving))[1]
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Any, f: _Verb, *tensors: Tensor) -> Any:
-        each = [
-            cls.apply(f, *(t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[1:], strict=True)))
-            for i in range(info.batch_size)
-        ]
-        out = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
-        return out, (0,) * len(out)
-
-
-class _Rows(_Again):
+class _Rows(Again):
     """``f(x, targets, *leaves)`` row by row: mapped over one weight, it has more rows."""
 
     @classmethod
-    def vmap(cls, info: Any, in_dims: Any, f: _Verb, *tensors: Tensor) -> Any:
+    def vmap(cls, info: Any, in_dims: Any, pair: Pair, *tensors: Tensor) -> Any:
         if any(dim is not None for dim in in_dims[3:]):
-            return super().vmap(info, in_dims, f, *tensors)
+            return super().vmap(info, in_dims, pair, *tensors)
         x, targets = (
             (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0))
             for t, dim in zip(tensors[:2], in_dims[1:3], strict=True)
         )
-        out = cls.apply(f, x.flatten(0, 1), targets.flatten(), *tensors[2:])
+        out = cls.apply(pair, x.flatten(0, 1), targets.flatten(), *tensors[2:])
         return tuple(t.reshape(*targets.shape, *t.shape[1:]) for t in out), (0,) * len(out)
 
 
@@ -192,16 +150,16 @@ class _Both(_Rows):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (how,), (g, g_dx) = ctx.f.args, grads
+        (how,), (g, g_dx) = ctx.pair.fast.args, grads
         dx, x, targets, *leaves = ctx.saved_tensors
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         g = _wide(x.new_zeros(len(x))) if g is None else g
         if g_dx is not None:  # somebody differentiates this backward
-            grad, *found = _Again.apply(partial(_second, how, wanted), x, targets, g, g_dx, *leaves)
+            grad, *found = Again.apply(_same(partial(_second, how, wanted)), x, targets, g, g_dx, *leaves)
         else:
             grad = (g[:, None] * dx).to(dx.dtype)  # rounded once
-            found = _Again.apply(partial(_weights, how, wanted), x, targets, g, *leaves) if wanted else ()
-        return None, grad, None, *_put([None] * len(leaves), wanted, found)
+            found = Again.apply(_same(partial(_weights, how, wanted)), x, targets, g, *leaves) if wanted else ()
+        return None, grad, None, *put([None] * len(leaves), wanted, found)
 
 
 def _weights(
@@ -211,7 +169,7 @@ def _weights(
     at = [leaves[i] for i in wanted]
     sums: list[Any] = [0.0] * len(at)
     for some, chosen, factor in how.split(x, targets, g):
-        product = lambda *at, some=some: linear(some, how.weight(_put(leaves, wanted, at)))
+        product = lambda *at, some=some: linear(some, how.weight(put(leaves, wanted, at)))
         logits, pull, *_ = torch.func.vjp(product, *at)
         found = pull((_slope(logits, chosen) * factor[:, None]).to(logits.dtype))
         sums = [total + _wide(grad) for total, grad in zip(sums, found, strict=True)]
@@ -226,7 +184,7 @@ def _second(
     sums: list[Any] = [0.0] * len(at)
     rows = []
     for some, chosen, factor, direction in how.split(x, targets, g, g_dx):
-        both = lambda some, *at, chosen=chosen: _chunk(how.weight(_put(leaves, wanted, at)), chosen, some)
+        both = lambda some, *at, chosen=chosen: _chunk(how.weight(put(leaves, wanted, at)), chosen, some)
         _, pull, *_ = torch.func.vjp(both, some, *at)
         grad, *found = pull((factor, direction))
         rows.append(grad)
@@ -234,12 +192,8 @@ def _second(
     return torch.cat(rows), *(total.to(leaf.dtype) for total, leaf in zip(sums, at, strict=True))
 
 
-def _put(given: Any, where: tuple[int, ...], some: Any) -> list[Any]:
-    """``given`` with ``some`` at the places ``where``."""
-    full = list(given)
-    for i, t in zip(where, some, strict=True):
-        full[i] = t
-    return full
+def _same(f: Verb) -> Pair:
+    return Pair(f, f)
 
 
 def _vocab(weight: Any) -> int:

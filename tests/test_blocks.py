@@ -28,10 +28,6 @@ def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def causal(length):
-    return torch.ones(length, length, dtype=torch.bool).tril()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rms_norm_is_transformers(dtype):
     theirs = LlamaRMSNorm(16, 1e-5).to(dtype)
@@ -63,40 +59,20 @@ def test_rope_is_transformers(name):
     torch.testing.assert_close(blocks.rotate(x, cos, sin), wanted, rtol=0, atol=1e-4)
 
 
-def naive_attention(q, k, v, mask):
-    """One query, one head at a time."""
-    out = torch.zeros_like(q)
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            for h in range(q.shape[2]):
-                kv = h // (q.shape[2] // k.shape[2])
-                seen = [s for s in range(k.shape[1]) if mask[b, t, s]]
-                scores = torch.stack([q[b, t, h] @ k[b, s, kv] / math.sqrt(q.shape[-1]) for s in seen])
-                weights = scores.exp() / scores.exp().sum()
-                out[b, t, h] = sum(w * v[b, s, kv] for w, s in zip(weights, seen, strict=True))
-    return out
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_is_the_loop(kv_heads):
-    q, k, v = normal(2, 7, 4, 6), normal(2, 7, kv_heads, 6, seed=1), normal(2, 7, kv_heads, 6, seed=2)
-    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [4, 4, 4, 4, 4, 4, 4]])
-    mask = blocks.visible(segments, segments)
-    torch.testing.assert_close(blocks.attention(q, k, v, mask), naive_attention(q, k, v, mask))
-
-
-def test_visible_and_positions():
+def test_runs_and_positions():
     segments = torch.tensor([5, 5, 2, 2, 2, 5, 0])  # a number that comes back is another document
-    mask = blocks.visible(segments, segments)
-    runs = [0, 0, 1, 1, 1, 2, 3]
-    assert mask.tolist() == [[s <= t and runs[s] == runs[t] for s in range(7)] for t in range(7)]
-    assert blocks.positions(mask).tolist() == [0, 1, 0, 1, 2, 0, 0]
-    assert torch.equal(blocks.visible(segments), causal(7))
-    assert torch.equal(blocks.positions(causal(7)), torch.arange(7))
+    runs = blocks.runs(segments, segments)
+    assert runs.tolist() == [0, 0, 1, 1, 1, 2, 3]
+    assert blocks.positions(segments, runs).tolist() == [0, 1, 0, 1, 2, 0, 0]
+    assert blocks.positions(segments).tolist() == list(range(7))
     both = torch.stack([segments, torch.zeros_like(segments)])
-    assert torch.equal(vmap(blocks.visible)(both, both), blocks.visible(both, both))
+    mapped = vmap(blocks.runs)(both, both)
+    assert mapped.tolist() == [runs.tolist(), [0] * 7] and torch.equal(mapped, blocks.runs(both, both))
+    places = vmap(blocks.positions)(both, mapped)
+    assert places.tolist() == [[0, 1, 0, 1, 2, 0, 0], list(range(7))]
+    assert torch.equal(places, blocks.positions(both, mapped))
     with pytest.raises(ValueError, match=r"segments: shape \(6,\), want the tokens' \(7,\)"):
-        blocks.visible(segments, segments[1:])
+        blocks.runs(segments, segments[1:])
 
 
 def test_cross_entropy():
@@ -116,17 +92,12 @@ def test_cross_entropy():
 
 # Every block as a scalar function of its float arguments; the rest is fixed. "batched" arguments have [b ...].
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2], [3, 3, 3, 3, 3]])
-MASK = blocks.visible(SEGMENTS, SEGMENTS)
+RUNS = blocks.runs(SEGMENTS, SEGMENTS)
 TARGETS = torch.tensor([[1, 2, -100, 0, 4], [3, 3, 3, 3, 3], [-100, 0, 1, 2, 3]])
-ANGLES = blocks.rope(blocks.positions(MASK), CFG)
+ANGLES = blocks.rope(blocks.positions(SEGMENTS, RUNS), CFG)
 VERBS = {
     "rms_norm": (lambda x, w: blocks.rms_norm(x, w, 1e-5), (normal(3, 5, 8), normal(3, 1, 8, seed=1)), ()),
     "rotate": (blocks.rotate, (normal(3, 5, 1, 6),), ANGLES),
-    "attention": (
-        blocks.attention,
-        (normal(2, 5, 4, 2), normal(2, 5, 2, 2, seed=1), normal(2, 5, 2, 2, seed=2)),
-        (MASK[:2],),
-    ),
     "swiglu": (blocks.swiglu, (normal(3, 5, 8), normal(3, 5, 8, seed=1)), ()),
     "cross_entropy": (blocks.cross_entropy, (normal(3, 5, 6),), (TARGETS,)),
 }

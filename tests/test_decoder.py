@@ -194,10 +194,9 @@ def test_enter_and_exit_frame_parallel_pairs():
     cfg = VARIANTS["biases, scaling"]
     layer = params_of(cfg).layers[0]
     names = decoder.dims(cfg)["layers.0"]
-    mask = blocks.visible(TOKENS)
-    cos, sin = blocks.rope(blocks.positions(mask), cfg)
+    cos, sin = blocks.rope(blocks.positions(TOKENS), cfg)
     x = torch.randn(3, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole = decoder._block(x, layer, cos, sin, mask, cfg, LOCAL)
+    whole = decoder._block(x, layer, cos, sin, None, cfg, LOCAL)
 
     def cut(rank):
         def one(name, weight):
@@ -221,10 +220,10 @@ def test_enter_and_exit_frame_parallel_pairs():
                     parts.append(y)
                 return sums[i] if i < len(sums) else y
 
-            decoder._block(x, cut(rank), cos, sin, mask, cfg, Comm(exit=exit_))
+            decoder._block(x, cut(rank), cos, sin, None, cfg, Comm(exit=exit_))
         sums.append(parts[0] + parts[1])
     final = iter(sums)
-    torch.testing.assert_close(decoder._block(x, cut(0), cos, sin, mask, cfg, Comm(exit=lambda y: next(final))), whole)
+    torch.testing.assert_close(decoder._block(x, cut(0), cos, sin, None, cfg, Comm(exit=lambda y: next(final))), whole)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
