@@ -47,6 +47,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import blame, graph, tree
+from .recompute import recompute as recomputed
 
 MOST = 8  # traces of one function, unless it is told otherwise
 
@@ -73,12 +74,18 @@ _TENSOR = _Tensor()
 
 
 def jit(
-    fn: Callable[..., Any] | None = None, *, donate: Sequence[str] = (), compile: bool | str = False, most: int = MOST
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate: Sequence[str] = (),
+    compile: bool | str = False,
+    recompute: bool = True,
+    most: int = MOST,
 ) -> Any:
     """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
 
     donate    names of parameters that results may be written over
     compile   hand the graph to torch.compile: True is Inductor, a string another backend
+    recompute make cheap tensors again rather than holding them over the peak (see fquant.recompute)
     most      traces to make before giving up
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
@@ -87,7 +94,7 @@ def jit(
     traces, saying what changed.
     """
     if fn is None:
-        return functools.partial(jit, donate=donate, compile=compile, most=most)
+        return functools.partial(jit, donate=donate, compile=compile, recompute=recompute, most=most)
     signature = signature_of(fn)
     if unknown := [name for name in donate if name not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
@@ -110,7 +117,8 @@ def jit(
             _check(fn, bound)
             if len(traced) == most:
                 raise RuntimeError(_too_many(fn, most, bound, list(traced)[-1]))
-            found = traced[key] = _compiled(trace(functools.partial(apply, fn), bound, donate=over), compile)
+            captured = trace(functools.partial(apply, fn), bound, over, recompute)
+            found = traced[key] = _compiled(captured, compile)
         with torch.no_grad():
             return found(*tensors)
 
@@ -118,7 +126,7 @@ def jit(
     return call
 
 
-def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = ()) -> Captured:
+def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = (), recompute: bool = True) -> Captured:
     """``f(args)`` as a graph of the tensors in the tree ``args``, which may be real, fake or of the device meta.
 
     ``donate`` holds the ids of those that results may be written over. Nothing is computed.
@@ -151,6 +159,8 @@ def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = ()) -> C
             raise
         raise TypeError(_CLOSED.format(blame.closed_over(error))) from error
     graph.tidy(module.graph)
+    if recompute:
+        recomputed(module.graph)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
     graph.donate(module.graph, over)

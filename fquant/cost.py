@@ -69,13 +69,17 @@ class Cost:
     collectives: tuple[Collective, ...]
 
 
-def cost(fn: Callable[..., Any], *args: Any, donate: tuple[str, ...] = (), **kwargs: Any) -> Cost:
-    """The cost of ``fn(*args, **kwargs)``, captured with ``donate`` as :func:`fquant.jit` captures it.
+def cost(
+    fn: Callable[..., Any], *args: Any, donate: tuple[str, ...] = (), recompute: bool = True, **kwargs: Any
+) -> Cost:
+    """The cost of ``fn(*args, **kwargs)``, captured with ``donate`` and ``recompute`` as :func:`fquant.jit` does.
 
     Tensors may be real, fake or of the device meta. Raises what capturing raises.
     """
     bound = capture.signature_of(fn).bind(*args, **kwargs).arguments
-    return of(capture.trace(functools.partial(capture.apply, fn), bound, capture.written_over(bound, donate)))
+    return of(
+        capture.trace(functools.partial(capture.apply, fn), bound, capture.written_over(bound, donate), recompute)
+    )
 
 
 def of(captured: capture.Captured) -> Cost:
@@ -98,27 +102,12 @@ def of(captured: capture.Captured) -> Cost:
 
 def _memory(g: Graph, paths: tuple[str, ...]) -> tuple[int, int, tuple[Held, ...]]:
     """Bytes of the arguments, bytes at the peak, and what holds these."""
-    last, alive, names = graph.last_uses(g), dict[int, Held](), iter(paths)
-    arguments = now = peak = 0
-    at_peak: tuple[Held, ...] = ()
-    fixed: set[int] = set()
-    for place, node in enumerate(g.nodes):
-        name = next(names) if node.op == "placeholder" else str(node.target)
-        for t in graph.tensors(node):
-            storage = t.untyped_storage()
-            if storage._cdata not in alive:
-                alive[storage._cdata] = Held(name, storage.nbytes())
-                now += storage.nbytes()
-                if node.op == "placeholder":
-                    fixed.add(storage._cdata)
-                    arguments += storage.nbytes()
-        if now > peak:
-            peak, at_peak = now, tuple(alive.values())
-        for near in (node, *node.all_input_nodes):
-            for storage in graph.storages(near) - fixed:
-                if storage in alive and last[storage] == place and node.op != "output":
-                    now -= alive.pop(storage).nbytes
-    return arguments, peak, tuple(sorted(at_peak, key=lambda held: -held.nbytes))
+    peak = graph.peak(g)
+    given = dict(zip((node for node in g.nodes if node.op == "placeholder"), paths, strict=True))
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for node in g.nodes for t in graph.tensors(node)}
+    arguments = sum(sizes[storage] for storage in {s for node in given for s in graph.storages(node)})
+    holding = [Held(given.get(node, str(node.target)), sizes[storage]) for storage, node in peak.holding.items()]
+    return arguments, peak.nbytes, tuple(sorted(holding, key=lambda held: -held.nbytes))
 
 
 def _is_view(node: Node) -> bool:

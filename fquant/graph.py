@@ -8,7 +8,8 @@ tensors share a storage. Everything here reads only that; nothing runs an op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +58,34 @@ def storages(node: Node) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors(node)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Where in a graph the most memory is held: after the node at ``place``, by the nodes that made ``holding``."""
+
+    place: int
+    nbytes: int
+    holding: dict[int, Node]  # by storage
+
+
+def peak(graph: Graph) -> Peak:
+    """The peak. Arguments are held from the beginning to the end, what a node makes until its last use or a view's."""
+    last, alive, now = last_uses(graph), dict[int, Node](), 0
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for node in graph.nodes for t in tensors(node)}
+    found = Peak(0, 0, {})
+    for place, node in enumerate(graph.nodes):
+        for storage in storages(node) - alive.keys():
+            alive[storage] = node
+            now += sizes[storage]
+        if now > found.nbytes:
+            found = Peak(place, now, dict(alive))
+        for near in (node, *node.all_input_nodes):
+            for storage in storages(near) & alive.keys():
+                if last[storage] == place and node.op != "output" and alive[storage].op != "placeholder":
+                    now -= sizes[storage]
+                    del alive[storage]
+    return found
+
+
 def last_uses(graph: Graph) -> dict[int, int]:
     """For every storage the place in the graph of the last node that makes, views, reads or returns it."""
     last: dict[int, int] = {}
@@ -85,8 +114,16 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
     returned = outputs(graph)
     held = {storage for node in graph.nodes if node.op == "placeholder" for storage in storages(node)}
     free = [node for node in dict.fromkeys(returned) if not storages(node) & held]
+    given = set[int]().union(*map(storages, returned))
+    nodes = list(graph.nodes)
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node.op != "output":
+            for storage in storages(node).union(*map(storages, node.all_input_nodes)) & held:
+                readers.setdefault(storage, []).append(node)
+    place = {node: i for i, node in enumerate(nodes)}
     for path, placeholder in donated.items():
-        if any(storages(placeholder) & storages(node) for node in returned):
+        if storages(placeholder) & given:
             continue  # it is returned itself, or a view of it
         result = next((node for node in free if _alike(node, placeholder)), None)
         if result is None:
@@ -96,7 +133,11 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
                 "do not donate it"
             )
         free.remove(result)
-        _write(graph, placeholder, result)
+        (memory,) = storages(placeholder)
+        after = max([result, placeholder, *readers[memory]], key=place.__getitem__)
+        if after.op == "placeholder":
+            after = [node for node in nodes if node.op == "placeholder"][-1]
+        _write(graph, placeholder, result, after, place)
 
 
 def _alike(node: Node, placeholder: Node) -> bool:
@@ -105,26 +146,14 @@ def _alike(node: Node, placeholder: Node) -> bool:
     return len(found) == 1 and kind(found[0]) == kind(wanted)
 
 
-def _write(graph: Graph, placeholder: Node, result: Node) -> None:
-    """Put a copy of ``result`` into ``placeholder``, after both the result and the last reader of the old value."""
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    readers = [node for node in nodes if node.op != "output" and _reads(node, storages(placeholder))]
-    after = max([result, placeholder, *readers], key=place.__getitem__)
-    users = [node for node in result.users if place[node] > place[after]]
-    with graph.inserting_after(after if after.op != "placeholder" else _last_placeholder(nodes)):
+def _write(graph: Graph, placeholder: Node, result: Node, after: Node, place: Mapping[Node, int]) -> None:
+    """Put a copy of ``result`` into ``placeholder``, behind both the result and the last reader of the old value."""
+    users = [node for node in result.users if node in place and place[node] > place[after]]
+    with graph.inserting_after(after):
         copy = graph.call_function(_aten.copy_.default, (placeholder, result))
     copy.meta["val"] = placeholder.meta["val"]
     for user in users:
         user.replace_input_with(result, copy)
-
-
-def _reads(node: Node, memory: set[int]) -> bool:
-    return bool(memory & storages(node)) or any(memory & storages(near) for near in node.all_input_nodes)
-
-
-def _last_placeholder(nodes: Iterable[Node]) -> Node:
-    return [node for node in nodes if node.op == "placeholder"][-1]
 
 
 def describe(t: Tensor) -> str:
