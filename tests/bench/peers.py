@@ -58,7 +58,7 @@ def contestants() -> tuple[dict[str, Contestant], dict[str, str]]:
     missing: dict[str, str] = {}
     for peer, names in ((_bitsandbytes, ("bnb", "bnb eval")), (_torchao, ("torchao",))):
         try:
-            with warnings.catch_warnings(action="ignore"), _quiet():
+            with warnings.catch_warnings(action="ignore"), quiet():
                 entered = peer()
         except ImportError as error:
             missing |= dict.fromkeys(names, str(error))
@@ -75,7 +75,7 @@ def versions(contestants: dict[str, Contestant]) -> dict[str, str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No log lines: importing a peer tells of every optional part that is not there."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -57,7 +57,7 @@ def table(rows: list[Row], columns: list[str], compare: bool = True) -> Table:
         out.add_column(f"wanted of {columns[0]}")
     for row in rows:
         cells = [_cell(row, name, compare) for name in columns]
-        verdicts = ["\n".join(map(_verdict, row.wanted))] if judged else []
+        verdicts = ["\n".join(map(verdict, row.wanted))] if judged else []
         out.add_row(f"{row.name}, {row.unit}", *cells, *verdicts)
     return out
 
@@ -72,7 +72,8 @@ def _cell(row: Row, name: str, compare: bool) -> str:
     return f"{text} ({ours / figure:.2f})"
 
 
-def _verdict(wanted: Wanted) -> str:
+def verdict(wanted: Wanted) -> str:
+    """What is wanted, what it is, and whether it is met, as markup."""
     mark = "[green]met[/]" if wanted.met else "[bold red]missed[/]"
     if wanted.got is None:
         return f"{wanted.what}: {mark}"

@@ -1,0 +1,283 @@
+"""Who takes part in the comparison of QLoRA steps, and what one step of each is.
+
+    take = SIDES["fquant"].make(shape, mesh)        # in a process of its own: quantise, attach adapters
+    value = take()                                  # one step: loss, gradients, AdamW
+
+Everybody trains rank-r adapters of all seven linears of a Llama in bf16 beside a frozen base, with AdamW, on the same
+number of random tokens. fquant is ours, captured, its base in NF4_DQ, its adapters kept in f32 and used in bf16; eager
+is the same function without capture, and remat recomputes blocks. bf16, bnb and torchao are transformers with PEFT,
+over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps adapters in
+f32 and computes with them in f32. ``floor`` is the matrix products and attentions of such a step alone, on dense bf16.
+
+On several processes each has its share of the batch. fquant is sharded (fsdp) or not (dp); the peers are wrapped as
+their documentation says, in FSDP2 (a group a decoder layer) or DDP.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.func import grad_and_value
+
+import shard
+from fquant import LOCAL, NF4_DQ, Comm, cost, jit, lora, optim, quantize, remat, tree
+from models import decoder
+from models.attention import attention
+from models.config import Config
+from tests.bench import peers, timing
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+_PATTERN = rf"layers\.\d+\.({'|'.join(TARGETS)})"
+Take = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: the model, and the tokens of a step on all processes."""
+
+    layers: int = 8
+    dim: int = 1024
+    hidden: int = 2816
+    vocab: int = 32000
+    heads: int = 16
+    kv_heads: int = 8
+    batch: int = 4
+    seq: int = 256
+    rank: int = 16
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.seq
+
+    def config(self) -> Config:
+        """The Llama."""
+        head = self.dim // self.heads
+        sizes = (self.vocab, self.dim, self.layers, self.heads, self.kv_heads, head, self.hidden)
+        return Config(*sizes, max_positions=max(2048, self.seq))
+
+    def sample(self, rank: int = 0, world: int = 1) -> Tensor:
+        """This rank's token sequences, int64 [b t + 1], the same for everybody."""
+        tokens = torch.randint(0, self.vocab, (self.batch, self.seq + 1), generator=torch.Generator().manual_seed(0))
+        return tokens.tensor_split(world)[rank]
+
+
+class Side(NamedTuple):
+    """A contestant: on how many processes, and how it is made on one of them, returning a step."""
+
+    ranks: int
+    make: Callable[[Shape], Take]
+
+
+def ours(shape: Shape, captured: bool = True, recompute_blocks: bool = False) -> Take:
+    """fquant on one process."""
+    comm = replace(LOCAL, wrap=remat) if recompute_blocks else LOCAL
+    step = partial(_step, cfg=shape.config(), comm=comm, reduce=_same)
+    adapters, state, base = _start(shape)
+    step = jit(step, donate=("adapters", "state")) if captured else step
+    return _Ours(step, adapters, state, base, shape.sample(), shape.tokens)
+
+
+def ours_on_ranks(shape: Shape, **axes: int) -> Take:
+    """fquant on the ranks of a mesh."""
+    mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
+    adapters, state, base = _start(shape)
+    base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
+    comm, reduce = shard.comm(mesh, rules), partial(shard.reduce, mesh=mesh, rules=rules)
+    step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"))
+    tokens = shape.sample(dist.get_rank(), dist.get_world_size())
+    return _Ours(step, adapters, state, shard.local(base), tokens, shape.tokens)
+
+
+OPT = optim.adamw(1e-4)
+
+
+def _start(shape: Shape) -> Any:
+    """Adapters in f32, the optimiser's state, and a base in NF4_DQ, a layer at a time."""
+    meta = decoder.shapes(shape.config(), torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(path: str, like: Tensor) -> Any:
+        dense = torch.randn(like.shape, generator=generator).mul_(0.02).to(like.dtype)
+        if like.ndim == 1:
+            return torch.ones_like(dense)
+        return quantize(dense, NF4_DQ) if path.split(".")[-1] in TARGETS else dense
+
+    base = tree.map_with_path(leaf, meta)
+    adapters = lora.init(base, _PATTERN, shape.rank, shape.rank, key=0)
+    return adapters, OPT.init(adapters), base
+
+
+def loss(adapters: lora.Adapters, base: Any, tokens: Tensor, cfg: Config, comm: Comm, count: int) -> Tensor:
+    """The summed loss over ``count`` tokens; adapters are cast to bf16, which is all there is of a dtype policy."""
+    narrow = tree.map(lambda t: t.to(torch.bfloat16), adapters)
+    params = lora.attach(base, narrow)
+    return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], cfg, comm, count=count)
+
+
+def _step(
+    adapters: Any, state: Any, base: Any, tokens: Tensor, count: int, cfg: Config, comm: Comm, reduce: Any
+) -> Any:
+    grads, value = reduce(grad_and_value(loss)(adapters, base, tokens, cfg, comm, count))
+    updates, state = OPT.update(grads, state, adapters)
+    return optim.apply(adapters, updates), state, value
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+class _Ours:
+    """A step of ours, and what it was predicted to take."""
+
+    def __init__(self, step: Any, adapters: Any, state: Any, base: Any, tokens: Tensor, count: int) -> None:
+        self.step, self.adapters, self.state = step, adapters, state
+        self.rest = base, tokens, count
+
+    def __call__(self) -> float:
+        self.adapters, self.state, value = self.step(self.adapters, self.state, *self.rest)
+        return float(value)
+
+    def facts(self) -> dict[str, int]:
+        """Bytes at the peak beside the arguments, and bytes sent, as predicted and as counted in a step."""
+        function = getattr(self.step, "__wrapped__", None)
+        if function is None:
+            return {}
+        told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"))
+        with shard.traffic() as traffic:
+            self()
+        measured = timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
+        return {
+            "predicted": told.peak - told.arguments,
+            "measured": measured,
+            "sent predicted": sum(c.sent for c in told.collectives),
+            "sent": traffic.sent,
+            "nodes": told.nodes,
+            "flops": told.flops,
+        }
+
+
+def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
+    """transformers and PEFT, over a base of this kind, wrapped for several processes."""
+    warnings.filterwarnings("ignore")
+    with peers.quiet():
+        import peft
+        import transformers
+
+    torch.manual_seed(0)
+    names = {
+        "hidden_size": shape.dim, "num_hidden_layers": shape.layers, "intermediate_size": shape.hidden,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
+        "tie_word_embeddings": False, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**names)).to(torch.bfloat16)
+    if kind != "bf16":
+        quantise = {"bnb": _bitsandbytes, "torchao": _torchao}[kind]()
+        for module in list(model.model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(module, name, quantise(child))
+    modules = [f"{name}_proj" for name in TARGETS]
+    given = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, lora_dropout=0.0, target_modules=modules)
+    model = peft.get_peft_model(model, given)
+    if wrapped == "fsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.base_model.model.model.layers:
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    elif wrapped == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    model.train()
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    ranks = (dist.get_rank(), dist.get_world_size()) if wrapped else (0, 1)
+    tokens = shape.sample(*ranks)[:, :-1].contiguous()
+
+    def take() -> float:
+        value = model(input_ids=tokens, labels=tokens).loss
+        value.backward()
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return float(value)
+
+    return take
+
+
+def _bitsandbytes() -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    import bitsandbytes as bnb
+
+    def quantise(linear: torch.nn.Linear) -> torch.nn.Module:
+        options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+        sizes = linear.in_features, linear.out_features
+        out = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **options)
+        out.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **options)
+        return out.to("cpu")
+
+    return quantise
+
+
+def _torchao() -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
+
+    class Linear(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return linear_nf4(x, self.weight)
+
+    def quantise(linear: torch.nn.Linear) -> torch.nn.Module:
+        linear.weight = torch.nn.Parameter(to_nf4(linear.weight.data, 64, 256), requires_grad=False)
+        linear.__class__ = Linear
+        return linear
+
+    return quantise
+
+
+def floor(shape: Shape) -> Take:
+    """The matrix products and the attentions of a step, on dense bf16 weights, one after another, and nothing else."""
+    bf16, n = torch.bfloat16, shape.tokens
+    head, kv = shape.dim // shape.heads, shape.dim // shape.heads * shape.kv_heads
+    sizes = [(shape.dim, shape.dim), (kv, shape.dim), (kv, shape.dim), (shape.dim, shape.dim)]
+    sizes += [(shape.hidden, shape.dim), (shape.hidden, shape.dim), (shape.dim, shape.hidden)]
+    normal = lambda *size: torch.randn(size).to(bf16)
+    rows = {width: normal(n, width) for width in {size for pair in sizes for size in pair}}
+    layers = [[(normal(*pair), normal(shape.rank, pair[1]), normal(pair[0], shape.rank)) for pair in sizes]]
+    layers += [[tuple(t.clone() for t in three) for three in layers[0]] for _ in range(shape.layers - 1)]
+    vocab = normal(shape.vocab, shape.dim)
+    q, k, v = (normal(shape.batch, shape.seq, h, head) for h in (shape.heads, shape.kv_heads, shape.kv_heads))
+
+    def take() -> float:
+        for layer in layers:
+            for w, a, b in layer:
+                x, g = rows[w.shape[1]], rows[w.shape[0]]
+                _ = x @ w.mT, g @ w
+                low, back = x @ a.mT, g @ b
+                _ = low @ b.mT, back @ a, back.mT @ x, g.mT @ low
+            y, pull, *_ = torch.func.vjp(attention, q, k, v)
+            pull(y)
+        x = rows[shape.dim]
+        for some in x.split(256):
+            _ = (some @ vocab.mT) @ vocab
+        return 0.0
+
+    return take
+
+
+SIDES = {
+    "fquant": Side(1, ours),
+    "fquant remat": Side(1, partial(ours, recompute_blocks=True)),
+    "fquant eager": Side(1, partial(ours, captured=False)),
+    "bf16": Side(1, partial(peer, kind="bf16")),
+    "bnb": Side(1, partial(peer, kind="bnb")),
+    "torchao": Side(1, partial(peer, kind="torchao")),
+    "floor": Side(1, floor),
+    "fquant fsdp=2": Side(2, partial(ours_on_ranks, fsdp=2)),
+    "fquant dp=2": Side(2, partial(ours_on_ranks, dp=2)),
+    "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
+    "torchao fsdp=2": Side(2, partial(peer, kind="torchao", wrapped="fsdp")),
+    "bnb ddp=2": Side(2, partial(peer, kind="bnb", wrapped="ddp")),
+}
