@@ -3,7 +3,8 @@
 A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
 Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
 (key, position), so that a value depends on nothing else: not on the order of calls, not on the world size, not on
-whether it is computed a second time in a backward pass.
+whether it is computed a second time in a backward pass. Folding, words and masks are an op each, one node of a trace
+(``fquant/kernels/threefry.py``).
 
     k = fold(key(seed), "dropout")        # a new key from a name, a step, a layer, a position ...
     k = fold(k, step)
@@ -16,9 +17,8 @@ which is what ``vmap`` over keys [] and shapes [t d] gives too:
 
 Rows of a batch that keep their keys keep their numbers, wherever a mesh puts them.
 
-Layout: one counter gives two 32-bit words; element 2j and 2j + 1 are the words of counter j. Words live in int64
-tensors because torch has no arithmetic for uint32. Integers are the same on every device, and so are uniforms;
-normals differ by the rounding of its log and cos.
+Words are int64 tensors because torch has no arithmetic for uint32. Integers are the same on every device, and so are
+uniforms; normals differ by the rounding of its log and cos.
 """
 
 from __future__ import annotations
@@ -29,29 +29,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-MASK = 0xFFFFFFFF
-PARITY = 0x1BD11BDA
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-FOLDED = 0x243F6A8885A308D3  # folding and drawing use different keys, or a folded key would be two drawn words
-
-Word = Tensor | int
-
-
-def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
-    """Threefry-2x32-20: two 32-bit words from a key and a counter of two 32-bit words each.
-
-    Words are int64 tensors that broadcast, or integers, in [0, 2^32).
-    """
-    k0, k1 = key
-    keys = (k0, k1, k0 ^ k1 ^ PARITY)
-    x0, x1 = counter[0] + k0, (counter[1] + k1) & MASK
-    for four in range(5):
-        for r in ROTATIONS[four % 2]:
-            x0 = x0 + x1  # at most 26 sums of 32-bit words: masked once, at the end
-            x1 = (((x1 << r) | (x1 >> (32 - r))) ^ x0) & MASK
-        x0 = x0 + keys[(four + 1) % 3]
-        x1 = (x1 + keys[(four + 2) % 3] + (four + 1)) & MASK
-    return x0 & MASK, x1
+from .kernels import threefry
 
 
 def key(seed: int) -> Tensor:
@@ -76,13 +54,14 @@ def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
         data = _int64("data", data)
     else:
         raise TypeError(f"data: got {type(data).__name__}, wanted an int, a str or an int64 tensor")
-    high, low = threefry(_words(key ^ FOLDED), _words(data))
-    return (high << 32) | low  # type: ignore[return-value]
+    if not isinstance(data, Tensor):
+        data = torch.full((), data, dtype=torch.int64, device=key.device)
+    return threefry.fold(key, data)
 
 
 def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniform 32-bit words, int64 of ``shape`` in [0, 2^32); the key's shape must lead ``shape``."""
-    return _stream(key, _size(key, shape)).reshape(shape)
+    return threefry.bits(key, _drawn(key, shape))
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,8 +75,8 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
 
 def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal by Box and Muller, from 32-bit words (so no value exceeds 6.7), computed in at least float32."""
-    size = _size(key, shape)
-    words = rearrange(_stream(key, _even(size)), "... (pair two) -> two ... pair", two=2)
+    size = math.prod(_drawn(key, shape))
+    words = rearrange(threefry.bits(key, (size + size % 2,)), "... (pair two) -> two ... pair", two=2)
     first, second = words.to(torch.promote_types(dtype, torch.float32)).unbind()
     radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-32))  # never log(0)
     angle = second * (math.tau * 2.0**-32)
@@ -117,7 +96,7 @@ def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """True with probability ``p`` (a number in [0, 1], to 32 bits), bool of ``shape``."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
-    return bits(key, shape) < round(p * 2**32)
+    return threefry.bernoulli(key, round(p * 2**32), _drawn(key, shape))
 
 
 def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
@@ -146,26 +125,12 @@ def _hash(name: str) -> int:
     return out - 2**64 if out >= 2**63 else out
 
 
-def _stream(key: Tensor, n: int) -> Tensor:
-    counter = torch.arange(_even(n) // 2, device=key.device)
-    pairs = torch.stack(threefry(_words(key[..., None]), _words(counter)), dim=-1)  # type: ignore[arg-type]
-    return rearrange(pairs, "... pair two -> ... (pair two)")[..., :n]
-
-
-def _size(key: Tensor, shape: tuple[int, ...]) -> int:
-    """How many values each key draws."""
+def _drawn(key: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what each key draws."""
     _check_key(key)
     if key.shape != tuple(shape)[: key.ndim]:
         raise ValueError(f"key: shape {tuple(key.shape)} does not lead {tuple(shape)}; use fold to give it that shape")
-    return math.prod(shape[key.ndim :])
-
-
-def _words(x: Word) -> tuple[Word, Word]:
-    return x & MASK, (x >> 32) & MASK
-
-
-def _even(n: int) -> int:
-    return n + n % 2
+    return tuple(shape)[key.ndim :]
 
 
 def _check_key(key: Tensor) -> None:

@@ -141,6 +141,7 @@ def test_kernels_that_are_right_pass():
     check = import_module("tests.bench.gpu_check")
     with check.poisoned():
         assert check.check_formats("cpu", 1, [NF4_DQ]) == {"decodings": 2, "products": 4}
+        assert check.check_draws("cpu", 1, 2001) == {"draws": 17}
     assert check.check_big("cpu", 2, (80, 320)) == {"encodings": 1, "decodings": 2, "products": 4}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -160,3 +161,9 @@ def test_kernels_that_are_wrong_do_not():
             patch.setattr(check.triton, name, fault(getattr(check.triton, name)))
             with pytest.raises(AssertionError, match=f"^{name} "):
                 check.check_big("cpu", 3, shape)
+    wrong = lambda f: lambda *args: f(*args) ^ 1
+    for name in ("fold", "bits", "bernoulli"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(check.triton, name, wrong(getattr(check.triton, name)))
+            with pytest.raises(AssertionError, match=f"^{name} "):
+                check.check_draws("cpu", 3, 100)

@@ -370,9 +370,11 @@ def test_compiled_for_a_gpu(compiled):
         triton.encode(x, format)
     for some in (spec, spec._replace(format=replace(INT8, center=True)), spec._replace(shape=(7, 99))):
         triton.decode(draw(some), some, torch.bfloat16)
+    key = torch.arange(3)
+    triton.fold(key, key), triton.bits(key, (4096,)), triton.bernoulli(key, 2**31, (4096,))
     triton.matmul(x, draw(spec), spec)
     names = [kernel.name for kernel in compiled]
-    assert names == ["_encode"] * 3 + ["_decode"] * 3 + ["_few"]
+    assert names == ["_encode"] * 3 + ["_decode"] * 3 + ["_fold"] + ["_draw"] * 2 + ["_few"]
     for kernel in compiled:
         ptx = kernel.asm["ptx"]
         assert not re.search(r"\bfma\.|\.ftz|\.approx|div\.full|\.local", ptx), kernel.name

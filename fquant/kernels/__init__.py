@@ -12,7 +12,7 @@ derivatives are written once, in ``fquant/linear.py``; an op that is asked for a
 Who computes is a table, device -> backend: ``cpu`` (cpu.c, all there is in C) for CPU tensors, ``triton`` for CUDA
 tensors, and ``reference`` (plain torch, the definition of right) on any other device, or where a backend cannot be
 had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
-``cpu:avx2`` one instruction set of it.
+``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, go by the same table.
 """
 
 from __future__ import annotations

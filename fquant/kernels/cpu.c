@@ -1,9 +1,10 @@
 /* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
    (cpu_library.py).
 
-   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h and cpu_panels.h over the vector vocabulary of
-   cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file has what they
-   share: the descriptor of a packed array, the conversions between float types, and the functions that Python calls.
+   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h and cpu_random.h over the vector
+   vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file
+   has what they share: the descriptor of a packed array, the conversions between float types, and the functions that
+   Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -30,7 +31,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 enum { F32, BF16, F16 };          /* the dtypes, as Python numbers them */
-enum { PIECE = 4096 };            /* elements handled at a time; every block size divides it */
+enum { PIECE = 4096 };            /* elements, or counters, handled at a time; every block size divides it */
 enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
 
 typedef struct { /* cpu_library.py has the same */
@@ -96,8 +97,15 @@ typedef struct { /* x [m, inner], each row of which is so many words; copy: of x
     int dtype, half, deals;
 } Product;
 
+typedef struct { /* n words of each key, of which those up to `most` are counted; or data for each of n keys */
+    const uint64_t *keys, *data;
+    void *out;
+    int64_t n;
+    uint32_t most;
+} Draw;
+
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, few, pack, matmul, pack_t, matmul_t;
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
     int columns; /* rows of x up to which `few` is for it */
     int lanes, panel; /* words of a vector, and of the vectors beside each other in a panel */
@@ -116,6 +124,8 @@ enum { LEAST_ROWS = 24, MOST_ROWS = 144 }; /* rows of a weight that are a unit o
 enum { STRIPE = 256 };                     /* columns that are a unit of matmul_t */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
+#define FOLDED 0x243F6A8885A308D3u /* set against a key to be folded, which so is another than one to be drawn from */
+
 /* The 16-bit elements i and 32 + i of two vectors beside each other. */
 #define BESIDE4(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
 static const uint16_t BESIDE[64] __attribute__((aligned(64), unused)) = {
@@ -129,7 +139,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, load_##ISA, COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
+                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, load_##ISA, COLUMNS_##ISA, \
+                               LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -253,4 +264,24 @@ EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *
 EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                                void *room) {
     return product(isa, threads, 1, w, x, m, y, dtype, room);
+}
+
+/* Keys and data [n] to new keys [n]. */
+EXPORT int64_t fquant_fold(int isa, int threads, const uint64_t *keys, const uint64_t *data, int64_t n, uint64_t *out) {
+    Draw work = {keys, data, out, n, 0};
+    return run(available[isa].kernels.fold, &work, pieces_of(n), 0, NULL, threads);
+}
+
+/* The first n words of each of `num` keys, to out [num, n]. */
+EXPORT int64_t fquant_bits(int isa, int threads, const uint64_t *keys, int64_t num, int64_t n, uint64_t *out) {
+    Draw work = {keys, NULL, out, n, 0};
+    return run(available[isa].kernels.bits, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
+}
+
+/* Whether they are below the threshold, which is 2^32 at most, to out [num, n]: 0 or 1. */
+EXPORT int64_t fquant_bernoulli(int isa, int threads, const uint64_t *keys, int64_t num, int64_t threshold, int64_t n,
+                                uint8_t *out) {
+    Draw work = {keys, NULL, out, n, (uint32_t)(threshold - 1)};
+    if (!threshold) return memset(out, 0, (size_t)(num * n)), 0;
+    return run(available[isa].kernels.bernoulli, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
 }

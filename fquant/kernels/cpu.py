@@ -21,7 +21,7 @@ from . import reference
 from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
 from .spec import Spec, scales, split
 
-__all__ = ["DEVICES", "decode", "encode", "isas", "load", "matmul", "matmul_t"]
+__all__ = ["DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t"]
 
 DEVICES = ("cpu",)
 TILE = 2 << 20  # bytes of a decoded tile
@@ -68,6 +68,31 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     """See ``fquant.kernels.matmul_t``."""
     return _product("matmul_t", g, buffers, spec)
+
+
+def fold(key: Tensor, data: Tensor) -> Tensor:
+    """See ``fquant.kernels.threefry.fold``."""
+    key, data = (t.contiguous() for t in torch.broadcast_tensors(key, data))
+    out = empty(*key.shape, dtype=torch.int64)
+    if out.numel():
+        call("fold", key.data_ptr(), data.data_ptr(), out.numel(), out.data_ptr())
+    return out
+
+
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """See ``fquant.kernels.threefry.bits``."""
+    key, out = key.contiguous(), empty(*key.shape, *shape, dtype=torch.int64)
+    if out.numel():
+        call("bits", key.data_ptr(), key.numel(), math.prod(shape), out.data_ptr())
+    return out
+
+
+def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
+    """See ``fquant.kernels.threefry.bernoulli``."""
+    key, out = key.contiguous(), empty(*key.shape, *shape, dtype=torch.bool)
+    if out.numel():
+        call("bernoulli", key.data_ptr(), key.numel(), threshold, math.prod(shape), out.data_ptr())
+    return out
 
 
 def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:

@@ -55,18 +55,23 @@ def load() -> ctypes.CDLL:
     if not path.exists():
         raise ImportError("its C kernels were not built; install a C compiler and install fquant again")
     library = ctypes.CDLL(str(path))
-    sizes = getattr(library, "fquant_size", lambda which: 0)
-    if [sizes(i) for i in range(2)] != [ctypes.sizeof(Packed), ctypes.sizeof(Encoding)]:
-        raise ImportError(f"{path.name} was built from other sources; install fquant again")
-    library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
-    library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
     packed, encoding = ctypes.POINTER(Packed), ctypes.POINTER(Encoding)
-    for name, rest in {  # all give 0, or the bytes of room that they have to be given; below 0 memory ran out
+    functions = {  # all give 0, or the bytes of room that they have to be given; below 0 memory ran out
         "encode": [Pointer, Int, Long, Long, encoding, Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         "matmul": [packed, Pointer, Long, Pointer, Int, Pointer],
         "matmul_t": [packed, Pointer, Long, Pointer, Int, Pointer],
-    }.items():
+        "fold": [Pointer, Pointer, Long, Pointer],
+        "bits": [Pointer, Long, Long, Pointer],
+        "bernoulli": [Pointer, Long, Long, Long, Pointer],
+    }
+    sizes = getattr(library, "fquant_size", lambda which: 0)
+    known = all(hasattr(library, f"fquant_{name}") for name in functions)
+    if not known or [sizes(i) for i in range(2)] != [ctypes.sizeof(Packed), ctypes.sizeof(Encoding)]:
+        raise ImportError(f"{path.name} was built from other sources; install fquant again")
+    library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
+    library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
+    for name, rest in functions.items():
         function = getattr(library, f"fquant_{name}")
         function.restype, function.argtypes = Long, [Int, Int, *rest]
     library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]

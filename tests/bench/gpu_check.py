@@ -2,10 +2,10 @@
 
     check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
 
-What is encoded and decoded has to be equal to the bit, and products within twice the bound of tests/rounding.py, as
-tensor cores cut sums off where others round. Whatever a kernel is to write is full of NaN, or of the largest integer,
-before. The cases are few enough for each kernel variant to be compiled within a minute or two, and differ from format
-to format, so that every kind meets several.
+What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/rounding.py,
+as tensor cores cut sums off where others round. Whatever a kernel is to write is full of NaN, or of the largest
+integer, before. The cases are few enough for each kernel variant to be compiled within a minute or two, and differ from
+format to format, so that every kind meets several.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tests.formats import CODECS, DTYPES, KINDS, alike, draw
 from tests.rounding import bound
 
 BIG = (32768 + 64, 65536)  # more than 2^31 elements
+MANY = 2**33 + 65  # words, of more than 2^32 counters
 BF16 = torch.bfloat16
 
 
 def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
-    """Everything; how many encodings, decodings and products were compared."""
+    """Everything; how many encodings, decodings, products and draws were compared."""
     settings = torch.backends.cuda.matmul
     exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(settings, name) for name in exact}
@@ -42,7 +43,7 @@ def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
         for name in exact:
             setattr(settings, name, False)
         with poisoned():
-            counts = check_formats(device, seed) + check_products(device, seed)
+            counts = check_formats(device, seed) + check_products(device, seed) + check_draws(device, seed)
         return counts + check_big(device, seed, big)
     finally:
         for name, value in before.items():
@@ -80,6 +81,25 @@ def check_products(device: str, seed: int, formats: Sequence[Format] = (NF4, NF4
     for format, of, rows, plan in cases:
         _product(device, seed, Spec(format, (200, 4104), BF16), of, rows, plan)
     return Counter(products=2 * len(cases))
+
+
+def check_draws(device: str, seed: int, size: int = MANY) -> Counter[str]:
+    """Folded keys, words and masks; and of the last of ``size`` words whether they are below a threshold."""
+    random = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(2**63), 2**63 - 1, (40,), generator=random)
+    folded = reference.fold(keys[:, None], keys[:5])
+    _equal(triton.fold(keys[:, None].to(device), keys[:5].to(device)), folded, "fold", seed)
+    for count, shape in ((40, (7,)), (3, (5, 1025)), (1, (1 << 14,))):
+        words, there = reference.bits(keys[:count], shape), keys[:count].to(device)
+        _equal(triton.bits(there, shape), words, "bits", count, shape, seed)
+        for threshold in (0, 1, 1 << 31, 1 << 32):
+            got = triton.bernoulli(there, threshold, shape)
+            _equal(got, words < threshold, "bernoulli", threshold, count, shape, seed)
+    one = int(keys[0])
+    mask, last = triton.bernoulli(keys[0].to(device), 1 << 31, (size,))[-9:], range(size - 9, size)
+    words = [reference.threefry(_halves(one), _halves(i // 2))[i % 2] for i in last]
+    _equal(mask, torch.tensor(words) < 1 << 31, "bernoulli", size, seed)
+    return Counter(draws=17)
 
 
 def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
@@ -131,6 +151,10 @@ def _product(device: str, seed: int, spec: Spec, of: torch.dtype, rows: int, pla
     note = (spec.format.name, spec.format.block, spec.shape, spec.dtype, of, rows, plan, seed)
     _close(triton.matmul(x.to(device), there, spec, plan), x, w.mT, "matmul", *note)
     _close(triton.matmul_t(g.to(device), there, spec), g, w, "matmul_t", *note)
+
+
+def _halves(x: int) -> tuple[int, int]:
+    return x & reference.MASK, x >> 32 & reference.MASK
 
 
 def _equal(got: Tensor, wanted: Tensor, *note: object) -> None:
