@@ -23,6 +23,9 @@ the new ones. Nothing is freed, and what shares its memory with another tensor, 
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
 Inside another capture or transform a captured function is the function itself.
+
+A captured function that communicates is called by every rank, in the same order; ranks compare what they are about to
+run before each replay, and raise rather than wait for each other (see fquant.order).
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import blame, graph, tree
+from . import blame, graph, order, tree
 from .recompute import recompute as recomputed
 
 MOST = 8  # traces of one function, unless it is told otherwise
@@ -60,6 +63,7 @@ class Captured:
     paths: tuple[str, ...]
     structure: tree.Structure
     leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
+    collectives: tuple[str, ...]  # what ranks have to have in common
 
     def __call__(self, *tensors: Tensor) -> Any:
         found = iter(self.module(*tensors))
@@ -91,7 +95,7 @@ def jit(
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
     decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
     gradient; ValueError for a donated tensor that no result can take the place of; RuntimeError for more than ``most``
-    traces, saying what changed.
+    traces, saying what changed, or for ranks that are about to run different functions, saying which.
     """
     if fn is None:
         return functools.partial(jit, donate=donate, compile=compile, recompute=recompute, most=most)
@@ -119,6 +123,7 @@ def jit(
                 raise RuntimeError(_too_many(fn, most, bound, list(traced)[-1]))
             captured = trace(functools.partial(apply, fn), bound, over, recompute)
             found = traced[key] = _compiled(captured, compile)
+        order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():
             return found(*tensors)
 
@@ -167,7 +172,7 @@ def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = (), reco
     module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
-    return Captured(module, tuple(path for path, _ in named), spec, slots)
+    return Captured(module, tuple(path for path, _ in named), spec, slots, order.collectives(module.graph))
 
 
 def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:

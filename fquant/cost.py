@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from . import capture, graph
+from . import capture, graph, order
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
@@ -129,8 +129,7 @@ def _flops(node: Node) -> int:
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     found: dict[tuple[str, str], list[int]] = {}
     for node in calls:
-        name = str(node.target).partition("_c10d_functional.")[2].partition(".")[0]
-        if name in ("", "wait_tensor"):
+        if not (name := order.op(node)):
             continue
         (out,) = graph.tensors(node)
         (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))

@@ -18,29 +18,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fquant import tree
 from fquant.lazy import Lazy
+from fquant.order import exchange
 
 from .bundle import raw
 
 T = TypeVar("T")
-
-
-def exchange(text: str) -> list[str]:
-    """``text`` of every rank, on every rank; what UTF-8 cannot hold (in a file's name, say) arrives escaped."""
-    mine = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8)
-    world = dist.get_world_size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()]))
-    longest = max(1, *(int(n) for n in lengths))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(texts, padded)
-    return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(texts, lengths, strict=True)]
 
 
 def same(what: str, facts: Mapping[str, str]) -> None:
