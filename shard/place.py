@@ -90,7 +90,7 @@ def replicate(x: Any) -> Any:
     whole = agree.attempt("replicate", lambda: _first(x, "", layout))
     if layout.size:
         dist.broadcast(whole, 0)
-    return bundle.read(whole, layout)
+    return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
 def local(x: Any) -> Any:

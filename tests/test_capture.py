@@ -11,6 +11,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 
 from fquant import LOCAL, NF4_DQ, jit, linear, lora, optim, quantize, random, remat, tree
 from fquant.capture import MOST
+from fquant.comm import identity
 from models import blocks, decoder
 
 from . import test_transforms as table
@@ -45,22 +46,17 @@ def equal(a, b):
     return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
 
 
+def replays(f, thetas, *rest):
+    """``f`` captured is ``f``, with these values and with others, and traced once."""
+    captured, other = jit(f), tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
+    first, second = captured(thetas, *rest), captured(other, *rest)
+    assert equal(first, f(thetas, *rest)) and equal(second, f(other, *rest)) and not equal(first, second)
+    assert len(captured.traced) == 1
+
+
 @pytest.mark.parametrize("verb, transform", ROWS)
 def test_captured_is_eager(verb, transform):
-    f, make_base, make_theta, make_data = table.VERBS[verb]
-    packed = [table.pack(make_base(seed), NF4_DQ) for seed in range(table.E)]
-    thetas = [make_theta(w, seed) for seed, w in enumerate(packed)]
-    v = tree.map_with_path(lambda path, t: table.draw(f"v{path}", *t.shape), thetas[0])
-    data = [make_data(i) for i in range(table.E)]
-
-    def transformed(thetas, v, packed, data):
-        return table.TRANSFORMS[transform](f, thetas, v, packed, data)
-
-    captured = jit(transformed)
-    assert equal(captured(thetas, v, packed, data), transformed(thetas, v, packed, data))
-    other = tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
-    assert equal(captured(other, v, packed, data), transformed(other, v, packed, data))
-    assert len(captured.traced) == 1
+    replays(partial(table.TRANSFORMS[transform], table.VERBS[verb][0]), *table.arguments(verb, NF4_DQ))
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -82,8 +78,8 @@ def loss(adapters, base, tokens, keys, comm):
     return blocks.cross_entropy(logits, tokens[..., 1:])
 
 
-def step(adapters, state, base, tokens, keys=None, comm=LOCAL):
-    grads, value = grad_and_value(loss)(adapters, base, tokens, keys, comm)
+def step(adapters, state, base, tokens, keys=None, comm=LOCAL, reduce=identity):
+    grads, value = reduce(grad_and_value(loss)(adapters, base, tokens, keys, comm))
     updates, state = OPT.update(grads, state, adapters)
     return optim.apply(adapters, updates), state, value
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import FP4, INT8, LOCAL, NF4, NF4_DQ, dequantize, embedding, linear, lora, quantize, random, remat, tree
@@ -155,6 +155,11 @@ def pushed(f):
     return lambda theta, v, *rest: jvp(lambda t: f(t, *rest), (theta,), (v,))[1]
 
 
+def cotangent():
+    """A weight for each of E examples."""
+    return torch.linspace(1, -0.5, E, dtype=torch.float64)
+
+
 def traced(g, *args):
     return make_fx(g, tracing_mode="fake")(*args)(*args)
 
@@ -183,6 +188,7 @@ TRANSFORMS = {
     "vmap_grad_grad": lambda f, t, v, w, x: vmap(grad(lambda s, b, d: dot(grad(f)(s, b, d), v)), (None, 0, 0))(
         t[0], stacked(w), stacked(x)
     ),
+    "vjp": lambda f, t, v, w, x: vjp(lambda s: vmap(f, (None, None, 0))(s, w[0], stacked(x)), t[0])[1](cotangent())[0],
     "make_fx": lambda f, t, v, w, x: traced(grad(f), t[0], w[0], x[0]),
     "make_fx_vmap": lambda f, t, v, w, x: traced(vmap(grad(f), (None, None, 0)), t[0], w[0], stacked(x)),
     "compile": lambda f, t, v, w, x: compiled(grad(f), t[0], w[0], x[0]),
@@ -221,15 +227,20 @@ def unpack(base, dtype):
     return tree.map_with_path(lambda _, x: dequantize(x).to(dtype) if is_packed(x) else x, base, is_leaf=is_packed)
 
 
-@pytest.mark.parametrize("verb, format, transform", ROWS)
-def test_transform(verb, format, transform):
-    f, make_base, make_theta, make_data = VERBS[verb]
+def arguments(verb, format, first=0):
+    """What a transform is given beside f: thetas, a direction, packed bases, and examples from the ``first`` on."""
+    _, make_base, make_theta, make_data = VERBS[verb]
     packed = [pack(make_base(seed), format) for seed in range(E)]
-    dense = [unpack(w, torch.float32 if "embedding" in verb else torch.float64) for w in packed]
     thetas = [make_theta(w, seed) for seed, w in enumerate(packed)]
     v = tree.map_with_path(lambda path, t: draw(f"v{path}", *t.shape), thetas[0])
-    args = thetas, v
-    data = [make_data(i) for i in range(E)]
+    return thetas, v, packed, [make_data(first + i) for i in range(E)]
+
+
+@pytest.mark.parametrize("verb, format, transform", ROWS)
+def test_transform(verb, format, transform):
+    f = VERBS[verb][0]
+    *args, packed, data = arguments(verb, format)
+    dense = [unpack(w, torch.float32 if "embedding" in verb else torch.float64) for w in packed]
     run = TRANSFORMS[transform]
     if message := REFUSED.get((verb, transform)):
         with pytest.raises(RuntimeError, match=message):
