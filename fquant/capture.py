@@ -94,8 +94,9 @@ def jit(
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
     decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
-    gradient; ValueError for a donated tensor that no result can take the place of; RuntimeError for more than ``most``
-    traces, saying what changed, or for ranks that are about to run different functions, saying which.
+    gradient, for a collective in place; ValueError for a donated tensor that no result can take the place of;
+    RuntimeError for more than ``most`` traces, saying what changed, or for ranks that are about to run different
+    functions, saying which.
     """
     if fn is None:
         return functools.partial(jit, donate=donate, compile=compile, recompute=recompute, most=most)

@@ -276,14 +276,25 @@ def test_a_group_that_is_not_there():
 # --- collectives that a replay would not wait for
 
 
-def in_place():
-    def step(x):
-        dist.all_reduce(x)
-        return x + 1
+IN_PLACE = {  # collectives that write into what they are given
+    "allreduce_": lambda x: dist.all_reduce(x),
+    "broadcast_": lambda x: dist.broadcast(x, 0),
+    "allgather_": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(2)], x),
+    "reduce_scatter_": lambda x: dist.reduce_scatter(x, [x, x]),
+    "barrier": lambda x: dist.barrier(),
+}
 
-    for f in (jit(step), partial(cost, step)):
-        with pytest.raises(TypeError, match=r"the function uses c10d.allreduce_, .* such as shard.all_reduce"):
-            f(torch.ones(3))
+
+def in_place():
+    for name, op in IN_PLACE.items():
+
+        def step(x, op=op):
+            op(x)
+            return x + 1
+
+        for f in (jit(step), partial(cost, step)):
+            with pytest.raises(TypeError, match=rf"the function uses c10d\.{name}, .* such as shard\.all_reduce"):
+                f(torch.ones(3))
 
 
 def test_collectives_in_place_are_refused():
