@@ -18,21 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
-from . import capture, graph, order
+from . import capture, graph
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
 _RING = {"all_reduce": 2}  # a sum goes around twice, everything else once
-_NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,71 +66,53 @@ class Cost:
 
 
 def cost(
-    fn: Callable[..., Any], *args: Any, donate: tuple[str, ...] = (), recompute: bool = True, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    donate: tuple[str, ...] = (),
+    passes: Sequence[graph.Pass] = (),
+    **kwargs: Any,
 ) -> Cost:
-    """The cost of ``fn(*args, **kwargs)``, captured with ``donate`` and ``recompute`` as :func:`fquant.jit` does.
+    """The cost of ``fn(*args, **kwargs)``, captured with ``donate`` and ``passes`` as :func:`fquant.jit` captures it.
 
     Tensors may be real, fake or of the device meta. Raises what capturing raises.
     """
     bound = capture.signature_of(fn).bind(*args, **kwargs).arguments
-    return of(
-        capture.trace(functools.partial(capture.apply, fn), bound, capture.written_over(bound, donate), recompute)
-    )
+    over = capture.written_over(bound, donate)
+    return of(capture.trace(functools.partial(capture.apply, fn), bound, over, passes))
 
 
 def of(captured: capture.Captured) -> Cost:
     """The cost of what was captured."""
     g = captured.module.graph
     calls = [node for node in g.nodes if node.op == "call_function"]
-    working = [node for node in calls if not _is_view(node)]
-    arguments, peak, holding = _memory(g, captured.paths)
+    working = [node for node in calls if not graph.is_view(node)]
+    peak, given = graph.peak(g), [node for node in g.nodes if node.op == "placeholder"]
+    paths, arguments = dict(zip(given, captured.paths, strict=True)), 0
+    for node, now, _ in graph.memory(g):
+        arguments = now if node.op == "placeholder" else arguments
+    holding = [Held(paths.get(node, str(node.target)), graph.held(node)) for node in peak.holding.values()]
     return Cost(
         nodes=len(calls),
         arguments=arguments,
-        peak=peak,
-        holding=holding,
-        flops=sum(map(_flops, calls)),
-        read=sum(_nbytes(t) for node in working for near in node.all_input_nodes for t in graph.tensors(near)),
-        written=sum(_nbytes(t) for node in working for t in graph.tensors(node)),
+        peak=peak.nbytes,
+        holding=tuple(sorted(holding, key=lambda held: -held.nbytes)),
+        flops=sum(map(graph.flops, calls)),
+        read=sum(graph.nbytes(t) for node in working for near in node.all_input_nodes for t in graph.tensors(near)),
+        written=sum(graph.nbytes(t) for node in working for t in graph.tensors(node)),
         collectives=_collectives(calls),
     )
-
-
-def _memory(g: Graph, paths: tuple[str, ...]) -> tuple[int, int, tuple[Held, ...]]:
-    """Bytes of the arguments, bytes at the peak, and what holds these."""
-    peak = graph.peak(g)
-    given = dict(zip((node for node in g.nodes if node.op == "placeholder"), paths, strict=True))
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for node in g.nodes for t in graph.tensors(node)}
-    arguments = sum(sizes[storage] for storage in {s for node in given for s in graph.storages(node)})
-    holding = [Held(given.get(node, str(node.target)), sizes[storage]) for storage, node in peak.holding.items()]
-    return arguments, peak.nbytes, tuple(sorted(holding, key=lambda held: -held.nbytes))
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node's results lie in memory that was there before."""
-    before = {storage for near in node.all_input_nodes for storage in graph.storages(near)}
-    writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    return bool(before) and graph.storages(node) <= before and not writes
-
-
-def _flops(node: Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    value = lambda x: x.meta["val"] if isinstance(x, Node) else x
-    args, kwargs = map_arg((node.args, node.kwargs), value)
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     found: dict[tuple[str, str], list[int]] = {}
     for node in calls:
-        if not (name := order.op(node)):
+        name = graph.collective(node)
+        if name is None:
             continue
         (out,) = graph.tensors(node)
         (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))
         group = str(node.args[-1])
-        found.setdefault((_NAMES.get(name, name), group), []).append(max(_nbytes(out), _nbytes(given)))
+        found.setdefault((name, group), []).append(max(graph.nbytes(out), graph.nbytes(given)))
     told = []
     for (name, group), sizes in found.items():
         ranks = _ranks(group)
@@ -145,7 +123,3 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
 
 def _ranks(group: Any) -> int:
     return torch.distributed.distributed_c10d._resolve_process_group(group).size()
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()

@@ -1,29 +1,66 @@
-"""Passes over a captured graph: which nodes share memory, what can go, what can be written in place.
+"""Passes over a captured graph: what its nodes do, which share memory, what can go, what can be written in place.
 
 A graph is torch.fx's: a list of nodes in the order in which they run, each a call of one op with the results of earlier
 ones. ``meta["val"]`` of a node is a fake tensor, or a list of them: shape, dtype, strides and, by its storage, which
 memory the result lies in. A view has the storage of what it views, so two nodes share memory exactly where their fake
 tensors share a storage. Everything here reads only that; nothing runs an op.
+
+A collective is two nodes: one issues it and one waits for it. Between them it is in flight: it reads what it was given
+and writes what the wait will give, while other nodes run. So to the memory of a collective both belong to both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+Pass = Callable[[Graph], None]  # changes a graph in place, but for its inputs and what its results are
 
 _aten = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
 CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
+_NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+def check(passes: Sequence[Pass]) -> None:
+    """Raise TypeError unless ``passes`` is a sequence of functions."""
+    if not isinstance(passes, Sequence) or isinstance(passes, str):
+        raise TypeError(f"passes is a {type(passes).__name__}; wanted a sequence of functions of a graph")
+    for i, change in enumerate(passes):
+        if not callable(change):
+            raise TypeError(f"passes[{i}] is a {type(change).__name__}; wanted a function of a graph")
+
+
+def run(graph: Graph, passes: Sequence[Pass]) -> None:
+    """Let each of ``passes`` change the graph, in order.
+
+    Raises TypeError for one that returns something, RuntimeError where a node is left before what it uses.
+    """
+    check(passes)
+    for i, change in enumerate(passes):
+        returned: object = change(graph)
+        if returned is not None:
+            raise TypeError(
+                f"passes[{i}] returned a {type(returned).__name__}; wanted None, the graph being changed in place"
+            )
+        graph.lint()
 
 
 def tidy(graph: Graph) -> None:
     """Take out nodes that nobody uses, views that are their argument, and reads of what is asked for its shape only.
 
-    A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks.
+    A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
+    wait gives the tensor that was issued, for which the trace has another.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in IDENTITIES:
@@ -31,6 +68,8 @@ def tidy(graph: Graph) -> None:
             graph.erase_node(node)
         elif node.op == "call_function" and node.target in CONSTANTS:
             _without_argument(graph, node, CONSTANTS[node.target])
+        elif node.target is WAIT and collective(node.all_input_nodes[0]):
+            node.all_input_nodes[0].meta["val"] = node.meta["val"]
     graph.eliminate_dead_code()
 
 
@@ -58,6 +97,106 @@ def storages(node: Node) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors(node)}
 
 
+def nbytes(t: Tensor) -> int:
+    """Bytes of a tensor."""
+    return t.numel() * t.element_size()
+
+
+def given(node: Node) -> list[Node]:
+    """The nodes whose memory a node reads; a wait reads what its collective was given."""
+    if node.target is not WAIT:
+        return node.all_input_nodes
+    return [*node.all_input_nodes, *issue(node).all_input_nodes]
+
+
+def issue(wait: Node) -> Node:
+    """The node that issues the collective that ``wait`` waits for."""
+    (node,) = wait.all_input_nodes
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def collective(node: Node) -> str | None:
+    """What a node issues: all_gather, reduce_scatter, all_reduce ...; None where it issues no functional collective."""
+    name = str(node.target).partition("_c10d_functional.")[2].partition(".")[0]
+    return None if name in ("", "wait_tensor") else _NAMES.get(name, name)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's results lie in memory that was there before, and nothing is written."""
+    before = {storage for near in node.all_input_nodes for storage in storages(near)}
+    writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return bool(before) and storages(node) <= before and not writes
+
+
+def written(node: Node) -> set[int]:
+    """The memory that a node writes beside making its results; ValueError for a call that does not declare it."""
+    if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
+        return set()
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise ValueError(f"{node.name}: {node.target} does not declare what it writes; make it a torch.library op")
+    found: set[int] = set()
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(
+                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name),
+                lambda near: found.update(storages(near)),
+            )
+    return found
+
+
+def substitute(graph: Graph, old: Node, new: Node) -> None:
+    """Let ``new`` be used wherever ``old`` was, which is not written; what was a view of ``old`` is one of ``new``."""
+    memory, views = storages(old), set(old.users)
+    old.replace_all_uses_with(new)
+    for node in graph.nodes:
+        if memory & storages(node) and (node in views or not views.isdisjoint(node.all_input_nodes)):
+            views.add(node)
+            args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
+            with next(t.fake_mode for t in tensors(node) if isinstance(t, FakeTensor)):
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def flops(node: Node) -> int:
+    """FLOPs of a node by torch's own formulas; of what has none, elementwise work say, 0."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    value = lambda x: x.meta["val"] if isinstance(x, Node) else x
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def last_uses(graph: Graph) -> dict[int, int]:
+    """For every storage the place in the graph of the last node that makes, views, reads or returns it."""
+    last: dict[int, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for near in (node, *given(node)):
+            for storage in storages(near):
+                last[storage] = place
+    return last
+
+
+def memory(graph: Graph) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
+    """Every node in the order in which they run, the bytes that are there while it does, and who made them.
+
+    Arguments are there from the beginning to the end, what a node makes until its last use or that of a view. The
+    mapping is by storage, and is the walk's own: it changes as the walk goes on.
+    """
+    last, alive, sizes, now = last_uses(graph), dict[int, Node](), dict[int, int](), 0
+    for place, node in enumerate(graph.nodes):
+        for t in tensors(node):
+            storage = t.untyped_storage()
+            if storage._cdata not in alive:
+                alive[storage._cdata], sizes[storage._cdata] = node, storage.nbytes()
+                now += storage.nbytes()
+        yield node, now, alive
+        for near in (node, *given(node)):
+            for storage in storages(near) & alive.keys():
+                if last[storage] == place and node.op != "output" and alive[storage].op != "placeholder":
+                    now -= sizes[storage]
+                    del alive[storage]
+
+
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """Where in a graph the most memory is held: after the node at ``place``, by the nodes that made ``holding``."""
@@ -68,32 +207,17 @@ class Peak:
 
 
 def peak(graph: Graph) -> Peak:
-    """The peak. Arguments are held from the beginning to the end, what a node makes until its last use or a view's."""
-    last, alive, now = last_uses(graph), dict[int, Node](), 0
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for node in graph.nodes for t in tensors(node)}
+    """The peak of :func:`memory`, the first where there are several."""
     found = Peak(0, 0, {})
-    for place, node in enumerate(graph.nodes):
-        for storage in storages(node) - alive.keys():
-            alive[storage] = node
-            now += sizes[storage]
+    for place, (_, now, alive) in enumerate(memory(graph)):
         if now > found.nbytes:
             found = Peak(place, now, dict(alive))
-        for near in (node, *node.all_input_nodes):
-            for storage in storages(near) & alive.keys():
-                if last[storage] == place and node.op != "output" and alive[storage].op != "placeholder":
-                    now -= sizes[storage]
-                    del alive[storage]
     return found
 
 
-def last_uses(graph: Graph) -> dict[int, int]:
-    """For every storage the place in the graph of the last node that makes, views, reads or returns it."""
-    last: dict[int, int] = {}
-    for place, node in enumerate(graph.nodes):
-        for near in (node, *node.all_input_nodes):
-            for storage in storages(near):
-                last[storage] = place
-    return last
+def held(node: Node) -> int:
+    """Bytes of the memory that a node's results lie in."""
+    return sum(t.untyped_storage().nbytes() for t in tensors(node))
 
 
 def outputs(graph: Graph) -> list[Node]:
@@ -111,49 +235,40 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
 
     Raises ValueError, naming the input, where no result is left that fits.
     """
-    returned = outputs(graph)
-    held = {storage for node in graph.nodes if node.op == "placeholder" for storage in storages(node)}
-    free = [node for node in dict.fromkeys(returned) if not storages(node) & held]
-    given = set[int]().union(*map(storages, returned))
-    nodes = list(graph.nodes)
-    readers: dict[int, list[Node]] = {}
-    for node in nodes:
-        if node.op != "output":
-            for storage in storages(node).union(*map(storages, node.all_input_nodes)) & held:
-                readers.setdefault(storage, []).append(node)
+    nodes, last, returned = list(graph.nodes), last_uses(graph), outputs(graph)
     place = {node: i for i, node in enumerate(nodes)}
+    kept = {storage for node in returned for storage in storages(node)}
+    held = {storage for node in nodes if node.op == "placeholder" for storage in storages(node)}
+    free: dict[object, deque[Node]] = {}
+    for node in dict.fromkeys(returned):
+        if not storages(node) & held:
+            free.setdefault(_kind(node), deque()).append(node)
     for path, placeholder in donated.items():
-        if storages(placeholder) & given:
+        if storages(placeholder) & kept:
             continue  # it is returned itself, or a view of it
-        result = next((node for node in free if _alike(node, placeholder)), None)
-        if result is None:
+        if not (fitting := free.get(_kind(placeholder))):
             (t,) = tensors(placeholder)
             raise ValueError(
                 f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "
                 "do not donate it"
             )
-        free.remove(result)
-        (memory,) = storages(placeholder)
-        after = max([result, placeholder, *readers[memory]], key=place.__getitem__)
-        if after.op == "placeholder":
-            after = [node for node in nodes if node.op == "placeholder"][-1]
-        _write(graph, placeholder, result, after, place)
+        result = fitting.popleft()
+        after = nodes[max(place[result], *(last[storage] for storage in storages(placeholder)))]
+        users = [node for node in result.users if node in place and place[node] > place[after]]
+        with graph.inserting_after(after if after.op != "placeholder" else _last_placeholder(nodes)):
+            copy = graph.call_function(_aten.copy_.default, (placeholder, result))
+        copy.meta["val"] = placeholder.meta["val"]
+        for user in users:
+            user.replace_input_with(result, copy)
 
 
-def _alike(node: Node, placeholder: Node) -> bool:
-    found, (wanted,) = tensors(node), tensors(placeholder)
-    kind: Callable[[Tensor], object] = lambda t: (t.shape, t.dtype, t.stride(), t.device)
-    return len(found) == 1 and kind(found[0]) == kind(wanted)
+def _kind(node: Node) -> object:
+    """What a tensor and the one it is written over have in common."""
+    return tuple((t.shape, t.dtype, t.stride(), t.device) for t in tensors(node))
 
 
-def _write(graph: Graph, placeholder: Node, result: Node, after: Node, place: Mapping[Node, int]) -> None:
-    """Put a copy of ``result`` into ``placeholder``, behind both the result and the last reader of the old value."""
-    users = [node for node in result.users if node in place and place[node] > place[after]]
-    with graph.inserting_after(after):
-        copy = graph.call_function(_aten.copy_.default, (placeholder, result))
-    copy.meta["val"] = placeholder.meta["val"]
-    for user in users:
-        user.replace_input_with(result, copy)
+def _last_placeholder(nodes: Iterable[Node]) -> Node:
+    return [node for node in nodes if node.op == "placeholder"][-1]
 
 
 def describe(t: Tensor) -> str:

@@ -146,6 +146,9 @@ def on_a_mesh(world):
         assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
         traces.append(traffic)
     told = cost(f, adapters, local, tokens, comm)
+    with Peak() as peak:
+        replay(adapters, local, tokens, comm)
+    assert told.peak == told.arguments + peak.most
     assert len(replay.traced) == 1 and traces[0].calls == traces[1].calls
     assert sum(c.count for c in told.collectives) == len(traffic.calls)
     assert sum(c.payload for c in told.collectives) == traffic.payload()
@@ -164,3 +167,33 @@ def test_captured_on_ranks_is_eager_and_costs_what_is_counted(world):
         assert (
             gathers["all_gather"] == 2 * (CFG.num_layers + 1) + 1
         )  # every block but the embedding, again in the backward
+
+
+def donated_in_flight():
+    def f(a):
+        return a + 1, shard.all_gather(a, dist.group.WORLD).sum()
+
+    captured, a, sums = jit(f, donate=("a",)), torch.full((1 << 20,), float(dist.get_rank())), []
+    for _ in range(5):
+        a, total = captured(a)
+        sums.append(total.item() / a.numel())
+    return sums
+
+
+@pytest.mark.xdist_group("ranks")
+def test_what_a_collective_still_reads_is_not_written():
+    assert ranks.run(2, donated_in_flight) == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2
+
+
+def gathered():
+    x = torch.ones(1000, 2)
+    plain = cost(lambda x: shard.all_gather(x, dist.group.WORLD).sum(), x)
+    copied = cost(lambda x: shard.all_gather(x.mT, dist.group.WORLD).sum(), x)
+    return plain.peak - plain.arguments, copied.peak - copied.arguments, plain.read, plain.written
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_gather_takes_its_result_once():
+    """And the copy that it reads, where there is one, until it is waited for."""
+    one, two = 8_000, 16_000
+    assert ranks.run(2, gathered) == [(two + 4, two + one, one + two, two + 4)] * 2
