@@ -10,12 +10,23 @@ from types import ModuleType, TracebackType
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from . import graph, tree
 
 _OURS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("capture.py", "cost.py"))
 _HERE = (os.path.dirname(torch.__file__) + os.sep, *_OURS)
+
+
+def told(error: BaseException) -> TypeError | None:
+    """What an error of tracing means, with the place it came from; None where it is not about tracing."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return TypeError(_DATA.format(where(error), error.func))
+    if isinstance(error, RuntimeError):
+        mixed = "FakeTensor" in repr(error) or "devices" in str(error)
+        return TypeError(_MAPPED.format(where(error))) if mixed and "meta" in str(error) else None
+    outside = "convert all Tensors to FakeTensors" in str(error)
+    return TypeError(_CLOSED.format(closed_over(error))) if outside else None
 
 
 def where(error: BaseException) -> str:
@@ -50,3 +61,11 @@ def _places(error: BaseException) -> list[TracebackType]:
             found.append(place)
         place = place.tb_next
     return found
+
+
+_MAPPED = (  # its zero tangents are of the device meta, where all else is fake
+    "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
+    "differentiate the mapped function instead: jvp of vmap"
+)
+_CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
+_DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"

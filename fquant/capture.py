@@ -22,6 +22,8 @@ does beside computing happens when it is traced only.
 the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
+*Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
+
 Inside another capture or transform a captured function is the function itself.
 
 A captured function that communicates is called by every rank, in the same order; ranks compare what they are about to
@@ -39,12 +41,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
@@ -81,6 +78,7 @@ def jit(
     fn: Callable[..., Any] | None = None,
     *,
     donate: Sequence[str] = (),
+    passes: Sequence[graph.Pass] = (),
     compile: bool | str = False,
     recompute: bool = True,
     most: int = MOST,
@@ -88,6 +86,7 @@ def jit(
     """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
 
     donate    names of parameters that results may be written over
+    passes    functions of a torch.fx graph that change it in place, called in order before donation
     compile   hand the graph to torch.compile: True is Inductor, a string another backend
     recompute make cheap tensors again rather than holding them over the peak (see fquant.recompute)
     most      traces to make before giving up
@@ -99,10 +98,12 @@ def jit(
     functions, saying which.
     """
     if fn is None:
-        return functools.partial(jit, donate=donate, compile=compile, recompute=recompute, most=most)
+        options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute, "most": most}
+        return functools.partial(jit, **options)
     signature = signature_of(fn)
     if unknown := [name for name in donate if name not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
+    graph.check(passes)
     traced: dict[Any, Captured] = {}
 
     @functools.wraps(fn)
@@ -122,7 +123,7 @@ def jit(
             _check(fn, bound)
             if len(traced) == most:
                 raise RuntimeError(_too_many(fn, most, bound, list(traced)[-1]))
-            captured = trace(functools.partial(apply, fn), bound, over, recompute)
+            captured = trace(functools.partial(apply, fn), bound, over, passes, recompute)
             found = traced[key] = _compiled(captured, compile)
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():
@@ -132,10 +133,17 @@ def jit(
     return call
 
 
-def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = (), recompute: bool = True) -> Captured:
+def trace(
+    f: Callable[[Any], Any],
+    args: Any,
+    donate: Collection[int] = (),
+    passes: Sequence[graph.Pass] = (),
+    recompute: bool = True,
+) -> Captured:
     """``f(args)`` as a graph of the tensors in the tree ``args``, which may be real, fake or of the device meta.
 
-    ``donate`` holds the ids of those that results may be written over. Nothing is computed.
+    ``donate`` holds the ids of those that results may be written over, which happens after ``passes``. Nothing is
+    computed.
     """
     leaves, structure = tree.flatten(args)
     named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
@@ -154,19 +162,13 @@ def trace(f: Callable[[Any], Any], args: Any, donate: Collection[int] = (), reco
             fakes = [_fake(t, mode) for _, t in named]
             with mode:
                 module = make_fx(flat)(*fakes)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise TypeError(_DATA.format(blame.where(error), error.func)) from error
-    except RuntimeError as error:
-        if not ("FakeTensor" in repr(error) or "devices" in str(error)) or "meta" not in str(error):
+    except (AssertionError, RuntimeError) as error:
+        told = blame.told(error)
+        if told is None:
             raise
-        raise TypeError(_MAPPED.format(blame.where(error))) from error
-    except AssertionError as error:
-        if "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise TypeError(_CLOSED.format(blame.closed_over(error))) from error
+        raise told from error
     graph.tidy(module.graph)
-    if recompute:
-        recomputed(module.graph)
+    graph.run(module.graph, (*passes, recomputed) if recompute else passes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
     graph.donate(module.graph, over)
@@ -292,11 +294,3 @@ def _told(kind: Any) -> str:
 def fn_name(fn: Any) -> str:
     """What a function is called."""
     return getattr(fn, "__name__", None) or fn_name(getattr(fn, "func", type(fn)))
-
-
-_MAPPED = (  # its zero tangents are of the device meta, where all else is fake
-    "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
-    "differentiate the mapped function instead: jvp of vmap"
-)
-_CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
-_DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"

@@ -1,0 +1,91 @@
+"""Passes over a captured graph: when they are called, with what, and what is refused."""
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from fquant import cost, graph, jit
+from fquant.capture import trace
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def doubled(x):
+    return (x * 2).exp()
+
+
+def halved(g: Graph):
+    """Every product with 2 one with a half."""
+    for node in g.nodes:
+        if node.target is torch.ops.aten.mul.Tensor:
+            node.args = (node.args[0], node.args[1] / 4)
+
+
+def test_passes_change_what_is_replayed():
+    captured = jit(doubled, passes=(halved,))
+    assert torch.equal(captured(X), (X * 0.5).exp()) and torch.equal(captured(X + 1), ((X + 1) * 0.5).exp())
+    assert torch.equal(jit(passes=[halved, halved])(doubled)(X), (X * 0.125).exp())
+    assert torch.equal(jit(doubled)(X), (X * 2).exp())
+
+
+def test_passes_come_after_tidying_and_before_donation():
+    seen = []
+    note = lambda g: seen.append([node.target for node in g.nodes if node.op == "call_function"])
+    jit(lambda a: (a.detach() + 1, (a * 3).sum())[0], donate=("a",), passes=(note,))(X.clone())
+    assert seen == [[torch.ops.aten.add.Tensor]]
+
+
+def test_passes_count_in_the_cost():
+    def twice(g: Graph):
+        (node,) = (n for n in g.nodes if n.target is torch.ops.aten.exp.default)
+        with g.inserting_before(node):
+            again = g.create_node("call_function", node.target, node.args)
+        again.meta["val"] = node.meta["val"]
+
+    assert cost(doubled, X, passes=(twice,)).nodes == cost(doubled, X).nodes + 1
+
+
+def backwards(g: Graph):
+    last = [node for node in g.nodes if node.op == "call_function"][-1]
+    next(iter(g.nodes)).prepend(last)
+
+
+REFUSED = {
+    "no sequence": (halved, TypeError, "passes is a function; wanted a sequence of functions"),
+    "a string": ("halved", TypeError, "passes is a str"),
+    "no function": ((halved, "prefetch"), TypeError, r"passes\[1\] is a str; wanted a function of a graph"),
+    "a new graph": ((lambda g: Graph(),), TypeError, r"passes\[0\] returned a Graph; .* changed in place"),
+    "out of order": ((halved, backwards), RuntimeError, "used before it has been defined"),
+}
+
+
+@pytest.mark.parametrize("passes, error, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("use", [lambda p: jit(doubled, passes=p)(X), lambda p: cost(doubled, X, passes=p)])
+def test_what_is_no_pass(use, passes, error, message):
+    with pytest.raises(error, match=message):
+        use(passes)
+
+
+WRITES = {  # what a function writes of its two arguments
+    "nothing": (lambda a, b: a + b, ""),
+    "one": (lambda a, b: a.add_(b), "a"),
+    "the other": (lambda a, b: b.copy_(a), "b"),
+    "a view": (lambda a, b: a[1:].mul_(2) + b[:1], "a"),
+    "by name": (lambda a, b: torch.add(a, 1, out=b), "b"),
+    "many": (lambda a, b: torch._foreach_add_([a, b], 1) or a, "ab"),
+}
+
+
+@pytest.mark.parametrize("f, names", WRITES.values(), ids=WRITES)
+def test_what_is_written(f, names):
+    g = trace(lambda args: f(*args), (X.clone(), X.clone())).module.graph
+    memory = dict(zip("ab", (graph.storages(node) for node in g.nodes if node.op == "placeholder"), strict=False))
+    written = set().union(*map(graph.written, g.nodes))
+    assert written == set().union(*(memory[name] for name in names))
+
+
+def test_a_call_that_does_not_tell_what_it_writes():
+    g = Graph()
+    node = g.call_function(print, ())
+    with pytest.raises(ValueError, match="does not declare what it writes; make it a torch.library op"):
+        graph.written(node)
