@@ -1,5 +1,6 @@
-"""Where arrays live and how they travel: a mesh, bundles of bytes, and pure collectives."""
+"""Where arrays live and how they travel: a mesh, bundles of bytes, pure collectives, and when they are issued."""
 
+from . import schedule
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
 from .comm import comm
@@ -10,5 +11,5 @@ from .spec import Rules
 
 __all__ = [
     "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "local", "mesh",
-    "place", "psum", "reduce", "reduce_scatter", "replicate", "share", "traffic",
+    "place", "psum", "reduce", "reduce_scatter", "replicate", "schedule", "share", "traffic",
 ]  # fmt: skip
