@@ -104,8 +104,9 @@ def loss(
     Targets are int ``[... t]``, those of -100 ignored. Raises what :func:`forward` and ``head.cross_entropy`` raise.
     """
     x = hidden(params, tokens, cfg, comm, segments, dtype)
+    tied = comm.load(params.embed) if cfg.tied else None  # first, the larger of two: on a mesh it then comes ahead
     final = comm.load(params.final)  # not recomputed: the gradient of x is made in the same pass as the loss
-    weight = comm.load(params.embed) if cfg.tied else final.head
+    weight = final.head if tied is None else tied
     return head.cross_entropy(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
@@ -154,8 +155,9 @@ def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Te
 
 
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:
+    tied = comm.load(embed) if cfg.tied else None
     final = comm.load(final)
-    head = comm.load(embed) if cfg.tied else final.head
+    head = final.head if tied is None else tied
     return linear(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), head)
 
 

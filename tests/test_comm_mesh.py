@@ -124,8 +124,8 @@ def test_one_all_gather_a_block_forward_and_one_in_the_recompute(axes, tied, ord
     embed, final = padded(base.embed, n), padded(base.final, n)
     layers = [padded(layer, n) for layer in base.layers]
     head = [embed] if tied else []  # a tied head gathers the embedding once more, and again in its recompute
-    forward = [embed, *layers, final, *head]
-    backward = [final, *head, *layers[::-1]]
+    forward = [embed, *layers, *head, final]
+    backward = [*head, final, *layers[::-1]]
     for *_, calls in ranks.run(math.prod(axes.values()), on_mesh, axes, tied, False, 4, None, order):
         assert calls == [("all_gather", size, n) for size in forward + backward]
 
