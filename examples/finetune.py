@@ -1,8 +1,9 @@
 """The training that examples/qlora.py starts on every rank: quantise, place, take steps, measure.
 
-All of it is functions of a frozen Run and a State, a tree. The heart is four lines:
+All of it is functions of a frozen Run and a State, a tree. The heart is five lines:
 
-    grads, value = jit(grad_and_value(loss))(adapters, local(base), share(batch), count, keys, cfg, comm)
+    gradient     = jit(grad_and_value(loss), passes=(schedule.prefetch(),))
+    grads, value = gradient(adapters, local(base), share(batch), count, keys, cfg, comm)
     grads        = reduce(grads)
     updates, moments = opt.update(grads, moments, adapters)
     adapters     = apply(adapters, updates)
@@ -149,7 +150,8 @@ def start(options: Options) -> tuple[Run, State]:
     base, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), rules, mesh, work.cfg)
     schedule = options.learning_rate()
     opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    run = Run(options, work, mesh, rules, shard.comm(mesh, rules), base, schedule, opt, jit(grad_and_value(loss)))
+    gradient = jit(grad_and_value(loss), passes=(shard.schedule.prefetch(),))
+    run = Run(options, work, mesh, rules, shard.comm(mesh, rules), base, schedule, opt, gradient)
     state = State(adapters, opt.init(adapters), torch.tensor(0))
     return run, state if options.resume is None else agree.attempt("resume", partial(load, options, state))
 
