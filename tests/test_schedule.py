@@ -173,7 +173,7 @@ def test_what_is_computed_or_written_is_not_gathered_ahead():
 
 def program(draw):
     """A random program of gathers of arguments, views, copies and results, and of writes to arguments and views."""
-    script = [(draw.choice("gvcmwrs"), draw.random(), draw.random()) for _ in range(draw.randint(2, 14))]
+    script = [(draw.choice("ggvvcmwwrs"), draw.random(), draw.random()) for _ in range(draw.randint(2, 14))]
 
     def f(args):
         args, total = list(args), torch.zeros(())

@@ -1,5 +1,7 @@
 """A step on a mesh, scheduled: the same bits, the same order on every rank, within its budget, and overlapped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +23,17 @@ from .test_schedule import early, gathers, passed, run, under_way, written_under
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def setting():
-    """A step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch."""
+def setting(sums=False):
+    """A step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch.
+
+    With ``sums`` each block takes sums over ranks too, in between its products.
+    """
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
     adapters, state, base = start()
     placed, adapters = shard.place((base, adapters), decoder.dims(CFG), rules, mesh, CFG)
-    comm = shard.comm(mesh, rules)
+    comm, group = shard.comm(mesh, rules), mesh.get_group("fsdp")
+    if sums:
+        comm = replace(comm, exit=lambda y: y + shard.exit(y.sum(), group) / 1000)
 
     def loss(adapters, base, tokens):
         params = lora.attach(base, adapters)
@@ -106,6 +113,25 @@ def test_scheduled_is_unscheduled(world):
         assert peak["nothing fits"] == peak["plain"] < peak["depth 100"]
         assert peak["depth 1"] <= peak["plain"] + block and peak["depth 2"] <= peak["plain"] + 2 * block
         assert peak["last kept"] <= peak["plain"] + 2 * block + block // 2
+
+
+def beside_sums():
+    step, args, mesh = setting(sums=True)
+    plain = trace(lambda args: step(**args), args)
+    wanted, orders = step(**args), []
+    for passes in ((), (prefetch(1),), (prefetch(2),), (prefetch(3),)):
+        scheduled = passed(plain, *passes)
+        assert equal(run(scheduled, args), wanted)
+        orders.append([(row.name, row.nbytes, row.of) for row in show(scheduled)])
+    return orders
+
+
+def test_the_order_beside_other_collectives():
+    found = ranks.run(3, beside_sums, timeout=120)
+    assert found[1:] == found[:1] * 2
+    plain, *orders = found[0]
+    assert len(plain) == 6 + 8 + 1 and all(sorted(order) == sorted(plain) for order in orders)
+    assert len({tuple(order) for order in (plain, *orders)}) == 4  # gathers pass sums
 
 
 def donated_on_a_mesh():
