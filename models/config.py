@@ -5,7 +5,8 @@ A frozen value. It is static wherever it appears, so a captured step, a fingerpr
 ``from_hf`` reads the ``config.json`` of a Hugging Face folder and is strict: a key is either understood, known to be
 without effect on the forward pass, or an error. An option that is not known here could change the result, and a wrong
 logit is worse than a refused file. What is absent or null has LlamaConfig's default where that says what the model is
-(no biases, no grouping of heads), and is otherwise an error. Both spellings of the rotary embedding are read,
+(no biases, no grouping of heads), and is otherwise an error; of a Qwen3 the heads have to be given, since its classes
+take others for granted. Both spellings of the rotary embedding are read,
 transformers 4's (``rope_theta`` and ``rope_scaling``) and 5's (``rope_parameters``); ``to_hf`` writes both, so that
 either version loads it.
 """
@@ -17,6 +18,8 @@ from typing import Any
 
 from fquant import tree
 
+# Model type -> the class in transformers that is meant, and what it is called in messages.
+KINDS = {"llama": ("LlamaForCausalLM", "Llama"), "qwen3": ("Qwen3ForCausalLM", "Qwen3")}
 # Rope type -> its options, as Hugging Face names them and in the order of RopeScaling's fields.
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -79,8 +82,9 @@ class RopeScaling:
 @tree.value
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Shape of a Llama: sizes are counts of elements, ``hidden`` is the width of the MLP, ``tied`` shares the
-    embedding with the head. Raises ValueError when the heads do not divide."""
+    """Shape of a Llama, or with ``qk_norm`` of a Qwen3: sizes are counts of elements, ``hidden`` is the width of the
+    MLP, ``tied`` shares the embedding with the head, ``qk_norm`` normalises every head's queries and keys. Raises
+    ValueError when the heads do not divide."""
 
     vocab: int
     dim: int
@@ -96,6 +100,7 @@ class Config:
     tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden", "max_positions"):
@@ -106,10 +111,14 @@ class Config:
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}; "
                 "every key-value head must serve equally many heads"
             )
-        if self.dim % self.num_heads:
+        if self.dim % self.num_heads and not self.qk_norm:
             raise ValueError(
                 f"dim = {self.dim} is not a multiple of num_heads = {self.num_heads}; LlamaConfig wants it to be, "
                 "even where head_dim is given"
+            )
+        if self.mlp_bias and self.qk_norm:
+            raise ValueError(
+                "mlp_bias = True beside qk_norm = True; a Qwen3 has no biases in its MLP, set one to False"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its elements, use an even one")
@@ -122,10 +131,11 @@ def from_hf(raw: dict[str, Any]) -> Config:
     or rope type, for a missing or unknown key, for heads that do not divide, and for pre-quantised checkpoints.
     """
     raw = {key: item for key, item in raw.items() if item is not None}
-    if (got := raw.pop("model_type", None)) != "llama":
-        raise ValueError(f"model_type = {got!r}, want 'llama'; other architectures are not implemented")
-    if (got := raw.pop("architectures", ["LlamaForCausalLM"])) != ["LlamaForCausalLM"]:
-        raise ValueError(f"architectures = {got!r}, want ['LlamaForCausalLM']; save the causal language model")
+    if (kind := raw.pop("model_type", None)) not in tuple(KINDS):
+        raise ValueError(f"model_type = {kind!r}, want {' or '.join(map(repr, KINDS))}; others are not implemented")
+    architecture, name = KINDS[kind]
+    if (got := raw.pop("architectures", [architecture])) != [architecture]:
+        raise ValueError(f"architectures = {got!r}, want {[architecture]!r}; save the causal language model")
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "?"
         raise ValueError(
@@ -137,11 +147,13 @@ def from_hf(raw: dict[str, Any]) -> Config:
             raise ValueError(f"{key} = {got!r}, want {wanted!r}; {fix}")
     theta, scaling = _rope(raw)
     dim, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
-    if "head_dim" not in raw and dim % num_heads:
+    if qwen := kind == "qwen3":
+        _refuse_windows(raw)
+    elif "head_dim" not in raw and dim % num_heads:
         raise ValueError(
             f"hidden_size = {dim} is not a multiple of num_attention_heads = {num_heads}; correct one of them"
         )
-    num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
+    num_kv_heads = _integer(raw, "num_key_value_heads", None if qwen else num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}; "
@@ -153,7 +165,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
         num_layers=_integer(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_integer(raw, "head_dim", dim // num_heads),
+        head_dim=_integer(raw, "head_dim", None if qwen else dim // num_heads),
         hidden=_integer(raw, "intermediate_size"),
         norm_eps=_number(raw, "rms_norm_eps"),
         rope_theta=theta,
@@ -162,11 +174,12 @@ def from_hf(raw: dict[str, Any]) -> Config:
         tied=_boolean(raw, "tie_word_embeddings"),
         attention_bias=_boolean(raw, "attention_bias"),
         mlp_bias=_boolean(raw, "mlp_bias"),
+        qk_norm=qwen,
     )
     if unknown := sorted(raw.keys() - _READ - _HARMLESS):
         raise ValueError(
-            f"{unknown[0]} = {raw[unknown[0]]!r} is not a key of a Llama config that is known here, and it may change "
-            "the forward pass; remove it if it does not"
+            f"{unknown[0]} = {raw[unknown[0]]!r} is not a key of a {name} config that is known here, and it may "
+            "change the forward pass; remove it if it does not"
         )
     return cfg
 
@@ -177,9 +190,11 @@ def to_hf(cfg: Config) -> dict[str, Any]:
     if (given := cfg.rope_scaling) is not None:
         values = (given.factor, given.low_freq_factor, given.high_freq_factor, given.original_max_position)
         scaling = {"rope_type": given.kind, **dict(zip(ROPE_KINDS[given.kind], values, strict=False))}
+    kind = "qwen3" if cfg.qk_norm else "llama"
+    own = {"use_sliding_window": False} if cfg.qk_norm else {"mlp_bias": cfg.mlp_bias}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [KINDS[kind][0]],
+        "model_type": kind,
         "vocab_size": cfg.vocab,
         "hidden_size": cfg.dim,
         "num_hidden_layers": cfg.num_layers,
@@ -196,13 +211,24 @@ def to_hf(cfg: Config) -> dict[str, Any]:
         "tie_word_embeddings": cfg.tied,
         "attention_bias": cfg.attention_bias,
         "attention_dropout": 0.0,
-        "mlp_bias": cfg.mlp_bias,
+        **own,
         "bos_token_id": None,  # absent would mean 1 and 2
         "eos_token_id": None,
     }
 
 
 _READ = frozenset(to_hf(Config(2, 2, 1, 1, 1, 2, 2)))
+
+
+def _refuse_windows(raw: dict[str, Any]) -> None:
+    """Take what Qwen3 says of sliding windows out of ``raw``; raises ValueError when they are in use."""
+    if (got := raw.pop("use_sliding_window", False)) is not False:
+        raise ValueError(f"use_sliding_window = {got!r}, want False; sliding windows are not implemented")
+    full = ["full_attention"] * _integer(raw, "num_hidden_layers")
+    if (got := raw.pop("layer_types", full)) != full:
+        raise ValueError(f"layer_types = {got!r}, want 'full_attention' for each of {len(full)} layers; correct it")
+    for unused in ("sliding_window", "max_window_layers"):
+        raw.pop(unused, None)
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -245,7 +271,7 @@ def _rope_table(key: str, raw: dict[str, Any], start: dict[str, Any]) -> dict[st
 
 def _get(raw: dict[str, Any], key: str, default: Any) -> Any:
     if (got := raw.get(key, default)) is None:
-        raise ValueError(f"{key} is missing; a Llama config wants it, take it from the model's original config.json")
+        raise ValueError(f"{key} is missing; every config wants it, take it from the model's original config.json")
     return got
 
 

@@ -1,8 +1,9 @@
-"""The Llama decoder as a function of its parameters.
+"""The decoder of the Llama family, Qwen3 among it, as a function of its parameters.
 
     Params
       embed            [vocab dim]
-      layers.N         attn_norm, q, k, v, o, mlp_norm, gate, up, down, and biases where the config has them
+      layers.N         attn_norm, q, k, v, o, mlp_norm, gate, up, down, and biases and the norms of queries and keys
+                       where the config has them
       final            norm, and head unless it is tied to the embedding
 
 Weights are ``[out in]``. Any of them may be a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` know. A
@@ -34,7 +35,8 @@ INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 
 @tree.node
 class Layer:
-    """One decoder layer. Biases are absent unless ``cfg.attention_bias`` or ``cfg.mlp_bias``."""
+    """One decoder layer. Biases are absent unless ``cfg.attention_bias`` or ``cfg.mlp_bias``, the norms of queries and
+    keys unless ``cfg.qk_norm``."""
 
     attn_norm: Any  # [dim]
     q: Any  # [num_heads * head_dim, dim]
@@ -52,6 +54,8 @@ class Layer:
     gate_bias: Any = None
     up_bias: Any = None
     down_bias: Any = None
+    q_norm: Any = None  # [head_dim]
+    k_norm: Any = None  # [head_dim]
 
 
 @tree.node
@@ -142,6 +146,8 @@ def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None,
         rearrange(linear(y, w, b), "... t (h e) -> ... t h e", e=cfg.head_dim)
         for w, b in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
+    if cfg.qk_norm:
+        q, k = (blocks.rms_norm(h, w, cfg.norm_eps) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
     y = attention(blocks.rotate(q, cos, sin), blocks.rotate(k, cos, sin), v, runs)
     x = x + _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     y = comm.enter(blocks.rms_norm(x, layer.mlp_norm, cfg.norm_eps))
@@ -163,7 +169,7 @@ def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     """The tree of ``cfg`` with meta tensors for leaves."""
-    sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden}
+    sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
 
     def block(named: dict[str, str]) -> dict[str, Tensor]:
@@ -180,7 +186,7 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
 def dims(cfg: Config) -> dict[str, dict[str, str]]:
     """The named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
-    A block is what one ``comm.load`` loads. The names are vocab, embed, heads, kv_heads and ffn.
+    A block is what one ``comm.load`` loads. The names are vocab, embed, heads, kv_heads, head and ffn.
     """
     layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
     layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
@@ -188,6 +194,8 @@ def dims(cfg: Config) -> dict[str, dict[str, str]]:
         layer |= {"q_bias": "heads", "k_bias": "kv_heads", "v_bias": "kv_heads", "o_bias": "embed"}
     if cfg.mlp_bias:
         layer |= {"gate_bias": "ffn", "up_bias": "ffn", "down_bias": "embed"}
+    if cfg.qk_norm:
+        layer |= {"q_norm": "head", "k_norm": "head"}  # one for all heads
     final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
     return {"embed": {"": "vocab embed"}, **{f"layers.{i}": dict(layer) for i in range(cfg.num_layers)}, "final": final}
 

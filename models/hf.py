@@ -1,4 +1,4 @@
-"""Llama folders in Hugging Face's layout: one table of names, lazy opening, loading and saving.
+"""Llama and Qwen3 folders in Hugging Face's layout: one table of names, lazy opening, loading and saving.
 
     cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
     cfg, params = hf.load(folder)      # every leaf a tensor
@@ -43,6 +43,8 @@ LAYER = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
 }
 MODEL_PATHS = {name: path for path, name in MODEL.items()}
 LAYER_PATHS = {name: path for path, name in LAYER.items()}

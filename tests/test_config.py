@@ -65,6 +65,24 @@ READS = {
 }
 
 
+QWEN = BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+QWEN_CFG = dataclasses.replace(CFG, qk_norm=True)
+READS |= {
+    "qwen3": (QWEN, QWEN_CFG),
+    "qwen3, flags": (
+        QWEN | {"tie_word_embeddings": True, "attention_bias": True, "rope_theta": 1e6},
+        dataclasses.replace(QWEN_CFG, tied=True, attention_bias=True, rope_theta=1e6),
+    ),
+    "qwen3, heads beside dim": (QWEN | {"num_attention_heads": 6}, dataclasses.replace(QWEN_CFG, num_heads=6)),
+    "qwen3, windows unused": (
+        QWEN
+        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+        | {"layer_types": ["full_attention"] * 2},
+        QWEN_CFG,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", READS)
 def test_from_hf(name):
     extra, wanted = READS[name]
@@ -75,7 +93,7 @@ def test_from_hf(name):
 @pytest.mark.parametrize("name", READS)
 def test_transformers_agrees(name):
     _, cfg = READS[name]
-    theirs = transformers.LlamaConfig(**to_hf(cfg))
+    theirs = (transformers.Qwen3Config if cfg.qk_norm else transformers.LlamaConfig)(**to_hf(cfg))
     assert from_hf(json.loads(theirs.to_json_string(use_diff=True))) == cfg
 
 
@@ -110,6 +128,16 @@ WRONG = {
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1, want 0.0; set it to 0.0"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"already quantised \(gptq\), want float weights"),
     "unknown": ({"sliding_window": 128}, "sliding_window = 128 is not a key of a Llama config"),
+    "unknown to qwen3": (QWEN | {"window": 128}, "window = 128 is not a key of a Qwen3 config"),
+    "qwen3 as llama": ({"model_type": "qwen3"}, r"architectures = \['LlamaForCausalLM'\], want \['Qwen3ForCausalLM'\]"),
+    "windows": (QWEN | {"use_sliding_window": True}, "use_sliding_window = True, want False; sliding windows are not"),
+    "layers of windows": (
+        QWEN | {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types = .*'sliding_attention'., want 'full_attention' for each of 2 layers",
+    ),
+    "qwen3 without head_dim": (QWEN | {"head_dim": None}, "head_dim is missing"),
+    "qwen3 without key heads": (QWEN | {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    "qwen3 with MLP biases": (QWEN | {"mlp_bias": True}, "mlp_bias = True beside qk_norm = True"),
 }
 
 

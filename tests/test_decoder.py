@@ -23,6 +23,7 @@ VARIANTS = {
     "biases, scaling": dataclasses.replace(
         CFG, attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8)
     ),
+    "qk norm": dataclasses.replace(CFG, qk_norm=True),
 }
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2, 2, 3, 3, 3, 3, 0], [0, 0, 0, 0, 0, 0, 0]])
@@ -236,14 +237,14 @@ def test_shapes_dims_init_agree(name):
     for block, inner in decoder.dims(cfg).items():
         flat |= {f"{block}.{path}".rstrip("."): names.split() for path, names in inner.items()}
     assert list(flat) == tree.paths(like)
-    size = {"vocab": 17, "embed": 12, "heads": 16, "kv_heads": 8, "ffn": 20}
+    size = {"vocab": 17, "embed": 12, "heads": 16, "kv_heads": 8, "head": 4, "ffn": 20}
     for (path, meta), real in zip(tree.items(like), tree.leaves(params), strict=True):
         assert meta.is_meta and meta.dtype == real.dtype == torch.bfloat16
         assert tuple(meta.shape) == tuple(real.shape) == tuple(size[n] for n in flat[path])
 
 
 def test_init():
-    cfg = Config(256, 128, 2, 4, 2, 32, 256, attention_bias=True)
+    cfg = Config(256, 128, 2, 4, 2, 32, 256, attention_bias=True, qk_norm=True)
     params = decoder.init(cfg, random.key(0))
     for path, leaf in tree.items(params):
         if leaf.dim() == 2:  # at least 8192 draws: std within 5 of its own deviations

@@ -27,6 +27,11 @@ CONFIGS = {
     "everything": dataclasses.replace(
         GQA, head_dim=8, num_kv_heads=1, attention_bias=True, mlp_bias=True, tied=True, rope_scaling=LLAMA3
     ),
+    "qwen3": dataclasses.replace(GQA, qk_norm=True, norm_eps=1e-6, rope_theta=1e6),
+    "qwen3, heads beside dim, tied": dataclasses.replace(GQA, num_heads=6, num_kv_heads=3, qk_norm=True, tied=True),
+    "qwen3, everything": dataclasses.replace(
+        GQA, num_heads=5, num_kv_heads=1, attention_bias=True, tied=True, rope_scaling=LLAMA3, qk_norm=True
+    ),
 }
 TOKENS = torch.randint(0, 96, (2, 100), generator=torch.Generator().manual_seed(0))
 
@@ -43,7 +48,15 @@ def random_params(cfg, dtype=torch.float32):
 
 
 def theirs(folder, dtype: Any = torch.float32):
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def architecture(cfg):
+    """The class and the configuration in transformers."""
+    if cfg.qk_norm:
+        return transformers.Qwen3ForCausalLM, transformers.Qwen3Config
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig
 
 
 def logits_of(model):
@@ -57,7 +70,9 @@ def test_transformers_reads_ours(name, sharded, tmp_path):
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])
     hf.save(tmp_path, cfg, params, max_shard_bytes=60_000 if sharded else 5 << 30)
     assert (tmp_path / hf.INDEX).exists() == sharded and (tmp_path / hf.SINGLE).exists() != sharded
-    ours, wanted = decoder.forward(params, TOKENS, cfg), logits_of(theirs(tmp_path))
+    model = theirs(tmp_path)
+    ours, wanted = decoder.forward(params, TOKENS, cfg), logits_of(model)
+    assert isinstance(model, architecture(cfg)[0])
     assert wanted.std() > 0.5
     torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5)
     again, loaded = hf.load(tmp_path)
@@ -71,7 +86,8 @@ def test_transformers_reads_ours(name, sharded, tmp_path):
 def test_ours_reads_transformers(name, sharded, tmp_path):
     cfg = CONFIGS[name]
     config: Any = {**to_hf(cfg), "attn_implementation": "eager"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    model_of, config_of = architecture(cfg)
+    model = model_of(config_of(**config)).eval()
     generator = torch.Generator().manual_seed(3)
     for p in model.parameters():
         p.data = (0.15 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator) + (p.dim() == 1)
@@ -109,9 +125,11 @@ def test_lazy_reads_no_weights(tmp_path):
             leaf.read()
 
 
-def test_names():
-    cfg = CONFIGS["biases"]
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(cfg)))
+@pytest.mark.parametrize("name", ["biases", "qwen3, everything"])
+def test_names(name):
+    cfg = dataclasses.replace(CONFIGS[name], tied=False)
+    model_of, config_of = architecture(cfg)
+    model = model_of(config_of(**to_hf(cfg)))
     assert sorted(map(hf.tensor_name, tree.paths(decoder.shapes(cfg)))) == sorted(model.state_dict())
     modules = {name for name, _ in model.named_modules()}
     for path in tree.paths(decoder.shapes(GQA)):
