@@ -140,7 +140,7 @@ def on_a_mesh(world):
     traces = []
     for i in range(2):
         tokens = tokens_of(i + dist.get_rank())
-        with shard.traffic() as traffic:
+        with shard.traffic() as traffic, Peak() as peak:
             got = replay(adapters, local, tokens, comm)
         wanted = f(adapters, local, tokens, comm)
         assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
@@ -154,6 +154,10 @@ def on_a_mesh(world):
     assert sum(c.payload for c in told.collectives) == traffic.payload()
     assert sum(c.sent for c in told.collectives) == traffic.sent
     assert {c.ranks for c in told.collectives} <= {world}
+    assert told.peak == told.arguments + peak.most
+    gathered = cost(lambda x: shard.all_gather(x, mesh.get_group("fsdp")).sum(), torch.ones(1000))
+    assert gathered.peak == 4000 + world * 4000 + 4  # what is waited for is what was sent for, and is there once
+    assert gathered.read == 4000 + world * 4000 and gathered.written == world * 4000 + 4
     return [(c.name, c.count, c.payload) for c in told.collectives]
 
 
