@@ -164,10 +164,14 @@ def loss(
     keys: Tensor | None,
     cfg: Config,
     comm: Comm = LOCAL,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Summed loss of the rows of ``batch`` over ``count``, the tokens of the whole batch that count: f32[]."""
+    """Summed loss of the rows of ``batch`` over ``count``, the tokens of the whole batch that count: f32[].
+
+    ``dtype`` is that of the residual stream.
+    """
     params = lora.attach(base, adapters, keys)
-    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, torch.float32, count)
+    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, dtype, count)
 
 
 def gradients(run: Run, base: Any, adapters: lora.Adapters, step: int) -> tuple[Any, Tensor, Tensor]:

@@ -8,7 +8,7 @@ The step is captured as ``jit`` captures it, on fake tensors, and its graph is w
 * *Memory*: arguments are there from the beginning to the end. What a node makes is there until the last node that uses
   it or a view of it. The peak is the most that is there at once; ``holding`` says what that is.
 * *FLOPs*: of matrix products, convolutions and attention, by torch's own formulas (``torch.utils.flop_counter``), and
-  of packed products by the same count; elementwise work is bytes, not FLOPs.
+  of packed products and attention on CPUs by ours (fquant.flops); elementwise work is bytes, not FLOPs.
 * *Bytes read and written*: of every node but views, as if nothing were in a cache and nothing fused.
 * *Collectives*: by op and group, their number, their payload (the whole gathered or summed buffer), and what one rank
   sends when each goes around a ring.
@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from . import capture, graph
+from .flops import flops
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
@@ -96,7 +97,7 @@ def of(captured: capture.Captured) -> Cost:
         arguments=arguments,
         peak=peak.nbytes,
         holding=tuple(sorted(holding, key=lambda held: -held.nbytes)),
-        flops=sum(map(graph.flops, calls)),
+        flops=sum(map(flops, calls)),
         read=sum(graph.nbytes(t) for node in working for near in node.all_input_nodes for t in graph.tensors(near)),
         written=sum(graph.nbytes(t) for node in working for t in graph.tensors(node)),
         collectives=_collectives(calls),

@@ -14,14 +14,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 Pass = Callable[[Graph], None]  # changes a graph in place, but for its inputs and what its results are
 
@@ -154,16 +153,6 @@ def substitute(graph: Graph, old: Node, new: Node) -> None:
             args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
             with next(t.fake_mode for t in tensors(node) if isinstance(t, FakeTensor)):
                 node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def flops(node: Node) -> int:
-    """FLOPs of a node by torch's own formulas; of what has none, elementwise work say, 0."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    value = lambda x: x.meta["val"] if isinstance(x, Node) else x
-    args, kwargs = map_arg((node.args, node.kwargs), value)
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def last_uses(graph: Graph) -> dict[int, int]:

@@ -5,11 +5,11 @@ from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
 from .comm import comm
 from .data import psum, reduce, share
-from .mesh import close, mesh
-from .place import collect, local, place, replicate
+from .mesh import close, imagined, mesh
+from .place import collect, local, outline, place, replicate
 from .spec import Rules
 
 __all__ = [
-    "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "local", "mesh",
-    "place", "psum", "reduce", "reduce_scatter", "replicate", "schedule", "share", "traffic",
+    "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "imagined", "local",
+    "mesh", "outline", "place", "psum", "reduce", "reduce_scatter", "replicate", "schedule", "share", "traffic",
 ]  # fmt: skip

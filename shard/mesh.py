@@ -4,6 +4,8 @@
     ...
     shard.close()
 
+    with shard.imagined(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
+
 ``dp`` replicates weights and splits the batch; ``fsdp`` splits the bytes of weights, and the batch too. The result is
 torch's DeviceMesh.
 
@@ -26,12 +28,14 @@ import functools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from . import agree
 
@@ -51,15 +55,40 @@ def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
     start(timeout)
     agree.same("mesh", {"axes": ", ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"})
     check_axes(axes)
-    world = dist.get_world_size()
-    sizes = tuple(axes.get(name, 1) for name in AXES)
+    world, sizes = dist.get_world_size(), _sizes(axes)
     if math.prod(sizes) != world:
         shown = ",".join(f"{name}={size}" for name, size in axes.items()) or "(no axes)"
         raise ValueError(
             f"mesh {shown} has {math.prod(sizes)} ranks, and this job has {world}; "
             f"wanted sizes that multiply to {world}, such as fsdp={world}"
         )
-    grid = torch.arange(world).reshape(sizes)
+    return _grid(sizes, timeout)
+
+
+@contextmanager
+def imagined(**axes: int) -> Iterator[DeviceMesh]:
+    """The mesh of ``axes``, of any size, as its first rank sees it, in this process alone: to trace and to price steps.
+
+    Its groups are torch's fake ones, whose collectives do nothing, and are gone when the block is left. Raises
+    ValueError for an unknown axis, RuntimeError where a process group runs already.
+    """
+    check_axes(axes)
+    if dist.is_initialized():
+        raise RuntimeError("imagined: this process has a process group already; use shard.close() first")
+    sizes = _sizes(axes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    try:
+        yield _grid(sizes, TIMEOUT)
+    finally:
+        dist.destroy_process_group()
+
+
+def _sizes(axes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(axes.get(name, 1) for name in AXES)
+
+
+def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
+    grid = torch.arange(math.prod(sizes)).reshape(sizes)
     along = [_groups_along(grid, dim, timeout) for dim in range(len(sizes))]
     return DeviceMesh.from_group(along, "cpu", mesh=grid, mesh_dim_names=AXES)
 

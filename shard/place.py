@@ -61,11 +61,7 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
         return facts | {f"dims of {path}": repr(names) for path, names in dims.items()}
 
     agree.same("place", agree.attempt("place", given))
-    spec.check(rules, mesh)
-    outline = lazy.like(base)
-    spec.check_dims(dims, outline)
-    ranks = mesh[rules.block].size() if rules.block else 1
-    layouts = {path: bundle.plan(tree.get(outline, path), ranks) for path in sorted(dims)}
+    layouts, ranks = _layouts(base, dims, rules, mesh)
     part = mesh[rules.block].get_local_rank() if rules.block else 0
     parts = {path: torch.zeros(layout.size // ranks, dtype=torch.uint8) for path, layout in layouts.items()}
     fill = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
@@ -76,8 +72,33 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
         path: Bundle(DTensor.from_local(parts[path], mesh, placements, run_check=False), layout)
         for path, layout in layouts.items()
     }
-    out = tree.map_with_path(lambda path, _: placed[path], base, is_leaf=_at(base, dims))
+    out = _with(base, placed)
     return (out, *map(replicate, beside)) if isinstance(params, tuple) else out
+
+
+def outline(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
+    """``local(place(params, dims, rules, mesh))`` in meta tensors: no rank is asked, nothing is read.
+
+    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError when a weight is in no block.
+    """
+    layouts, ranks = _layouts(params, dims, rules, mesh)
+    parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
+    return _with(params, {path: Bundle(parts[path], layout) for path, layout in layouts.items()})
+
+
+def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int]:
+    """How every block will lie, and over how many ranks."""
+    spec.check(rules, mesh)
+    like = lazy.like(params)
+    spec.check_dims(dims, like)
+    ranks = mesh[rules.block].size() if rules.block else 1
+    return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, ranks
+
+
+def _with(params: Any, blocks: dict[str, Bundle]) -> Any:
+    """``params`` with ``blocks`` in place of what lies at their paths."""
+    chosen = {id(tree.get(params, path)) for path in blocks}
+    return tree.map_with_path(lambda path, _: blocks[path], params, is_leaf=lambda x: id(x) in chosen)
 
 
 def replicate(x: Any) -> Any:
@@ -199,11 +220,6 @@ def _keep(part: Tensor, begin: int, offset: int, sent: Tensor) -> None:
     low, high = max(begin, offset), min(begin + part.numel(), offset + sent.numel())
     if low < high:
         part[low - begin : high - begin] = sent[low - offset : high - offset]
-
-
-def _at(base: Any, dims: Dims) -> Any:
-    chosen = {id(tree.get(base, path)) for path in dims}
-    return lambda x: id(x) in chosen
 
 
 def _map_bundles(f: Any, x: Any) -> Any:

@@ -31,6 +31,7 @@ from torch.fx import Graph, Node
 
 from fquant import graph
 from fquant.capture import Captured
+from fquant.flops import flops
 
 _COPIES = (torch.ops.aten.clone.default,)
 _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -244,8 +245,8 @@ def show(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
         wait, group = _wait(node), str(node.args[-1])
         between = [n for n in calls[place[node] + 1 : place[wait]] if not graph.is_view(n) and _name(n) is None]
         size = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
-        of, flops = path.get(_origin(node)[0], ""), sum(map(graph.flops, between))
-        rows.append(Row(name, axes.get(group, group), of, size, place[node], place[wait], len(between), flops))
+        of, work = path.get(_origin(node)[0], ""), sum(map(flops, between))
+        rows.append(Row(name, axes.get(group, group), of, size, place[node], place[wait], len(between), work))
     return rows
 
 

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fquant", "shard", "models", "examples")
 OURS = (*PACKAGES, "tests")
-GROUND = ("tree", "lazy", "comm", "remat", "capture", "graph", "order")  # what shard may import of fquant
+GROUND = ("tree", "lazy", "comm", "remat", "capture", "graph", "flops", "order")  # what shard may import of fquant
 MAY_IMPORT = {
     "fquant": {"fquant"},
     "shard": {"shard", "fquant"},

@@ -66,6 +66,37 @@ def test_bad_axes_are_refused_on_every_rank(n, axes, message):
         assert failure.type == "ValueError" and failure.message.startswith(message)
 
 
+def imagined(axes):
+    with pytest.raises(RuntimeError, match="imagined: this process has a process group already; use shard.close"):
+        with shard.imagined(**axes):
+            pass
+    shard.close()
+    found = []
+    for again in range(2):  # what was torn down can be made again
+        with shard.imagined(**axes) as mesh:
+            sizes = [mesh.get_group(name).size() for name in AXES]
+            whole = [g.size() for g in groups(mesh, AXES)]
+            gathered = shard.all_gather(torch.ones(2), mesh.get_group("fsdp")).shape[0]
+            found.append((mesh.mesh_dim_names, tuple(mesh.shape), list(mesh.get_coordinate()), sizes, whole, gathered))
+        assert not dist.is_initialized(), again
+    with pytest.raises(KeyError), shard.imagined(**axes):
+        raise KeyError
+    with pytest.raises(ValueError, match="mesh axis 'pp' is unknown"), shard.imagined(pp=2):
+        pass
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "whole"),
+    [({}, [1, 1], []), ({"fsdp": 300}, [1, 300], [300]), ({"dp": 3, "fsdp": 4}, [3, 4], [12])],
+    ids=str,
+)
+def test_imagined(axes, sizes, whole):
+    (found,) = ranks.run(1, imagined, axes)
+    assert found == [(AXES, tuple(sizes), [0, 0], sizes, whole, 2 * sizes[1])] * 2
+
+
 def different(per_rank):
     shard.mesh(**per_rank[dist.get_rank()])
 

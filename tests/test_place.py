@@ -77,6 +77,9 @@ def there_and_back(axes, source, rules):
     mesh = shard.mesh(**axes)
     placed = shard.place(given, dims_of(given), rules, mesh)
     back = shard.collect(placed)
+    local, announced = shard.local(placed), shard.outline(given, dims_of(given), rules, mesh)
+    assert tree.structure(announced) == tree.structure(local) and all(t.is_meta for t in tree.leaves(announced))
+    assert [t.shape for t in tree.leaves(announced)] == [t.shape for t in tree.leaves(local)]
     ranks_ = mesh["fsdp"].size() if rules.block else 1
     part = mesh["fsdp"].get_local_rank() if rules.block else 0
     for path in dims_of(given):
