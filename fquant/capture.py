@@ -168,7 +168,8 @@ def trace(
             raise
         raise told from error
     graph.tidy(module.graph)
-    graph.run(module.graph, (*passes, recomputed) if recompute else passes)
+    graph.run(module.graph, passes)
+    graph.run(module.graph, (recomputed,) if recompute else ())
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
     graph.donate(module.graph, over)

@@ -71,15 +71,16 @@ def cost(
     *args: Any,
     donate: tuple[str, ...] = (),
     passes: Sequence[graph.Pass] = (),
+    recompute: bool = True,
     **kwargs: Any,
 ) -> Cost:
-    """The cost of ``fn(*args, **kwargs)``, captured with ``donate`` and ``passes`` as :func:`fquant.jit` captures it.
+    """The cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
 
     Tensors may be real, fake or of the device meta. Raises what capturing raises.
     """
     bound = capture.signature_of(fn).bind(*args, **kwargs).arguments
     over = capture.written_over(bound, donate)
-    return of(capture.trace(functools.partial(capture.apply, fn), bound, over, passes))
+    return of(capture.trace(functools.partial(capture.apply, fn), bound, over, passes, recompute))
 
 
 def of(captured: capture.Captured) -> Cost:
@@ -91,7 +92,7 @@ def of(captured: capture.Captured) -> Cost:
     paths, arguments = dict(zip(given, captured.paths, strict=True)), 0
     for node, now, _ in graph.memory(g):
         arguments = now if node.op == "placeholder" else arguments
-    holding = [Held(paths.get(node, str(node.target)), graph.held(node)) for node in peak.holding.values()]
+    holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),
         arguments=arguments,

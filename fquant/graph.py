@@ -171,18 +171,17 @@ def memory(graph: Graph) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
     Arguments are there from the beginning to the end, what a node makes until its last use or that of a view. The
     mapping is by storage, and is the walk's own: it changes as the walk goes on.
     """
-    last, alive, sizes, now = last_uses(graph), dict[int, Node](), dict[int, int](), 0
+    last, alive, size, now = last_uses(graph), dict[int, Node](), dict[int, int](), 0
     for place, node in enumerate(graph.nodes):
-        for t in tensors(node):
-            storage = t.untyped_storage()
-            if storage._cdata not in alive:
-                alive[storage._cdata], sizes[storage._cdata] = node, storage.nbytes()
-                now += storage.nbytes()
+        for storage, nbytes in sizes(node).items():
+            if storage not in alive:
+                alive[storage], size[storage] = node, nbytes
+                now += nbytes
         yield node, now, alive
         for near in (node, *given(node)):
             for storage in storages(near) & alive.keys():
                 if last[storage] == place and node.op != "output" and alive[storage].op != "placeholder":
-                    now -= sizes[storage]
+                    now -= size[storage]
                     del alive[storage]
 
 
@@ -204,9 +203,9 @@ def peak(graph: Graph) -> Peak:
     return found
 
 
-def held(node: Node) -> int:
-    """Bytes of the memory that a node's results lie in."""
-    return sum(t.untyped_storage().nbytes() for t in tensors(node))
+def sizes(node: Node) -> dict[int, int]:
+    """Bytes of each storage that a node's results lie in."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
 
 
 def outputs(graph: Graph) -> list[Node]:

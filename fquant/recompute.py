@@ -58,9 +58,8 @@ class _Round:
         self.readers = dict[int, list[tuple[Node, Node]]]()  # and who reads it behind the peak, by which node
         self.copies = dict[Node, Node]()
         for i, node in enumerate(self.nodes):
-            if _writes(node):
-                self.fixed.update(*map(graphs.storages, node.all_input_nodes))
-            for near in node.all_input_nodes:
+            self.fixed |= graphs.written(node)
+            for near in graphs.given(node):
                 for storage in graphs.storages(near):
                     if i <= peak.place:
                         self.before[storage] = i
@@ -100,13 +99,13 @@ class _Round:
     def _is_cheap(self, node: Node) -> bool:
         """Whether ``node`` is one pass over its arguments, or a view."""
         target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or _writes(node):
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             return False
         if not isinstance(node.meta.get("val"), Tensor) or graphs.storages(node) & self.fixed:
             return False
         if torch.Tag.nondeterministic_seeded in target.tags:
             return False
-        return target in _CHEAP or torch.Tag.pointwise in target.tags or _is_view(node)
+        return target in _CHEAP or torch.Tag.pointwise in target.tags or graphs.is_view(node)
 
     def _once_more(self, storage: int) -> None:
         at = self.readers[storage][0][0]
@@ -151,14 +150,5 @@ def _value(node: Node) -> Tensor:
         return node.target(*args, **kwargs)  # type: ignore[operator, misc]
 
 
-def _is_view(node: Node) -> bool:
-    near = set[int]().union(*map(graphs.storages, node.all_input_nodes))
-    return bool(near) and graphs.storages(node) <= near
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _nbytes(node: Node) -> int:
-    return sum(t.untyped_storage().nbytes() for t in graphs.tensors(node))
+    return sum(graphs.sizes(node).values())

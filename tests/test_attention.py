@@ -1,6 +1,7 @@
 """attention: against a loop over queries and heads, by kernel and in plain torch, whole and in chunks; its memory."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def way(request, monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-def heads(kv_heads, batch=2, t=7, dtype=torch.float64):
+def heads(kv_heads, batch=2, t=7, dtype=torch.float64) -> Any:
     shapes = (batch, t, 4, 6), (batch, t, kv_heads, 6), (batch, t, kv_heads, 6)
     return tuple(normal(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
 
@@ -61,20 +62,20 @@ def loop(q, k, v, runs):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_it_is_the_loop_and_so_are_its_gradients(kv_heads, runs, way):
     args, cotangent = heads(kv_heads), normal(2, 7, 4, 6, seed=9)
-    wanted, pull = vjp(lambda *x: loop(*x, runs), *args)
-    got, pulled = vjp(lambda *x: attention(*x, runs), *args)
+    wanted, pull, *_ = vjp(lambda *x: loop(*x, runs=runs), *args)
+    got, pulled, *_ = vjp(lambda *x: attention(*x, runs=runs), *args)
     torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(pulled(cotangent), pull(cotangent))
-    torch.testing.assert_close(dense(*args, runs), wanted)
+    torch.testing.assert_close(dense(*args, runs=runs), wanted)
 
 
 @pytest.mark.parametrize("runs", [None, RUNS], ids=["causal", "documents"])
 def test_every_order_and_every_mode(runs, way):
     """The derivatives that are not the kernel's are those of the formula, wherever they are nested."""
     args, tangents = heads(2), tuple(normal(*t.shape, seed=7) for t in heads(2))
-    f, wave = (lambda *x: attention(*x, runs)), lambda *x: attention(*x, runs).sin().sum()
-    plain = lambda *x: dense(*x, runs).sin().sum()
-    torch.testing.assert_close(jvp(f, args, tangents), jvp(lambda *x: dense(*x, runs), args, tangents))
+    f, wave = (lambda *x: attention(*x, runs=runs)), lambda *x: attention(*x, runs=runs).sin().sum()
+    plain = lambda *x: dense(*x, runs=runs).sin().sum()
+    torch.testing.assert_close(jvp(f, args, tangents), jvp(lambda *x: dense(*x, runs=runs), args, tangents))
     second = lambda f: grad(
         lambda *x: sum((g * t).sum() for g, t in zip(grad(f, (0, 1, 2))(*x), tangents, strict=True))
     )
@@ -83,15 +84,15 @@ def test_every_order_and_every_mode(runs, way):
     one = tuple(t[:1, :2] for t in args)
     some = None if runs is None else runs[:1, :2]
     torch.testing.assert_close(
-        hessian(lambda *x: attention(*x, some).sin().sum())(*one),
-        hessian(lambda *x: dense(*x, some).sin().sum())(*one),
+        hessian(lambda *x: attention(*x, runs=some).sin().sum())(*one),
+        hessian(lambda *x: dense(*x, runs=some).sin().sum())(*one),
     )
 
 
 @pytest.mark.parametrize("runs", [None, RUNS[:1, :5]], ids=["causal", "documents"])
 def test_finite_differences(runs):
     args = tuple(t[:1, :5].requires_grad_() for t in heads(2))
-    f = lambda *x: attention(*x, runs)
+    f = lambda *x: attention(*x, runs=runs)
     assert torch.autograd.gradcheck(f, args, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, args)
 
@@ -117,9 +118,8 @@ def test_without_leading_dims(way):
 @pytest.mark.parametrize("runs", [None, RUNS], ids=["causal", "documents"])
 def test_a_narrow_dtype_is_the_formula_within_its_rounding(dtype, runs, way):
     args = heads(2, dtype=dtype)
-    f = lambda f: vjp(lambda *x: f(*x, runs), *args)
-    (got, pull), wide = f(attention), [t.double() for t in args]
-    wanted, pull_wide = vjp(lambda *x: dense(*x, runs), *wide)
+    got, pull, *_ = vjp(lambda *x: attention(*x, runs=runs), *args)
+    wanted, pull_wide, *_ = vjp(lambda *x: dense(*x, runs=runs), *(t.double() for t in args))
     g = normal(2, 7, 4, 6, seed=9).to(dtype)
     assert got.dtype is dtype
     for a, b in zip((got, *pull(g)), (wanted, *pull_wide(g.double())), strict=True):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import grad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import shard
 from fquant import LOCAL, cost, jit, linear, remat, tree
@@ -113,9 +113,25 @@ def test_bytes_are_those_of_all_ops(f, args):
     assert (told.read, told.written, told.nodes >= seen.ops) == (seen.read, seen.written, True)
 
 
-def test_convolution_and_attention_count():
+def test_convolution_counts():
     x, w = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
     assert cost(F.conv2d, x, w).flops == 2 * 4 * 3 * 9 * 36
+
+
+def test_attention_counts():
+    """As torch counts it on GPUs; of causal attention the half that is computed."""
+    name = "_scaled_dot_product_flash_attention"
+    ours, back = (getattr(torch.ops.aten, f"{name}_for_cpu{of}") for of in ("", "_backward"))
+    theirs, their_back = (flop_registry[getattr(torch.ops.aten, f"{name}{of}")] for of in ("", "_backward"))
+    q, k, mask = torch.ones(2, 6, 7, 4), torch.ones(2, 6, 9, 4), torch.zeros(2, 1, 7, 9)
+    y, lse = ours(q, k, k, attn_mask=mask)
+    forward = cost(lambda q, k, mask: ours(q, k, k, attn_mask=mask), q, k, mask)
+    assert forward.flops == theirs(q, k, k, out_val=y) == 4 * 2 * 6 * 7 * 9 * 4
+    backward = cost(lambda q, k, y, lse, m: back(y, q, k, k, y, lse, 0.0, False, attn_mask=m), q, k, y, lse, mask)
+    assert backward.flops == their_back(y, q, k, k, out_val=(q, k, k)) == 10 * 2 * 6 * 7 * 9 * 4
+    assert cost(lambda q: ours(q, q, q, is_causal=True), q).flops == 4 * 2 * 6 * (7 * 8 // 2) * 4
+    causal = cost(lambda q, lse: back(q, q, q, q, q, lse, 0.0, True), q, lse)
+    assert causal.flops == 10 * 2 * 6 * (7 * 8 // 2) * 4
 
 
 @each_step

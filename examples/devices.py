@@ -1,0 +1,42 @@
+"""What a device offers to one rank: memory, bandwidth, arithmetic and a way to the other ranks.
+
+Memory is what ``nvidia-smi`` (for the MI300X ``rocm-smi``) says is there, not the product's name. Rates are the makers'
+peaks for dense bfloat16 with float32 sums, and for bytes in one direction: half of the figure that is printed for
+NVLink. Nothing runs as fast, so a time made of these is one that cannot be beaten. Sources: NVIDIA's data sheets of
+A10, A100, H100, H200, L4, L40S and B200, its white papers of the GA102, AD102 and Blackwell architectures, AMD's data
+sheet of the MI300X.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second that a rank sends to its neighbour."""
+
+    memory: int
+    bandwidth: float
+    flops: float
+    link: float
+
+
+PCIE4, PCIE5 = 32e9, 64e9  # of 16 lanes
+
+DEVICES: dict[str, Device] = {
+    "b200": Device(183359 * MIB, 8.0e12, 2250e12, 900e9),
+    "h200": Device(143771 * MIB, 4.8e12, 989e12, 450e9),
+    "h100": Device(81559 * MIB, 3.35e12, 989e12, 450e9),
+    "a100-80": Device(81920 * MIB, 2.039e12, 312e12, 300e9),
+    "a100-40": Device(40960 * MIB, 1.555e12, 312e12, 300e9),
+    "l40s": Device(46068 * MIB, 864e9, 362e12, PCIE4),
+    "a10": Device(23028 * MIB, 600e9, 125e12, PCIE4),
+    "l4": Device(23034 * MIB, 300e9, 121e12, PCIE4),
+    "rtx5090": Device(32607 * MIB, 1.792e12, 209.5e12, PCIE5),
+    "rtx4090": Device(24564 * MIB, 1.008e12, 165.2e12, PCIE4),
+    "rtx3090": Device(24576 * MIB, 936e9, 71e12, PCIE4),
+    "mi300x": Device(196592 * MIB, 5.3e12, 1307e12, 448e9),
+}
