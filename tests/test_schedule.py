@@ -239,12 +239,14 @@ def joined():
         scheduled = passed(plain, keep(budget))
         assert torch.equal(run(scheduled, four()), run(plain, four()))
         sizes.append((len(gathers(scheduled)), (of(scheduled).peak - of(plain).peak) // 64))
-    return sizes
+    crossed = trace(lambda args: sum(gather(args[f"w{i}"]).sum() for i in (0, 1, 2, 0, 2)), four())
+    return sizes, [row.of for row in show(passed(crossed, keep(64)))]
 
 
 def test_the_nearest_are_kept_first():
     """Four blocks of 64 bytes: the gathers that are left, and how many blocks more are held at the peak."""
-    (found,) = ranks.run(1, joined)
+    ((found, crossed),) = ranks.run(1, joined)
+    assert crossed == ["w0", "w1", "w2", "w0"]
     assert [count for count, _ in found] == [8, 8, 7, 7, 6, 6, 5, 4]
     assert all(more <= max(0, 8 - count) for count, more in found)
 
