@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 Pass = Callable[[Graph], None]  # changes a graph in place, but for its inputs and what its results are
 
 _aten = torch.ops.aten
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAIT = "_c10d_functional.wait_tensor.default"  # by name: not every build of torch has it
 IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
 CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
 _NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
@@ -67,7 +67,7 @@ def tidy(graph: Graph) -> None:
             graph.erase_node(node)
         elif node.op == "call_function" and node.target in CONSTANTS:
             _without_argument(graph, node, CONSTANTS[node.target])
-        elif node.target is WAIT and collective(node.all_input_nodes[0]):
+        elif is_wait(node) and collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     graph.eliminate_dead_code()
 
@@ -101,9 +101,14 @@ def nbytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a functional collective."""
+    return str(node.target) == _WAIT
+
+
 def given(node: Node) -> list[Node]:
     """The nodes whose memory a node reads; a wait reads what its collective was given."""
-    if node.target is not WAIT:
+    if not is_wait(node):
         return node.all_input_nodes
     return [*node.all_input_nodes, *issue(node).all_input_nodes]
 

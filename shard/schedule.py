@@ -148,14 +148,14 @@ def _gathers(g: Graph) -> list[_Gather]:
 def _name(node: Node) -> str | None:
     """What collective a node issues; ValueError for one that is not known here."""
     name = graph.collective(node)
-    if getattr(node.target, "namespace", None) in _NAMESPACES and name not in _KNOWN and node.target is not graph.WAIT:
+    if getattr(node.target, "namespace", None) in _NAMESPACES and name not in _KNOWN and not graph.is_wait(node):
         raise ValueError(f"{node.name}: {node.target} cannot be scheduled; use the collectives of shard")
     return name
 
 
 def _wait(issue: Node) -> Node:
     users = list(issue.users)
-    if len(users) != 1 or users[0].target is not graph.WAIT:
+    if len(users) != 1 or not graph.is_wait(users[0]):
         names = ", ".join(str(user.target) for user in users) or "nothing"
         raise ValueError(f"{issue.name}: is used by {names}; wanted a wait_tensor of its own and nothing else")
     return users[0]
