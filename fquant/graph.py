@@ -155,9 +155,17 @@ def substitute(graph: Graph, old: Node, new: Node) -> None:
     for node in graph.nodes:
         if memory & storages(node) and (node in views or not views.isdisjoint(node.all_input_nodes)):
             views.add(node)
-            args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
-            with next(t.fake_mode for t in tensors(node) if isinstance(t, FakeTensor)):
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            revalue(node)
+
+
+def revalue(node: Node) -> None:
+    """Say anew what a node gives, of what its arguments are: memory of its own, unless it is a view, or waits."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
+    if is_wait(node):
+        node.meta["val"] = args[0]
+        return
+    with next(t.fake_mode for t in tensors(node) if isinstance(t, FakeTensor)):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def last_uses(graph: Graph) -> dict[int, int]:

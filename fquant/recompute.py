@@ -23,7 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from . import graph as graphs
 
@@ -113,7 +112,7 @@ class _Round:
             reader.replace_input_with(near, self._copy(near, at))
         for node in self.nodes[self.peak.place + 1 :]:  # views of it lie in the new memory now
             if storage in graphs.storages(node):
-                node.meta["val"] = _value(node)
+                graphs.revalue(node)
 
     def _least(self, node: Node, deep: int) -> tuple[int, set[Node]]:
         """The fewest bytes to hold in addition, to have ``node`` behind the peak, and what is held for that."""
@@ -138,16 +137,9 @@ class _Round:
             args = {near: self._copy(near, at) for near in node.all_input_nodes}
             with self.graph.inserting_before(at):
                 copy = self.graph.node_copy(node, lambda near: args[near])
-            copy.meta["val"] = _value(copy)
+            graphs.revalue(copy)
             self.copies[node] = copy
         return self.copies[node]
-
-
-def _value(node: Node) -> Tensor:
-    """What a node gives, from what its arguments are: with memory of its own, unless it is a view."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
-    with node.meta["val"].fake_mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator, misc]
 
 
 def _nbytes(node: Node) -> int:

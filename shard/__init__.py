@@ -7,9 +7,11 @@ from .comm import comm
 from .data import psum, reduce, share
 from .mesh import close, imagined, mesh
 from .place import collect, local, outline, place, replicate
+from .regather import regather
 from .spec import Rules
 
 __all__ = [
     "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "imagined", "local",
-    "mesh", "outline", "place", "psum", "reduce", "reduce_scatter", "replicate", "schedule", "share", "traffic",
+    "mesh", "outline", "place", "psum", "reduce", "reduce_scatter", "regather", "replicate", "schedule", "share",
+    "traffic",
 ]  # fmt: skip

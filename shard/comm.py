@@ -5,7 +5,8 @@
 
 ``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
 in the backward, so that what was gathered is not kept: it is gathered again. A block that is nowhere split is opened
-without a collective, and a block whose result is not differentiated is not recomputed.
+without a collective, and a block whose result is not differentiated is not recomputed. In a captured step blocks need
+not be recomputed for that: see shard/regather.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fquant.comm import Comm
+from fquant.comm import Comm, identity
 from fquant.remat import remat
 
 from . import bundle, spec
@@ -26,12 +27,17 @@ from .collectives import all_gather
 from .spec import Rules
 
 
-def comm(mesh: DeviceMesh, rules: Rules, order: int = 1) -> Comm:
-    """The Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat)."""
+def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True) -> Comm:
+    """The Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat).
+
+    Without ``recompute`` blocks are called plainly, for a step that is captured with ``regather``; uncaptured, such a
+    step keeps every block that it gathered until its backward.
+    """
     spec.check(rules, mesh)
     split = rules.block is not None and mesh[rules.block].size() > 1
     group = mesh.get_group(rules.block) if split else None
-    return Comm(open=partial(_open, group=group), wrap=partial(remat, order=order))
+    wrap = partial(remat, order=order) if recompute else identity
+    return Comm(open=partial(_open, group=group), wrap=wrap)
 
 
 def _open(x: Any, group: dist.ProcessGroup | None) -> Any:

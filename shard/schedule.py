@@ -107,7 +107,7 @@ def _checked(name: str, budget: int | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Gather:
+class Gather:
     """A gather of an argument: the nodes that lead to it from there, the one that issues it, and its wait."""
 
     source: Node
@@ -133,7 +133,7 @@ class _Gather:
         return {storage for node in (self.source, *self.chain) for storage in graph.storages(node)}
 
 
-def _gathers(g: Graph) -> list[_Gather]:
+def gathers(g: Graph) -> list[Gather]:
     """The gathers of arguments, in the order in which they are waited for."""
     found = {}
     for node in g.nodes:
@@ -141,7 +141,7 @@ def _gathers(g: Graph) -> list[_Gather]:
             continue
         wait, (source, chain) = _wait(node), _origin(node)
         if source.op == "placeholder":
-            found[wait] = _Gather(source, chain, node, wait)
+            found[wait] = Gather(source, chain, node, wait)
     return [found[node] for node in g.nodes if node in found]
 
 
@@ -170,14 +170,14 @@ def _origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, tuple(chain)
 
 
-def _writers(g: Graph) -> Callable[[set[int], int, int], bool]:
+def writers(g: Graph) -> Callable[[set[int], int, int], bool]:
     """Whether some memory is written strictly between two places of the graph."""
     places = [(place, written) for place, node in enumerate(g.nodes) if (written := graph.written(node))]
     return lambda memory, low, high: any(low < place < high and memory & written for place, written in places)
 
 
 def _prefetch(g: Graph, depth: int, budget: int | None) -> None:
-    found, written = _gathers(g), _writers(g)
+    found, written = gathers(g), writers(g)
     place = {node: i for i, node in enumerate(g.nodes)}
     waits = [place[x.wait] for x in found]
     early = [0] * len(found)  # bytes that are held because of early issue from wait i to the next
@@ -200,7 +200,7 @@ def _prefetch(g: Graph, depth: int, budget: int | None) -> None:
 
 
 def _keep(g: Graph, budget: int | None) -> None:
-    found, written = _gathers(g), _writers(g)
+    found, written = gathers(g), writers(g)
     place = {node: i for i, node in enumerate(g.nodes)}
     kept = {storage for node in graph.outputs(g) for storage in graph.storages(node)}
     before: dict[object, int] = {}

@@ -90,13 +90,14 @@ def ours_on_ranks(shape: Shape, **axes: int) -> Take:
     mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
     adapters, state, base = _start(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    comm, reduce = shard.comm(mesh, rules), partial(shard.reduce, mesh=mesh, rules=rules)
-    step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"))
+    comm, reduce = shard.comm(mesh, rules, recompute=False), partial(shard.reduce, mesh=mesh, rules=rules)
+    step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"), passes=PASSES)
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
-    return _Ours(step, adapters, state, shard.local(base), tokens, shape.tokens)
+    return _Ours(step, adapters, state, shard.local(base), tokens, shape.tokens, PASSES)
 
 
 OPT = optim.adamw(1e-4)
+PASSES = (shard.regather(), shard.schedule.prefetch())
 
 
 def _start(shape: Shape) -> Any:
@@ -137,8 +138,10 @@ def _same(x: Any) -> Any:
 class _Ours:
     """A step of ours, and what it was predicted to take."""
 
-    def __init__(self, step: Any, adapters: Any, state: Any, base: Any, tokens: Tensor, count: int) -> None:
-        self.step, self.adapters, self.state = step, adapters, state
+    def __init__(
+        self, step: Any, adapters: Any, state: Any, base: Any, tokens: Tensor, count: int, passes: Any = ()
+    ) -> None:
+        self.step, self.adapters, self.state, self.passes = step, adapters, state, passes
         self.rest = base, tokens, count
 
     def __call__(self) -> float:
@@ -150,7 +153,7 @@ class _Ours:
         function = getattr(self.step, "__wrapped__", None)
         if function is None:
             return {}
-        told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"))
+        told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"), passes=self.passes)
         with shard.traffic() as traffic:
             self()
         measured = timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
