@@ -24,6 +24,30 @@ class Device:
     link: float
 
 
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that a step takes at least for its arithmetic, its memory, and what it sends; all may overlap."""
+
+    compute: float
+    memory: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest of the three."""
+        return max(self.compute, self.memory, self.wire)
+
+    @property
+    def limit(self) -> str:
+        """Which that is."""
+        return next(name for name in ("compute", "memory", "wire") if getattr(self, name) == self.seconds)
+
+
+def bound(device: Device, flops: int, moved: int, sent: int) -> Bound:
+    """What ``device`` needs for ``flops`` FLOPs, ``moved`` bytes from and to its memory, ``sent`` bytes to others."""
+    return Bound(flops / device.flops, moved / device.bandwidth, sent / device.link)
+
+
 PCIE4, PCIE5 = 32e9, 64e9  # of 16 lanes
 
 DEVICES: dict[str, Device] = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -16,6 +17,7 @@ from shard.mesh import check_axes
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 HERE = Path(__file__).parent
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,23 +96,13 @@ class Options:
 
     def target_names(self) -> list[str]:
         """The names in ``targets``; raises ValueError for one that is no weight of a layer."""
-        names = [name.strip() for name in self.targets.split(",")]
-        for name in names:
-            if name not in TARGETS:
-                raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
-        return names
+        return names_in(self.targets)
 
     def axes(self, world: int | None) -> dict[str, int]:
         """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
         if self.mesh is None:
             return {"fsdp": world or 2}
-        axes: dict[str, int] = {}
-        for part in self.mesh.split(","):
-            name, _, size = part.partition("=")
-            if not size.strip().isdigit() or name.strip() in axes:
-                raise ValueError(f"--mesh {self.mesh}: cannot read {part!r}; wanted axes and sizes such as dp=1,fsdp=2")
-            axes[name.strip()] = int(size)
-        check_axes(axes)
+        axes = axes_in(self.mesh)
         if world is not None and math.prod(axes.values()) != world:
             raise ValueError(
                 f"--mesh {self.mesh} has {math.prod(axes.values())} ranks, and there are {world} processes; "
@@ -138,6 +130,27 @@ class Options:
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
+def names_in(targets: str) -> list[str]:
+    """The names in a value of --targets; raises ValueError for one that is no weight of a layer."""
+    names = [name.strip() for name in targets.split(",")]
+    for name in names:
+        if name not in TARGETS:
+            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
+    return names
+
+
+def axes_in(mesh: str) -> dict[str, int]:
+    """The axes and sizes in a value of --mesh; raises ValueError for one that cannot be read or made."""
+    axes: dict[str, int] = {}
+    for part in mesh.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit() or name.strip() in axes:
+            raise ValueError(f"--mesh {mesh}: cannot read {part!r}; wanted axes and sizes such as dp=1,fsdp=2")
+        axes[name.strip()] = int(size)
+    check_axes(axes)
+    return axes
+
+
 def restored(path: Path) -> Options:
     """The options that a run wrote to its run.json; ValueError when these are not what this release knows."""
     try:
@@ -150,3 +163,18 @@ def restored(path: Path) -> Options:
     for name in ("model", "data"):
         values[name] = None if values.get(name) is None else Path(values[name])
     return Options(**values)
+
+
+def command_line(default: T, args: list[str], prog: str) -> T:
+    """The options on the command line ``args``, the rest being those of ``default``, a dataclass.
+
+    Raises ValueError naming an option that is unknown.
+    """
+    options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
+    if unknown:
+        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(type(default))]  # type: ignore
+        close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        raise ValueError(
+            f"{unknown[0]} is no option; " + (f"did you mean {close[0]}? " if close else "") + "see --help"
+        )
+    return options

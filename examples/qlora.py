@@ -12,7 +12,6 @@ and the processes, state.safetensors to resume from. The training itself is in e
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -23,13 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 
 import shard
 from examples import finetune, launch, report
 from examples.finetune import RUN, STATE, Result, prepare
-from examples.options import Options, restored
+from examples.options import Options, command_line, restored
 from examples.report import METRICS
 from fquant.io import peft, safetensors
 from models import hf
@@ -109,16 +107,7 @@ def parse(args: list[str]) -> Options:
 
 
 def _parse(args: list[str], default: Options) -> Options:
-    options, unknown = tyro.cli(
-        Options, args=args, default=default, prog="python -m examples.qlora", return_unknown_args=True
-    )
-    if unknown:
-        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)]
-        close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
-        raise ValueError(
-            f"{unknown[0]} is no option; " + (f"did you mean {close[0]}? " if close else "") + "see --help"
-        )
-    return options
+    return command_line(default, args, "python -m examples.qlora")
 
 
 def _with_folder(options: Options) -> Options:

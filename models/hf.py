@@ -82,7 +82,7 @@ def tensor_name(path: str) -> str:
 def lazy(folder: str | Path) -> tuple[Config, Any]:
     """The config and a tree of Lazy leaves, one a tensor, in the types of the files. Reads no weights."""
     folder = Path(folder)
-    cfg = _read_config(folder)
+    cfg = read_config(folder)
     wanted = {tensor_name(path): path for path in tree.paths(decoder.shapes(cfg))}
     found = _headers(folder)
     if missing := [name for name in wanted if name not in found]:
@@ -217,7 +217,9 @@ def _ignorable(name: str, cfg: Config) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
 
 
-def _read_config(folder: Path) -> Config:
+def read_config(folder: str | Path) -> Config:
+    """The config of a folder, which need not hold more than ``config.json``."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
     raw = _read_json(folder / CONFIG)

@@ -1,0 +1,258 @@
+"""plan: what is extrapolated is what the whole model takes, and what is predicted is what a real step does."""
+
+import dataclasses
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shard
+from examples import finetune, plan, pricing
+from examples.devices import DEVICES, bound
+from examples.options import Options, axes_in
+from examples.pricing import Job, Price, price
+from fquant import NF4, NF4_DQ, jit, lora, quantize, random, tree
+from models import decoder
+from models.config import Config, to_hf
+
+from . import ranks
+from .live import Peak
+from .test_packed import named
+from .test_qlora import model, text  # noqa: F401
+
+ALL = finetune.TARGETS
+TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
+JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
+# A peak in the forward or the head, in the backward of the last, a middle and the first layer, and in the update.
+JOBS = {
+    "middle": JOB,
+    "update": dataclasses.replace(JOB, rank=16, batch=1, seq=8, cfg=dataclasses.replace(TINY, tied=True)),
+    "one weight": dataclasses.replace(JOB, targets=("q",), rank=64, batch=1, seq=16, format=NF4),
+    "last": dataclasses.replace(JOB, rank=2, batch=4, seq=256, stream=torch.float32),
+    "head": dataclasses.replace(JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True), targets=("v",)),
+}
+MESHES = ("fsdp=1", "fsdp=3", "dp=2,fsdp=2")
+
+
+@pytest.fixture
+def alone():
+    """No process group: imagined meshes are for processes that are in none."""
+    shard.close()
+    yield
+    assert not dist.is_initialized()
+
+
+def layers(job, count):
+    return dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=count))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "mesh"),
+    [*(("middle", count, mesh) for count in (5, 6) for mesh in MESHES)]
+    + [("update", 6, "fsdp=3"), ("last", 5, "fsdp=1"), ("head", 5, "dp=2,fsdp=2")],
+)
+def test_extrapolated_is_traced(name, count, mesh, alone):
+    job, axes = layers(JOBS[name], count), axes_in(mesh)
+    traced = pricing.total(pricing.figures(job, axes))
+    assert price(job, axes) == traced
+    phases = {"middle": ("backward",), "last": ("backward of the last layer",)}
+    assert traced.phase in phases.get(name, (name,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@named("name", JOBS)
+def test_extrapolated_far(name, mesh, alone):
+    job, axes = layers(JOBS[name], 16), axes_in(mesh)
+    assert price(job, axes) == pricing.total(pricing.figures(job, axes))
+
+
+def test_few_layers_are_traced(alone):
+    calls = []
+    for count, traces in ((1, 1), (3, 1), (4, 1), (5, 2)):
+        calls.clear()
+        job = layers(JOB, count)
+        found = price(job, {"fsdp": 2}, lambda: calls.append(1))
+        assert len(calls) == traces
+        if count < 4:
+            assert found == pricing.total(pricing.figures(job, {"fsdp": 2}))
+
+
+def test_kinds_are_what_they_are(alone):
+    """Against sizes counted by hand."""
+    job = dataclasses.replace(JOB, targets=("q", "down"), format=NF4)
+    found = price(job, {"fsdp": 2})
+    codes = sum(w // 2 + w // 64 * 4 for w in (64 * 64, 64 * 32, 64 * 32, 64 * 64, 64 * 128, 64 * 128, 64 * 128))
+    assert found.base == (2 * 256 * 64 * 2 + 64 * 2 + 6 * (codes + 2 * 64 * 2)) // 2  # embed, head, norms, layers
+    adapters = 6 * 4 * 4 * ((64 + 64) + (128 + 64))
+    assert (found.adapters, found.moments) == (adapters, 2 * adapters + 8)
+    gathers, sums = (next(c for c in found.collectives if c.name == name) for name in ("all_gather", "all_reduce"))
+    layer, head = codes + 2 * 64 * 2, 256 * 64 * 2 + 64 * 2
+    assert (gathers.count, gathers.payload) == (2 + 2 * 6, 256 * 64 * 2 + head + 2 * 6 * layer)
+    assert (sums.count, sums.payload) == (1, adapters + 4)  # and the loss
+    assert found.sent == gathers.payload // 2 + sums.payload
+    alone = price(job, {"fsdp": 1})
+    assert (alone.sent, alone.gathered, alone.base) == (0, 0, 2 * found.base)
+
+
+# --- against reality --------------------------------------------------------------------------------------------------
+
+
+def really(job, axes):
+    """A step on this rank: what it sends, the most it holds, and what was predicted."""
+    mesh = shard.mesh(**axes)
+    rules, cfg = shard.Rules(), job.cfg
+    params = decoder.init(cfg, random.key(0), job.weights)
+    base = tree.map_at(rf"layers\.\d+\.({'|'.join(ALL)})", lambda w: quantize(w, job.format), params)
+    adapters = lora.init(base, rf"layers\.\d+\.({'|'.join(job.targets)})", job.rank)
+    placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
+    adapters = tree.map(torch.clone, adapters)  # they came as views of one buffer, and such are not donated
+    moments = pricing.optimizer().init(adapters)
+    rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
+    batch = finetune.data.Rows(rows, rows.roll(-1, -1), rows // 20)
+    taken = jit(pricing.step(job, mesh), donate=pricing.DONATED)
+    given = adapters, moments, shard.local(placed), batch, torch.tensor(rows.numel())
+    taken(*given)
+    with shard.traffic() as traffic, Peak() as peak:
+        *_, value = taken(*given)
+    assert torch.isfinite(value)
+    held = tree.nbytes(given) + peak.most
+    shard.close()
+    found = price(job, axes)
+    return {
+        "sent": (traffic.sent, found.sent),
+        "calls": (len(traffic.calls), sum(c.count for c in found.collectives)),
+        "payload": (traffic.payload(), sum(c.payload for c in found.collectives)),
+        "peak": (held, found.peak),
+    }
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("name", "mesh"), [("last", "fsdp=1"), ("head", "fsdp=2"), ("update", "dp=2")])
+def test_predicted_is_measured(name, mesh):
+    axes = axes_in(mesh)
+    for found in ranks.run(math.prod(axes.values()), really, JOBS[name], axes, timeout=240):
+        assert all(real == predicted for real, predicted in found.values()), found
+
+
+def trained(options, axes):
+    """What examples.qlora says that one of its steps sends."""
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    try:
+        run, state = finetune.start(options)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    return finetune.take(run, shard.local(run.base), state)[1].wire
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=2"])
+def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F811
+    axes = axes_in(mesh)
+    size = math.prod(axes.values())
+    options = Options(model=model, data=text, mesh=mesh, rank=4, seq=32, batch=4, holdout=4, steps=4)
+    sent = ranks.run(size, trained, options, axes, timeout=240)
+    shard.close()
+    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size), "--dtype", "f32"]
+    assert plan.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sent == [sum(c["sent"] for c in told["price"]["collectives"])] * size and (sent[0] > 0) == (size > 1)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(TINY) | {"torch_dtype": "float32"}))
+    return tmp_path
+
+
+def run(capsys, *args):
+    assert plan.main([*map(str, args), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_rows(folder, capsys, alone):
+    few, many = run(capsys, "--model", folder, "--mesh", "fsdp=1", "dp=2,fsdp=2", "--seq", 64, "--device", "l4")
+    assert [(x["mesh"], x["ranks"], x["fits"]) for x in (few, many)] == [("fsdp=1", 1, True), ("dp=2,fsdp=2", 4, True)]
+    job = Job(TINY, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
+    for x, axes in ((few, {"fsdp": 1}), (many, {"dp": 2, "fsdp": 2})):
+        found = price(job, axes)
+        assert x["price"] == json.loads(json.dumps(dataclasses.asdict(found)))
+        least = bound(DEVICES["l4"], found.flops, found.read + found.written, found.sent)
+        assert x["bound"] == dataclasses.asdict(least)
+        assert x["tokens_per_second"] == pytest.approx(64 * x["ranks"] / max(x["bound"].values()))
+
+
+def test_what_fits(folder, capsys, alone):
+    (x,) = run(capsys, "--model", folder, "--device", "l4")
+    peak = sum(x["price"][kind] for kind in plan.KINDS)
+    there = DEVICES["l4"].memory
+    for reserve, fits in (((there - peak) / 2**30 - 1e-6, True), ((there - peak) / 2**30 + 1e-6, False)):
+        assert run(capsys, "--model", folder, "--device", "l4", "--reserve", reserve)[0]["fits"] == fits
+    assert plan.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
+    assert "Smallest that fits: fsdp=1, 1 x h200" in capsys.readouterr().out
+    assert plan.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
+    assert "It does not fit: fsdp=1 needs" in capsys.readouterr().out
+
+
+def test_bound():
+    device = dataclasses.replace(DEVICES["a10"], flops=10.0, bandwidth=20.0, link=5.0)
+    for flops, moved, sent, limit in ((100, 20, 5, "compute"), (10, 200, 5, "memory"), (10, 20, 50, "wire")):
+        least = bound(device, flops, moved, sent)
+        assert (least.compute, least.memory, least.wire) == (flops / 10, moved / 20, sent / 5)
+        assert (least.limit, least.seconds) == (limit, 10.0)
+
+
+def test_bar_is_the_device():
+    p = Price(6 << 30, 1 << 30, 2 << 30, 3 << 30, 4 << 30, "head", 0, 0, 0, ())
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == plan.WIDTH * 16 // 24
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * plan.WIDTH
+
+
+BAD = {
+    "--model llama4": "--model llama4: no preset, and no folder with a config.json; wanted one or the other",
+    "--mesh fsdp": "--mesh fsdp: cannot read 'fsdp'; wanted axes and sizes such as dp=1,fsdp=2",
+    "--mesh fsdp=2 tp=2": "mesh axis 'tp' is unknown; wanted some of dp, fsdp",
+    "--mesh fsdp=0": "size 0",
+    "--device h300": "--device h300 is unknown; wanted one of b200, h200",
+    "--targets q,z": "--targets: 'z' is no weight",
+    "--block 48": "block is 48",
+    "--block 128": "layers.0.q: dim 1 = 64 is not a multiple of nf4_dq's block 128; use --block 64",
+    "--rank 0": "--rank is 0; wanted at least 1",
+    "--seq 5000": "--seq is 5000; wanted at most 4096",
+    "--batch 0": "--batch is 0",
+    "--reserve 200": "--reserve is 200.0; wanted 0 to the 140 GiB there are",
+    "--reserve nan": "--reserve is nan",
+    "--link 0": "--link is 0.0; wanted GB/s above 0",
+    "--sequence 3": "--sequence is no option; did you mean --seq?",
+}
+
+
+@pytest.mark.parametrize("args", BAD)
+def test_bad_option(args, folder, capsys):
+    refused(capsys, BAD[args], *([] if "--model" in args else ["--model", str(folder)]), *args.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2"}, "config.json: model_type = 'gpt2', want 'llama' or 'qwen3'"),
+        ({"torch_dtype": "int8"}, "torch_dtype = 'int8', want one of bfloat16, float16, float32"),
+    ],
+)
+def test_bad_folder(change, said, folder, capsys):
+    (folder / "config.json").write_text(json.dumps(to_hf(TINY) | change))
+    refused(capsys, said, "--model", str(folder))
+    (folder / "config.json").write_text("{")
+    refused(capsys, "config.json: no JSON", "--model", str(folder))
+
+
+def refused(capsys, said, *args):
+    assert plan.main(list(args)) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and err.startswith("plan: "), err
