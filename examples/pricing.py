@@ -6,7 +6,7 @@ The step is the whole of it: gradients of adapters beside a packed base, recompu
 ranks, clipping, AdamW, the update written over the old values. It is captured (fquant.capture) on tensors that have
 shapes only, over an imagined mesh, and its graph is read (fquant.cost).
 
-*Layers.* The layers of a model are alike, so a step of three and one of four say what each further layer adds: every
+*Layers.* The layers of a model are alike, so a step of four and one of five say what each further layer adds: every
 figure is their difference, as often as there are layers more. That holds for counts at once. Memory rises and falls
 within a step, and where its peak lies depends on the number of layers; but within one phase, the forward pass, the
 head, the backward of the last, a middle or the first layer, the update, and for one op in it, the most that is there
@@ -32,15 +32,16 @@ from torch.fx import Node
 
 import shard
 from examples import data, finetune
-from fquant import capture, lora, optim, quantize, tree
-from fquant.cost import Collective, memory
+from fquant import capture, graph, lora, optim, quantize, tree
+from fquant.cost import Collective
 from fquant.cost import of as cost_of
 from fquant.format import Format
 from models import decoder
 from models.config import Config
 
-FEW = 3  # layers of the smaller of two steps: a first, a last, and one between
+FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 DONATED = ("adapters", "moments")
+PASSES = (shard.schedule.prefetch(),)  # as examples/finetune.py has
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 
 Figures = dict[tuple[str, ...], int]
@@ -112,7 +113,7 @@ def figures(job: Job, axes: Mapping[str, int]) -> Figures:
     with shard.imagined(**axes) as mesh:
         given = arguments(job, mesh)
         over = capture.written_over(given, DONATED)
-        captured = capture.trace(partial(capture.apply, step(job, mesh)), given, over)
+        captured = capture.trace(partial(capture.apply, step(job, mesh)), given, over, PASSES)
         told = cost_of(captured)
         out: Figures = {("flops",): told.flops, ("read",): told.read, ("written",): told.written}
         for c in told.collectives:
@@ -182,33 +183,41 @@ def _memory(captured: capture.Captured, leaves: int, num_layers: int) -> Figures
     """Bytes of the arguments by kind; for every phase and op the most that is there, and what of it was gathered."""
     out: Figures = {}
     phase, phases = "start", _phases(captured, leaves, num_layers)
-    for node, now, alive in memory(captured):
+    paths = dict(zip(_given(captured), captured.paths, strict=True))
+    size = lambda alive, told: sum(graph.sizes(by)[storage] for storage, by in alive.items() if told(by))
+    for node, now, alive in graph.memory(captured.module.graph):
         if node.op == "placeholder":
             for kind in ("base", *DONATED):
-                out[kind,] = sum(held.nbytes for held in alive.values() if held.by.startswith(f"{kind}."))
+                out[kind,] = size(alive, lambda by, kind=kind: paths.get(by, "").startswith(f"{kind}."))
             continue
         phase = phases.get(node, phase)
         where = (phase, str(node.target))
         if now > out.get(("peak", *where), 0):
             out["peak", *where] = now
-            out["gathered", *where] = sum(held.nbytes for held in alive.values() if held.by == GATHER)
+            out["gathered", *where] = size(alive, lambda by: str(by.target) == GATHER)
     return out
 
 
+def _given(captured: capture.Captured) -> list[Node]:
+    return [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+
+
 def _phases(captured: capture.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
-    """The nodes with which a phase begins: a layer begins when its bytes are read, and is read again for its backward.
+    """The nodes with which a phase begins: a layer begins when its bytes are there, and again with its backward.
 
     The update begins with the sum over ranks, of all gradients side by side.
     """
     nodes = list(captured.module.graph.nodes)
-    paths = dict(zip((node for node in nodes if node.op == "placeholder"), captured.paths, strict=True))
+    paths = dict(zip(_given(captured), captured.paths, strict=True))
     summed = next(n for n in nodes if n.target is torch.ops.aten.cat.default and len(n.all_input_nodes) > leaves)
     out = {min(summed.all_input_nodes, key=nodes.index): "update"}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}
     forward = True
     for node in nodes:
         for path in (paths.get(near, "") for near in node.all_input_nodes if node.op == "call_function"):
-            if path == "base.final.bytes":
+            if str(node.target) == GATHER:  # issued ahead perhaps: the layer begins when it is waited for
+                paths[node] = path
+            elif path == "base.final.bytes":
                 out[node], forward = "head", False
             elif path.startswith("base.layers."):
                 at = int(path.split(".")[2])
