@@ -48,6 +48,8 @@ class Options:
     """Share of an adapter's inputs that is dropped."""
     mesh: str | None = None
     """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or 2."""
+    keep: Literal["inputs", "selected", "all"] = "inputs"
+    """Of each block, for its backward: its input, and it is computed again; what is not cheap to make again; or all."""
     steps: int = 60
     """Steps of the optimiser."""
     seq: int = 256

@@ -40,7 +40,8 @@ class Peak(Live):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, sum(size for ref, size in self.made.values() if not ref.expired()))
+        self.made = {storage: (ref, size) for storage, (ref, size) in self.made.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self.made.values()))
         return out
 
 

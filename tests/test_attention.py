@@ -40,7 +40,7 @@ def heads(kv_heads, batch=2, t=7, dtype=torch.float64) -> Any:
 
 def dense(q, k, v, runs=None):
     """The formula, on tokens first."""
-    y, _ = module.dense(*(t.transpose(1, 2) for t in (q, k, v)), runs)
+    y, _ = module.dense(*(t.transpose(1, 2) for t in (q, k, v)), runs=runs)
     return y.transpose(1, 2)
 
 
@@ -100,7 +100,7 @@ def test_finite_differences(runs):
 def test_mapped_it_has_one_more_dim(way):
     q, k, v = (torch.stack([t, 2 * t, -t]) for t in heads(2))
     runs = torch.stack([RUNS, RUNS.flip(0), RUNS])
-    f = grad(lambda *x: attention(*x).sin().sum(), (0, 1, 2))
+    f = grad(lambda q, k, v, runs: attention(q, k, v, runs).sin().sum(), (0, 1, 2))
     for given, dims in (((q, k[0], v, runs), (0, None, 0, 0)), ((q, k, v[0], RUNS), (0, 0, None, None))):
         one = [[t if dim is None else t[i] for t, dim in zip(given, dims, strict=True)] for i in range(3)]
         each = [torch.stack(parts) for parts in zip(*(f(*x) for x in one), strict=True)]

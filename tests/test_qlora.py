@@ -93,15 +93,15 @@ def test_two_ranks_write_everything(model, text, tmp_path):
     assert len(json.loads((out / "run.json").read_text())["ranks"]) == 2
 
 
-def test_one_and_two_ranks_agree(model, text, tmp_path):
+def test_ranks_and_what_blocks_keep_change_nothing(model, text, tmp_path):
     losses = []
-    for mesh in ("fsdp=1", "fsdp=2", "dp=2"):
-        out = tmp_path / mesh
-        args = ("--model", model, "--data", text, *SMALL, "--accumulate", "2", "--dropout", "0.1", "--mesh", mesh)
-        status, _, err = finish(start(*args, "--out", out))
+    given = ("--model", model, "--data", text, *SMALL, "--accumulate", "2", "--dropout", "0.1")
+    for mesh, keep in (("fsdp=1", "inputs"), ("fsdp=2", "inputs"), ("fsdp=2", "selected"), ("dp=2", "all")):
+        out = tmp_path / f"{mesh} {keep}"
+        status, _, err = finish(start(*given, "--mesh", mesh, "--keep", keep, "--out", out))
         assert status == 0, err
         losses.append([s["loss"] for s in steps(out)])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[2] == pytest.approx(losses[0], abs=1e-5)
+        assert losses[-1] == pytest.approx(losses[0], abs=1e-5), (mesh, keep)
 
 
 def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(model, text, tmp_path):

@@ -17,7 +17,6 @@ from shard.schedule import keep, prefetch, show
 from . import ranks
 from .live import Peak
 from .test_capture import CFG, OPT, equal, start, tokens_of
-from .test_packed import named
 from .test_schedule import early, gathers, passed, run, under_way, written_under_way
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -86,7 +85,7 @@ def on_a_mesh():
     return block, told
 
 
-@named("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scheduled_is_unscheduled(world):
     """Graphs differ, of a rank without rows in the number of nodes too; the order of collectives does not."""
     found = ranks.run(world, on_a_mesh, timeout=180)
