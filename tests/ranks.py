@@ -203,13 +203,13 @@ def where(member: Rank) -> str:
 def serve(pipe: Connection, stack: Path) -> None:
     """Answer calls until the test process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
     gc.freeze()  # what the server imported: not for the collection of every leave to walk
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     with stack.open("w") as file, contextlib.suppress(EOFError, BrokenPipeError):
         faulthandler.register(signal.SIGUSR1, file)
         while True:
             call, *group = pipe.recv()
+            torch.set_num_threads(1)  # whatever the call before has set
             go = True  # false once any rank has failed: then all leave
             try:
                 for answer in steps(call, *group):

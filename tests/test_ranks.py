@@ -114,6 +114,19 @@ def gathered(rows):
     return twice.full_tensor(), d.to_local().shape[0]
 
 
+def many_threads():
+    torch.set_num_threads(3)
+
+
+def threads():
+    return torch.get_num_threads()
+
+
+def test_a_call_finds_one_thread_whatever_the_last_one_set():
+    ranks.run(2, many_threads)
+    assert ranks.run(2, threads) == [1, 1]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_sum(n):
     for rank, (t, env_rank, env_world, threads) in enumerate(ranks.run(n, total, 2.0)):
