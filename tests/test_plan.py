@@ -116,7 +116,6 @@ def really(job, axes):
     base = tree.map_at(rf"layers\.\d+\.({'|'.join(ALL)})", lambda w: quantize(w, job.format), params)
     adapters = lora.init(base, rf"layers\.\d+\.({'|'.join(job.targets)})", job.rank)
     placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    adapters = tree.map(torch.clone, adapters)  # they came as views of one buffer, and such are not donated
     moments = pricing.optimizer().init(adapters)
     rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
     batch = finetune.data.Rows(rows, rows.roll(-1, -1), rows // 20)
