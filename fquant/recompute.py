@@ -55,9 +55,13 @@ class _Round:
         self.fixed = set[int]().union(*map(graphs.storages, graphs.outputs(graph)))  # returned, or written in place
         self.before = dict[int, int]()  # the last use before the peak of every storage
         self.readers = dict[int, list[tuple[Node, Node]]]()  # and who reads it behind the peak, by which node
+        self.later = dict[int, list[Node]]()  # what lies in it behind the peak
         self.copies = dict[Node, Node]()
         for i, node in enumerate(self.nodes):
             self.fixed |= graphs.written(node)
+            if i > peak.place:
+                for storage in graphs.storages(node):
+                    self.later.setdefault(storage, []).append(node)
             for near in graphs.given(node):
                 for storage in graphs.storages(near):
                     if i <= peak.place:
@@ -110,9 +114,8 @@ class _Round:
         at = self.readers[storage][0][0]
         for reader, near in self.readers[storage]:
             reader.replace_input_with(near, self._copy(near, at))
-        for node in self.nodes[self.peak.place + 1 :]:  # views of it lie in the new memory now
-            if storage in graphs.storages(node):
-                graphs.revalue(node)
+        for node in self.later.get(storage, ()):  # views of it lie in the new memory now
+            graphs.revalue(node)
 
     def _least(self, node: Node, deep: int) -> tuple[int, set[Node]]:
         """The fewest bytes to hold in addition, to have ``node`` behind the peak, and what is held for that."""

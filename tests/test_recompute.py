@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.func import grad, grad_and_value, vmap
 
-from fquant import LOCAL, NF4_DQ, cost, jit, lora, quantize, random, recompute, remat, tree
+from fquant import LOCAL, NF4_DQ, cost, graph, jit, lora, quantize, random, recompute, remat, tree
+from fquant.capture import trace
 from models import decoder
 from models.config import Config
 
@@ -193,3 +194,22 @@ def test_donated_and_recomputed():
     given = x.clone()
     got = jit(f, donate=("x",))(given, w)
     assert equal(got, wanted) and got[0].data_ptr() == given.data_ptr()
+
+
+def test_it_looks_at_a_node_a_few_times(monkeypatch):
+    """Not once for every tensor that is made again: of four times the layers, four times the looks."""
+    looks, storages = [0], graph.storages
+
+    def counted(node):
+        looks[0] += 1
+        return storages(node)
+
+    def looked(n):
+        module = trace(lambda args: grad(mlp)(*args), layers(n), recompute=False).module
+        looks[0] = 0
+        recompute.recompute(module.graph)
+        return looks[0]
+
+    monkeypatch.setattr(graph, "storages", counted)
+    few, many = looked(10), looked(40)
+    assert few > 0 and many <= 5 * few
