@@ -89,13 +89,13 @@ def of(captured: capture.Captured) -> Cost:
     calls = [node for node in g.nodes if node.op == "call_function"]
     working = [node for node in calls if not graph.is_view(node)]
     peak, given = graph.peak(g), [node for node in g.nodes if node.op == "placeholder"]
-    paths, arguments = dict(zip(given, captured.paths, strict=True)), 0
-    for node, now, _ in graph.memory(g):
-        arguments = now if node.op == "placeholder" else arguments
+    paths, arguments = dict(zip(given, captured.paths, strict=True)), dict[int, int]()
+    for node in given:
+        arguments |= graph.sizes(node)
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),
-        arguments=arguments,
+        arguments=sum(arguments.values()),
         peak=peak.nbytes,
         holding=tuple(sorted(holding, key=lambda held: -held.nbytes)),
         flops=sum(map(flops, calls)),
