@@ -1,4 +1,4 @@
-"""Where in somebody's own code an error comes from, and what it is about, read from the frames of its traceback.
+"""What to tell about a capture that fails: why, and where in somebody's own code, read from the frames of a traceback.
 
 Frames of torch and of the machinery that catches the error are nobody's own and are passed over.
 """
@@ -6,7 +6,9 @@ Frames of torch and of the machinery that catches the error are nobody's own and
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,3 +71,23 @@ _MAPPED = (  # its zero tangents are of the device meta, where all else is fake
 )
 _CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
+
+
+def too_many(name: str, most: int, paths: Sequence[str], before: Any, now: Any) -> str:
+    """Why a function would be traced more than ``most`` times: what the keys of the last two traces differ in."""
+    if now[0] != before[0]:
+        change = f"the structure of the arguments is {now[0]}, and was {before[0]}"
+    else:
+        pairs = zip(paths, before[1], now[1], strict=True)
+        told = [f"{path} is {_told(new)}, and was {_told(old)}" for path, old, new in pairs if old != new]
+        change = "; ".join(told[:3]) or "what shares memory with what was donated"
+    return (
+        f"jit({name}) would be traced more than {most} times: {change}; "
+        "pass what changes from call to call as a tensor, or raise most"
+    )
+
+
+def _told(kind: Any) -> str:
+    if issubclass(kind[0], Tensor):
+        return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
+    return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])

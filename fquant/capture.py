@@ -47,7 +47,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import blame, graph, order, tree
+from .fuse import fuse as fused
 from .recompute import recompute as recomputed
+from .reuse import reuse
 
 MOST = 8  # traces of one function, unless it is told otherwise
 
@@ -81,6 +83,7 @@ def jit(
     passes: Sequence[graph.Pass] = (),
     compile: bool | str = False,
     recompute: bool = True,
+    fuse: bool = True,
     most: int = MOST,
 ) -> Any:
     """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
@@ -89,6 +92,7 @@ def jit(
     passes    functions of a torch.fx graph that change it in place, called in order before donation
     compile   hand the graph to torch.compile: True is Inductor, a string another backend
     recompute make cheap tensors again rather than holding them over the peak (see fquant.recompute)
+    fuse      run chains of elementwise operations as one (see fquant.fuse), where Inductor does not
     most      traces to make before giving up
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
@@ -98,7 +102,8 @@ def jit(
     functions, saying which.
     """
     if fn is None:
-        options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute, "most": most}
+        options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
+        options |= {"fuse": fuse, "most": most}
         return functools.partial(jit, **options)
     signature = signature_of(fn)
     if unknown := [name for name in donate if name not in signature.parameters]:
@@ -122,8 +127,8 @@ def jit(
         if found is None:
             _check(fn, bound)
             if len(traced) == most:
-                raise RuntimeError(_too_many(fn, most, bound, list(traced)[-1]))
-            captured = trace(functools.partial(apply, fn), bound, over, passes, recompute)
+                raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
+            captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
             found = traced[key] = _compiled(captured, compile)
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():
@@ -139,6 +144,7 @@ def trace(
     donate: Collection[int] = (),
     passes: Sequence[graph.Pass] = (),
     recompute: bool = True,
+    fuse: bool = True,
 ) -> Captured:
     """``f(args)`` as a graph of the tensors in the tree ``args``, which may be real, fake or of the device meta.
 
@@ -173,6 +179,7 @@ def trace(
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
     graph.donate(module.graph, over)
+    graph.run(module.graph, (fused, reuse) if fuse else ())
     module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
@@ -242,7 +249,7 @@ def _kind(leaf: Any) -> Any:
     """What of a leaf a trace holds for: of a tensor all but its values, of anything else itself."""
     if isinstance(leaf, Tensor):
         return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, _wants_gradient(leaf))
-    return (type(leaf), leaf)  # 1, 1.0 and True are equal
+    return (type(leaf), leaf.hex() if type(leaf) is float else leaf)  # 1, 1.0 and True are equal, and 0.0 and -0.0
 
 
 def _wants_gradient(t: Tensor) -> bool:
@@ -269,27 +276,6 @@ def _unhashable(fn: Callable[..., Any], bound: dict[str, Any]) -> TypeError:
         except TypeError:
             return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
     return TypeError(f"{fn_name(fn)}: the structure of the arguments is not hashable")
-
-
-def _too_many(fn: Callable[..., Any], most: int, bound: dict[str, Any], before: Any) -> str:
-    leaves, structure = tree.flatten(bound)
-    was, kinds, _ = before
-    if structure != was:
-        change = f"the structure of the arguments is {structure}, and was {was}"
-    else:
-        pairs = zip(tree.paths(bound), kinds, map(_kind, leaves), strict=True)
-        told = [f"{path} is {_told(now)}, and was {_told(old)}" for path, old, now in pairs if old != now]
-        change = "; ".join(told[:3]) or "what shares memory with what was donated"
-    return (
-        f"jit({fn_name(fn)}) would be traced more than {most} times: {change}; "
-        "pass what changes from call to call as a tensor, or raise most"
-    )
-
-
-def _told(kind: Any) -> str:
-    if issubclass(kind[0], Tensor):
-        return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
-    return repr(kind[1])
 
 
 def fn_name(fn: Any) -> str:

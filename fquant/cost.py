@@ -72,6 +72,7 @@ def cost(
     donate: tuple[str, ...] = (),
     passes: Sequence[graph.Pass] = (),
     recompute: bool = True,
+    fuse: bool = True,
     **kwargs: Any,
 ) -> Cost:
     """The cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
@@ -80,7 +81,7 @@ def cost(
     """
     bound = capture.signature_of(fn).bind(*args, **kwargs).arguments
     over = capture.written_over(bound, donate)
-    return of(capture.trace(functools.partial(capture.apply, fn), bound, over, passes, recompute))
+    return of(capture.trace(functools.partial(capture.apply, fn), bound, over, passes, recompute, fuse))
 
 
 def of(captured: capture.Captured) -> Cost:

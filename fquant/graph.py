@@ -67,12 +67,14 @@ def tidy(graph: Graph) -> None:
             graph.erase_node(node)
         elif node.op == "call_function" and node.target in CONSTANTS:
             _without_argument(graph, node, CONSTANTS[node.target])
+        elif node.target is _aten.full_like.default and isinstance(node.args[1], int | float):
+            _without_argument(graph, node, node.args[1])
         elif is_wait(node) and collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     graph.eliminate_dead_code()
 
 
-def _without_argument(graph: Graph, node: Node, fill: int) -> None:
+def _without_argument(graph: Graph, node: Node, fill: float) -> None:
     (t,) = tensors(node)
     if not t.is_contiguous() or t.layout != torch.strided:
         return
@@ -148,14 +150,15 @@ def written(node: Node) -> set[int]:
     return found
 
 
-def substitute(graph: Graph, old: Node, new: Node) -> None:
+def substitute(old: Node, new: Node) -> None:
     """Let ``new`` be used wherever ``old`` was, which is not written; what was a view of ``old`` is one of ``new``."""
-    memory, views = storages(old), set(old.users)
+    memory, users = storages(old), deque(old.users)
     old.replace_all_uses_with(new)
-    for node in graph.nodes:
-        if memory & storages(node) and (node in views or not views.isdisjoint(node.all_input_nodes)):
-            views.add(node)
+    while users:
+        node = users.popleft()
+        if memory & storages(node):
             revalue(node)
+            users.extend(node.users)
 
 
 def revalue(node: Node) -> None:
@@ -243,11 +246,11 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
     free: dict[object, deque[Node]] = {}
     for node in dict.fromkeys(returned):
         if not storages(node) & held:
-            free.setdefault(_kind(node), deque()).append(node)
+            free.setdefault(kind(node), deque()).append(node)
     for path, placeholder in donated.items():
         if storages(placeholder) & kept:
             continue  # it is returned itself, or a view of it
-        if not (fitting := free.get(_kind(placeholder))):
+        if not (fitting := free.get(kind(placeholder))):
             (t,) = tensors(placeholder)
             raise ValueError(
                 f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "
@@ -263,7 +266,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
             user.replace_input_with(result, copy)
 
 
-def _kind(node: Node) -> object:
+def kind(node: Node) -> object:
     """What a tensor and the one it is written over have in common."""
     return tuple((t.shape, t.dtype, t.stride(), t.device) for t in tensors(node))
 

@@ -90,7 +90,7 @@ def _adapted(x: Tensor, w: Adapted) -> Tensor:
     lora = w.lora
     y = linear(x, w.base)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
-    update = scaling(lora) * linear(linear(dropped.to(lora.a.dtype), lora.a), lora.b)
+    update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is small
     if lora.magnitude is None:
         return y + update.to(y.dtype)
     gain = _gain(w.base, lora).to(y.dtype)

@@ -219,7 +219,7 @@ def _keep(g: Graph, budget: int | None) -> None:
         if written(one.reads, place[one.issue], place[two.wait]) or written(memory, 0, len(place)) or memory & kept:
             continue
         held[i:k] = [n + one.nbytes for n in held[i:k]]
-        graph.substitute(g, two.wait, result[i])
+        graph.substitute(two.wait, result[i])
         result = [result[i] if wait is two.wait else wait for wait in result]
         for node in (two.wait, two.issue, *reversed(two.chain)):
             if not node.users:

@@ -1,8 +1,8 @@
 /* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
    (cpu_library.py).
 
-   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h and cpu_random.h over the vector
-   vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file
+   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h and
+   cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file
    has what they share: the descriptor of a packed array, the conversions between float types, and the functions that
    Python calls.
 
@@ -30,7 +30,7 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-enum { F32, BF16, F16 };          /* the dtypes, as Python numbers them */
+enum { F32, BF16, F16, BOOL };    /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements, or counters, handled at a time; every block size divides it */
 enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
 
@@ -104,8 +104,21 @@ typedef struct { /* n words of each key, of which those up to `most` are counted
     uint32_t most;
 } Draw;
 
+/* An elementwise program; cpu_pointwise.py has the same, and numbers the operations so. */
+enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE };
+enum { TILE = 512, MAX_DIMS = 6 };
+enum { ALONE = 8192 }; /* elements up to which another thread is not worth waking */
+typedef struct { int32_t op, dtype, to, a, b, c; float value; } Step; /* registers, and of READ and WRITE what of `at` */
+typedef struct { int64_t stride[MAX_DIMS]; int32_t dtype, whole; } Read; /* whole: as the result lies in memory */
+typedef struct {
+    const Step *steps;
+    const Read *reads;
+    void *const *at;
+    int64_t count, total, dims, registers, size[MAX_DIMS];
+} Pointwise;
+
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli;
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, pointwise;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
     int columns; /* rows of x up to which `few` is for it */
     int lanes, panel; /* words of a vector, and of the vectors beside each other in a panel */
@@ -139,8 +152,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, load_##ISA, COLUMNS_##ISA, \
-                               LANES_##ISA, PANEL_##ISA, BF16}
+                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, pointwise_##ISA, load_##ISA, \
+                               COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -209,8 +222,11 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* --- what Python calls ------------------------------------------------------------------------------------------- */
 
-/* The sizes of Packed and Encoding, which Python has to agree with. */
-EXPORT int fquant_size(int which) { return (int)(which ? sizeof(Encoding) : sizeof(Packed)); }
+/* The sizes of the structures that Python has as well, and has to agree with. */
+EXPORT int fquant_size(int which) {
+    const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read)};
+    return (int)sizes[which];
+}
 
 /* The name of instruction set i, from plain to best; NULL from the first that this machine lacks. */
 EXPORT const char *fquant_isa(int i) {
@@ -284,4 +300,13 @@ EXPORT int64_t fquant_bernoulli(int isa, int threads, const uint64_t *keys, int6
     Draw work = {keys, NULL, out, n, (uint32_t)(threshold - 1)};
     if (!threshold) return memset(out, 0, (size_t)(num * n)), 0;
     return run(available[isa].kernels.bernoulli, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
+}
+
+/* The steps of a program, on tensors whose memory begins at `at`: those that are read, and then those that are written. */
+EXPORT int64_t fquant_pointwise(int isa, int threads, const Pointwise *program, void *const *at) {
+    Pointwise work = *program;
+    work.at = at;
+    int64_t units = (work.total + TILE - 1) / TILE;
+    threads = (int)MIN((int64_t)threads, (work.total + ALONE - 1) / ALONE);
+    return run(available[isa].kernels.pointwise, &work, units, (size_t)work.registers * TILE * 4, NULL, threads);
 }

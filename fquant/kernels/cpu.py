@@ -19,9 +19,12 @@ from torch import Tensor
 from ..format import Format, num_blocks, num_bytes
 from . import reference
 from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
+from .cpu_pointwise import pointwise
 from .spec import Spec, scales, split
 
-__all__ = ["DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t"]
+__all__ = [
+    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t", "pointwise",
+]  # fmt: skip
 
 DEVICES = ("cpu",)
 TILE = 2 << 20  # bytes of a decoded tile

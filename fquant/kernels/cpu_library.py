@@ -48,6 +48,31 @@ class Encoding(ctypes.Structure):
     ]
 
 
+DIMS = 6  # of what an elementwise program reads, once dims that lie as one are one
+
+
+class Step(ctypes.Structure):
+    """``Step`` of cpu.c."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in ("op", "dtype", "to", "a", "b", "c")), ("value", ctypes.c_float)]
+
+
+class Read(ctypes.Structure):
+    """``Read`` of cpu.c."""
+
+    _fields_ = [("stride", Long * DIMS), ("dtype", ctypes.c_int32), ("whole", ctypes.c_int32)]
+
+
+class Pointwise(ctypes.Structure):
+    """``Pointwise`` of cpu.c."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("steps", "reads", "at")),
+        *((name, Long) for name in ("count", "total", "dims", "registers")),
+        ("size", Long * DIMS),
+    ]
+
+
 @cache
 def load() -> ctypes.CDLL:
     """The library; ImportError if it was not built."""
@@ -64,10 +89,12 @@ def load() -> ctypes.CDLL:
         "fold": [Pointer, Pointer, Long, Pointer],
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
+        "pointwise": [ctypes.POINTER(Pointwise), Pointer],
     }
+    structures = (Packed, Encoding, Pointwise, Step, Read)
     sizes = getattr(library, "fquant_size", lambda which: 0)
     known = all(hasattr(library, f"fquant_{name}") for name in functions)
-    if not known or [sizes(i) for i in range(2)] != [ctypes.sizeof(Packed), ctypes.sizeof(Encoding)]:
+    if not known or [sizes(i) for i in range(len(structures))] != [ctypes.sizeof(each) for each in structures]:
         raise ImportError(f"{path.name} was built from other sources; install fquant again")
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
     library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..format import Format, num_blocks
+from .program import parse
 from .spec import Spec, scales, split
 
 CHUNK = 1 << 20  # elements quantised at a time: bounds what quantising needs beside the weight
@@ -196,3 +197,20 @@ def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The lower and the upper 32 bits."""
     return x & MASK, (x >> 32) & MASK
+
+
+def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
+    """The steps of a program, one after another; see ``fquant.kernels.pointwise``."""
+    program = parse(text)
+    values, shape = list(read), torch.broadcast_shapes(*(t.shape for t in read))
+    for op, dtype, args in program.steps:
+        given = [values[a] if isinstance(a, int) else a for a in args]
+        if op == "to":
+            values.append(given[0].to(dtype))  # type: ignore[union-attr]
+            continue
+        cast = [a.to(dtype) if isinstance(a, Tensor) and a.dtype is not torch.bool else a for a in given]
+        values.append(getattr(torch, op)(*cast))
+    made = [values[i].expand(shape).clone(memory_format=torch.contiguous_format) for i in (*program.new, *program.over)]
+    for into, value in zip(write, made[len(program.new) :], strict=True):
+        into.copy_(value)
+    return made[: len(program.new)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 try:
+    from .reference import pointwise  # Inductor writes better ones
     from .triton_decode import INTERPRETED, decode
     from .triton_encode import encode
     from .triton_matmul import matmul, matmul_t
@@ -20,7 +21,7 @@ except ModuleNotFoundError as error:
         "triton is not installed; pip install triton, or a CUDA build of torch, which brings it"
     ) from error
 
-__all__ = ["DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul", "matmul_t"]
+__all__ = ["DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul", "matmul_t", "pointwise"]
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
 

@@ -1,0 +1,279 @@
+"""fuse: chains of elementwise nodes of a captured graph become one node each.
+
+A product of matrices is a few nodes of a step, and what lies between them is hundreds: norms, activations, rotations,
+casts, sums of gradients, the optimiser. Each reads its arguments from memory and writes its result to memory, though
+most results are read once, by the next. Here such a chain becomes a program (fquant/kernels/pointwise.py), which runs
+through its arguments once and holds what is between in the nearest cache. Its bits are those of its nodes.
+
+A group of nodes may run as one where its last member stands if nobody else has used a member before that. So nodes are
+looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
+takes no more. Neither does one whose arguments are about to be written over, nor, at the peak of memory, one whose
+arguments are larger than its results: it is not put off until behind the peak, which would hold them.
+
+A donated argument is written by the program that makes its new value, which is then nowhere else.
+
+Only on CPUs, with the kernels of cpu.c; on other devices there is Inductor (``compile=True``).
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from . import graph as graphs
+from .kernels import VARIABLE, backend
+from .kernels.pointwise import OP
+from .kernels.program import DTYPES, Program, Step
+
+SLACK = 2**16  # bytes that may be held in addition over the peak
+READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
+
+_aten = torch.ops.aten
+_FLOATS = tuple(DTYPES.values())
+_OPS: dict[Any, str] = {
+    _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
+    _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
+    _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal",
+    _aten._to_copy.default: "to", _aten.where.self: "where",
+}  # fmt: skip
+_IN_PLACE: dict[Any, Any] = {
+    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
+    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
+}  # fmt: skip
+_COPY, _FILL, _FULL, _SCALAR = _aten.copy_.default, _aten.fill_.Scalar, _aten.full.default, _aten.scalar_tensor.default
+
+
+def fuse(graph: Graph) -> None:
+    """Replace chains of elementwise nodes by one node each, where C computes them."""
+    if not _in_c():
+        return
+    _unwrite(graph)
+    for group in _groups(graph):
+        if len(group.members) > 1 and group.is_whole():
+            _emit(graph, group)
+
+
+def _in_c() -> bool:
+    asked = os.environ.get(VARIABLE, "cpu").partition(":")[0]
+    return asked == "cpu" and backend("cpu")[0] == "cpu"
+
+
+class _Group:
+    """Nodes of one shape that are to run as one."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.members = dict[Node, Step | None]()  # None: a copy to what is donated
+        self.over = set[int]()  # the memory that is written
+        self.open = True
+
+    def reads(self) -> list[Node]:
+        """What members take that are none themselves, and no numbers."""
+        near = [x for node in self.members for x in node.all_input_nodes]
+        return [x for x in dict.fromkeys(near) if x not in self.members and _constant(x) is None]
+
+    def is_whole(self) -> bool:
+        """Whether the shape is that of what is read, and not of a constant."""
+        reads = self.reads()
+        return bool(reads) and torch.broadcast_shapes(*map(_shape, reads)) == self.shape
+
+    def is_heavy(self, last: dict[int, int], place: int) -> bool:
+        """Whether much less is held behind ``place`` of what the group makes than of what it would be made from."""
+        makes = [node for node, step in self.members.items() if step is not None and self.is_wanted(node)]
+        reads = {storage: size for read in self.reads() for storage, size in _made(read).items()}
+        held = sum(size for storage, size in reads.items() if last[storage] <= place)
+        return held - sum(graphs.nbytes(t) for node in makes for t in graphs.tensors(node)) > SLACK
+
+    def is_wanted(self, node: Node) -> bool:
+        """Whether anybody else uses a member."""
+        return not self.members.keys() >= node.users.keys()
+
+
+class _Groups:
+    """All groups of a graph, as its nodes are looked at in order."""
+
+    def __init__(self) -> None:
+        self.found = list[_Group]()
+        self.of = dict[Node, _Group]()
+        self.using = dict[int, list[_Group]]()  # who reads or writes a storage
+        self.writing = dict[int, _Group]()
+
+    def add(self, node: Node) -> None:
+        """Let a node join groups, or begin one, and close those that it comes in the way of."""
+        step, given = _step(node), graphs.given(node)
+        near = {id(self.of[x]): self.of[x] for x in given if x in self.of}
+        joined = [group for group in near.values() if group.open and step is not None and group.shape == _shape(node)]
+        joined = joined if _may_join(node, joined) else []
+        written = graphs.written(node) if node.op == "call_function" else set()
+        memory = {storage for x in given for storage in graphs.storages(x)}
+        overwritten = [group for storage in written for group in self.using.get(storage, ())]
+        overwriting = [self.writing[storage] for storage in memory & self.writing.keys()]
+        for group in (*near.values(), *overwritten, *overwriting):
+            group.open = group.open and group in joined
+        if step is None:
+            return
+        group = self._merged(joined) if joined else _Group(_shape(node))
+        if not joined:
+            self.found.append(group)
+        group.members[node] = step if isinstance(step, Step) else None
+        group.over |= written
+        self.of[node] = group
+        self.writing |= dict.fromkeys(written, group)
+        for storage in memory | written:
+            self.using.setdefault(storage, []).append(group)
+
+    def _merged(self, groups: list[_Group]) -> _Group:
+        first, *rest = groups
+        for group in rest:
+            first.members |= group.members
+            first.over |= group.over
+            self.of |= dict.fromkeys(group.members, first)
+            self.writing |= dict.fromkeys(group.over, first)
+            for storage in {storage for x in (*group.reads(), *group.members) for storage in graphs.storages(x)}:
+                self.using.setdefault(storage, []).append(first)
+            group.members, group.open = {}, False
+        return first
+
+
+def _groups(graph: Graph) -> list[_Group]:
+    """All groups, in the order of their first members."""
+    peak, last, groups = graphs.peak(graph).place, graphs.last_uses(graph), _Groups()
+    for place, node in enumerate(graph.nodes):
+        groups.add(node)
+        if place == peak:
+            for group in groups.found:
+                group.open = group.open and not group.is_heavy(last, peak)
+    return [group for group in groups.found if group.members]
+
+
+def _may_join(node: Node, groups: list[_Group]) -> bool:
+    """Whether all are small enough together; and what one writes the others may read only as it is, and before."""
+    reads = {read for group in groups for read in group.reads()} | set(node.all_input_nodes)
+    if len(reads) > READS or sum(len(group.members) for group in groups) >= STEPS:
+        return False
+    members = {member for group in groups for member in group.members}
+    over = {storage for group in groups for storage in group.over}
+    if any(graphs.storages(x) & over for x in node.all_input_nodes if x not in members):
+        return False
+    into, written = node.args[0] if node.target is _COPY else None, graphs.written(node)
+    return all(read is into for read in reads if graphs.storages(read) & written)
+
+
+def _step(node: Node) -> Step | str | None:
+    """The step that a node is, its arguments left out; "copy" for one over an argument; None where it is none."""
+    if node.op != "call_function":
+        return None
+    if node.target is _COPY:
+        into, value, *rest = node.args
+        if rest or not isinstance(into, Node) or into.op != "placeholder" or not isinstance(value, Node):
+            return None
+        return "copy" if graphs.kind(into) == graphs.kind(value) and _is_ours(node) else None
+    op = "mul" if node.target is _aten.pow.Tensor_Scalar else _OPS.get(node.target)
+    if op is None or not _is_ours(node):
+        return None
+    (t,) = graphs.tensors(node)
+    allowed = {"dtype", "device"} if op == "to" else set()
+    if set(node.kwargs) - allowed or (node.target is _aten.pow.Tensor_Scalar and node.args[1] != 2):
+        return None
+    args = node.args[:1] if node.target is _aten.pow.Tensor_Scalar else node.args
+    return Step(op, t.dtype, ()) if all(_fits(a, t.dtype, op, i) for i, a in enumerate(args)) else None
+
+
+def _fits(argument: Any, dtype: torch.dtype, op: str, place: int) -> bool:
+    """Whether C takes an argument of a step as torch does."""
+    if not isinstance(argument, Node):
+        return type(argument) in (int, float) and abs(argument) < 2**24
+    kinds = {t.dtype for t in graphs.tensors(argument) if t.is_cpu}
+    if op == "where" and place == 0:
+        return kinds == {torch.bool}
+    return kinds == {dtype} or (len(kinds) == 1 and kinds < {*_FLOATS} and (op == "to" or dtype is torch.float32))
+
+
+def _is_ours(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_cpu and value.dtype in _FLOATS and value.is_contiguous()
+
+
+def _shape(node: Node) -> torch.Size:
+    return graphs.tensors(node)[0].shape
+
+
+def _made(node: Node) -> dict[int, int]:
+    """Bytes of each storage of a node that is no argument."""
+    return {} if node.op == "placeholder" else graphs.sizes(node)
+
+
+def _constant(argument: Any) -> float | None:
+    """The number that an argument is everywhere; None where it is not one."""
+    if isinstance(argument, int | float):
+        return float(argument)
+    if isinstance(argument, Node) and argument.target in (_FULL, _SCALAR):
+        (t,) = graphs.tensors(argument)
+        number = argument.args[argument.target is _FULL]
+        known = isinstance(number, int | float) and t.dtype in _FLOATS
+        return float(torch.tensor(number, dtype=t.dtype)) if known else None
+    return None
+
+
+def _unwrite(graph: Graph) -> None:
+    """Give results memory of their own where they were written over what nobody else reads."""
+    for node in list(graph.nodes):
+        first = node.args[0] if node.args else None
+        if not isinstance(first, Node) or first.op != "call_function" or len(first.users) > 1:
+            continue
+        if any(graphs.storages(first) & graphs.storages(near) for near in first.all_input_nodes):
+            continue  # its memory is another's
+        if node.target is _FILL:
+            (t,) = graphs.tensors(node)
+            if t.is_contiguous():
+                kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
+                node.target, node.args, node.kwargs = _FULL, (list(t.shape), node.args[1]), kwargs
+                graph.erase_node(first)
+        elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node):
+            with graph.inserting_before(node):
+                new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
+            new.meta["val"] = node.meta["val"]
+            graphs.revalue(new)
+            graphs.substitute(node, new)
+            graph.erase_node(node)
+
+
+def _emit(graph: Graph, group: _Group) -> None:
+    """Put the program of a group where its last member stands."""
+    reads = group.reads()
+    number = {node: i for i, node in enumerate(reads)}
+    steps, over, written = list[Step](), list[int](), list[Any]()
+    for node, step in group.members.items():
+        if step is None:
+            number[node] = number[node.args[1]]  # type: ignore[index]
+            over.append(number[node])
+            written.append(node.args[0])
+            continue
+        args = node.args if node.target is not _aten.pow.Tensor_Scalar else (node.args[0],) * 2
+        told = (_constant(a) if _constant(a) is not None else number[a] for a in args)  # type: ignore[index]
+        steps.append(step._replace(args=tuple(told)))  # type: ignore[arg-type]
+        number[node] = len(reads) + len(steps) - 1
+    wanted = [node for node, step in group.members.items() if step is not None and group.is_wanted(node)]
+    program = Program(tuple(steps), tuple(number[node] for node in wanted), tuple(over))
+    last = list(group.members)[-1]
+    with graph.inserting_after(last):
+        call = graph.call_function(OP, (reads, written, program.text))
+    call.meta["val"] = [node.meta["val"] for node in wanted]
+    with graph.inserting_after(call):
+        for i, node in reversed(list(enumerate(wanted))):
+            one = graph.call_function(operator.getitem, (call, i))
+            one.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(one)
+    for node in reversed(group.members):
+        if node.target is _COPY:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        near = node.all_input_nodes
+        graph.erase_node(node)
+        for constant in near:
+            if not constant.users and _constant(constant) is not None:
+                graph.erase_node(constant)

@@ -1,0 +1,82 @@
+/* Elementwise programs, for one instruction set: fquant/kernels/pointwise.py says what they are. A unit is a TILE of the
+   result; of each value a tile is kept in a register of that many floats. What a step leaves behind the end of the last
+   tile is never stored. */
+
+/* The elements of `read` from `start` on, n of them, of all that the result has, as floats. */
+static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, float *restrict out) {
+    const Read *r = p->reads + which;
+    const void *x = p->at[which];
+    int64_t index[MAX_DIMS], offset = 0, last = p->dims - 1;
+    if (r->whole && r->dtype != BOOL) {
+        NAME(floats)(x, r->dtype, start, n, out);
+        return;
+    }
+    for (int64_t d = last, rest = start; d >= 0; rest /= p->size[d--]) {
+        index[d] = rest % p->size[d];
+        offset += index[d] * r->stride[d];
+    }
+    for (int64_t k; n; n -= k, out += k) {
+        int64_t stride = r->stride[last];
+        k = MIN(n, p->size[last] - index[last]);
+        if (r->dtype == BOOL) {
+            const uint8_t *b = (const uint8_t *)x + offset;
+            for (int64_t i = 0; i < k; i++) out[i] = b[i * stride];
+        } else if (stride == 1) {
+            NAME(floats)(x, r->dtype, offset, k, out);
+        } else {
+            float one;
+            if (!stride) NAME(floats)(x, r->dtype, offset, 1, &one);
+            for (int64_t i = 0; i < k; i++) {
+                if (stride) NAME(floats)(x, r->dtype, offset + i * stride, 1, &one);
+                out[i] = one;
+            }
+        }
+        offset += (k - 1) * stride;
+        index[last] += k - 1;
+        for (int64_t d = last; d >= 0; d--) { /* on to the next element, with carries */
+            offset += r->stride[d];
+            if (++index[d] < p->size[d]) break;
+            offset -= p->size[d] * r->stride[d], index[d] = 0;
+        }
+    }
+}
+
+#define EACH(TO, VALUE)                                                \
+    _Pragma("GCC ivdep") for (int i = 0; i < TILE; i++) to[i] = TO(VALUE);
+#define ROUNDED(VALUE)                                                 \
+    if (s->dtype == F32) { EACH(AS_IS, VALUE) }                        \
+    else if (s->dtype == BF16) { EACH(AS_BF16, VALUE) }                \
+    else { EACH(AS_F16, VALUE) }                                       \
+    break;
+#define AS_IS(x) (x)
+#define AS_BF16(x) from_bf16(to_bf16(x))
+#define AS_F16(x) from_f16(to_f16(x))
+
+static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
+    const Pointwise *p = work;
+    int64_t start = unit * TILE, n = MIN(TILE, p->total - start);
+    float *registers = scratch;
+    for (const Step *s = p->steps; s < p->steps + p->count; s++) {
+        float *to = registers + s->to * TILE;
+        const float *a = registers + s->a * TILE, *b = registers + s->b * TILE, *c = registers + s->c * TILE;
+        switch (s->op) {
+        case READ: NAME(read)(p, s->a, start, n, to); break;
+        case WRITE: NAME(halves)(a, n, s->dtype, p->at[s->b], start); break;
+        case CONSTANT: for (int i = 0; i < TILE; i++) to[i] = s->value; break;
+        case ADD: ROUNDED(a[i] + b[i])
+        case SUB: ROUNDED(a[i] - b[i])
+        case MUL: ROUNDED(a[i] * b[i])
+        case DIV: ROUNDED(a[i] / b[i])
+        case NEG: ROUNDED(-a[i])
+        case RECIPROCAL: ROUNDED(1.0f / a[i])
+        case TO: ROUNDED(a[i])
+        case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
+        }
+    }
+}
+
+#undef AS_F16
+#undef AS_BF16
+#undef AS_IS
+#undef ROUNDED
+#undef EACH

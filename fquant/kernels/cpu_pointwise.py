@@ -1,0 +1,134 @@
+"""Elementwise programs for cpu_pointwise.h: which step has which register, and how what is read lies in memory.
+
+A tensor is read where it is needed first, a value lives in a register until its last use, and is written as soon as it
+is there. Tensors that broadcast, or whose strides are not those of the result, are read by their strides; dims that lie
+behind each other as one are counted as one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cpu_library import DIMS, DTYPES, Pointwise, Read, Step, call, empty
+from .program import Program, dtypes, parse, shape_of
+
+_OPS = ("read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where")
+_KINDS = {**DTYPES, torch.bool: 3}
+
+
+def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
+    """See ``fquant.kernels.pointwise``."""
+    program, shape = parse(text), shape_of(read)
+    kinds = dtypes(read, program)
+    new = [empty(*shape, dtype=kinds[i]) for i in program.new]
+    how = _plan(text, shape, tuple((t.dtype, tuple(t.expand(shape).stride())) for t in read))
+    if how is not None:
+        at = (ctypes.c_void_p * (len(read) + len(new) + len(write)))(*(t.data_ptr() for t in (*read, *new, *write)))
+        call("pointwise", how.program, at)
+    return new
+
+
+class _Plan(NamedTuple):
+    program: Pointwise
+    keep: tuple[object, ...]  # what it points to
+
+
+@lru_cache(maxsize=4096)
+def _plan(text: str, shape: torch.Size, reads: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> _Plan | None:
+    """What C is told; None where there are no elements. Kept by the text: as numbers 0.0 and -0.0 are equal."""
+    if not (total := math.prod(shape)):
+        return None
+    sizes, strides = _collapsed(tuple(shape), [stride for _, stride in reads])
+    if len(sizes) > DIMS:
+        raise ValueError(f"pointwise got tensors that lie in {len(sizes)} dims; wanted {DIMS} at most")
+    whole = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
+    accesses = (Read * len(reads))(
+        *(
+            Read((ctypes.c_int64 * DIMS)(*stride), _KINDS[dtype], stride == whole)
+            for (dtype, _), stride in zip(reads, strides, strict=True)
+        )
+    )
+    steps, registers = _steps(parse(text), [dtype for dtype, _ in reads])
+    listed = (Step * len(steps))(*steps)
+    told = Pointwise(
+        ctypes.addressof(listed), ctypes.addressof(accesses), None, len(steps), total, len(sizes), registers,
+        (ctypes.c_int64 * DIMS)(*sizes),
+    )  # fmt: skip
+    return _Plan(told, (listed, accesses))
+
+
+def _collapsed(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The shape and the strides with dims made one where they lie so in all tensors, of the result as well."""
+    sizes, kept = list[int](), list[list[int]]([] for _ in strides)
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(own[-1] == stride[d] * size for own, stride in zip(kept, strides, strict=True)):
+            sizes[-1] *= size
+            for own, stride in zip(kept, strides, strict=True):
+                own[-1] = stride[d]
+        else:
+            sizes.append(size)
+            for own, stride in zip(kept, strides, strict=True):
+                own.append(stride[d])
+    if not sizes:
+        return [1], [(1,) for _ in strides]
+    return sizes, [tuple(own) for own in kept]
+
+
+def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]:
+    """The steps for C and the number of registers."""
+    first, kinds = len(reads), reads + [step.dtype for step in program.steps]
+    wanted: dict[int, list[int]] = {}
+    for place, value in enumerate(program.new):
+        wanted.setdefault(value, []).append(first + place)
+    last = {value: i for i, step in enumerate(program.steps) for value in step.args if isinstance(value, int)}
+    last |= dict.fromkeys(program.over, len(program.steps))  # what they are written over may be read before
+    steps, held, free = list[Step](), dict[int, int](), list[int]()
+    most = 0
+
+    def take() -> int:
+        nonlocal most
+        if free:
+            return free.pop()
+        most += 1
+        return most - 1
+
+    def made(value: int, step: Step) -> None:
+        held[value] = step.to = take()
+        steps.append(step)
+        for place in wanted.get(value, ()):
+            steps.append(_write(held[value], kinds[value], place))
+        if value not in last:
+            free.append(held.pop(value))
+
+    for value in (*program.new, *program.over):
+        if value < first and value not in held and (value not in last or value in program.over):
+            made(value, Step(_OPS.index("read"), _KINDS[kinds[value]], 0, value))
+    for i, (op, dtype, args) in enumerate(program.steps):
+        registers, constants = list[int](), list[int]()
+        for value in args:
+            if isinstance(value, float):
+                constants.append(take())
+                narrow = dtype if op in ("add", "sub") else torch.float32  # as torch takes a number in such an op
+                rounded = float(torch.tensor(value, dtype=narrow))
+                steps.append(Step(_OPS.index("constant"), 0, constants[-1], value=rounded))
+            elif value not in held:
+                made(value, Step(_OPS.index("read"), _KINDS[kinds[value]], 0, value))
+            registers.append(constants[-1] if isinstance(value, float) else held[value])
+        free += constants + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
+        made(first + i, Step(_OPS.index(op), _KINDS[dtype], 0, *registers))
+    for place, value in enumerate(program.over):
+        steps.append(_write(held[value], kinds[value], first + len(program.new) + place))
+    return steps, most
+
+
+def _write(register: int, dtype: torch.dtype, place: int) -> Step:
+    return Step(_OPS.index("write"), _KINDS[dtype], 0, register, place)

@@ -1,0 +1,98 @@
+"""Chains of elementwise operations as one op, which walks memory once.
+
+    pointwise(read, write, program)    f[*shape] for every result that is new; others are written over ``write``
+
+A norm, an activation or an optimiser is a chain of additions, products and casts of large tensors: each by itself reads
+and writes memory, and does next to nothing with it. A *program* (``program.py``) is such a chain as a value.
+
+Every step is rounded to its dtype, as the operation of torch of the same name rounds, so that a chain gives the same
+bits as its steps one by one. So there are no steps but those that IEEE 754 defines to the last bit: no exponentials,
+and no square roots either, which torch leaves to libraries that need not round as IEEE 754 wants.
+
+On CPUs with the kernels of cpu.c a piece of each value stays in the nearest cache from the first step to the last.
+Elsewhere the steps are those of torch, one after another, which is also what the op is defined by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backend
+from .program import DTYPES, Program, dtypes, parse, shape_of
+
+SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
+
+
+def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program) -> list[Tensor]:
+    """The new tensors of ``program``, contiguous [*shape], of the tensors ``read``, whose shapes broadcast to it.
+
+    What is read is float32, bfloat16, float16, or bool; ``write`` are contiguous tensors [*shape] that are written
+    over, and what shares their memory among ``read`` has to be they themselves. Raises TypeError or ValueError for
+    anything else.
+    """
+    return OP(list(read), list(write), program.text)
+
+
+def _pointwise(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
+    program = parse(text)
+    _check(read, write, program)
+    return backend(read[0].device.type)[1].pointwise(read, write, text)
+
+
+def _fake(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
+    program = parse(text)
+    shape, kinds = _check(read, write, program), dtypes(read, program)
+    return [read[0].new_empty(shape, dtype=kinds[i]) for i in program.new]
+
+
+def _check(read: list[Tensor], write: list[Tensor], program: Program) -> torch.Size:
+    if not read:
+        raise ValueError("pointwise got nothing to read")
+    for t in (*read, *write):
+        if t.dtype not in (*DTYPES.values(), torch.bool):
+            raise TypeError(f"pointwise got {t.dtype} {tuple(t.shape)}; wanted f32, bf16, f16 or bool")
+        if t.device != read[0].device:
+            raise ValueError(f"pointwise got tensors on {read[0].device} and {t.device}; move one")
+    shape, kinds = shape_of(read), dtypes(read, program)
+    for i, (op, dtype, args) in enumerate(program.steps):
+        numbers = [a for a in args if isinstance(a, int)]
+        if not all(0 <= a < len(read) + i for a in numbers):
+            raise ValueError(f"pointwise: step {i} of {program.text!r} takes a value that is not there yet")
+        given = {kinds[a] for a in (args[1:] if op == "where" else args) if isinstance(a, int)}
+        exact = given <= {dtype} or (dtype == torch.float32 and given < {*DTYPES.values()} | {dtype})
+        if op == "where" and (not isinstance(args[0], int) or kinds[args[0]] != torch.bool):
+            raise TypeError(f"pointwise: step {i} of {program.text!r} chooses by a value that is no bool")
+        if op != "to" and not exact:
+            raise TypeError(f"pointwise: step {i} of {program.text!r} takes {given}; wanted {dtype}, or cast before")
+    if not all(0 <= i < len(kinds) for i in (*program.new, *program.over)):
+        raise ValueError(f"pointwise: {program.text!r} wants a value that is not there")
+    wanted = [(shape, kinds[i], True) for i in program.over]
+    if [(t.shape, t.dtype, t.is_contiguous()) for t in write] != wanted:
+        raise ValueError(
+            f"pointwise got {[(t.dtype, tuple(t.shape)) for t in write]} to write over; "
+            f"wanted contiguous {[(kind, tuple(shape)) for _, kind, _ in wanted]}"
+        )
+    for into in write:
+        memory, place = into.untyped_storage()._cdata, _place(into)
+        if any(_place(t) != place for t in read if t.untyped_storage()._cdata == memory):
+            raise ValueError("pointwise: what is written over shares its memory with another tensor that is read")
+    return shape
+
+
+def _place(t: Tensor) -> object:
+    return t.storage_offset(), t.shape, t.stride(), t.dtype
+
+
+def _register() -> Callable[..., Any]:
+    _LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl("pointwise", _pointwise, "CompositeExplicitAutograd")
+    torch.library.register_fake("fquant::pointwise", _fake, lib=_LIBRARY)
+    return torch.ops.fquant.pointwise.default
+
+
+_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
+OP = _register()
