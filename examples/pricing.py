@@ -42,7 +42,6 @@ from models.config import Config
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 DONATED = ("adapters", "moments")
 PASSES = (shard.schedule.prefetch(),)  # as examples/finetune.py has
-GATHER = "_c10d_functional.all_gather_into_tensor.default"
 
 Figures = dict[tuple[str, ...], int]
 
@@ -194,7 +193,7 @@ def _memory(captured: capture.Captured, leaves: int, num_layers: int) -> Figures
         where = (phase, str(node.target))
         if now > out.get(("peak", *where), 0):
             out["peak", *where] = now
-            out["gathered", *where] = size(alive, lambda by: str(by.target) == GATHER)
+            out["gathered", *where] = size(alive, lambda by: graph.collective(by) == "all_gather")
     return out
 
 
@@ -215,7 +214,7 @@ def _phases(captured: capture.Captured, leaves: int, num_layers: int) -> dict[No
     forward = True
     for node in nodes:
         for path in (paths.get(near, "") for near in node.all_input_nodes if node.op == "call_function"):
-            if str(node.target) == GATHER:  # issued ahead perhaps: the layer begins when it is waited for
+            if graph.collective(node) == "all_gather":  # issued ahead perhaps: the layer begins when it is waited for
                 paths[node] = path
             elif path == "base.final.bytes":
                 out[node], forward = "head", False

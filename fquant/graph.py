@@ -28,7 +28,12 @@ _aten = torch.ops.aten
 _WAIT = "_c10d_functional.wait_tensor.default"  # by name: not every build of torch has it
 IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
 CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
-_NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+_FUNCTIONAL = "_c10d_functional."
+_ISSUES = {  # of the others of torch the name is the op's
+    _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
+    _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
+    "fquant.all_gather": "all_gather",  # of shard.gloo
+}
 
 
 def check(passes: Sequence[Pass]) -> None:
@@ -123,8 +128,15 @@ def issue(wait: Node) -> Node:
 
 def collective(node: Node) -> str | None:
     """What a node issues: all_gather, reduce_scatter, all_reduce ...; None where it issues no functional collective."""
-    name = str(node.target).partition("_c10d_functional.")[2].partition(".")[0]
-    return None if name in ("", "wait_tensor") else _NAMES.get(name, name)
+    return issued(node.target)
+
+
+def issued(target: object) -> str | None:
+    """What an op issues, as :func:`collective` says of a node."""
+    op = str(target).rpartition(".")[0]
+    if op.startswith(_FUNCTIONAL) and str(target) != _WAIT:
+        return _ISSUES.get(op, op.removeprefix(_FUNCTIONAL))
+    return _ISSUES.get(op)
 
 
 def is_view(node: Node) -> bool:

@@ -61,13 +61,7 @@ def collectives(g: Graph) -> tuple[str, ...]:
     for node in g.nodes:
         if str(node.target).startswith("c10d."):
             raise TypeError(_NOT_WAITED_FOR.format(str(node.target).rpartition(".")[0]))
-    return tuple(_told(node) for node in g.nodes if op(node))
-
-
-def op(node: Node) -> str:
-    """The name of the collective that a node starts; of any other node, the empty string."""
-    name = str(node.target).partition("_c10d_functional.")[2].partition(".")[0]
-    return "" if name == "wait_tensor" else name
+    return tuple(_told(node) for node in g.nodes if graph.collective(node))
 
 
 def ranks(node: Node) -> int:
@@ -76,7 +70,7 @@ def ranks(node: Node) -> int:
 
 
 def _told(node: Node) -> str:
-    name, options = op(node), [str(x) for x in node.args[1:-1] if isinstance(x, str | int)]
+    name, options = str(graph.collective(node)), [str(x) for x in node.args[1:-1] if isinstance(x, str | int)]
     if name.startswith("all_to_all"):  # which may be cut unevenly
         return f"{name} over {ranks(node)}"
     given = [t for near in node.all_input_nodes for t in graph.tensors(near)]

@@ -8,7 +8,8 @@ Each has a dual, and the backward of one is the other (the transpose of a gather
 
 They are autograd Functions over torch's functional collectives, with setup_context, a vmap rule and a jvp, so grad,
 vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*: a raw collective there
-gives silent zeros. Groups are arguments; nothing here looks at global state.
+gives silent zeros. Groups are arguments; nothing here looks at global state. Over gloo gathers are our own op, that of
+shard/gloo.py.
 
 ``traffic`` counts what is sent while it is open.
 """
@@ -24,6 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fquant import graph
+
+from . import gloo
 
 Group = dist.ProcessGroup
 _ops = torch.ops._c10d_functional
@@ -69,7 +74,8 @@ def exit(x: Tensor, group: Group) -> Tensor:
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: str, ranks: int) -> Tensor:
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
+        issue = gloo.all_gather if gloo.is_used(x, _named(group)) else _ops.all_gather_into_tensor
+        return _ops.wait_tensor(issue(x.contiguous(), ranks, group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -176,6 +182,10 @@ class _Exit(_Sum):
         return _Exit.apply(x, group), in_dims[0]
 
 
+def _named(group: str) -> Group:
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+
+
 @dataclass
 class Traffic:
     """Collectives seen, as (name, payload in bytes, ranks): the payload is the whole gathered or summed buffer."""
@@ -204,12 +214,10 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name: str = func._schema.name.removeprefix("_c10d_functional::")
-        if name != func._schema.name and name != "wait_tensor":
+        name = graph.issued(func)
+        if name is not None:
             whole = out if name.startswith("all_gather") else args[0]
-            ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            known = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-            self.traffic.calls.append((known.get(name, name), whole.numel() * whole.element_size(), ranks))
+            self.traffic.calls.append((name, whole.numel() * whole.element_size(), _named(args[-1]).size()))
         return out
 
 

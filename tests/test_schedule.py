@@ -19,7 +19,9 @@ from .test_capture import equal
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-WAIT, GATHER = (getattr(torch.ops._c10d_functional, op).default for op in ("wait_tensor", "all_gather_into_tensor"))
+OPS = torch.ops._c10d_functional
+WAIT, GATHER = OPS.wait_tensor.default, OPS.all_gather_into_tensor.default
+GATHERS = GATHER, torch.ops.fquant.all_gather.default  # the second is that of shard.all_gather over gloo
 
 
 # --- an oracle: what a graph says, read off the order of its nodes ----------------------------------------------------
@@ -44,7 +46,7 @@ def places(captured):
 
 def gathers(captured):
     """(name of the gather, name of its wait, bytes of the result), in order of issue."""
-    nodes = [node for node in captured.module.graph.nodes if node.target is GATHER]
+    nodes = [node for node in captured.module.graph.nodes if node.target in GATHERS]
     return [(node.name, next(iter(node.users)).name, tree.nbytes(node.meta["val"])) for node in nodes]
 
 
@@ -60,7 +62,7 @@ def early(captured, plain):
 def under_way(captured):
     """The most gathers between issue and wait while anything else runs."""
     place, found = places(captured), gathers(captured)
-    busy = [node.name for node in captured.module.graph.nodes if node.target not in (GATHER, WAIT)]
+    busy = [node.name for node in captured.module.graph.nodes if node.target not in (*GATHERS, WAIT)]
     return max(sum(place[name] < place[node] < place[wait] for name, wait, _ in found) for node in busy)
 
 
@@ -343,7 +345,6 @@ def unknown(op, wait=1):
     return g
 
 
-OPS = torch.ops._c10d_functional
 STRANGE = {
     "in place": (
         unknown(OPS.all_reduce_.default),
@@ -353,6 +354,7 @@ STRANGE = {
     "of autograd": (unknown(torch.ops._c10d_functional_autograd.all_gather_into_tensor.default), "cannot be scheduled"),
     "of c10d": (unknown(torch.ops.c10d.allreduce_.default), "allreduce_.default cannot be scheduled"),
     "no wait": (unknown(GATHER, 0), "all_gather_into_tensor.*: is used by nothing; wanted a wait_tensor of its own"),
+    "over gloo": (unknown(GATHERS[1], 0), "all_gather_default: is used by nothing; wanted a wait_tensor of its own"),
     "two waits": (unknown(GATHER, 2), "is used by .*wait_tensor.default, .*wait_tensor.default; wanted a wait"),
 }
 
