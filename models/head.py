@@ -7,6 +7,8 @@ makes several of their size. Here the rows (leading dims of ``x`` and t, flatten
 
     logits [c v]  ->  nll [c]  and  softmax - one-hot [c v]  ->  its product with the weight [c d]
 
+The middle is one op, ``fquant.kernels.nll``: nothing of the size of the logits exists between them and their slope.
+
 The gradient of a loss with respect to its own logits needs no cotangent but a factor a row. So the gradient with
 respect to ``x`` is made in the pass that makes the loss, is kept as [rows d], and is multiplied by that factor in the
 backward: a frozen head is multiplied by twice in all, as it is where logits are kept. This is the fused linear cross
@@ -16,12 +18,14 @@ float32 at least.
 
 *Transforms.* The autograd Function returns the losses and that gradient, as two results. The second is not shown to
 the caller, but it is a function of ``x`` and the weight like the first: whoever differentiates the backward reaches
-it, and its derivative is that of the same chunks, recorded. So every order exists; what the orders above the first
-record is as large as all logits. Where nothing is differentiated in reverse, only the losses are made.
+it, and its derivative is that of the same chunks, recorded, their loss in plain torch (``SLOW``). So every order
+exists; what the orders above the first record is as large as all logits. Where nothing is differentiated in reverse,
+only the losses are made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,16 +33,18 @@ import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.kernels import nll, reference
 from fquant.linear import Adapted, Packed, Weight, linear
 
 from .again import Again, Pair, Verb, put
 from .blocks import IGNORE
 
-# The float32 logits of a chunk may take as much as x itself would in float32, which is Liger's rule: it makes about
-# vocab / dim chunks however many rows there are, and costs little beside the activations, of which x is one. Where x is
-# small they may take this much, for a chunk of few rows multiplies slowly: every chunk reads the whole weight. (On a
-# CPU 8 to 16 MiB were the fastest; above that the logits fall out of the cache.)
+# A chunk holds its logits and their slope, both in x's dtype. Each may take as much as x itself, which is Liger's rule:
+# it makes about vocab / dim chunks however many rows there are, and costs little beside the activations, of which x is
+# one. Where x is small the two together may take this much, for a chunk of few rows multiplies slowly: every chunk
+# reads the whole weight. More would fall out of a CPU's last cache between one op and the next.
 CHUNK_BYTES = 16 * 2**20
+TILE = 16  # a chunk of more rows has a multiple of this: products handle rows by so many, or by a few times as many
 
 
 def cross_entropy(
@@ -50,16 +56,17 @@ def cross_entropy(
 ) -> Tensor:
     """``blocks.cross_entropy(linear(x, weight), targets, count)``, some rows at a time: a float32 scalar, in nats.
 
-    x f[... t d], weight [vocab d] of any kind that ``linear`` takes, targets int ``[... t]``, -100 being ignored. The
-    sum of the negative log likelihoods is divided by ``count``, the number of targets of the whole global batch; the
-    default is the number counted here (at least 1). The result is float64 for float64 ``x``.
+    x f[... t d], weight [vocab d] of any kind that ``linear`` takes, targets int64 or int32 ``[... t]``, -100 being
+    ignored. The sum of the negative log likelihoods is divided by ``count``, the number of targets of the whole global
+    batch; the default is the number counted here (at least 1). The result is float64 for float64 ``x``.
 
     ``chunk`` is how many rows are handled at a time; the default follows from ``CHUNK_BYTES``. Examples mapped over one
     weight are so many more rows, several weights are a loop; but in forward mode and above the first order, inside a
     vmap, it is ``chunk`` rows of each example at a time.
 
     Raises ValueError where shapes do not fit, for a chunk below 1, and for an adapter with dropout, whose bits depend
-    on the place of a row among all rows; RuntimeError in torch.compile.
+    on the place of a row among all rows; TypeError for targets of another dtype, IndexError for one that is neither
+    -100 nor in [0, vocab) (on CUDA an assertion on the device); RuntimeError in torch.compile.
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(_COMPILE)
@@ -67,14 +74,22 @@ def cross_entropy(
         raise ValueError(f"targets: shape {tuple(targets.shape)}, want x's {tuple(x.shape[:-1])}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets: {targets.dtype}, want int64 or int32")
     vocab = _vocab(weight)
     leaves, structure = tree.flatten(weight)
     rows = x.reshape(targets.numel(), x.shape[-1])  # [n d]
-    how = _How(structure, chunk or max(1, max(CHUNK_BYTES, 4 * x.numel()) // (4 * vocab)))
+    how = _How(structure, chunk or _rows(x, vocab))
     in_reverse = torch.is_grad_enabled() and any(_reversed(t) for t in (rows, *leaves))
     function, verb = (_Both, _both) if in_reverse else (_Rows, _losses)
-    nll, *_ = function.apply(_same(partial(verb, how)), rows, targets.reshape(-1), *leaves)
-    return nll.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+    losses, *_ = function.apply(_pair(verb, how), rows, targets.reshape(-1).long(), *leaves)
+    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+def _rows(x: Tensor, vocab: int) -> int:
+    """How many rows of ``x`` are a chunk."""
+    rows = max(1, max(CHUNK_BYTES, 2 * x.nbytes) // (2 * x.itemsize * max(1, vocab)))
+    return rows // TILE * TILE if rows > TILE else rows
 
 
 class _How(NamedTuple):
@@ -91,38 +106,34 @@ class _How(NamedTuple):
         return zip(*(t.split(self.chunk) for t in rows), strict=True)
 
 
-def _losses(how: _How, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+class _Loss(NamedTuple):
+    """The loss of logits [c v] and targets [c], without its slope and with it."""
+
+    nll: Callable[..., Tensor]
+    nll_slope: Callable[..., tuple[Tensor, Tensor]]
+
+
+FAST, SLOW = _Loss(nll.nll, nll.nll_slope), _Loss(reference.nll, reference.nll_slope)
+
+
+def _losses(how: _How, loss: _Loss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(how.weight(leaves), x.dtype)
-    return (torch.cat([_nll(linear(some, weight), chosen) for some, chosen in how.split(x, targets)]),)
+    return (torch.cat([loss.nll(linear(some, weight), chosen, IGNORE) for some, chosen in how.split(x, targets)]),)
 
 
-def _both(how: _How, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+def _both(how: _How, loss: _Loss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
     """x [n d], targets [n] -> nll f32[n] and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(how.weight(leaves), x.dtype)
-    parts = [_chunk(weight, chosen, some) for some, chosen in how.split(x, targets)]
-    nll, dx = zip(*parts, strict=True)
-    return torch.cat(nll), torch.cat(dx)
+    parts = [_chunk(loss, weight, chosen, some) for some, chosen in how.split(x, targets)]
+    losses, dx = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(dx)
 
 
-def _chunk(weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(loss: _Loss, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
-    return _nll(logits, targets), pull(_slope(logits, targets).to(logits.dtype))[0]
-
-
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [c v], targets [c] -> f32[c], zero where ignored."""
-    counted, wide = targets != IGNORE, _wide(logits)
-    chosen = wide.gather(-1, torch.where(counted, targets, 0)[:, None]).squeeze(-1)
-    return torch.where(counted, wide.logsumexp(-1) - chosen, 0.0)
-
-
-def _slope(logits: Tensor, targets: Tensor) -> Tensor:
-    """The gradient of the sum of :func:`_nll` with respect to the logits: f32[c v]."""
-    counted = (targets != IGNORE)[:, None]
-    minus = _wide(logits).new_full((), -1.0).expand(counted.shape)
-    slope = _wide(logits).softmax(-1).scatter_add(-1, torch.where(counted, targets[:, None], 0), minus)
-    return torch.where(counted, slope, 0.0)
+    losses, slope = loss.nll_slope(logits, targets, IGNORE)
+    return losses, pull(slope)[0]
 
 
 class _Rows(Again):
@@ -150,20 +161,21 @@ class _Both(_Rows):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (how,), (g, g_dx) = ctx.pair.fast.args, grads
+        (how, _), (g, g_dx) = ctx.pair.fast.args, grads
         dx, x, targets, *leaves = ctx.saved_tensors
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         g = _wide(x.new_zeros(len(x))) if g is None else g
         if g_dx is not None:  # somebody differentiates this backward
-            grad, *found = Again.apply(_same(partial(_second, how, wanted)), x, targets, g, g_dx, *leaves)
+            second = partial(_second, how, wanted)
+            grad, *found = Again.apply(Pair(second, second), x, targets, g, g_dx, *leaves)
         else:
             grad = (g[:, None] * dx).to(dx.dtype)  # rounded once
-            found = Again.apply(_same(partial(_weights, how, wanted)), x, targets, g, *leaves) if wanted else ()
+            found = Again.apply(_pair(_weights, how, wanted), x, targets, g, *leaves) if wanted else ()
         return None, grad, None, *put([None] * len(leaves), wanted, found)
 
 
 def _weights(
-    how: _How, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
+    how: _How, wanted: tuple[int, ...], loss: _Loss, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of ``(g · nll).sum()`` with respect to the leaves at ``wanted``."""
     at = [leaves[i] for i in wanted]
@@ -171,7 +183,7 @@ def _weights(
     for some, chosen, factor in how.split(x, targets, g):
         product = lambda *at, some=some: linear(some, how.weight(put(leaves, wanted, at)))
         logits, pull, *_ = torch.func.vjp(product, *at)
-        found = pull((_slope(logits, chosen) * factor[:, None]).to(logits.dtype))
+        found = pull(loss.nll_slope(logits, chosen, IGNORE, factor)[1])
         sums = [total + _wide(grad) for total, grad in zip(sums, found, strict=True)]
     return tuple(total.to(leaf.dtype) for total, leaf in zip(sums, at, strict=True))
 
@@ -184,7 +196,7 @@ def _second(
     sums: list[Any] = [0.0] * len(at)
     rows = []
     for some, chosen, factor, direction in how.split(x, targets, g, g_dx):
-        both = lambda some, *at, chosen=chosen: _chunk(how.weight(put(leaves, wanted, at)), chosen, some)
+        both = lambda some, *at, chosen=chosen: _chunk(SLOW, how.weight(put(leaves, wanted, at)), chosen, some)
         _, pull, *_ = torch.func.vjp(both, some, *at)
         grad, *found = pull((factor, direction))
         rows.append(grad)
@@ -192,8 +204,8 @@ def _second(
     return torch.cat(rows), *(total.to(leaf.dtype) for total, leaf in zip(sums, at, strict=True))
 
 
-def _same(f: Verb) -> Pair:
-    return Pair(f, f)
+def _pair(verb: Verb, *how: Any) -> Pair:
+    return Pair(partial(verb, *how, FAST), partial(verb, *how, SLOW))
 
 
 def _vocab(weight: Any) -> int:

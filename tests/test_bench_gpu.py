@@ -5,6 +5,7 @@ import io
 import itertools
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,6 +143,8 @@ def test_kernels_that_are_right_pass():
     with check.poisoned():
         assert check.check_formats("cpu", 1, [NF4_DQ]) == {"decodings": 2, "products": 4}
         assert check.check_draws("cpu", 1, 2001) == {"draws": 17}
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # numpy's, of infinities
+            assert check.check_losses("cpu", 1, (7, 300)) == {"losses": 23}
     assert check.check_big("cpu", 2, (80, 320)) == {"encodings": 1, "decodings": 2, "products": 4}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -167,3 +170,15 @@ def test_kernels_that_are_wrong_do_not():
             patch.setattr(check.triton, name, wrong(getattr(check.triton, name)))
             with pytest.raises(AssertionError, match=f"^{name} "):
                 check.check_draws("cpu", 3, 100)
+    faults = {
+        "a loss of": lambda value, slope: (value * 1.001, slope),
+        "a loss of .*its slope": lambda value, slope: (value, slope * 1.01),
+        "the ends of a loss": lambda value, slope: (value, slope * (slope.shape != (7, 300))),
+    }
+    for name, fault in faults.items():
+        with pytest.MonkeyPatch.context() as patch:
+            right = check.triton.nll_slope
+            patch.setattr(check.triton, "nll_slope", lambda *args, right=right, fault=fault: fault(*right(*args)))
+            patch.setattr(check.losses, "ROWS", {"all equal": check.losses.ROWS["all equal"]})
+            with pytest.raises(AssertionError, match=name):
+                check.check_losses("cpu", 3, (7, 300))

@@ -284,12 +284,12 @@ def on(loss, what):
 BLOCKS = {  # the most tensors of a chunk's logits that are alive at once, all in float32 here
     "value": 1,
     "jvp": 4,
-    "frozen": 3,
-    "frozen packed": 3,
-    "frozen, of torch": 3,
+    "frozen": 2,
+    "frozen packed": 2,
+    "frozen, of torch": 2,
     "adapter": 4,
-    "trained": 3,
-    "each": 3,
+    "trained": 2,
+    "each": 2,
     "each adapter": 4,
 }
 
@@ -352,7 +352,7 @@ def test_a_weight_is_cast_once():
 
 
 def test_default_chunk(monkeypatch):
-    """The float32 logits of a chunk take CHUNK_BYTES, or as much as x in float32 if that is more."""
+    """Logits and slope of a chunk take CHUNK_BYTES, or each as much as x if that is more; by 16 rows where it can."""
     x, w, _, targets = big()
 
     def rows(budget, x):
@@ -361,7 +361,8 @@ def test_default_chunk(monkeypatch):
             head.cross_entropy(x, w, targets[: len(x)])
         return seen.largest // WIDE
 
-    assert rows(4 * WIDE * 100, x) == 100
+    one = 2 * 4 * WIDE  # bytes of a row, and of its slope
+    assert [rows(one * n, x[:100]) for n in (15, 16, 17, 31, 100)] == [15, 16, 16, 16, 96]
     assert rows(1, x) == ROWS * DIM // WIDE
     assert rows(1, x[:3]) == 1
 
@@ -370,6 +371,8 @@ def test_default_chunk(monkeypatch):
 
 REFUSED = {
     "targets": (lambda: (X, DENSE, TARGETS[:, 1:]), ValueError, r"targets: shape \(2, 4\), want x's \(2, 5\)"),
+    "dtype": (lambda: (X, DENSE, TARGETS.double()), TypeError, "targets: torch.float64, want int64 or int32"),
+    "target": (lambda: (X, DENSE, TARGETS + 1), IndexError, r"target 11 in row 1; wanted one in \[0, 11\), or -100"),
     "chunk": (lambda: (X, DENSE, TARGETS, None, 0), ValueError, r"chunk is 0; wanted at least 1 row"),
     "weight": (lambda: (X, "w", TARGETS), TypeError, r"weight is a str; wanted Tensor, Packed or Adapted"),
     "dims": (lambda: (X, DENSE[0], TARGETS), ValueError, r"weight: shape \(64,\), want \[vocab d\]"),

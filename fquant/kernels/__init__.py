@@ -12,7 +12,8 @@ derivatives are written once, in ``fquant/linear.py``; an op that is asked for a
 Who computes is a table, device -> backend: ``cpu`` (cpu.c, all there is in C) for CPU tensors, ``triton`` for CUDA
 tensors, and ``reference`` (plain torch, the definition of right) on any other device, or where a backend cannot be
 had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
-``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, go by the same table.
+``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, those of a loss of logits, in
+``nll.py``, and the elementwise programs of captured graphs, in ``pointwise.py``, go by the same table.
 """
 
 from __future__ import annotations
@@ -211,15 +212,15 @@ def _decode_vmap(info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> 
     return _OPS["decode"](mapped, *rest), 0
 
 
-def _constant(name: str, keys: Any, *args: Any) -> Any:
+def constant(name: str, fix: str, keys: Any, *args: Any) -> Any:
     """In autograd's place: an op has no derivative, and whoever asks it for one is told; torch would give zeros."""
-    for t in [t for arg in args[:2] for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]:
+    for t in [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]:
         if t.requires_grad and torch.is_grad_enabled():
-            raise TypeError(f"a gradient through {name} was asked for; {_FIX}")
+            raise TypeError(f"a gradient through {name} was asked for; {fix}")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-            raise TypeError(f"a tangent through {name} was asked for; {_FIX}")
+            raise TypeError(f"a tangent through {name} was asked for; {fix}")
     with torch._C._AutoDispatchBelowAutograd():
-        return _OPS[name].redispatch(keys & torch._C._after_autograd_keyset, *args)
+        return getattr(torch.ops.fquant, name).default.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 _FIX = (
@@ -242,7 +243,7 @@ def _register() -> dict[str, Callable[..., Any]]:
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, real[name], key)
-        _LIBRARY.impl(name, partial(_constant, name), "Autograd", with_keyset=True)
+        _LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
         torch.library.register_fake(f"fquant::{name}", fake[name], lib=_LIBRARY)
     register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(_product_flops)
     torch.library.register_vmap("fquant::decode", _decode_vmap, lib=_LIBRARY)

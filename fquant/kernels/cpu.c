@@ -1,10 +1,10 @@
 /* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
    (cpu_library.py).
 
-   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h and
-   cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one runs is an argument. This file
-   has what they share: the descriptor of a packed array, the conversions between float types, and the functions that
-   Python calls.
+   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h and
+   cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one
+   runs is an argument. What they are given is in cpu_work.h; this file has what they share, the conversions between
+   float types, and the functions that Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -34,28 +34,6 @@ enum { F32, BF16, F16, BOOL };    /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements, or counters, handled at a time; every block size divides it */
 enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
 
-typedef struct { /* cpu_library.py has the same */
-    const uint8_t *codes;      /* [rows, bytes] */
-    const void *scale;         /* f32[rows, blocks], or their u8 codes if nested */
-    const float *nested;       /* f32: the absmax of the scales' own blocks, which run over all of them; or NULL */
-    const float *nested_table; /* f32[256] */
-    const uint8_t *nested_bytes; /* u8[4, 256]: the same, byte by byte */
-    const float *nested_offset;/* f32[], or NULL */
-    const float *offset;       /* f32[], or NULL */
-    const float *table;        /* f32[1 << bits]; NULL: the codes are int8 */
-    int64_t rows, width, block, nested_block;
-    int32_t bits, dtype;
-    float least;               /* scales from which no value is denormal: 2^-126 over the least of the table beside 0 */
-} Packed;
-
-typedef struct { /* how to encode; cpu_library.py has the same */
-    const float *middles;  /* f32[15]: 4 bits, between the sorted values */
-    const uint8_t *order;  /* u8[16]: 4 bits, the code of every sorted value */
-    const uint8_t *grid;   /* u8[65536]: 8 bits, the code at every point of [-1, 1]; NULL, and no middles: int8 */
-    int64_t block;
-    int32_t bits, sorted;  /* sorted: order is 0 .. 15 */
-} Encoding;
-
 /* --- float types ------------------------------------------------------------------------------------------------- */
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -84,41 +62,10 @@ INLINE float from_f16(uint16_t h) {
 
 #include "cpu_threads.h"
 
-/* --- the work of one call, in units of rows or of pieces of rows ---------------------------------------------------- */
-
-typedef struct { const void *x; int dtype; int64_t rows, width; Encoding how; uint8_t *codes; float *absmax; } Encode;
-typedef struct { Packed w; int64_t row, rows, column, width; int dtype; void *out; int64_t stride; int past; } Decode;
-typedef struct { Packed w; const void *x; int64_t m, padded, apart; void *y; int dtype, form; } Few;
-typedef struct { /* x [m, inner], each row of which is so many words; copy: of x, or NULL; group: rows of w in a unit */
-    Packed w;
-    const void *x;
-    void *copy, *y;
-    int64_t m, inner, words, group;
-    int dtype, half, deals;
-} Product;
-
-typedef struct { /* n words of each key, of which those up to `most` are counted; or data for each of n keys */
-    const uint64_t *keys, *data;
-    void *out;
-    int64_t n;
-    uint32_t most;
-} Draw;
-
-/* An elementwise program; cpu_pointwise.py has the same, and numbers the operations so. */
-enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE };
-enum { TILE = 512, MAX_DIMS = 6 };
-enum { ALONE = 8192 }; /* elements up to which another thread is not worth waking */
-typedef struct { int32_t op, dtype, to, a, b, c; float value; } Step; /* registers, and of READ and WRITE what of `at` */
-typedef struct { int64_t stride[MAX_DIMS]; int32_t dtype, whole; } Read; /* whole: as the result lies in memory */
-typedef struct {
-    const Step *steps;
-    const Read *reads;
-    void *const *at;
-    int64_t count, total, dims, registers, size[MAX_DIMS];
-} Pointwise;
+#include "cpu_work.h"
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, pointwise;
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, pointwise;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
     int columns; /* rows of x up to which `few` is for it */
     int lanes, panel; /* words of a vector, and of the vectors beside each other in a panel */
@@ -152,8 +99,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, pointwise_##ISA, load_##ISA, \
-                               COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
+                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, \
+                               pointwise_##ISA, load_##ISA, COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -302,7 +249,16 @@ EXPORT int64_t fquant_bernoulli(int isa, int threads, const uint64_t *keys, int6
     return run(available[isa].kernels.bernoulli, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
 }
 
-/* The steps of a program, on tensors whose memory begins at `at`: those that are read, and then those that are written. */
+/* The negative log likelihoods of targets [rows], which are in [0, width) or `ignore`, to nll [rows]; and their slope
+   with respect to the logits, times factor [rows], to slope [rows, width] of their dtype. */
+EXPORT int64_t fquant_nll(int isa, int threads, const void *logits, int dtype, int64_t rows, int64_t width,
+                          int64_t apart, const int64_t *targets, int64_t ignore, const float *factor, float *nll,
+                          void *slope) {
+    Loss work = {logits, targets, factor, nll, slope, width, apart, ignore, dtype};
+    return run(available[isa].kernels.loss, &work, rows, 0, NULL, threads);
+}
+
+/* The steps of a program, on tensors whose memory begins at `at`: those that are read, then those that are written. */
 EXPORT int64_t fquant_pointwise(int isa, int threads, const Pointwise *program, void *const *at) {
     Pointwise work = *program;
     work.at = at;

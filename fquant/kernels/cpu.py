@@ -23,7 +23,8 @@ from .cpu_pointwise import pointwise
 from .spec import Spec, scales, split
 
 __all__ = [
-    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t", "pointwise",
+    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t", "nll",
+    "nll_slope", "pointwise",
 ]  # fmt: skip
 
 DEVICES = ("cpu",)
@@ -95,6 +96,32 @@ def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
     key, out = key.contiguous(), empty(*key.shape, *shape, dtype=torch.bool)
     if out.numel():
         call("bernoulli", key.data_ptr(), key.numel(), threshold, math.prod(shape), out.data_ptr())
+    return out
+
+
+def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    """See ``fquant.kernels.nll.nll``."""
+    if logits.dtype not in DTYPES:
+        return reference.nll(logits, targets, ignore)
+    return _losses(logits, targets, ignore, None, None)
+
+
+def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.nll.nll_slope``."""
+    if logits.dtype not in DTYPES:
+        return reference.nll_slope(logits, targets, ignore, factor)
+    slope = empty(*logits.shape, dtype=logits.dtype)
+    return _losses(logits, targets, ignore, factor, slope), slope
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, slope: Tensor | None) -> Tensor:
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    targets, factor = targets.contiguous(), None if factor is None else factor.contiguous()
+    out = empty(len(rows), dtype=torch.float32)
+    if len(rows):
+        what = rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0), targets.data_ptr(), ignore
+        results = out.data_ptr(), None if slope is None else slope.data_ptr()
+        call("nll", *what, None if factor is None else factor.data_ptr(), *results)
     return out
 
 

@@ -5,6 +5,7 @@
    VECS, SUMS     vectors of a panel, and of the sums that the registers hold (cpu_panels.h)
    FMA(a, b, c)   a * b + c, fused where the instruction set can
    DOT(a, b, c)   the same over pairs of bf16, two to a lane; only where LANES_BF16
+   larger         the larger of two; the second where either is NaN
    to_f16, from_f16   conversions, to nearest even
    halve          the lower halves of Bits to memory
    integers       LANES bytes as signed integers, in float
@@ -41,6 +42,11 @@ typedef uint32_t NAME(Bits) __attribute__((vector_size(NAME(LANES) * 4), may_ali
 #endif
 
 #if !defined(LANES_AVX512) && !defined(LANES_AVX2)
+
+INLINE NAME(Lanes) NAME(larger)(NAME(Lanes) a, NAME(Lanes) b) {
+    NAME(Bits) first = (NAME(Bits))(a > b);
+    return (NAME(Lanes))((first & (NAME(Bits))a) | (~first & (NAME(Bits))b));
+}
 
 INLINE NAME(Bits) NAME(to_f16)(NAME(Lanes) x) { /* as to_f16 of cpu.c */
     NAME(Bits) u = (NAME(Bits))x, doubled = u + u, bias = doubled & 0xff000000;
@@ -122,6 +128,9 @@ INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) 
 
 #if defined(LANES_AVX512)
 
+INLINE NAME(Lanes) NAME(larger)(NAME(Lanes) a, NAME(Lanes) b) {
+    return (NAME(Lanes))_mm512_max_ps((__m512)a, (__m512)b);
+}
 INLINE NAME(Bits) NAME(to_f16)(NAME(Lanes) x) {
     return (NAME(Bits))_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -181,6 +190,9 @@ INLINE void NAME(lookup32)(const uint8_t *codes, __m512i t, uint32_t *out) {
 
 #elif defined(LANES_AVX2)
 
+INLINE NAME(Lanes) NAME(larger)(NAME(Lanes) a, NAME(Lanes) b) {
+    return (NAME(Lanes))_mm256_max_ps((__m256)a, (__m256)b);
+}
 INLINE NAME(Bits) NAME(to_f16)(NAME(Lanes) x) {
     return (NAME(Bits))_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -89,6 +89,7 @@ def load() -> ctypes.CDLL:
         "fold": [Pointer, Pointer, Long, Pointer],
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
+        "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
     }
     structures = (Packed, Encoding, Pointwise, Step, Read)

@@ -218,5 +218,3 @@ static void NAME(matmul_t)(void *data, int64_t unit, void *scratch) {
 #endif
         NAME(by_columns)(p, unit, scratch, 0);
 }
-#undef FMA
-#undef DOT

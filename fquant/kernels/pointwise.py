@@ -16,12 +16,13 @@ Elsewhere the steps are those of torch, one after another, which is also what th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backend
+from . import backend, constant
 from .program import DTYPES, Program, dtypes, parse, shape_of
 
 SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
@@ -87,9 +88,13 @@ def _place(t: Tensor) -> object:
     return t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
+_FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
+
+
 def _register() -> Callable[..., Any]:
     _LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl("pointwise", _pointwise, "CompositeExplicitAutograd")
+    _LIBRARY.impl("pointwise", partial(constant, "pointwise", _FIX), "Autograd", with_keyset=True)
     torch.library.register_fake("fquant::pointwise", _fake, lib=_LIBRARY)
     return torch.ops.fquant.pointwise.default
 

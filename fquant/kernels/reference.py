@@ -194,6 +194,27 @@ def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, 
     return x0 & MASK, x1
 
 
+def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    """What rows [c v] say of their targets i64[c], -log softmax: f32[c], f64 of f64, zero where that is ``ignore``."""
+    wide, counted = _wide(logits), targets != ignore
+    chosen = wide.gather(-1, torch.where(counted, targets, 0)[:, None]).squeeze(-1)
+    return torch.where(counted, wide.logsumexp(-1) - chosen, 0.0)
+
+
+def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`nll`, and the gradient of ``(factor · nll).sum()`` with respect to the logits, in their dtype."""
+    wide, counted = _wide(logits), (targets != ignore)[:, None]
+    minus = wide.new_full((), -1.0).expand(counted.shape)
+    slope = wide.softmax(-1).scatter_add(-1, torch.where(counted, targets[:, None], 0), minus)
+    slope = slope if factor is None else slope * factor[:, None]
+    return nll(logits, targets, ignore), torch.where(counted, slope, 0.0).to(logits.dtype).contiguous()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The lower and the upper 32 bits."""
     return x & MASK, (x >> 32) & MASK

@@ -1,4 +1,4 @@
-"""The kernels for CUDA: ``triton_encode``, ``_decode``, ``_matmul`` and ``_random``, and whether they can run.
+"""The kernels for CUDA, ``triton_encode``, ``_decode``, ``_matmul``, ``_random`` and ``_loss``; whether they can run.
 
 They run in Triton's interpreter, too, on tensors on the CPU and without a GPU, thousands of times slower: with
 ``TRITON_INTERPRET=1`` in the environment before anything imports triton. So their arithmetic is tested anywhere.
@@ -12,6 +12,7 @@ try:
     from .reference import pointwise  # Inductor writes better ones
     from .triton_decode import INTERPRETED, decode
     from .triton_encode import encode
+    from .triton_loss import nll, nll_slope
     from .triton_matmul import matmul, matmul_t
     from .triton_random import bernoulli, bits, fold
 except ModuleNotFoundError as error:
@@ -21,7 +22,10 @@ except ModuleNotFoundError as error:
         "triton is not installed; pip install triton, or a CUDA build of torch, which brings it"
     ) from error
 
-__all__ = ["DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul", "matmul_t", "pointwise"]
+__all__ = [
+    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul", "matmul_t", "nll", "nll_slope",
+    "pointwise",
+]  # fmt: skip
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
 

@@ -3,7 +3,8 @@
     check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
 
 What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/rounding.py,
-as tensor cores cut sums off where others round. Whatever a kernel is to write is full of NaN, or of the largest
+as tensor cores cut sums off where others round; losses within twice that of tests/losses.py, as a GPU's exponential
+rounds once more, and may lose what is denormal. Whatever a kernel is to write is full of NaN, or of the largest
 integer, before. The cases are few enough for each kernel variant to be compiled within a minute or two, and differ from
 format to format, so that every kind meets several.
 """
@@ -26,16 +27,18 @@ from fquant.format import BLOCKS, INT8, NF4, NF4_DQ, Format
 from fquant.kernels import reference, triton
 from fquant.kernels.spec import Spec, scales
 from fquant.kernels.triton_matmul import CANDIDATES, Plan
+from tests import losses
 from tests.formats import CODECS, DTYPES, KINDS, alike, draw
 from tests.rounding import bound
 
 BIG = (32768 + 64, 65536)  # more than 2^31 elements
 MANY = 2**33 + 65  # words, of more than 2^32 counters
+ROWS = (32768 + 9, 65536)  # logits, more than 2^31
 BF16 = torch.bfloat16
 
 
 def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
-    """Everything; how many encodings, decodings, products and draws were compared."""
+    """Everything; how many encodings, decodings, products, draws and losses were compared."""
     settings = torch.backends.cuda.matmul
     exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(settings, name) for name in exact}
@@ -44,6 +47,7 @@ def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
             setattr(settings, name, False)
         with poisoned():
             counts = check_formats(device, seed) + check_products(device, seed) + check_draws(device, seed)
+            counts += check_losses(device, seed)
         return counts + check_big(device, seed, big)
     finally:
         for name, value in before.items():
@@ -102,6 +106,24 @@ def check_draws(device: str, seed: int, size: int = MANY) -> Counter[str]:
     return Counter(draws=17)
 
 
+def check_losses(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counter[str]:
+    """Rows of all kinds and widths, with a factor and without; and the last of the rows of ``shape``."""
+    cases = [losses.drawn(c, v, seed=seed) for c, v in ((3, 1), (70, 19), (5, 4096), (9, 32_001))]
+    special = torch.stack(list(losses.ROWS.values()))
+    cases += [(special, torch.full((len(special),), at)) for at in (0, 4095, losses.IGNORE)]
+    for i, ((logits, targets), dtype) in enumerate(product(cases, DTYPES[:3])):
+        factor = torch.linspace(-2, 2, len(targets)) if i % 2 else None
+        _loss(device, logits.to(dtype), targets, factor, "a loss of", i, tuple(logits.shape), dtype, seed)
+    random = torch.Generator(device).manual_seed(seed)
+    logits = torch.randn(shape, generator=random, device=device, dtype=BF16)
+    targets = torch.arange(shape[0], device=device) % shape[1]
+    value, slope = triton.nll_slope(logits, targets, losses.IGNORE, None)
+    for end in (slice(0, 3), slice(shape[0] - 3, shape[0])):
+        part = logits[end].cpu(), targets[end].cpu()
+        _near((value[end], slope[end]), *part, None, "the ends of a loss", shape, end, seed)
+    return Counter(losses=3 * len(cases) + 2)
+
+
 def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
     """A weight of many elements: its first rows and its last, its first columns and its last."""
     random = torch.Generator(device).manual_seed(seed)
@@ -151,6 +173,19 @@ def _product(device: str, seed: int, spec: Spec, of: torch.dtype, rows: int, pla
     note = (spec.format.name, spec.format.block, spec.shape, spec.dtype, of, rows, plan, seed)
     _close(triton.matmul(x.to(device), there, spec, plan), x, w.mT, "matmul", *note)
     _close(triton.matmul_t(g.to(device), there, spec), g, w, "matmul_t", *note)
+
+
+def _loss(device: str, logits: Tensor, targets: Tensor, factor: Tensor | None, *note: object) -> None:
+    there = logits.to(device), targets.to(device)
+    got = triton.nll_slope(*there, losses.IGNORE, None if factor is None else factor.to(device))
+    _near(got, logits, targets, factor, *note)
+    _equal(triton.nll(*there, losses.IGNORE), got[0].cpu(), *note, "without its slope")
+
+
+def _near(got: tuple[Tensor, Tensor], logits: Tensor, targets: Tensor, factor: Tensor | None, *note: object) -> None:
+    value, slope, bound, slope_bound = losses.exact(logits, targets, losses.IGNORE, factor)
+    losses.assert_near(got[0].cpu(), value, 2 * bound + losses.EPS * 2 * value.abs(), *note)
+    losses.assert_near(got[1].cpu(), slope, 2 * slope_bound + 2.0**-126, *note, "its slope")
 
 
 def _halves(x: int) -> tuple[int, int]:

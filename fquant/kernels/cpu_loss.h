@@ -1,0 +1,153 @@
+/* The loss of rows of logits, for one instruction set: what a row says of its target, and its slope.
+
+   A row is read for its maximum and its sum of exponentials at once, a PIECE after the other, so that it comes from
+   memory once: where a piece exceeds all before it, the sum so far is scaled down. For the slope it is read again, out
+   of the second cache. Nothing is kept between but the maximum and the sum, and nothing is written but the results.
+
+   All elements are handled in float32. Sums of a few, and what there is one of a row, are added in double: so the error
+   does not grow with the vocabulary, and the difference of the maximum and the target's logit costs no digits. */
+
+typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
+
+/* exp(x) for x that is not above 0, or NaN: within 1.1 units in the last place, denormals included, and 0 from -104 on.
+   (Cody and Waite's reduction; the polynomial is that of Moshier's Cephes.) */
+INLINE NAME(Lanes) NAME(exponential)(NAME(Lanes) x) {
+    const NAME(Lanes) zero = {0.0f};
+    x = NAME(larger)(zero - 104.0f, x);
+    NAME(Lanes) shifted = FMA(x, zero + 0x1.715476p+0f, zero + 0x1.8p+23f), k = shifted - 0x1.8p+23f; /* whole */
+    NAME(Lanes) r = FMA(k, zero + 2.12194440e-4f, FMA(k, zero - 0.693359375f, x));
+    NAME(Lanes) p = FMA(r, zero + 1.9875691500e-4f, zero + 1.3981999507e-3f);
+    p = FMA(p, r, zero + 8.3334519073e-3f);
+    p = FMA(p, r, zero + 4.1665795894e-2f);
+    p = FMA(p, r, zero + 1.6666665459e-1f);
+    p = FMA(p, r, zero + 5.0000001201e-1f);
+    p = FMA(p, r * r, r) + 1.0f;
+    /* 2^(k + 32) and 2^-32, for 2^k may be denormal: so it is rounded once. */
+    return p * (NAME(Lanes))(((NAME(Bits))shifted + 127 + 32) << 23) * 0x1p-32f;
+}
+
+/* LANES logits. */
+INLINE NAME(Lanes) NAME(logits)(const char *x, const int dtype) {
+    NAME(Lanes) v;
+    NAME(Halves) h;
+    if (dtype == F32) return memcpy(&v, x, sizeof v), v;
+    memcpy(&h, x, sizeof h);
+    NAME(Bits) u = __builtin_convertvector(h, NAME(Bits));
+    return dtype == BF16 ? (NAME(Lanes))(u << 16) : NAME(from_f16)(u);
+}
+
+/* The last n, fewer than LANES, and behind them -inf. */
+INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n) {
+    uint32_t room[NAME(LANES)];
+    uint16_t *h = (uint16_t *)room;
+    for (int i = 0; i < NAME(LANES); i++)
+        if (dtype == F32) room[i] = 0xff800000;
+        else h[i] = dtype == BF16 ? 0xff80 : 0xfc00;
+    memcpy(room, x, (size_t)(dtype == F32 ? 4 * n : 2 * n));
+    return NAME(logits)((const char *)room, dtype);
+}
+
+/* OVER: `each` for every vector x of n logits at `from`, four sums or the like in turn. */
+#define OVER(each)                                                                              \
+    const int64_t size = dtype == F32 ? 4 : 2;                                                  \
+    int64_t i = 0;                                                                              \
+    for (; i + 4 * NAME(LANES) <= n; i += 4 * NAME(LANES)) {                                    \
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {                                   \
+            NAME(Lanes) x = NAME(logits)(from + (i + k * NAME(LANES)) * size, dtype);           \
+            each                                                                                \
+        }                                                                                       \
+    }                                                                                           \
+    for (int k = 0; i < n; i += NAME(LANES), k = (k + 1) % 4) {                                 \
+        const char *at = from + i * size;                                                       \
+        NAME(Lanes) x = n - i < NAME(LANES) ? NAME(last)(at, dtype, n - i) : NAME(logits)(at, dtype); \
+        each                                                                                    \
+    }
+
+/* The largest that is a number. */
+INLINE float NAME(largest)(const char *from, const int dtype, int64_t n) {
+    const NAME(Lanes) zero = {0.0f};
+    NAME(Lanes) v[4] = {zero - INFINITY, zero - INFINITY, zero - INFINITY, zero - INFINITY};
+    OVER(v[k] = NAME(larger)(x, v[k]);)
+    v[0] = NAME(larger)(NAME(larger)(v[0], v[1]), NAME(larger)(v[2], v[3]));
+    float most = v[0][0];
+    for (int k = 1; k < NAME(LANES); k++) most = MAX(most, v[0][k]);
+    return most;
+}
+
+/* The sum of exp(x - base), none of which is above 1, SUMMED of them at most: 16 to a lane, rounded so often. */
+enum { NAME(SUMMED) = 64 * NAME(LANES) };
+INLINE double NAME(exponentials)(const char *from, const int dtype, int64_t n, float base) {
+    NAME(Lanes) v[4] = {{0.0f}};
+    OVER(v[k] += NAME(exponential)(x - base);)
+    v[0] = (v[0] + v[1]) + (v[2] + v[3]);
+    double total = 0.0;
+    for (int k = 0; k < NAME(LANES); k++) total += v[0][k];
+    return total;
+}
+
+static int NAME(has_nan)(const char *from, const int dtype, int64_t n) {
+    NAME(Bits) v[4] = {{0}};
+    int found = 0;
+    OVER(v[k] |= (NAME(Bits))(x != x);)
+    for (int k = 0; k < 4 * NAME(LANES); k++) found |= v[k / NAME(LANES)][k % NAME(LANES)] != 0;
+    return found;
+}
+
+/* scale * exp(x - base) for n logits, to `to` in their dtype: to bf16 by integers, for AVX-512's own conversion takes
+   what is denormal for zero. */
+INLINE void NAME(scaled)(const char *from, const int dtype, int64_t n, float base, float scale, char *to) {
+    const int64_t size = dtype == F32 ? 4 : 2;
+    int64_t i = 0;
+#pragma GCC unroll 4
+    for (; i + NAME(LANES) <= n; i += NAME(LANES))
+        NAME(finish)(NAME(exponential)(NAME(logits)(from + i * size, dtype) - base) * scale, F32, dtype, to + i * size);
+    if (i < n) {
+        uint32_t room[NAME(LANES)];
+        NAME(finish)(NAME(exponential)(NAME(last)(from + i * size, dtype, n - i) - base) * scale, F32, dtype, room);
+        memcpy(to + i * size, room, (size_t)((n - i) * size));
+    }
+}
+
+#undef OVER
+
+INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
+    const int64_t size = dtype == F32 ? 4 : 2, n = w->width, target = w->targets[i];
+    const char *x = (const char *)w->logits + i * w->apart * size;
+    char *slope = w->slope ? (char *)w->slope + i * n * size : NULL;
+    if (target == w->ignore) {
+        w->nll[i] = 0.0f;
+        if (slope) memset(slope, 0, (size_t)(n * size));
+        return;
+    }
+    float most = -INFINITY, chosen;
+    double total = 0.0, factor = w->factor ? w->factor[i] : 1.0;
+    for (int64_t at = 0; at < n && most < INFINITY; at += PIECE) {
+        int64_t some = MIN(PIECE, n - at);
+        float here = NAME(largest)(x + at * size, dtype, some);
+        if (here > most) total *= exp((double)most - here), most = here;
+        const float base = isinf(most) ? 0.0f : most;
+        for (int64_t k = at; k < at + some; k += NAME(SUMMED))
+            total += NAME(exponentials)(x + k * size, dtype, MIN(NAME(SUMMED), at + some - k), base);
+    }
+    /* As torch has it: the loss of a row whose largest is infinite is infinite or NaN, and its slope is NaN. */
+    const float base = isinf(most) ? 0.0f : most;
+    if (most == INFINITY) total = NAME(has_nan)(x, dtype, n) ? NAN : INFINITY;
+    NAME(floats)(x, dtype, target, 1, &chosen);
+    w->nll[i] = (float)(log(total) + ((double)base - chosen));
+    if (!slope) return;
+    NAME(scaled)(x, dtype, n, base, isinf(most) ? NAN : (float)(factor / total), slope);
+    const NAME(Lanes) zero = {0.0f};
+    double own = isinf(most) ? NAN : NAME(exponential)(zero + (chosen - base))[0] / total;
+    float less = (float)((own - 1.0) * factor);
+    NAME(halves)(&less, 1, dtype, slope, target);
+}
+
+/* A row. */
+static void NAME(loss)(void *work, int64_t unit, void *scratch) {
+    (void)scratch;
+    switch (((const Loss *)work)->dtype) {
+    case F32: NAME(row)(work, unit, F32); break;
+    case BF16: NAME(row)(work, unit, BF16); break;
+    default: NAME(row)(work, unit, F16);
+    }
+}
