@@ -2,7 +2,7 @@
 
 All of it is functions of a frozen Run and a State, a tree. The heart is five lines:
 
-    comm, gradient = capture(options.keep, mesh, rules)                  # jit(grad_and_value(loss), ...)
+    comm, gradient = capture(options, mesh, rules)                       # jit(grad_and_value(loss), ...)
     grads, value = gradient(adapters, local(base), share(batch), count, keys, cfg, comm)
     grads        = reduce(grads)
     updates, moments = opt.update(grads, moments, adapters)
@@ -150,18 +150,19 @@ def start(options: Options) -> tuple[Run, State]:
     base, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), rules, mesh, work.cfg)
     schedule = options.learning_rate()
     opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    comm, gradient = capture(options.keep, mesh, rules)
+    comm, gradient = capture(options, mesh, rules)
     run = Run(options, work, mesh, rules, comm, base, schedule, opt, gradient)
     state = State(adapters, opt.init(adapters), torch.tensor(0))
     return run, state if options.resume is None else agree.attempt("resume", partial(load, options, state))
 
 
-def capture(keep: str, mesh: DeviceMesh, rules: shard.Rules) -> tuple[Comm, Callable[..., tuple[Any, Tensor]]]:
+def capture(options: Options, mesh: DeviceMesh, rules: shard.Rules) -> tuple[Comm, Callable[..., tuple[Any, Tensor]]]:
     """How blocks are loaded, and the captured gradient of :func:`loss`, where blocks keep the inputs, selected or all.
 
     What is kept of gathered weights is nothing in either case: they are gathered again, ahead of the block.
     """
-    comm = shard.comm(mesh, rules, recompute=keep == "inputs")
+    keep, tokens = options.keep, shard.most(options.batch, mesh, rules) * options.seq
+    comm = shard.comm(mesh, rules, recompute=keep == "inputs", tokens=tokens)
     passes = (shard.schedule.prefetch(),) if keep == "inputs" else (shard.regather(), shard.schedule.prefetch())
     return comm, jit(grad_and_value(loss), passes=passes, recompute=keep != "all")
 

@@ -167,7 +167,7 @@ def optimizer() -> optim.Optimizer:
 def step(job: Job, mesh: DeviceMesh) -> Callable[..., tuple[Any, Any, Tensor]]:
     """A whole step as a pure function: see :func:`arguments` for what it takes; new adapters, moments, the loss."""
     rules, opt = shard.Rules(), optimizer()
-    comm = shard.comm(mesh, rules)
+    comm = shard.comm(mesh, rules, tokens=job.batch * job.seq)
 
     def step(adapters: Any, moments: Any, base: Any, batch: Any, count: Tensor) -> tuple[Any, Any, Tensor]:
         gradient = grad_and_value(finetune.loss)(adapters, base, batch, count, None, job.cfg, comm, job.stream)

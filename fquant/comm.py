@@ -1,9 +1,10 @@
-"""Comm: the four places where a forward pass may communicate.
+"""Comm: the five places where a forward pass may communicate.
 
-A model never sees a mesh. It is written once, against these four functions, and is given others when its weights are
+A model never sees a mesh. It is written once, against these five functions, and is given others when its weights are
 spread over ranks:
 
     load(subtree)      what a block does first with its parameters: gathers them where they are sharded
+    rows(table, ids)   what an embedding does with its table instead: of all rows these are the only ones it needs
     enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
     wrap(block)        how a block is called: plainly, or recomputed in the backward so that what ``load`` brought
                        is not kept (see fquant.remat)
@@ -21,6 +22,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from .tree import node, static
 
 
@@ -37,6 +40,18 @@ class Deferred(Closed):
     then: Callable[[Any, Any], Any] = static()
 
 
+@node
+class Rows:
+    """Of a table of ``size`` rows those that some ids ask for, in the order of the ids.
+
+    ``table`` is the weight [size dim] but for its tensors, of which dim 0 is that of the ids. It stands for the weight
+    where it is looked up with these ids, and nowhere else (see fquant.linear.embedding).
+    """
+
+    table: Any
+    size: int = static()
+
+
 def identity(x: Any) -> Any:
     """``x``."""
     return x
@@ -44,21 +59,29 @@ def identity(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
-    """The communication of a forward pass, as four functions; see the module's docstring.
+    """The communication of a forward pass, as five functions; see the module's docstring.
 
-    ``open`` gathers one closed node into the tree it stands for; use :meth:`load` in models.
+    ``open`` gathers one closed node into the tree it stands for; use :meth:`load` in models. ``pick`` brings of one
+    closed table the rows that ids ask for, or the table; use :meth:`rows`. None is ``open``.
     """
 
     open: Callable[[Any], Any] = identity
     enter: Callable[[Any], Any] = identity
     exit: Callable[[Any], Any] = identity
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
+    pick: Callable[[Any, Tensor], Any] | None = None
 
     def load(self, x: Any) -> Any:
         """The parameters of one block, ready for use: closed nodes opened, deferred work done."""
         if isinstance(x, Deferred):
             return x.then(self.load(x.closed), x.args)
         return self.open(x) if isinstance(x, Closed) else x
+
+    def rows(self, x: Any, ids: Tensor) -> Any:
+        """The table of an embedding, ready to be looked up with ``ids``, and with no others."""
+        if isinstance(x, Deferred):
+            return x.then(self.rows(x.closed, ids), x.args)
+        return self.pick(x, ids) if isinstance(x, Closed) and self.pick is not None else self.load(x)
 
 
 LOCAL = Comm()

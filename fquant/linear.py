@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from . import kernels, random
 from .adapted import Adapted, Lora
+from .comm import Rows
 from .kernels.spec import Spec
 from .packed import Packed, buffers, dequantize
 
@@ -53,8 +54,10 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def embedding(tokens: Tensor, w: Weight) -> Tensor:
+def embedding(tokens: Tensor, w: Weight | Rows) -> Tensor:
     """Rows of ``w`` [vocab dim]: tokens i[...] -> f[... dim]; only the rows asked for are decoded.
+
+    Of ``Rows`` they have been picked already, by these very tokens.
 
     Raises TypeError for another kind of weight, ValueError for a flat one.
     """
@@ -71,11 +74,17 @@ def embedding(tokens: Tensor, w: Weight) -> Tensor:
             shape = (some.shape[0], dim)
             rows = replace(w, codes=w.codes[some], scale=absmax[some], format=w.format.plain, shape=shape)
             return dequantize(rows).reshape(*tokens.shape, dim)
+        case Rows(table=table):
+            some = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
+            return embedding(some, table)
         case Adapted(base=base, lora=lora):
-            y = embedding(tokens, base)
-            update = scaling(lora) * (F.embedding(tokens, lora.b) @ lora.a)
-            y = y + update.to(y.dtype)
-            return y if lora.magnitude is None else y * _gain(base, lora)[tokens][..., None].to(y.dtype)
+            y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
+            update = scaling(lora) * (b @ lora.a)
+            if lora.magnitude is None:
+                return y + update.to(y.dtype)
+            asked = replace(lora, b=b.reshape(-1, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(-1))
+            gain = _gain(y.reshape(-1, y.shape[-1]), asked)  # of these rows; the norms of others do not matter
+            return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 

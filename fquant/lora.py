@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import random, tree
 from .adapted import Adapted, Lora
-from .comm import Closed, Deferred
+from .comm import Closed, Deferred, Rows
 from .lazy import Lazy
 from .linear import row_norms, scaling, square_norms
 from .packed import Packed, dequantize
@@ -181,6 +181,8 @@ def _shape(w: Any) -> tuple[int, int]:
             return _shape(like)
         case Adapted(base=base):
             return _shape(base)
+        case Rows(table=table, size=size):
+            return size, _shape(table)[1]
         case Packed():
             shape = w.shape
         case Tensor():

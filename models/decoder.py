@@ -7,8 +7,9 @@
       final            norm, and head unless it is tied to the embedding
 
 Weights are ``[out in]``. Any of them may be a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` know. A
-block may also still be closed, and ``comm.load`` opens it: that is the first thing a block does with its parameters,
-and all that this file knows of meshes. Column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
+block may also still be closed, and ``comm.load`` opens it: that is the first thing a block does with its parameters. Of
+the embedding ``comm.rows`` brings what the tokens need. That is all that this file knows of meshes. Column-parallel
+weights sit between ``comm.enter`` and ``comm.exit``.
 
 What a block needs is passed to it. ``comm.wrap`` may differentiate a block by hand, and then a tensor that the block
 had closed over would silently get no gradient.
@@ -132,7 +133,7 @@ def hidden(
     runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
     cos, sin = blocks.rope(blocks.positions(tokens, runs), cfg)  # [t e] or [... t e]
     block = comm.wrap(_block)
-    x = embedding(tokens, comm.load(params.embed))  # [... t d]
+    x = embedding(tokens, comm.rows(params.embed, tokens))  # [... t d]
     x = x if dtype is None else x.to(dtype)
     for layer in params.layers:
         x = block(x, layer, cos, sin, runs, cfg, comm)

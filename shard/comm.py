@@ -1,12 +1,14 @@
-"""comm: the four places where a forward pass communicates, over a mesh.
+"""comm: the five places where a forward pass communicates, over a mesh.
 
-    comm = shard.comm(mesh, rules)
+    comm = shard.comm(mesh, rules, tokens=512)
     logits = decoder.forward(params, tokens, cfg, comm)
 
 ``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
 in the backward, so that what was gathered is not kept: it is gathered again. A block that is nowhere split is opened
 without a collective, and a block whose result is not differentiated is not recomputed. In a captured step blocks need
-not be recomputed for that: see shard/regather.py.
+not be recomputed for that: see shard/regather.py. ``pick`` brings the rows of an embedding that are asked for, where
+they are fewer bytes than the table: see shard/lookup.py. A head that is the embedding gathers it all the same, once
+rather than twice; where ``schedule.keep`` would have joined the two gathers, the rows come on top.
 """
 
 from __future__ import annotations
@@ -15,32 +17,52 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fquant.comm import Comm, identity
 from fquant.remat import remat
 
-from . import bundle, spec
+from . import bundle, lookup, spec
 from .bundle import Bundle
 from .collectives import all_gather
 from .spec import Rules
 
 
-def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True) -> Comm:
+def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None) -> Comm:
     """The Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat).
 
     Without ``recompute`` blocks are called plainly, for a step that is captured with ``regather``; uncaptured, such a
     step keeps every block that it gathered until its backward.
+
+    ``tokens`` is the most that any rank looks up at once, the same number on every rank (of shares of a batch
+    ``shard.most``); under vmap that of one example, and every rank then maps over as many. Without it nobody can know
+    how many the others look up, and tables are gathered.
+
+    Raises ValueError for ``tokens`` below 1, and later where more of them are looked up.
     """
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"comm: tokens is {tokens}; wanted at least 1, or None to gather tables")
     spec.check(rules, mesh)
     split = rules.block is not None and mesh[rules.block].size() > 1
     group = mesh.get_group(rules.block) if split else None
     wrap = partial(remat, order=order) if recompute else identity
-    return Comm(open=partial(_open, group=group), wrap=wrap)
+    pick = None if group is None or tokens is None else partial(_pick, group=group, most=tokens)
+    return Comm(open=partial(_open, group=group), wrap=wrap, pick=pick)
 
 
 def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
+    _check(x, group)
+    return bundle.read(x.bytes if group is None else all_gather(x.bytes, group), x.layout)
+
+
+def _pick(x: Any, ids: Tensor, group: dist.ProcessGroup, most: int) -> Any:
+    _check(x, group)
+    return lookup.rows(x, ids, group, most) if lookup.is_less(x.layout, group.size(), most) else _open(x, group)
+
+
+def _check(x: Any, group: dist.ProcessGroup | None) -> None:
     if not isinstance(x, Bundle):
         raise TypeError(f"a {type(x).__name__} is closed, and this comm opens bundles made by shard.place")
     if isinstance(x.bytes, DTensor):
@@ -51,5 +73,3 @@ def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
             f"the bundle holds {x.bytes.shape[-1]} of {x.layout.size} bytes, and this comm gathers from {ranks} ranks; "
             "make the comm with the mesh and the rules that the bundle was placed with"
         )
-    whole = x.bytes if group is None else all_gather(x.bytes, group)
-    return bundle.read(whole, x.layout)

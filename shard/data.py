@@ -9,6 +9,7 @@ Sums are taken outside autodiff, on one flat buffer a dtype.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     for axis in rules.batch:
         index, parts = index * mesh[axis].size() + mesh.get_local_rank(axis), parts * mesh[axis].size()
     return tree.map(lambda t: t.tensor_split(parts)[index], x)
+
+
+def most(rows: int, mesh: DeviceMesh, rules: Rules) -> int:
+    """The rows of the largest share of ``rows``, on any rank."""
+    return -(-rows // math.prod(mesh[axis].size() for axis in rules.batch))
 
 
 def psum(x: Any, mesh: DeviceMesh, axes: tuple[str, ...]) -> Any:

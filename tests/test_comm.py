@@ -54,6 +54,18 @@ def test_deferred_work_is_done_once_open_and_in_order():
     assert LOCAL.load(Deferred(x, y, add)).tolist() == [6.0]
 
 
+def test_rows_are_picked_of_what_is_closed_and_else_all_there_are():
+    ids, x = torch.tensor([2, 0]), torch.tensor([1.0, 2.0, 3.0])
+    opening = Comm(open=lambda box: box.content)
+    picking = replace(opening, pick=lambda box, ids: box.content[ids])
+    waiting = Deferred(Deferred(CommBox(x), torch.tensor(5.0), add), (), double)
+    assert opening.rows(CommBox(x), ids) is x and opening.rows(waiting, ids).tolist() == [12.0, 14.0, 16.0]
+    assert picking.rows(CommBox(x), ids).tolist() == [3.0, 1.0] and picking.rows(waiting, ids).tolist() == [16.0, 12.0]
+    for comm in (LOCAL, opening, picking):
+        assert comm.rows(x, ids) is x and comm.rows(Deferred(x, x, add), ids).tolist() == [2.0, 4.0, 6.0]
+    assert picking.load(CommBox(x)) is x
+
+
 def test_deferred_is_a_closed_node():
     waiting = Deferred(CommBox(torch.ones(1)), {"a": torch.ones(2)}, add)
     assert isinstance(waiting, Closed)

@@ -20,7 +20,7 @@ MESHES = [{"fsdp": 1}, {"fsdp": 3}, {"dp": 2}, {"dp": 2, "fsdp": 2}, {"fsdp": 5}
 def shares(axes, rows, batch):
     mesh = shard.mesh(**axes)
     x = {"tokens": torch.arange(rows * 2).reshape(rows, 2), "mask": [torch.arange(rows) % 2 == 0]}
-    return shard.share(x, mesh, Rules(batch=batch))
+    return shard.share(x, mesh, Rules(batch=batch)) | {"most": shard.most(rows, mesh, Rules(batch=batch))}
 
 
 @pytest.mark.parametrize("rows", [7, 8, 3, 1, 0])
@@ -29,7 +29,7 @@ def test_shares_are_the_batch_cut_evenly(axes, rows):
     n = math.prod(axes.values())
     got = ranks.run(n, shares, axes, rows, ("dp", "fsdp"))
     sizes = [len(one["tokens"]) for one in got]
-    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) - min(sizes) <= 1 and [one["most"] for one in got] == [max(sizes)] * n
     assert torch.cat([one["tokens"] for one in got]).tolist() == torch.arange(rows * 2).reshape(rows, 2).tolist()
     assert torch.cat([one["mask"][0] for one in got]).tolist() == [i % 2 == 0 for i in range(rows)]
 

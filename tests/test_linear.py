@@ -8,6 +8,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from fquant import lora, random, tree
 from fquant.adapted import Adapted, Lora
+from fquant.comm import Rows
 from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
 from fquant.linear import embedding, linear, row_norms, scaling, square_norms
 from fquant.packed import dequantize, quantize
@@ -70,6 +71,23 @@ def test_embedding_decodes_rows(format, tokens):
         return
     assert torch.equal(embedding(tokens, w), dequantize(w)[tokens])
     assert torch.equal(embedding(tokens, dequantize(w)), dequantize(w)[tokens])
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor(5), torch.tensor([[0, 23], [5, 5]]), torch.zeros(2, 0, dtype=int)])
+@formats
+def test_embedding_of_rows_that_were_picked(format, tokens):
+    """As of the whole table, adapters beside it too."""
+    if format.flat or format.scale is not torch.float32:
+        return
+    dense = draw("w", 24, 100, dtype=torch.bfloat16)
+    for w in (dense, quantize(dense, format)):
+        rows = Rows(tree.map(lambda t: t[tokens.reshape(-1)] if t.ndim else t, w), 24)
+        beside = lambda base, magnitude: lora.attach({"e": base}, {"e": a_lora(24, 100, magnitude=magnitude)})["e"]
+        assert torch.equal(embedding(tokens, rows), embedding(tokens, w))
+        for magnitude in (False, True):
+            assert torch.equal(embedding(tokens, beside(rows, magnitude)), embedding(tokens, beside(w, magnitude)))
+    with pytest.raises(ValueError, match=r"does not fit a weight \(24, 100\)"):
+        lora.attach({"e": rows}, {"e": a_lora(25, 100)})
 
 
 def test_embedding_decodes_only_the_rows_asked_for():

@@ -96,11 +96,12 @@ def test_kinds_are_what_they_are(alone):
     assert found.base == (2 * 256 * 64 * 2 + 64 * 2 + 6 * (codes + 2 * 64 * 2)) // 2  # embed, head, norms, layers
     adapters = 6 * 4 * 4 * ((64 + 64) + (128 + 64))
     assert (found.adapters, found.moments) == (adapters, 2 * adapters + 8)
-    gathers, sums = (next(c for c in found.collectives if c.name == name) for name in ("all_gather", "all_reduce"))
+    calls = {c.name: (c.count, c.payload) for c in found.collectives}
     layer, head = codes + 2 * 64 * 2, 256 * 64 * 2 + 64 * 2
-    assert (gathers.count, gathers.payload) == (2 + 2 * 6, 256 * 64 * 2 + head + 2 * 6 * layer)
-    assert (sums.count, sums.payload) == (1, adapters + 4)  # and the loss
-    assert found.sent == gathers.payload // 2 + sums.payload
+    ids, rows = 2 * 2 * 32 * 4, 2 * 2 * 32 * 64 * 2  # of the embedding, for the tokens of both ranks
+    assert calls["all_gather"] == (2 + 2 * 6, ids + head + 2 * 6 * layer)
+    assert calls["reduce_scatter"] == (1, rows) and calls["all_reduce"] == (1, adapters + 4)  # and the loss
+    assert found.sent == (ids + rows + head + 2 * 6 * layer) // 2 + adapters + 4
     alone = price(job, {"fsdp": 1})
     assert (alone.sent, alone.gathered, alone.base) == (0, 0, 2 * found.base)
 

@@ -90,7 +90,9 @@ def ours_on_ranks(shape: Shape, **axes: int) -> Take:
     mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
     adapters, state, base = _start(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    comm, reduce = shard.comm(mesh, rules, recompute=False), partial(shard.reduce, mesh=mesh, rules=rules)
+    most = shard.most(shape.batch, mesh, rules) * shape.seq
+    comm = shard.comm(mesh, rules, recompute=False, tokens=most)
+    reduce = partial(shard.reduce, mesh=mesh, rules=rules)
     step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"), passes=PASSES)
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     return _Ours(step, adapters, state, shard.local(base), tokens, shape.tokens, PASSES)
