@@ -53,6 +53,7 @@ def fuse(graph: Graph) -> None:
     if not _in_c():
         return
     _unwrite(graph)
+    _spread(graph)
     for group in _groups(graph):
         if len(group.members) > 1 and group.is_whole():
             _emit(graph, group)
@@ -243,11 +244,25 @@ def _unwrite(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def _spread(graph: Graph) -> None:
+    """Widen again for every step that reads a widened tensor: a program does it on the way, and reads half as much."""
+    for node in list(graph.nodes):
+        if node.target is not _aten._to_copy.default or _step(node) is None:
+            continue
+        (narrow,), (wide,) = graphs.tensors(node.all_input_nodes[0]), graphs.tensors(node)
+        if narrow.itemsize < wide.itemsize and all(_step(user) not in (None, "copy") for user in node.users):
+            for user in list(node.users)[1:]:
+                with graph.inserting_before(user):
+                    again = graph.node_copy(node)
+                graphs.revalue(again)
+                user.replace_input_with(node, again)
+
+
 def _emit(graph: Graph, group: _Group) -> None:
     """Put the program of a group where its last member stands."""
     reads = group.reads()
     number = {node: i for i, node in enumerate(reads)}
-    steps, over, written = list[Step](), list[int](), list[Any]()
+    steps, over, written, known = list[Step](), list[int](), list[Any](), dict[str, int]()
     for node, step in group.members.items():
         if step is None:
             number[node] = number[node.args[1]]  # type: ignore[index]
@@ -256,8 +271,10 @@ def _emit(graph: Graph, group: _Group) -> None:
             continue
         args = node.args if node.target is not _aten.pow.Tensor_Scalar else (node.args[0],) * 2
         told = (_constant(a) if _constant(a) is not None else number[a] for a in args)  # type: ignore[index]
-        steps.append(step._replace(args=tuple(told)))  # type: ignore[arg-type]
-        number[node] = len(reads) + len(steps) - 1
+        step = step._replace(args=tuple(told))  # type: ignore[arg-type]
+        number[node] = known.setdefault(repr(step), len(reads) + len(steps))
+        if number[node] == len(reads) + len(steps):
+            steps.append(step)
     wanted = [node for node, step in group.members.items() if step is not None and group.is_wanted(node)]
     program = Program(tuple(steps), tuple(number[node] for node in wanted), tuple(over))
     last = list(group.members)[-1]

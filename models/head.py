@@ -42,8 +42,9 @@ from .blocks import IGNORE
 # A chunk holds its logits and their slope, both in x's dtype. Each may take as much as x itself, which is Liger's rule:
 # it makes about vocab / dim chunks however many rows there are, and costs little beside the activations, of which x is
 # one. Where x is small the two together may take this much, for a chunk of few rows multiplies slowly: every chunk
-# reads the whole weight. More would fall out of a CPU's last cache between one op and the next.
-CHUNK_BYTES = 16 * 2**20
+# reads the whole weight. More would fall out of a CPU's last cache between one op and the next: of bf16 and 32000 words
+# 256 rows were the fastest, 128 and 512 took a tenth more.
+CHUNK_BYTES = 32 * 2**20
 TILE = 16  # a chunk of more rows has a multiple of this: products handle rows by so many, or by a few times as many
 
 

@@ -25,43 +25,56 @@ _KINDS = {**DTYPES, torch.bool: 3}
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
     """See ``fquant.kernels.pointwise``."""
-    program, shape = parse(text), shape_of(read)
-    kinds = dtypes(read, program)
-    new = [empty(*shape, dtype=kinds[i]) for i in program.new]
-    how = _plan(text, shape, tuple((t.dtype, tuple(t.expand(shape).stride())) for t in read))
-    if how is not None:
-        at = (ctypes.c_void_p * (len(read) + len(new) + len(write)))(*(t.data_ptr() for t in (*read, *new, *write)))
-        call("pointwise", how.program, at)
+    plan = _plan(text, tuple((t.dtype, t.shape, t.stride()) for t in read))
+    new = [empty(*plan.shape, dtype=dtype) for dtype in plan.new]
+    if plan.program is not None:
+        tensors = (*read, *new, *write)
+        call("pointwise", plan.program, (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors)))
     return new
 
 
 class _Plan(NamedTuple):
-    program: Pointwise
-    keep: tuple[object, ...]  # what it points to
+    """What C is told; no program where there are no elements."""
+
+    shape: torch.Size
+    new: tuple[torch.dtype, ...]
+    program: Pointwise | None
+    keep: tuple[object, ...]  # what the program points to
 
 
 @lru_cache(maxsize=4096)
-def _plan(text: str, shape: torch.Size, reads: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> _Plan | None:
-    """What C is told; None where there are no elements. Kept by the text: as numbers 0.0 and -0.0 are equal."""
+def _plan(text: str, reads: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]) -> _Plan:
+    """The plan for a program, kept by its text: as numbers 0.0 and -0.0 are equal."""
+    program, shape = parse(text), shape_of([shape for _, shape, _ in reads])
+    kinds = dtypes([dtype for dtype, *_ in reads], program)
+    new = tuple(kinds[i] for i in program.new)
     if not (total := math.prod(shape)):
-        return None
-    sizes, strides = _collapsed(tuple(shape), [stride for _, stride in reads])
+        return _Plan(shape, new, None, ())
+    sizes, strides = _collapsed(tuple(shape), [_expanded(shape, own, stride) for _, own, stride in reads])
     if len(sizes) > DIMS:
         raise ValueError(f"pointwise got tensors that lie in {len(sizes)} dims; wanted {DIMS} at most")
     whole = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
     accesses = (Read * len(reads))(
         *(
             Read((ctypes.c_int64 * DIMS)(*stride), _KINDS[dtype], stride == whole)
-            for (dtype, _), stride in zip(reads, strides, strict=True)
+            for (dtype, *_), stride in zip(reads, strides, strict=True)
         )
     )
-    steps, registers = _steps(parse(text), [dtype for dtype, _ in reads])
+    steps, registers = _steps(program, [dtype for dtype, *_ in reads])
     listed = (Step * len(steps))(*steps)
     told = Pointwise(
         ctypes.addressof(listed), ctypes.addressof(accesses), None, len(steps), total, len(sizes), registers,
         (ctypes.c_int64 * DIMS)(*sizes),
     )  # fmt: skip
-    return _Plan(told, (listed, accesses))
+    return _Plan(shape, new, told, (listed, accesses))
+
+
+def _expanded(shape: torch.Size, own: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor that is broadcast to ``shape``."""
+    front = len(shape) - len(own)
+    return (0,) * front + tuple(
+        0 if small == 1 < size else stride for small, size, stride in zip(own, shape[front:], strides, strict=True)
+    )
 
 
 def _collapsed(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:

@@ -16,7 +16,7 @@ Elsewhere the steps are those of torch, one after another, which is also what th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,49 +39,62 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program)
 
 
 def _pointwise(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
-    program = parse(text)
-    _check(read, write, program)
+    _check(read, write, text)
     return backend(read[0].device.type)[1].pointwise(read, write, text)
 
 
 def _fake(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
-    program = parse(text)
-    shape, kinds = _check(read, write, program), dtypes(read, program)
+    _check(read, write, text)
+    program, shape = parse(text), shape_of([t.shape for t in read])
+    kinds = dtypes([t.dtype for t in read], program)
     return [read[0].new_empty(shape, dtype=kinds[i]) for i in program.new]
 
 
-def _check(read: list[Tensor], write: list[Tensor], program: Program) -> torch.Size:
-    if not read:
-        raise ValueError("pointwise got nothing to read")
-    for t in (*read, *write):
-        if t.dtype not in (*DTYPES.values(), torch.bool):
-            raise TypeError(f"pointwise got {t.dtype} {tuple(t.shape)}; wanted f32, bf16, f16 or bool")
-        if t.device != read[0].device:
-            raise ValueError(f"pointwise got tensors on {read[0].device} and {t.device}; move one")
-    shape, kinds = shape_of(read), dtypes(read, program)
-    for i, (op, dtype, args) in enumerate(program.steps):
-        numbers = [a for a in args if isinstance(a, int)]
-        if not all(0 <= a < len(read) + i for a in numbers):
-            raise ValueError(f"pointwise: step {i} of {program.text!r} takes a value that is not there yet")
-        given = {kinds[a] for a in (args[1:] if op == "where" else args) if isinstance(a, int)}
-        exact = given <= {dtype} or (dtype == torch.float32 and given < {*DTYPES.values()} | {dtype})
-        if op == "where" and (not isinstance(args[0], int) or kinds[args[0]] != torch.bool):
-            raise TypeError(f"pointwise: step {i} of {program.text!r} chooses by a value that is no bool")
-        if op != "to" and not exact:
-            raise TypeError(f"pointwise: step {i} of {program.text!r} takes {given}; wanted {dtype}, or cast before")
-    if not all(0 <= i < len(kinds) for i in (*program.new, *program.over)):
-        raise ValueError(f"pointwise: {program.text!r} wants a value that is not there")
-    wanted = [(shape, kinds[i], True) for i in program.over]
-    if [(t.shape, t.dtype, t.is_contiguous()) for t in write] != wanted:
+def _check(read: list[Tensor], write: list[Tensor], text: str) -> None:
+    if len({t.device for t in (*read, *write)}) > 1:
         raise ValueError(
-            f"pointwise got {[(t.dtype, tuple(t.shape)) for t in write]} to write over; "
-            f"wanted contiguous {[(kind, tuple(shape)) for _, kind, _ in wanted]}"
+            f"pointwise got tensors on {' and '.join({str(t.device) for t in (*read, *write)})}; move some"
         )
+    given = tuple((t.dtype, t.shape) for t in read)
+    _check_kinds(text, given, tuple((t.dtype, t.shape, t.is_contiguous()) for t in write))
     for into in write:
         memory, place = into.untyped_storage()._cdata, _place(into)
         if any(_place(t) != place for t in read if t.untyped_storage()._cdata == memory):
             raise ValueError("pointwise: what is written over shares its memory with another tensor that is read")
-    return shape
+
+
+@lru_cache(maxsize=4096)
+def _check_kinds(
+    text: str,
+    read: tuple[tuple[torch.dtype, torch.Size], ...],
+    write: tuple[tuple[torch.dtype, torch.Size, bool], ...],
+) -> None:
+    if not read:
+        raise ValueError("pointwise got nothing to read")
+    for dtype, shape, *_ in (*read, *write):
+        if dtype not in (*DTYPES.values(), torch.bool):
+            raise TypeError(f"pointwise got {dtype} {tuple(shape)}; wanted f32, bf16, f16 or bool")
+    program, shape = parse(text), shape_of([shape for _, shape in read])
+    kinds = dtypes([dtype for dtype, _ in read], program)
+    for i, (op, dtype, args) in enumerate(program.steps):
+        _check_step(f"step {i} of {text!r}", op, dtype, args, kinds[: len(read) + i])
+    if not all(0 <= i < len(kinds) for i in (*program.new, *program.over)):
+        raise ValueError(f"pointwise: {text!r} wants a value that is not there")
+    if write != (wanted := tuple((kinds[i], shape, True) for i in program.over)):
+        raise ValueError(
+            f"pointwise got {[(kind, tuple(shape)) for kind, shape, _ in write]} to write over; "
+            f"wanted contiguous {[(kind, tuple(shape)) for kind, shape, _ in wanted]}"
+        )
+
+
+def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], kinds: Sequence[torch.dtype]) -> None:
+    if not all(0 <= a < len(kinds) for a in args if isinstance(a, int)):
+        raise ValueError(f"pointwise: {name} takes a value that is not there yet")
+    if op == "where" and (not isinstance(args[0], int) or kinds[args[0]] != torch.bool):
+        raise TypeError(f"pointwise: {name} chooses by a value that is no bool")
+    given = {kinds[a] for a in (args[1:] if op == "where" else args) if isinstance(a, int)}
+    if op != "to" and not given <= ({*DTYPES.values()} if dtype == torch.float32 else {dtype}):
+        raise TypeError(f"pointwise: {name} takes {given}; wanted {dtype}, or cast before")
 
 
 def _place(t: Tensor) -> object:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3}
@@ -57,14 +56,14 @@ def parse(text: str) -> Program:
     return Program(tuple(steps), tuple(map(int, new[1:])), tuple(map(int, over[1:])))
 
 
-def shape_of(read: Sequence[Tensor]) -> torch.Size:
-    """The shape of a program's results."""
-    return torch.broadcast_shapes(*(t.shape for t in read))
+def shape_of(read: Sequence[torch.Size]) -> torch.Size:
+    """The shape of a program's results, given those of what is read."""
+    return torch.broadcast_shapes(*read)
 
 
-def dtypes(read: Sequence[Tensor], program: Program) -> list[torch.dtype]:
-    """The dtype of every value."""
-    return [t.dtype for t in read] + [step.dtype for step in program.steps]
+def dtypes(read: Sequence[torch.dtype], program: Program) -> list[torch.dtype]:
+    """The dtype of every value, given those of what is read."""
+    return [*read, *(step.dtype for step in program.steps)]
 
 
 def _name(dtype: torch.dtype) -> str:
