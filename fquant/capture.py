@@ -47,6 +47,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import blame, graph, order, tree
+from .donate import donate as donated
 from .fuse import fuse as fused
 from .recompute import recompute as recomputed
 from .reuse import reuse
@@ -173,14 +174,15 @@ def trace(
         if told is None:
             raise
         raise told from error
-    graph.tidy(module.graph)
-    graph.run(module.graph, passes)
-    graph.run(module.graph, (recomputed,) if recompute else ())
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
-    graph.donate(module.graph, over)
-    graph.run(module.graph, (fused, reuse) if fuse else ())
-    module.recompile()
+    with _disable_current_modes():
+        graph.tidy(module.graph)
+        graph.run(module.graph, passes)
+        graph.run(module.graph, (recomputed,) if recompute else ())
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
+        donated(module.graph, over)
+        graph.run(module.graph, (fused, reuse) if fuse else ())
+        module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
     return Captured(module, tuple(path for path, _ in named), spec, slots, order.collectives(module.graph))

@@ -7,8 +7,8 @@ through its arguments once and holds what is between in the nearest cache. Its b
 
 A group of nodes may run as one where its last member stands if nobody else has used a member before that. So nodes are
 looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
-takes no more. Neither does one whose arguments are about to be written over, nor, at the peak of memory, one whose
-arguments are larger than its results: it is not put off until behind the peak, which would hold them.
+takes no more. Neither does one whose arguments are about to be written over, nor one that would hold too much: run
+later, it holds its arguments for longer, all the terms of a sum for instance, and the peak of memory is not to rise.
 
 A donated argument is written by the program that makes its new value, which is then nowhere else.
 
@@ -30,7 +30,7 @@ from .kernels import VARIABLE, backend
 from .kernels.pointwise import OP
 from .kernels.program import DTYPES, Program, Step
 
-SLACK = 2**16  # bytes that may be held in addition over the peak
+SLACK = 2**16  # bytes that a group may hold in addition at the peak
 READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
 
 _aten = torch.ops.aten
@@ -54,7 +54,10 @@ def fuse(graph: Graph) -> None:
         return
     _unwrite(graph)
     _spread(graph)
-    for group in _groups(graph):
+    groups = _Groups(graph)
+    for place, node in enumerate(graph.nodes):
+        groups.add(node, place)
+    for group in groups.found:
         if len(group.members) > 1 and group.is_whole():
             _emit(graph, group)
 
@@ -68,7 +71,7 @@ class _Group:
     """Nodes of one shape that are to run as one."""
 
     def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+        self.shape, self.place = shape, 0  # the place is that of the last member
         self.members = dict[Node, Step | None]()  # None: a copy to what is donated
         self.over = set[int]()  # the memory that is written
         self.open = True
@@ -83,13 +86,6 @@ class _Group:
         reads = self.reads()
         return bool(reads) and torch.broadcast_shapes(*map(_shape, reads)) == self.shape
 
-    def is_heavy(self, last: dict[int, int], place: int) -> bool:
-        """Whether much less is held behind ``place`` of what the group makes than of what it would be made from."""
-        makes = [node for node, step in self.members.items() if step is not None and self.is_wanted(node)]
-        reads = {storage: size for read in self.reads() for storage, size in _made(read).items()}
-        held = sum(size for storage, size in reads.items() if last[storage] <= place)
-        return held - sum(graphs.nbytes(t) for node in makes for t in graphs.tensors(node)) > SLACK
-
     def is_wanted(self, node: Node) -> bool:
         """Whether anybody else uses a member."""
         return not self.members.keys() >= node.users.keys()
@@ -98,18 +94,21 @@ class _Group:
 class _Groups:
     """All groups of a graph, as its nodes are looked at in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.found = list[_Group]()
         self.of = dict[Node, _Group]()
         self.using = dict[int, list[_Group]]()  # who reads or writes a storage
         self.writing = dict[int, _Group]()
+        self.last = graphs.last_uses(graph)
+        self.now = torch.tensor([now for _, now, _ in graphs.memory(graph)])  # bytes while each node runs
+        self.peak = int(self.now.max())
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Node, place: int) -> None:
         """Let a node join groups, or begin one, and close those that it comes in the way of."""
         step, given = _step(node), graphs.given(node)
         near = {id(self.of[x]): self.of[x] for x in given if x in self.of}
         joined = [group for group in near.values() if group.open and step is not None and group.shape == _shape(node)]
-        joined = joined if _may_join(node, joined) else []
+        joined = [group for group in joined if self._may_wait(group, place)] if _may_join(node, joined) else []
         written = graphs.written(node) if node.op == "call_function" else set()
         memory = {storage for x in given for storage in graphs.storages(x)}
         overwritten = [group for storage in written for group in self.using.get(storage, ())]
@@ -123,10 +122,24 @@ class _Groups:
             self.found.append(group)
         group.members[node] = step if isinstance(step, Step) else None
         group.over |= written
+        group.place = place
         self.of[node] = group
         self.writing |= dict.fromkeys(written, group)
         for storage in memory | written:
             self.using.setdefault(storage, []).append(group)
+
+    def _may_wait(self, group: _Group, place: int) -> bool:
+        """Whether there is memory for a group to run at ``place``: it then holds what it reads until there."""
+        reads = {storage: size for read in group.reads() for storage, size in _made(read).items()}
+        held = {storage: size for storage, size in reads.items() if self.last[storage] < place}
+        made = [_made(member) for member, step in group.members.items() if step is not None]
+        more = sum(held.values()) - sum(n for sizes in made for s, n in sizes.items() if self.last[s] >= place)
+        between = self.now[group.place + 1 : place]
+        if len(between) and more > SLACK and int(between.max()) + more > self.peak:
+            return False
+        between += max(more, 0)
+        self.last |= dict.fromkeys(held, place)
+        return True
 
     def _merged(self, groups: list[_Group]) -> _Group:
         first, *rest = groups
@@ -139,17 +152,6 @@ class _Groups:
                 self.using.setdefault(storage, []).append(first)
             group.members, group.open = {}, False
         return first
-
-
-def _groups(graph: Graph) -> list[_Group]:
-    """All groups, in the order of their first members."""
-    peak, last, groups = graphs.peak(graph).place, graphs.last_uses(graph), _Groups()
-    for place, node in enumerate(graph.nodes):
-        groups.add(node)
-        if place == peak:
-            for group in groups.found:
-                group.open = group.open and not group.is_heavy(last, peak)
-    return [group for group in groups.found if group.members]
 
 
 def _may_join(node: Node, groups: list[_Group]) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
 
 
 def tidy(graph: Graph) -> None:
-    """Take out nodes that nobody uses, views that are their argument, and reads of what is asked for its shape only.
+    """Take out nodes that nobody uses, views that are there already, and reads of what is asked for its shape only.
 
     A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
     wait gives the tensor that was issued, for which the trace has another.
@@ -76,7 +76,28 @@ def tidy(graph: Graph) -> None:
             _without_argument(graph, node, node.args[1])
         elif is_wait(node) and collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
+    _see_once(graph)
     graph.eliminate_dead_code()
+
+
+def _see_once(graph: Graph) -> None:
+    """Let every view of some memory, by place, shape and strides, be made once, until the memory is written."""
+    known = dict[int, dict[object, Node]]()  # by storage
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "placeholder") or (node.op == "call_function" and collective(node)):
+            continue  # what is in flight is not to be seen
+        if node.op == "call_function" and node.target is not operator.getitem:
+            declared = isinstance(node.target, torch._ops.OpOverload)
+            for storage in written(node) if declared else list(known):
+                known.pop(storage, None)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            continue
+        (storage,) = storages(node)
+        place = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
+        first = known.setdefault(storage, {}).setdefault(place, node)
+        if first is not node and is_view(node) and not is_wait(node):
+            node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
 
 
 def _without_argument(graph: Graph, node: Node, fill: float) -> None:
@@ -243,48 +264,9 @@ def outputs(graph: Graph) -> list[Node]:
     return [node for node in returned if isinstance(node, Node)]
 
 
-def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
-    """Write results over inputs: every donated placeholder takes a result of its shape, dtype, strides and device.
-
-    Results are matched in order. One is copied in as soon as it exists and nobody reads the old value any more, and
-    whoever uses it later reads the input instead, so that it is not kept beside it.
-
-    Raises ValueError, naming the input, where no result is left that fits.
-    """
-    nodes, last, returned = list(graph.nodes), last_uses(graph), outputs(graph)
-    place = {node: i for i, node in enumerate(nodes)}
-    kept = {storage for node in returned for storage in storages(node)}
-    held = {storage for node in nodes if node.op == "placeholder" for storage in storages(node)}
-    free: dict[object, deque[Node]] = {}
-    for node in dict.fromkeys(returned):
-        if not storages(node) & held:
-            free.setdefault(kind(node), deque()).append(node)
-    for path, placeholder in donated.items():
-        if storages(placeholder) & kept:
-            continue  # it is returned itself, or a view of it
-        if not (fitting := free.get(kind(placeholder))):
-            (t,) = tensors(placeholder)
-            raise ValueError(
-                f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "
-                "do not donate it"
-            )
-        result = fitting.popleft()
-        after = nodes[max(place[result], *(last[storage] for storage in storages(placeholder)))]
-        users = [node for node in result.users if node in place and place[node] > place[after]]
-        with graph.inserting_after(after if after.op != "placeholder" else _last_placeholder(nodes)):
-            copy = graph.call_function(_aten.copy_.default, (placeholder, result))
-        copy.meta["val"] = placeholder.meta["val"]
-        for user in users:
-            user.replace_input_with(result, copy)
-
-
 def kind(node: Node) -> object:
     """What a tensor and the one it is written over have in common."""
     return tuple((t.shape, t.dtype, t.stride(), t.device) for t in tensors(node))
-
-
-def _last_placeholder(nodes: Iterable[Node]) -> Node:
-    return [node for node in nodes if node.op == "placeholder"][-1]
 
 
 def describe(t: Tensor) -> str:

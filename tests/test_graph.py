@@ -110,3 +110,27 @@ def test_donation_looks_at_a_node_a_few_times(monkeypatch):
 
     few, many = looked(10), looked(40)
     assert few > 0 and many <= 4 * few
+
+
+SEEN = {  # ops that are left of views, and whether there are others
+    "twice": (lambda x: (x[1:] * 2 + x[1:].mT.mT, x.view(12)), {"slice": 1, "view": 1, "transpose": 0}),
+    "back": (lambda x: x.view(12).view(4, 3).mT.mT * 2, {"view": 0, "transpose": 0}),
+    "written between": (lambda x: (y := x * 1, a := y[1:] * 1, y.add_(1), a + y[1:]), {"slice": 2}),
+    "another dtype": (lambda x: x.view(torch.int32).view(torch.float32) + x.view(torch.int32), {"view": 1}),
+    "conjugate": (lambda x: torch.complex(x, x).conj() * torch.complex(x, -x), {"_conj": 1}),
+    "returned": (lambda x: (x[1:], x[1:], x.view(4, 3)), {"slice": 2, "view": 1}),
+    "of results": (lambda x: (x @ x.mT).view(16) + (x @ x.mT).view(16), {"mm": 2, "transpose": 1, "view": 2}),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_a_view_is_made_once(case):
+    f, left = SEEN[case]
+    x = torch.arange(12.0).view(4, 3)
+    captured = jit(lambda x: f(x.clone()), fuse=False)
+    got, wanted = captured(x), f(x.clone())
+    assert tree.structure(got) == tree.structure(wanted)
+    assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
+    (traced,) = captured.traced.values()
+    names = [str(node.target).removeprefix("aten.").partition(".")[0] for node in traced.module.graph.nodes]
+    assert {name: names.count(name) for name in left} == left

@@ -289,22 +289,22 @@ def test_show():
     (plain, ahead, bare, printed), other = ranks.run(2, shown)
     assert [plain, ahead, bare, printed] == list(other)
     product = 2 * 4 * 4 * 4
-    assert plain == [Row("all_gather", "fsdp", f"w{i}", 64, 5 * i, 5 * i + 1, 0, 0) for i in range(3)] + [
-        Row("all_reduce", "fsdp", "", 4, 16, 17, 0, 0)
+    assert plain == [Row("all_gather", "fsdp", f"w{i}", 64, 4 * i, 4 * i + 1, 0, 0) for i in range(3)] + [
+        Row("all_reduce", "fsdp", "", 4, 13, 14, 0, 0)
     ]
     assert ahead == [
         Row("all_gather", "fsdp", "w0", 64, 0, 2, 0, 0),
-        Row("all_gather", "fsdp", "w1", 64, 1, 7, 2, product),
-        Row("all_gather", "fsdp", "w2", 64, 6, 11, 2, product),
-        Row("all_reduce", "fsdp", "", 4, 16, 17, 0, 0),
+        Row("all_gather", "fsdp", "w1", 64, 1, 6, 2, product),
+        Row("all_gather", "fsdp", "w2", 64, 5, 9, 2, product),
+        Row("all_reduce", "fsdp", "", 4, 13, 14, 0, 0),
     ]
     assert [row.of for row in bare] == ["arg1_1", "arg2_1", "arg3_1", ""] and bare[0].axis == "0"
     assert printed.splitlines() == [
         "collective  axis  of          KiB  issued  waited  ops between  MFLOP between",
         "all_gather  fsdp  w0          0.1       0       2            0           0.00",
-        "all_gather  fsdp  w1          0.1       1       7            2           0.00",
-        "all_gather  fsdp  w2          0.1       6      11            2           0.00",
-        "all_reduce  fsdp  (computed)  0.0      16      17            0           0.00",
+        "all_gather  fsdp  w1          0.1       1       6            2           0.00",
+        "all_gather  fsdp  w2          0.1       5       9            2           0.00",
+        "all_reduce  fsdp  (computed)  0.0      13      14            0           0.00",
     ]
 
 
