@@ -47,7 +47,7 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> Rows:
     """The rows of the table ``x``, whose bytes u8[size / ranks] are this rank's, that ``ids`` i[...] ask for, in order.
 
     The table is a constant: rows have no derivative with respect to it. Raises ValueError for more than ``most`` ids,
-    IndexError, when it is run, for one that is outside of the table.
+    IndexError, when it is run and on every rank, where any rank asks for one that is outside of the table.
     """
     if ids.numel() > most:
         raise ValueError(
@@ -55,8 +55,8 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> Rows:
             f"make it with tokens={ids.numel()} or more, the same on every rank"
         )
     buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
-    flat = _inside(ids.reshape(-1), total).to(_ID)  # [n]
-    asked = all_gather(F.pad(flat, (0, most - flat.shape[0])), group)  # [ranks·most]
+    flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
+    asked = _inside(all_gather(F.pad(flat, (0, most - flat.shape[0])), group), total)  # [ranks·most]
     begin = group.rank() * x.bytes.shape[-1]
     found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·most row]
     mine = reduce_scatter(found, group)[: flat.shape[0]]

@@ -131,6 +131,12 @@ def refused():
             with pytest.raises((ValueError, IndexError)) as caught:
                 f(placed, torch.tensor(ids))
             seen.append(f"{type(caught.value).__name__}: {caught.value}")
+    for wrong in (300, -1, 2**40):  # asked for by one rank
+        for f in (rows, jit(rows)):
+            with pytest.raises(IndexError) as caught:
+                f(placed, torch.tensor([0, wrong if dist.get_rank() else 1]))
+            seen.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert torch.equal(rows(placed, torch.tensor([7, 8])), drawn(300, 24)[7:9])
     with pytest.raises(TypeError, match="this comm opens bundles"):
         comm.rows(type("Other", (Closed,), {})(), torch.tensor([0]))
     with pytest.raises(ValueError, match="tokens is 0; wanted at least 1, or None"):
