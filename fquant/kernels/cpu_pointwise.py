@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .cpu_library import DIMS, DTYPES, Pointwise, Read, Step, call, empty
-from .program import Program, dtypes, parse, shape_of
+from .program import Program, dtypes, parse
 
 _OPS = ("read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where")
 _KINDS = {**DTYPES, torch.bool: 3}
@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def _plan(text: str, reads: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]) -> _Plan:
     """The plan for a program, kept by its text: as numbers 0.0 and -0.0 are equal."""
-    program, shape = parse(text), shape_of([shape for _, shape, _ in reads])
+    program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape, _ in reads))
     kinds = dtypes([dtype for dtype, *_ in reads], program)
     new = tuple(kinds[i] for i in program.new)
     if not (total := math.prod(shape)):

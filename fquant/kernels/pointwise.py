@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import backend, constant
-from .program import DTYPES, Program, dtypes, parse, shape_of
+from .program import DTYPES, Program, dtypes, parse
 
 SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
@@ -45,7 +45,7 @@ def _pointwise(read: list[Tensor], write: list[Tensor], text: str) -> list[Tenso
 
 def _fake(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
     _check(read, write, text)
-    program, shape = parse(text), shape_of([t.shape for t in read])
+    program, shape = parse(text), torch.broadcast_shapes(*(t.shape for t in read))
     kinds = dtypes([t.dtype for t in read], program)
     return [read[0].new_empty(shape, dtype=kinds[i]) for i in program.new]
 
@@ -74,7 +74,7 @@ def _check_kinds(
     for dtype, shape, *_ in (*read, *write):
         if dtype not in (*DTYPES.values(), torch.bool):
             raise TypeError(f"pointwise got {dtype} {tuple(shape)}; wanted f32, bf16, f16 or bool")
-    program, shape = parse(text), shape_of([shape for _, shape in read])
+    program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape in read))
     kinds = dtypes([dtype for dtype, _ in read], program)
     for i, (op, dtype, args) in enumerate(program.steps):
         _check_step(f"step {i} of {text!r}", op, dtype, args, kinds[: len(read) + i])

@@ -56,11 +56,6 @@ def parse(text: str) -> Program:
     return Program(tuple(steps), tuple(map(int, new[1:])), tuple(map(int, over[1:])))
 
 
-def shape_of(read: Sequence[torch.Size]) -> torch.Size:
-    """The shape of a program's results, given those of what is read."""
-    return torch.broadcast_shapes(*read)
-
-
 def dtypes(read: Sequence[torch.dtype], program: Program) -> list[torch.dtype]:
     """The dtype of every value, given those of what is read."""
     return [*read, *(step.dtype for step in program.steps)]
