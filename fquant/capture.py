@@ -22,6 +22,8 @@ does beside computing happens when it is traced only.
 the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
+On CPUs what a replay frees stays with the process for the next one (fquant.heap).
+
 *Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
 
 Inside another capture or transform a captured function is the function itself.
@@ -46,7 +48,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import blame, graph, order, tree
+from . import blame, graph, heap, order, tree
 from .donate import donate as donated
 from .fuse import fuse as fused
 from .recompute import recompute as recomputed
@@ -131,6 +133,9 @@ def jit(
                 raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
             captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
             found = traced[key] = _compiled(captured, compile)
+            if all(t.device.type == "cpu" for t in tensors):
+                heap.keep()
+                heap.release()  # what tracing leaves behind
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():
             return found(*tensors)

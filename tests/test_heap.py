@@ -1,0 +1,83 @@
+"""What a replay frees is there for the next one: pages that the system has to map again, and memory that is given back.
+
+Each case is a process of its own, since what malloc is told holds for all of it.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from fquant import heap
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+
+MIB = 8 * 24  # of the tensors that one replay makes
+PROGRAM = """
+import os, resource, torch
+from pathlib import Path
+from fquant import heap, jit
+
+torch.set_num_threads(1)
+
+def resident():  # MiB
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+def faults():  # MiB mapped, if page by page
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+def left(mib):  # of a tensor that comes and goes
+    before = resident()
+    torch.ones(mib * 2**18)
+    return resident() - before
+
+@jit(fuse=False, recompute=False)
+def step(x):
+    made = [x + i for i in range(8)]  # all there at once
+    return sum(t.sum() for t in made)
+
+step.__wrapped__(torch.ones(8))
+eager = left(26)
+step(torch.ones(8))
+captured = left(28)  # larger than all before, so that the system's way is to give it pages of its own
+x = torch.ones(6 * 2**20)
+for _ in range(4):
+    step(x)  # until every tensor has found a place
+mapped = []
+for _ in range(4):
+    before = faults()
+    step(x)
+    mapped.append(faults() - before)
+held = resident()
+heap.release()
+print(eager, captured, min(mapped), held - resident(), int(heap.keep()))
+"""
+
+
+def run(**variables: str) -> list[int]:
+    """MiB that stay of a tensor, before and after a capture; mapped by a replay; given back; and whether it is kept."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_a_replay_finds_the_memory_of_the_one_before():
+    eager, captured, mapped, released, kept = run(FQUANT_HEAP="keep")
+    assert eager < 2  # without a capture everything is as it was
+    assert captured > 26 and kept
+    assert mapped < 0.1 * MIB and released > 0.9 * MIB
+
+
+def test_the_system_s_own_way_is_left_alone_on_demand():
+    eager, captured, *_, kept = run(FQUANT_HEAP="system")
+    assert eager < 2 and captured < 2 and not kept
+
+
+def test_another_way_is_refused(monkeypatch):
+    monkeypatch.setenv(heap.VARIABLE, "mine")
+    with pytest.raises(ValueError, match="FQUANT_HEAP is 'mine'; wanted keep or system"):
+        heap.keep()
