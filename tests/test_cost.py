@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import shard
 from fquant import LOCAL, cost, jit, linear, remat, tree
+from fquant.kernels import attention as kernel
 from models import decoder
 
 from . import ranks
@@ -134,6 +135,9 @@ def test_attention_counts():
     assert cost(lambda q: ours(q, q, q, is_causal=True), q).flops == 4 * 2 * 6 * (7 * 8 // 2) * 4
     causal = cost(lambda q, lse: back(q, q, q, q, q, lse, 0.0, True), q, lse)
     assert causal.flops == 10 * 2 * 6 * (7 * 8 // 2) * 4
+    assert cost(lambda q: kernel.attention(q, q, q), q).flops == 4 * 2 * 6 * (7 * 8 // 2) * 4
+    slope = cost(lambda q, lse: kernel.attention_slope(q, q, lse, q, q, q), q, q[..., 0])
+    assert slope.flops == 10 * 2 * 6 * (7 * 8 // 2) * 4
 
 
 @each_step

@@ -1,9 +1,9 @@
 /* The kernels of packed arrays for CPUs: plain C, no headers of torch or Python, reached by ctypes
    (cpu_library.py).
 
-   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h and
-   cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each instruction set; which one
-   runs is an argument. What they are given is in cpu_work.h; this file has what they share, the conversions between
+   Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h,
+   cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each
+   instruction set; which one runs is an argument. What they are given is in cpu_work.h; this file has what they share, the conversions between
    float types, and the functions that Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
@@ -65,8 +65,9 @@ INLINE float from_f16(uint16_t h) {
 #include "cpu_work.h"
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, pointwise;
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, pointwise, attention, attention_slope;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
+    size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns; /* rows of x up to which `few` is for it */
     int lanes, panel; /* words of a vector, and of the vectors beside each other in a panel */
     int bf16;    /* whether x of bf16 is wanted as it is; all else is wanted in float32 */
@@ -100,7 +101,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, \
-                               pointwise_##ISA, load_##ISA, COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
+                               pointwise_##ISA, attention_##ISA, attention_slope_##ISA, load_##ISA, attention_room_##ISA, \
+                               COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -171,7 +173,7 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* The sizes of the structures that Python has as well, and has to agree with. */
 EXPORT int fquant_size(int which) {
-    const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read)};
+    const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read), sizeof(Attention)};
     return (int)sizes[which];
 }
 
@@ -256,6 +258,16 @@ EXPORT int64_t fquant_nll(int isa, int threads, const void *logits, int dtype, i
                           void *slope) {
     Loss work = {logits, targets, factor, nll, slope, width, apart, ignore, dtype};
     return run(available[isa].kernels.loss, &work, rows, 0, NULL, threads);
+}
+
+/* Attention, or where there is a g its slope. */
+EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
+    const Kernels *k = &available[isa].kernels;
+    Attention work = *a;
+    int64_t panels = (a->t + k->panel - 1) / k->panel, heads = a->batch * a->kv;
+    work.half = k->bf16 && a->dtype == BF16;
+    work.parts = a->g ? 1 : MAX(1, MIN(panels, 2 * threads / heads));
+    return run(a->g ? k->attention_slope : k->attention, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
 }
 
 /* The steps of a program, on tensors whose memory begins at `at`: those that are read, then those that are written. */

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ..format import Format, num_blocks, num_bytes
 from . import reference
+from .cpu_attention import attention, attention_slope
 from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
 from .cpu_pointwise import pointwise
 from .spec import Spec, scales, split
 
 __all__ = [
-    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load", "matmul", "matmul_t", "nll",
-    "nll_slope", "pointwise",
+    "DEVICES", "attention", "attention_slope", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load",
+    "matmul", "matmul_t", "nll", "nll_slope", "pointwise",
 ]  # fmt: skip
 
 DEVICES = ("cpu",)

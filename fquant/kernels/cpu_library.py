@@ -73,6 +73,18 @@ class Pointwise(ctypes.Structure):
     ]
 
 
+class Attention(ctypes.Structure):
+    """``Attention`` of cpu.c."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("q", "k", "v", "g", "y", "dq", "dk", "dv", "lse", "labels")),
+        *((name, Long * 3) for name in ("qs", "ks", "vs", "gs", "ys", "dqs", "dks")),
+        *((name, Long) for name in ("batch", "heads", "kv", "t", "e", "labelled", "parts")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("dtype", "half")),
+    ]
+
+
 @cache
 def load() -> ctypes.CDLL:
     """The library; ImportError if it was not built."""
@@ -91,8 +103,9 @@ def load() -> ctypes.CDLL:
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
         "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
+        "attention": [ctypes.POINTER(Attention)],
     }
-    structures = (Packed, Encoding, Pointwise, Step, Read)
+    structures = (Packed, Encoding, Pointwise, Step, Read, Attention)
     sizes = getattr(library, "fquant_size", lambda which: 0)
     known = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not known or [sizes(i) for i in range(len(structures))] != [ctypes.sizeof(each) for each in structures]:

@@ -9,15 +9,15 @@
 
 enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
 
-/* sums [rows][vecs] += a sliver of `rows` rows, `apart` words from each other, by a panel of `vecs` vectors, for n words;
-   rows, vecs and half are constants. */
+/* sums [rows][vecs] += a sliver of `rows` rows, `apart` words from each other, by a panel of `vecs` vectors, for n words,
+   or = where they are fresh; rows, vecs, half and fresh are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
-                        int half, float *sums) {
+                        int half, int fresh, float *sums) {
     NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;
 #pragma GCC unroll 24
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) part[r][v] = total[r * vecs + v];
+        for (int v = 0; v < vecs; v++) part[r][v] = fresh ? (NAME(Lanes)){0} : total[r * vecs + v];
     for (int64_t k = 0; k < n; k++) {
         NAME(Lanes) w[NAME(VECS)];
 #pragma GCC unroll 4
@@ -94,7 +94,7 @@ INLINE void NAME(by_rows)(const Product *p, int64_t unit, uint32_t *scratch, int
                     const uint32_t *w = scratch + r * APART + k;
                     float *to = sums + j * NAME(PANEL) * tall + r * width;
 #define VECS(N) \
-    case N: if (N <= NAME(VECS)) NAME(micro)(w, APART, x, steps, NAME(SUMS) / N, MIN(N, NAME(VECS)), half, to); break;
+    case N: if (N <= NAME(VECS)) NAME(micro)(w, APART, x, steps, NAME(SUMS) / N, MIN(N, NAME(VECS)), half, 0, to); break;
                     switch (vecs) { VECS(1) VECS(2) VECS(3) VECS(4) }
 #undef VECS
                 }
@@ -199,7 +199,7 @@ INLINE void NAME(by_columns)(const Product *p, int64_t unit, uint32_t *scratch, 
                 if (p->copy) x = (const uint32_t *)p->copy + (start / SLAB * p->m + m) * APART + start % SLAB;
                 float *to = sums + (j * p->m + m) * NAME(PANEL);
                 rows = MIN(NAME(SUMS) / NAME(VECS), p->m - m);
-#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * NAME(PANEL), n, N, NAME(VECS), half, to); break;
+#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * NAME(PANEL), n, N, NAME(VECS), half, 0, to); break;
                 switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
             }

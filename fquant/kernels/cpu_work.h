@@ -51,6 +51,22 @@ typedef struct { /* rows of logits [width], `apart` elements from each other */
     int dtype;
 } Loss;
 
+/* Attention of q [b heads t e] to k and v [b kv t e], to y and lse f32[b heads t]; of a slope, g is there, y and lse are
+   given, and dq, dk and dv [like q, k, k] are made. Strides are those of b, of heads and of tokens, in elements. Of
+   several documents `labels` i32[b labelled] is the first token of each token's, with room for a panel behind them.
+   cpu_library.py has the same. */
+enum { KEYS = 96, SIX = 6 }; /* keys of a tile, a multiple of six and of all vectors; rows that are multiplied at a time */
+typedef struct {
+    const void *q, *k, *v, *g;
+    void *y, *dq, *dk, *dv;
+    float *lse;
+    const int32_t *labels;
+    int64_t qs[3], ks[3], vs[3], gs[3], ys[3], dqs[3], dks[3];
+    int64_t batch, heads, kv, t, e, labelled, parts;
+    float scale;
+    int32_t dtype, half;
+} Attention;
+
 /* An elementwise program; cpu_pointwise.py has the same, and numbers the operations so. */
 enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE };
 enum { TILE = 512, MAX_DIMS = 6 };

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from ..format import Format, num_blocks
 from .program import parse
+from .reference_attention import attention as attention
+from .reference_attention import attention_slope as attention_slope
 from .spec import Spec, scales, split
 
 CHUNK = 1 << 20  # elements quantised at a time: bounds what quantising needs beside the weight

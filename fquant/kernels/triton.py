@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 
 try:
-    from .reference import pointwise  # Inductor writes better ones
+    from .reference import (  # nobody has written them yet
+        attention,
+        attention_slope,
+        pointwise,  # Inductor writes better ones
+    )
     from .triton_decode import INTERPRETED, decode
     from .triton_encode import encode
     from .triton_loss import nll, nll_slope
@@ -23,8 +27,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
-    "DEVICES", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul", "matmul_t", "nll", "nll_slope",
-    "pointwise",
+    "DEVICES", "attention", "attention_slope", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul",
+    "matmul_t", "nll", "nll_slope", "pointwise",
 ]  # fmt: skip
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)

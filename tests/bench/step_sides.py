@@ -7,7 +7,8 @@ Everybody trains rank-r adapters of all seven linears of a Llama in bf16 beside 
 number of random tokens. fquant is ours, captured, its base in NF4_DQ, its adapters kept in f32 and used in bf16; eager
 is the same function without capture, and remat recomputes blocks. bf16, bnb and torchao are transformers with PEFT,
 over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps adapters in
-f32 and computes with them in f32. ``floor`` is the matrix products and attentions of such a step alone, on dense bf16.
+f32 and computes with them in f32. ``floor`` is the matrix products and attentions of such a step alone, as torch has
+them, on dense bf16; in the other floor attention is ours.
 
 On several processes each has its share of the batch. fquant is sharded (fsdp) or not (dp); the peers are wrapped as
 their documentation says, in FSDP2 (a group a decoder layer) or DDP.
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad_and_value
 
@@ -242,7 +244,7 @@ def _torchao() -> Callable[[torch.nn.Linear], torch.nn.Module]:
     return quantise
 
 
-def floor(shape: Shape) -> Take:
+def floor(shape: Shape, mix: Callable[..., Tensor]) -> Take:
     """The matrix products and the attentions of a step, on dense bf16 weights, one after another, and nothing else."""
     bf16, n = torch.bfloat16, shape.tokens
     head, kv = shape.dim // shape.heads, shape.dim // shape.heads * shape.kv_heads
@@ -253,7 +255,8 @@ def floor(shape: Shape) -> Take:
     layers = [[(normal(*pair), normal(shape.rank, pair[1]), normal(pair[0], shape.rank)) for pair in sizes]]
     layers += [[tuple(t.clone() for t in three) for three in layers[0]] for _ in range(shape.layers - 1)]
     vocab = normal(shape.vocab, shape.dim)
-    q, k, v = (normal(shape.batch, shape.seq, h, head) for h in (shape.heads, shape.kv_heads, shape.kv_heads))
+    heads = shape.heads, shape.kv_heads, shape.kv_heads
+    mixed = [normal(shape.batch, shape.seq, h, head).requires_grad_() for h in heads]
 
     def take() -> float:
         for layer in layers:
@@ -262,14 +265,20 @@ def floor(shape: Shape) -> Take:
                 _ = x @ w.mT, g @ w
                 low, back = x @ a.mT, g @ b
                 _ = low @ b.mT, back @ a, back.mT @ x, g.mT @ low
-            y, pull, *_ = torch.func.vjp(attention, q, k, v)
-            pull(y)
+            y = mix(*mixed)
+            torch.autograd.grad(y, mixed, y.detach())
         x = rows[shape.dim]
         for some in x.split(256):
             _ = (some @ vocab.mT) @ vocab
         return 0.0
 
     return take
+
+
+def _sdpa(*heads: Tensor) -> Tensor:
+    """torch's fused attention, of tokens first."""
+    q, k, v = (t.transpose(1, 2) for t in heads)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 SIDES = {
@@ -279,7 +288,8 @@ SIDES = {
     "bf16": Side(1, partial(peer, kind="bf16")),
     "bnb": Side(1, partial(peer, kind="bnb")),
     "torchao": Side(1, partial(peer, kind="torchao")),
-    "floor": Side(1, floor),
+    "floor": Side(1, partial(floor, mix=_sdpa)),
+    "floor, our attention": Side(1, partial(floor, mix=attention)),
     "fquant fsdp=2": Side(2, partial(ours_on_ranks, fsdp=2)),
     "fquant dp=2": Side(2, partial(ours_on_ranks, dp=2)),
     "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
