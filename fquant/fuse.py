@@ -29,6 +29,7 @@ from . import graph as graphs
 from .kernels import VARIABLE, backend
 from .kernels.pointwise import OP
 from .kernels.program import DTYPES, Program, Step
+from .kernels.silu import OPS as SILU
 
 SLACK = 2**16  # bytes that a group may hold in addition at the peak
 READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
@@ -39,7 +40,7 @@ _OPS: dict[Any, str] = {
     _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
     _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
     _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal",
-    _aten._to_copy.default: "to", _aten.where.self: "where",
+    _aten._to_copy.default: "to", _aten.where.self: "where", **{op: name for name, op in SILU.items()},
 }  # fmt: skip
 _IN_PLACE: dict[Any, Any] = {
     _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,

@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fquant.kernels import cpu_pointwise, reference
+from fquant.kernels import cpu_pointwise, reference, silu
 from fquant.kernels.pointwise import pointwise
-from fquant.kernels.program import ARITY, DTYPES, Program, Step, parse
+from fquant.kernels.program import ARITY, DTYPES, OWN, Program, Step, parse
 
 from .formats import ISAS, alike, forced, shifted, strided
 from .test_packed import rng
 
 FLOATS = tuple(DTYPES.values())
 BACKENDS = ("reference", *ISAS)
-OPS = tuple(op for op in ARITY if op not in ("to", "where"))
+TORCHS = tuple(op for op in ARITY if op not in OWN)
+OPS = tuple(op for op in TORCHS if op not in ("to", "where"))
 NUMBERS = (0.0, -0.0, 1.0, 0.1, -3.7, 1e-5, 1e-30, 2.0**20)
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3e38, -3e38, 65504.0, 1e-8, 1 / 3)
 F32, BF16, F16 = FLOATS
@@ -73,11 +74,11 @@ def test_where_chooses_by_a_mask(dtype, backend):
 
 
 @st.composite
-def programs(draw, reads):
-    """A program of any steps on ``reads`` values, of which the first is a mask."""
+def programs(draw, reads, ops):
+    """A program of any steps of ``ops`` on ``reads`` values, of which the first is a mask."""
     kinds, steps = [torch.bool, *(draw(st.sampled_from(FLOATS)) for _ in range(reads - 1))], []
     for _ in range(draw(st.integers(0, 30))):
-        op, dtype = draw(st.sampled_from(tuple(ARITY))), draw(st.sampled_from(FLOATS))
+        op, dtype = draw(st.sampled_from(ops)), draw(st.sampled_from(FLOATS))
         fitting = [i for i, kind in enumerate(kinds) if kind == dtype or (dtype == F32 and kind in FLOATS)]
         args = [draw(st.sampled_from(fitting)) if fitting else None for _ in range(ARITY[op])]
         if op == "to":
@@ -99,9 +100,9 @@ SIZES = st.sampled_from([1, 2, 3, 16, 31, 512, 513, 1025]) | st.integers(0, 40)
 
 
 @st.composite
-def cases(draw):
+def cases(draw, ops=TORCHS):
     reads = draw(st.integers(2, 5))
-    kinds, all_kinds, program = draw(programs(reads))
+    kinds, all_kinds, program = draw(programs(reads, ops))
     shape = draw(st.lists(SIZES, max_size=4).filter(lambda s: math.prod(s) < 5000))
     tensors = []
     for i, kind in enumerate(kinds):
@@ -123,6 +124,26 @@ def test_any_program_on_any_tensors(case, backend):
         got = pointwise(reads, write, parse(program.text))
     assert len(got) == len(new) and all(t.is_contiguous() for t in got)
     assert all(map(alike, (*got, *write), (*new, *wanted)))
+
+
+@settings(deadline=None)
+@given(case=cases(tuple(ARITY) + 4 * OWN), backend=st.sampled_from(BACKENDS))
+def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
+    """Each as a program of its own, and steps that are no operation of torch as the ops that they are."""
+    reads, over, program = case
+    kinds = [t.dtype for t in reads] + [step.dtype for step in program.steps]
+    values = list(torch.broadcast_tensors(*reads))
+    with forced(backend):
+        for op, dtype, args in program.steps:
+            if op in OWN:
+                values.append(getattr(silu, op)(values[args[0]].to(dtype)))
+            else:
+                alone = Program((Step(op, dtype, args),), (len(values),), ())
+                values += pointwise(values, [], alone)
+        write = [torch.zeros(values[0].shape, dtype=kind) for kind in over]
+        got = pointwise(reads, write, program)
+    assert [kinds[i] for i in program.over] == over
+    assert all(map(alike, (*got, *write), (values[i] for i in (*program.new, *program.over))))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

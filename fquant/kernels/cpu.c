@@ -2,9 +2,9 @@
    (cpu_library.py).
 
    Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h,
-   cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h, and compiled here once for each
-   instruction set; which one runs is an argument. What they are given is in cpu_work.h; this file has what they share, the conversions between
-   float types, and the functions that Python calls.
+   cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h (and the functions of cpu_exp.h), and
+   compiled here once for each instruction set; which one runs is an argument. What they are given is in cpu_work.h; this
+   file has what they share, the conversions between float types, and the functions that Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -171,9 +171,10 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* --- what Python calls ------------------------------------------------------------------------------------------- */
 
-/* The sizes of the structures that Python has as well, and has to agree with. */
-EXPORT int fquant_size(int which) {
-    const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read), sizeof(Attention)};
+/* The sizes of the structures that Python has as well, and how many operations a step may be: both have to agree. */
+EXPORT int fquant_sizes(int which) {
+    const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
+                            sizeof(Attention), OPS};
     return (int)sizes[which];
 }
 

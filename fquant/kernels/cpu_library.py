@@ -49,10 +49,13 @@ class Encoding(ctypes.Structure):
 
 
 DIMS = 6  # of what an elementwise program reads, once dims that lie as one are one
+OPS = (
+    "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "silu", "silu_slope",
+)  # fmt: skip
 
 
 class Step(ctypes.Structure):
-    """``Step`` of cpu.c."""
+    """``Step`` of cpu.c; its ``op`` is a place in ``OPS``."""
 
     _fields_ = [*((name, ctypes.c_int32) for name in ("op", "dtype", "to", "a", "b", "c")), ("value", ctypes.c_float)]
 
@@ -105,10 +108,10 @@ def load() -> ctypes.CDLL:
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }
-    structures = (Packed, Encoding, Pointwise, Step, Read, Attention)
-    sizes = getattr(library, "fquant_size", lambda which: 0)
+    agreed = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS)]
+    sizes = getattr(library, "fquant_sizes", lambda which: 0)
     known = all(hasattr(library, f"fquant_{name}") for name in functions)
-    if not known or [sizes(i) for i in range(len(structures))] != [ctypes.sizeof(each) for each in structures]:
+    if not known or [sizes(i) for i in range(len(agreed))] != agreed:
         raise ImportError(f"{path.name} was built from other sources; install fquant again")
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
     library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]

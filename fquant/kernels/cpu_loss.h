@@ -9,23 +9,6 @@
 
 typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
 
-/* exp(x) for x that is not above 0, or NaN: within 1.1 units in the last place, denormals included, and 0 from -104 on.
-   (Cody and Waite's reduction; the polynomial is that of Moshier's Cephes.) */
-INLINE NAME(Lanes) NAME(exponential)(NAME(Lanes) x) {
-    const NAME(Lanes) zero = {0.0f};
-    x = NAME(larger)(zero - 104.0f, x);
-    NAME(Lanes) shifted = FMA(x, zero + 0x1.715476p+0f, zero + 0x1.8p+23f), k = shifted - 0x1.8p+23f; /* whole */
-    NAME(Lanes) r = FMA(k, zero + 2.12194440e-4f, FMA(k, zero - 0.693359375f, x));
-    NAME(Lanes) p = FMA(r, zero + 1.9875691500e-4f, zero + 1.3981999507e-3f);
-    p = FMA(p, r, zero + 8.3334519073e-3f);
-    p = FMA(p, r, zero + 4.1665795894e-2f);
-    p = FMA(p, r, zero + 1.6666665459e-1f);
-    p = FMA(p, r, zero + 5.0000001201e-1f);
-    p = FMA(p, r * r, r) + 1.0f;
-    /* 2^(k + 32) and 2^-32, for 2^k may be denormal: so it is rounded once. */
-    return p * (NAME(Lanes))(((NAME(Bits))shifted + 127 + 32) << 23) * 0x1p-32f;
-}
-
 /* LANES logits. */
 INLINE NAME(Lanes) NAME(logits)(const char *x, const int dtype) {
     NAME(Lanes) v;

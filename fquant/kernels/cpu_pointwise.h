@@ -48,6 +48,13 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     else if (s->dtype == BF16) { EACH(AS_BF16, VALUE) }                \
     else { EACH(AS_F16, VALUE) }                                       \
     break;
+#define VECTORS(OF)                                    \
+    for (int i = 0; i < TILE; i += NAME(LANES)) {      \
+        NAME(Lanes) v;                                 \
+        memcpy(&v, a + i, sizeof v);                   \
+        v = OF(v);                                     \
+        memcpy(to + i, &v, sizeof v);                  \
+    }
 #define AS_IS(x) (x)
 #define AS_BF16(x) from_bf16(to_bf16(x))
 #define AS_F16(x) from_f16(to_f16(x))
@@ -70,6 +77,8 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
         case NEG: ROUNDED(-a[i])
         case RECIPROCAL: ROUNDED(1.0f / a[i])
         case TO: ROUNDED(a[i])
+        case SILU: VECTORS(NAME(silu)) ROUNDED(to[i])
+        case SILU_SLOPE: VECTORS(NAME(silu_slope)) ROUNDED(to[i])
         case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
         }
     }
@@ -78,5 +87,6 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
 #undef AS_F16
 #undef AS_BF16
 #undef AS_IS
+#undef VECTORS
 #undef ROUNDED
 #undef EACH

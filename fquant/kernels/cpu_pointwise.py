@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu_library import DIMS, DTYPES, Pointwise, Read, Step, call, empty
+from . import reference
+from .cpu_library import DIMS, DTYPES, OPS, Pointwise, Read, Step, call, empty
 from .program import Program, dtypes, parse
 
-_OPS = ("read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where")
 _KINDS = {**DTYPES, torch.bool: 3}
 
 
@@ -31,6 +31,21 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
         tensors = (*read, *new, *write)
         call("pointwise", plan.program, (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors)))
     return new
+
+
+def silu(x: Tensor) -> Tensor:
+    """See ``fquant.kernels.silu``."""
+    return _alone("silu", x) if x.dtype in DTYPES else reference.silu(x)
+
+
+def silu_slope(x: Tensor) -> Tensor:
+    """See ``fquant.kernels.silu``."""
+    return _alone("silu_slope", x) if x.dtype in DTYPES else reference.silu_slope(x)
+
+
+def _alone(op: str, x: Tensor) -> Tensor:
+    """The program of one step; of contiguous memory, which lies in one dim however many ``x`` has."""
+    return pointwise([x.contiguous()], [], f"{op}.{str(x.dtype).removeprefix('torch.')} 0; new 1; over")[0]
 
 
 class _Plan(NamedTuple):
@@ -124,7 +139,7 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
 
     for value in (*program.new, *program.over):
         if value < first and value not in held and (value not in last or value in program.over):
-            made(value, Step(_OPS.index("read"), _KINDS[kinds[value]], 0, value))
+            made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
     for i, (op, dtype, args) in enumerate(program.steps):
         registers, constants = list[int](), list[int]()
         for value in args:
@@ -132,16 +147,16 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
                 constants.append(take())
                 narrow = dtype if op in ("add", "sub") else torch.float32  # as torch takes a number in such an op
                 rounded = float(torch.tensor(value, dtype=narrow))
-                steps.append(Step(_OPS.index("constant"), 0, constants[-1], value=rounded))
+                steps.append(Step(OPS.index("constant"), 0, constants[-1], value=rounded))
             elif value not in held:
-                made(value, Step(_OPS.index("read"), _KINDS[kinds[value]], 0, value))
+                made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
             registers.append(constants[-1] if isinstance(value, float) else held[value])
         free += constants + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
-        made(first + i, Step(_OPS.index(op), _KINDS[dtype], 0, *registers))
+        made(first + i, Step(OPS.index(op), _KINDS[dtype], 0, *registers))
     for place, value in enumerate(program.over):
         steps.append(_write(held[value], kinds[value], first + len(program.new) + place))
     return steps, most
 
 
 def _write(register: int, dtype: torch.dtype, place: int) -> Step:
-    return Step(_OPS.index("write"), _KINDS[dtype], 0, register, place)
+    return Step(OPS.index("write"), _KINDS[dtype], 0, register, place)

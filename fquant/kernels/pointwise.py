@@ -5,12 +5,16 @@
 A norm, an activation or an optimiser is a chain of additions, products and casts of large tensors: each by itself reads
 and writes memory, and does next to nothing with it. A *program* (``program.py``) is such a chain as a value.
 
-Every step is rounded to its dtype, as the operation of torch of the same name rounds, so that a chain gives the same
-bits as its steps one by one. So there are no steps but those that IEEE 754 defines to the last bit: no exponentials,
-and no square roots either, which torch leaves to libraries that need not round as IEEE 754 wants.
+Every step is rounded to its dtype, so that a chain gives the same bits as its steps one by one. There are two kinds:
+
+* Those named as operations of torch give the bits of these. They are what IEEE 754 defines to the last bit: no
+  exponentials, and no square roots either, which torch leaves to libraries that need not round as IEEE 754 wants.
+* ``silu`` and ``silu_slope`` are ours, the ops of ``silu.py``, which says how near to the exact value they are. Alone
+  such an op is the program of that one step, so its bits are those of the step in any other program on the machine. No
+  operation of torch is ever replaced by one of these.
 
 On CPUs with the kernels of cpu.c a piece of each value stays in the nearest cache from the first step to the last.
-Elsewhere the steps are those of torch, one after another, which is also what the op is defined by.
+Elsewhere the steps are those of torch, or of ``reference.py``, one after another, which also defines the op.
 """
 
 from __future__ import annotations

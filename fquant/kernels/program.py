@@ -16,7 +16,10 @@ from typing import NamedTuple
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3}
+OWN = ("silu", "silu_slope")  # operations that are no other's to the last bit; all others are torch's
+ARITY = {
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, **dict.fromkeys(OWN, 1),
+}  # fmt: skip
 
 
 class Step(NamedTuple):

@@ -212,6 +212,19 @@ def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | Non
     return nll(logits, targets, ignore), torch.where(counted, slope, 0.0).to(logits.dtype).contiguous()
 
 
+def silu(x: Tensor) -> Tensor:
+    """``x · sigmoid(x)`` as torch has it, contiguous."""
+    return F.silu(x).contiguous()
+
+
+def silu_slope(x: Tensor) -> Tensor:
+    """The derivative of ``x · sigmoid(x)`` as torch has it, contiguous."""
+    return torch.ops.aten.silu_backward(x.new_ones(()).expand_as(x), x).contiguous()
+
+
+_OWN = {"silu": silu, "silu_slope": silu_slope}
+
+
 def _wide(x: Tensor) -> Tensor:
     """At least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -232,7 +245,7 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
             values.append(given[0].to(dtype))  # type: ignore[union-attr]
             continue
         cast = [a.to(dtype) if isinstance(a, Tensor) and a.dtype is not torch.bool else a for a in given]
-        values.append(getattr(torch, op)(*cast))
+        values.append(_OWN[op](*cast) if op in _OWN else getattr(torch, op)(*cast))  # type: ignore[arg-type]
     made = [values[i].expand(shape).clone(memory_format=torch.contiguous_format) for i in (*program.new, *program.over)]
     for into, value in zip(write, made[len(program.new) :], strict=True):
         into.copy_(value)

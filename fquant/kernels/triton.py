@@ -9,11 +9,8 @@ from __future__ import annotations
 import torch
 
 try:
-    from .reference import (  # nobody has written them yet
-        attention,
-        attention_slope,
-        pointwise,  # Inductor writes better ones
-    )
+    # Programs and silu are better written by Inductor, and attention by nobody yet.
+    from .reference import attention, attention_slope, pointwise, silu, silu_slope
     from .triton_decode import INTERPRETED, decode
     from .triton_encode import encode
     from .triton_loss import nll, nll_slope
@@ -28,7 +25,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "DEVICES", "attention", "attention_slope", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul",
-    "matmul_t", "nll", "nll_slope", "pointwise",
+    "matmul_t", "nll", "nll_slope", "pointwise", "silu", "silu_slope",
 ]  # fmt: skip
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
