@@ -9,6 +9,7 @@ A group of nodes may run as one where its last member stands if nobody else has 
 looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
 takes no more. Neither does one whose arguments are about to be written over, nor one that would hold too much: run
 later, it holds its arguments for longer, all the terms of a sum for instance, and the peak of memory is not to rise.
+By the same rules a group then runs with a later one that reads what it reads: the two gradients of a product, say.
 
 A donated argument is written by the program that makes its new value, which is then nowhere else.
 
@@ -19,34 +20,28 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import graph as graphs
 from .kernels import VARIABLE, backend
 from .kernels.pointwise import OP
-from .kernels.program import DTYPES, Program, Step
-from .kernels.silu import OPS as SILU
+from .kernels.program import Program, Step
+from .steps import COPY, FULL, SQUARE, constant, step_of
 
+NEVER = sys.maxsize  # a place behind all others
 SLACK = 2**16  # bytes that a group may hold in addition at the peak
 READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
 
 _aten = torch.ops.aten
-_FLOATS = tuple(DTYPES.values())
-_OPS: dict[Any, str] = {
-    _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
-    _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
-    _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal",
-    _aten._to_copy.default: "to", _aten.where.self: "where", **{op: name for name, op in SILU.items()},
-}  # fmt: skip
 _IN_PLACE: dict[Any, Any] = {
     _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
     _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
 }  # fmt: skip
-_COPY, _FILL, _FULL, _SCALAR = _aten.copy_.default, _aten.fill_.Scalar, _aten.full.default, _aten.scalar_tensor.default
+_FILL = _aten.fill_.Scalar
 
 
 def fuse(graph: Graph) -> None:
@@ -58,6 +53,7 @@ def fuse(graph: Graph) -> None:
     groups = _Groups(graph)
     for place, node in enumerate(graph.nodes):
         groups.add(node, place)
+    groups.pair()
     for group in groups.found:
         if len(group.members) > 1 and group.is_whole():
             _emit(graph, group)
@@ -75,12 +71,21 @@ class _Group:
         self.shape, self.place = shape, 0  # the place is that of the last member
         self.members = dict[Node, Step | None]()  # None: a copy to what is donated
         self.over = set[int]()  # the memory that is written
-        self.open = True
+        self.until = NEVER  # the place of the first node before which it has to run
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes more."""
+        return self.until == NEVER
 
     def reads(self) -> list[Node]:
         """What members take that are none themselves, and no numbers."""
         near = [x for node in self.members for x in node.all_input_nodes]
-        return [x for x in dict.fromkeys(near) if x not in self.members and _constant(x) is None]
+        return [x for x in dict.fromkeys(near) if x not in self.members and constant(x) is None]
+
+    def whole_reads(self) -> list[Node]:
+        """Those that have its shape."""
+        return [read for read in self.reads() if _shape(read) == self.shape]
 
     def is_whole(self) -> bool:
         """Whether the shape is that of what is read, and not of a constant."""
@@ -106,16 +111,16 @@ class _Groups:
 
     def add(self, node: Node, place: int) -> None:
         """Let a node join groups, or begin one, and close those that it comes in the way of."""
-        step, given = _step(node), graphs.given(node)
+        step, given = step_of(node), graphs.given(node)
         near = {id(self.of[x]): self.of[x] for x in given if x in self.of}
-        joined = [group for group in near.values() if group.open and step is not None and group.shape == _shape(node)]
+        joined = [group for group in near.values() if group.is_open and step and group.shape == _shape(node)]
         joined = [group for group in joined if self._may_wait(group, place)] if _may_join(node, joined) else []
         written = graphs.written(node) if node.op == "call_function" else set()
         memory = {storage for x in given for storage in graphs.storages(x)}
         overwritten = [group for storage in written for group in self.using.get(storage, ())]
         overwriting = [self.writing[storage] for storage in memory & self.writing.keys()]
         for group in (*near.values(), *overwritten, *overwriting):
-            group.open = group.open and group in joined
+            group.until = group.until if group in joined else min(group.until, place)
         if step is None:
             return
         group = self._merged(joined) if joined else _Group(_shape(node))
@@ -128,6 +133,21 @@ class _Groups:
         self.writing |= dict.fromkeys(written, group)
         for storage in memory | written:
             self.using.setdefault(storage, []).append(group)
+
+    def pair(self) -> None:
+        """Let a group that may wait for another, and reads what that reads, run with it: so it is read once."""
+        reading = dict[Node, list[_Group]]()
+        for group in sorted(self.found, key=lambda group: group.place):
+            if not group.members or group.over:
+                continue
+            for other in [other for read in group.whole_reads() for other in reading.get(read, ())]:
+                members = other.members | group.members
+                if not other.members or other is group or other.until <= group.place or len(members) > STEPS:
+                    continue
+                if len({*other.reads(), *group.reads()}) <= READS and self._may_wait(other, group.place):
+                    group.members, group.until, other.members = members, min(group.until, other.until), {}
+            for read in group.whole_reads():
+                reading.setdefault(read, []).append(group)
 
     def _may_wait(self, group: _Group, place: int) -> bool:
         """Whether there is memory for a group to run at ``place``: it then holds what it reads until there."""
@@ -151,7 +171,7 @@ class _Groups:
             self.writing |= dict.fromkeys(group.over, first)
             for storage in {storage for x in (*group.reads(), *group.members) for storage in graphs.storages(x)}:
                 self.using.setdefault(storage, []).append(first)
-            group.members, group.open = {}, False
+            group.members = {}
         return first
 
 
@@ -164,43 +184,8 @@ def _may_join(node: Node, groups: list[_Group]) -> bool:
     over = {storage for group in groups for storage in group.over}
     if any(graphs.storages(x) & over for x in node.all_input_nodes if x not in members):
         return False
-    into, written = node.args[0] if node.target is _COPY else None, graphs.written(node)
+    into, written = node.args[0] if node.target is COPY else None, graphs.written(node)
     return all(read is into for read in reads if graphs.storages(read) & written)
-
-
-def _step(node: Node) -> Step | str | None:
-    """The step that a node is, its arguments left out; "copy" for one over an argument; None where it is none."""
-    if node.op != "call_function":
-        return None
-    if node.target is _COPY:
-        into, value, *rest = node.args
-        if rest or not isinstance(into, Node) or into.op != "placeholder" or not isinstance(value, Node):
-            return None
-        return "copy" if graphs.kind(into) == graphs.kind(value) and _is_ours(node) else None
-    op = "mul" if node.target is _aten.pow.Tensor_Scalar else _OPS.get(node.target)
-    if op is None or not _is_ours(node):
-        return None
-    (t,) = graphs.tensors(node)
-    allowed = {"dtype", "device"} if op == "to" else set()
-    if set(node.kwargs) - allowed or (node.target is _aten.pow.Tensor_Scalar and node.args[1] != 2):
-        return None
-    args = node.args[:1] if node.target is _aten.pow.Tensor_Scalar else node.args
-    return Step(op, t.dtype, ()) if all(_fits(a, t.dtype, op, i) for i, a in enumerate(args)) else None
-
-
-def _fits(argument: Any, dtype: torch.dtype, op: str, place: int) -> bool:
-    """Whether C takes an argument of a step as torch does."""
-    if not isinstance(argument, Node):
-        return type(argument) in (int, float) and abs(argument) < 2**24
-    kinds = {t.dtype for t in graphs.tensors(argument) if t.is_cpu}
-    if op == "where" and place == 0:
-        return kinds == {torch.bool}
-    return kinds == {dtype} or (len(kinds) == 1 and kinds < {*_FLOATS} and (op == "to" or dtype is torch.float32))
-
-
-def _is_ours(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_cpu and value.dtype in _FLOATS and value.is_contiguous()
 
 
 def _shape(node: Node) -> torch.Size:
@@ -210,18 +195,6 @@ def _shape(node: Node) -> torch.Size:
 def _made(node: Node) -> dict[int, int]:
     """Bytes of each storage of a node that is no argument."""
     return {} if node.op == "placeholder" else graphs.sizes(node)
-
-
-def _constant(argument: Any) -> float | None:
-    """The number that an argument is everywhere; None where it is not one."""
-    if isinstance(argument, int | float):
-        return float(argument)
-    if isinstance(argument, Node) and argument.target in (_FULL, _SCALAR):
-        (t,) = graphs.tensors(argument)
-        number = argument.args[argument.target is _FULL]
-        known = isinstance(number, int | float) and t.dtype in _FLOATS
-        return float(torch.tensor(number, dtype=t.dtype)) if known else None
-    return None
 
 
 def _unwrite(graph: Graph) -> None:
@@ -236,7 +209,7 @@ def _unwrite(graph: Graph) -> None:
             (t,) = graphs.tensors(node)
             if t.is_contiguous():
                 kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-                node.target, node.args, node.kwargs = _FULL, (list(t.shape), node.args[1]), kwargs
+                node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
                 graph.erase_node(first)
         elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node):
             with graph.inserting_before(node):
@@ -250,10 +223,10 @@ def _unwrite(graph: Graph) -> None:
 def _spread(graph: Graph) -> None:
     """Widen again for every step that reads a widened tensor: a program does it on the way, and reads half as much."""
     for node in list(graph.nodes):
-        if node.target is not _aten._to_copy.default or _step(node) is None:
+        if node.target is not _aten._to_copy.default or step_of(node) is None:
             continue
         (narrow,), (wide,) = graphs.tensors(node.all_input_nodes[0]), graphs.tensors(node)
-        if narrow.itemsize < wide.itemsize and all(_step(user) not in (None, "copy") for user in node.users):
+        if narrow.itemsize < wide.itemsize and all(step_of(user) not in (None, "copy") for user in node.users):
             for user in list(node.users)[1:]:
                 with graph.inserting_before(user):
                     again = graph.node_copy(node)
@@ -272,8 +245,8 @@ def _emit(graph: Graph, group: _Group) -> None:
             over.append(number[node])
             written.append(node.args[0])
             continue
-        args = node.args if node.target is not _aten.pow.Tensor_Scalar else (node.args[0],) * 2
-        told = (_constant(a) if _constant(a) is not None else number[a] for a in args)  # type: ignore[index]
+        args = node.args if node.target is not SQUARE else (node.args[0],) * 2
+        told = (constant(a) if constant(a) is not None else number[a] for a in args)  # type: ignore[index]
         step = step._replace(args=tuple(told))  # type: ignore[arg-type]
         number[node] = known.setdefault(repr(step), len(reads) + len(steps))
         if number[node] == len(reads) + len(steps):
@@ -290,10 +263,10 @@ def _emit(graph: Graph, group: _Group) -> None:
             one.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(one)
     for node in reversed(group.members):
-        if node.target is _COPY:
+        if node.target is COPY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         near = node.all_input_nodes
         graph.erase_node(node)
-        for constant in near:
-            if not constant.users and _constant(constant) is not None:
-                graph.erase_node(constant)
+        for number in near:
+            if not number.users and constant(number) is not None:
+                graph.erase_node(number)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .activation import silu
+from .activation import gated
 from .config import Config
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
@@ -86,7 +86,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020), both ``[... f]``."""
-    return silu(gate) * up
+    return gated(gate, up)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:

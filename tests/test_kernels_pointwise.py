@@ -126,7 +126,7 @@ def test_any_program_on_any_tensors(case, backend):
     assert all(map(alike, (*got, *write), (*new, *wanted)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(case=cases(tuple(ARITY) + 4 * OWN), backend=st.sampled_from(BACKENDS))
 def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
     """Each as a program of its own, and steps that are no operation of torch as the ops that they are."""

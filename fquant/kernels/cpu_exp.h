@@ -1,7 +1,7 @@
 /* What IEEE 754 does not define, of vectors of float32, for one instruction set: the exponential, silu and its slope.
 
    All is additions, products and quotients, so that an element's bits depend on that element only, and are the same on
-   every instruction set that has fused multiply-adds; without them the last bit of a float32 may be another. What is
+   every instruction set that has fused multiply-adds; without them a float32 may be a few units another. What is
    infinite or not a number comes out as of torch's own: silu(-inf) and the slopes at both infinities are NaN. */
 
 /* exp(x) for x that is not above 0, or NaN: within 1.1 units in the last place, denormals included, and 0 from -104 on.

@@ -16,7 +16,8 @@ dtype of ``x``. Before that, in units in the last place of float32,
 
 but for 2^-142 more below x = -87, where the exponential is denormal. What is infinite or not a number comes out as in
 torch: silu(-inf) is NaN, and so is the slope at both infinities. Alone an op is the program of one step: the bits of an
-element depend on nothing but it, and are the same on all instruction sets that have fused multiply-adds.
+element depend on nothing but it, and are the same on all instruction sets that have fused multiply-adds; those of plain
+C may differ by a few units of float32, and differ for no bf16.
 
 The ops are registered beside the others of ``fquant::`` and computed by the same table of backends; of float64, and on
 devices that have no kernel of them, CUDA among them, by the reference. They have no derivatives: the autograd Function
