@@ -5,7 +5,7 @@
     silu''(x)   s · (1 - s) · (2 + x · (1 - 2 s))    and from here on in plain torch
 
 ``F.silu`` has all of them. But under torch.func, whose backwards are made to be differentiated again, its gradient is a
-chain of ten operations, each of which walks memory and rounds to the dtype of ``x``; here it is one product. And the
+chain of six operations, each of which walks memory and rounds to the dtype of ``x``; here it is one product. And the
 ops (``fquant/kernels/silu.py``) may be steps of a program in a captured graph, where ``F.silu`` may not.
 
 A gated layer multiplies: ``silu(gate) · up``. Its backward makes ``silu(gate)`` again rather than keeping it, where it

@@ -129,11 +129,9 @@ def layers(trained, x, down):
 
 @named("recompute", [False, True])
 def test_a_step_holds_the_two_products_and_nothing_made_of_them(recompute):
-    x, down = (
-        0.3 * torch.randn(64, 8, generator=rng(5)),
-        [0.2 * torch.randn(256, 8, generator=rng(i)) for i in range(6)],
-    )
-    args = [0.2 * torch.randn(2, 8, 256, generator=rng(i)) for i in range(6)], x, down
+    x, random = 0.3 * torch.randn(64, 8, generator=rng(5)), rng(6)
+    down = [0.2 * torch.randn(256, 8, generator=random) for _ in range(6)]
+    args = [0.2 * torch.randn(2, 8, 256, generator=random) for _ in range(6)], x, down
     f = grad(layers)
     assert all(map(alike, tree.leaves(jit(f, recompute=recompute)(*args)), tree.leaves(f(*args))))
     held = cost(f, *args, recompute=recompute).holding

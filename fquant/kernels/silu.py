@@ -5,7 +5,7 @@
 
 torch's own would do for values. But a program (``pointwise.py``) is to give the bits of what it replaces, and torch
 leaves exponentials to libraries that differ between builds: so ``F.silu`` would cut every chain of a captured graph in
-two. And a backward that can be differentiated again, as those of torch.func are, is with torch a chain of some ten
+two. And a backward that can be differentiated again, as those of torch.func are, is with torch a chain of six
 steps, each rounded to the dtype of ``x``; here it is a product with the slope, which is rounded once.
 
 What they are is defined by ``reference.py``, in torch. The kernels of cpu.c compute in float32 and round once, to the
