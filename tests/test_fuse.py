@@ -107,6 +107,11 @@ JOINED = {  # what is one program, and what is none: programs with the number of
     "beside each other": (lambda x, y: (x * y + 1, y * 3, x - 2), [4], []),
     "beside, of another shape": (lambda x, y: (x * y + 1, x[:3] * 2 + 1), [2, 2], ["slice"]),
     "beside, by rows": (lambda x, y: (x * y[0] + 1, y * y[0] * 2), [2, 2], ["select"]),
+    "beside, and not beside a third": (
+        lambda x, y: ((a := x * y + 1), (b := x - 2), (a @ y).sum() * x * 2, b),
+        [3, 2],
+        ["mm", "sum"],
+    ),
     "beside, but wanted before": (lambda x, y: ((z := x * y + 1) @ y, x * z.sum() * 2), [2, 2], ["mm", "sum"]),
     "exponentials": (lambda x, y: (x * y + 1).exp() * x + y, [2, 2], ["exp"]),
     "silu": (lambda x, y: silu(x * y + 1) * x + silu_slope(y).to(BF16), [7], []),
