@@ -20,11 +20,13 @@ partitioner do it for a forward and a backward that were traced apart. Here they
 
 from __future__ import annotations
 
+import operator
+
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import graph as graphs
+from .kernels import norm
 
 LEAST = 2**16  # bytes that are worth another op
 NEAR = 32  # ops between two uses of a tensor, within which it is better kept
@@ -32,7 +34,7 @@ DEEP = 12  # ops in a row to make one tensor again
 ROUNDS = 8  # the peak moves as it sinks
 
 _aten = torch.ops.aten
-_CHEAP = (_aten._to_copy.default, _aten.clone.default, _aten.mean.dim)
+_CHEAP = (_aten._to_copy.default, _aten.clone.default, _aten.mean.dim, norm.OP)
 
 
 def recompute(graph: Graph) -> None:
@@ -80,31 +82,37 @@ class _Round:
 
     def _is_wanted(self, storage: int) -> bool:
         """Whether less is held if it is made again; then it counts as not held, and what it is made from as held."""
-        if not self._is_candidate(storage, self.peak.holding[storage]):
+        if not self._is_candidate(storage):
             return False
         self.held.remove(storage)
         cost, kept = 0, set[Node]()
         for near in {near: None for _, near in self.readers[storage]}:
             more, nodes = self._least(near, DEEP)
             cost, kept = cost + (more if nodes - kept else 0), kept | nodes
-        if _nbytes(self.peak.holding[storage]) - cost < LEAST:
+        if self._nbytes(storage) - cost < LEAST:
             self.held.add(storage)
             return False
         for node in kept:
             self.held |= graphs.storages(node)
         return True
 
-    def _is_candidate(self, storage: int, maker: Node) -> bool:
-        if storage not in self.readers or _nbytes(maker) < LEAST:
+    def _is_candidate(self, storage: int) -> bool:
+        if storage not in self.readers or self._nbytes(storage) < LEAST:
             return False
-        return self.place[self.readers[storage][0][0]] - self.before.get(storage, self.place[maker]) > NEAR
+        made = self.place[self.peak.holding[storage]]
+        return self.place[self.readers[storage][0][0]] - self.before.get(storage, made) > NEAR
+
+    def _nbytes(self, storage: int) -> int:
+        return graphs.sizes(self.peak.holding[storage])[storage]
 
     def _is_cheap(self, node: Node) -> bool:
-        """Whether ``node`` is one pass over its arguments, or a view."""
+        """Whether ``node`` is one pass over its arguments, one of the results of such a node, or a view."""
         target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        if node.op != "call_function" or graphs.storages(node) & self.fixed:
             return False
-        if not isinstance(node.meta.get("val"), Tensor) or graphs.storages(node) & self.fixed:
+        if target is operator.getitem:
+            return True
+        if not isinstance(target, torch._ops.OpOverload):
             return False
         if torch.Tag.nondeterministic_seeded in target.tags:
             return False

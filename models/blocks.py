@@ -1,7 +1,8 @@
 """The pieces of a decoder: norm, rotary embedding, documents, SwiGLU, loss.
 
 Every function takes ``[... t d]`` with any leading dims and is made of plain tensor operations, so that vmap, grad,
-grad of grad, jvp and make_fx go through all of them (attention, which needs more for that, is models/attention.py).
+grad of grad, jvp and make_fx go through all of them. (Attention and the norm, which need more for that, are
+models/attention.py and models/norm.py.)
 Numerics follow transformers' eager Llama: norms and softmax in float32 (in float64 for float64 input), cast back to
 the stream's dtype.
 
@@ -21,15 +22,9 @@ from torch import Tensor
 
 from .activation import gated
 from .config import Config
+from .norm import rms_norm as rms_norm
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dim: x ``[... d]``, weight ``[d]``; x's dtype (Zhang & Sennrich 2019)."""
-    wide = _wide(x)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight.to(x.dtype) * normed.to(x.dtype)
 
 
 def runs(tokens: Tensor, segments: Tensor) -> Tensor:

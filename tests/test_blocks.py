@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from models import blocks
 from models.config import Config, RopeScaling, to_hf
 
+from .formats import forced
+
 # torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -32,8 +34,12 @@ def normal(*shape, seed=0, dtype=torch.float64):
 def test_rms_norm_is_transformers(dtype):
     theirs = LlamaRMSNorm(16, 1e-5).to(dtype)
     theirs.weight.data = 1 + normal(16, seed=1, dtype=dtype)
-    x = normal(3, 5, 16, dtype=dtype)
-    assert torch.equal(blocks.rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach())
+    x, wanted = normal(3, 5, 16, dtype=dtype), theirs(normal(3, 5, 16, dtype=dtype)).detach()
+    with forced("reference"):
+        assert torch.equal(blocks.rms_norm(x, theirs.weight.data, 1e-5), wanted)
+    # Another order of the same sum moves the scale by a unit in the last place of float32.
+    got = blocks.rms_norm(x, theirs.weight.data, 1e-5)
+    torch.testing.assert_close(got, wanted, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
 
 
 def test_rms_norm_formula():
@@ -95,8 +101,16 @@ SEGMENTS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2], [3, 3, 3, 3, 3]])
 RUNS = blocks.runs(SEGMENTS, SEGMENTS)
 TARGETS = torch.tensor([[1, 2, -100, 0, 4], [3, 3, 3, 3, 3], [-100, 0, 1, 2, 3]])
 ANGLES = blocks.rope(blocks.positions(SEGMENTS, RUNS), CFG)
+
+
+def norms(x, weight):
+    """The norm of ``x [t d]``, or of several, each with its own weight."""
+    each = lambda x, weight: blocks.rms_norm(x, weight, 1e-5)
+    return each(x, weight) if weight.ndim == 1 else torch.stack(list(map(each, x, weight)))
+
+
 VERBS = {
-    "rms_norm": (lambda x, w: blocks.rms_norm(x, w, 1e-5), (normal(3, 5, 8), normal(3, 1, 8, seed=1)), ()),
+    "rms_norm": (norms, (normal(3, 5, 8), normal(3, 8, seed=1)), ()),
     "rotate": (blocks.rotate, (normal(3, 5, 1, 6),), ANGLES),
     "swiglu": (blocks.swiglu, (normal(3, 5, 8), normal(3, 5, 8, seed=1)), ()),
     "cross_entropy": (blocks.cross_entropy, (normal(3, 5, 6),), (TARGETS,)),

@@ -2,9 +2,10 @@
    (cpu_library.py).
 
    Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h,
-   cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h (and the functions of cpu_exp.h), and
-   compiled here once for each instruction set; which one runs is an argument. What they are given is in cpu_work.h; this
-   file has what they share, the conversions between float types, and the functions that Python calls.
+   cpu_norm.h, cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h (and the functions of
+   cpu_exp.h and cpu_rows.h), and compiled here once for each instruction set; which one runs is an argument. What they
+   are given is in cpu_work.h; this file has what they share, the conversions between float types, and the functions that
+   Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off
@@ -65,7 +66,8 @@ INLINE float from_f16(uint16_t h) {
 #include "cpu_work.h"
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, pointwise, attention, attention_slope;
+    Unit encode, decode, few, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, norm, norm_slope, pointwise;
+    Unit attention, attention_slope;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x as `few` wants it */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns; /* rows of x up to which `few` is for it */
@@ -101,8 +103,9 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The instruction sets. `isa` in the functions below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, few_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, \
-                               pointwise_##ISA, attention_##ISA, attention_slope_##ISA, load_##ISA, attention_room_##ISA, \
-                               COLUMNS_##ISA, LANES_##ISA, PANEL_##ISA, BF16}
+                               norm_##ISA, norm_slope_##ISA, pointwise_##ISA, attention_##ISA, \
+                               attention_slope_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, LANES_##ISA, \
+                               PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -268,7 +271,30 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
     int64_t panels = (a->t + k->panel - 1) / k->panel, heads = a->batch * a->kv;
     work.half = k->bf16 && a->dtype == BF16;
     work.parts = a->g ? 1 : MAX(1, MIN(panels, 2 * threads / heads));
-    return run(a->g ? k->attention_slope : k->attention, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
+    Unit unit = a->g ? k->attention_slope : k->attention;
+    return run(unit, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
+}
+
+static int normalise(Unit unit, Norm work, int threads) {
+    work.group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, work.width)));
+    threads = (int)MIN((int64_t)threads, work.rows * work.width / ALONE + 1);
+    return run(unit, &work, (work.rows + work.group - 1) / work.group, 0, NULL, threads);
+}
+
+/* Rows x [rows, width], each divided by the root of the mean of its squares plus eps, times the weight [width], to y
+   [rows, width], all of dtype; and what each was multiplied by, to scale [rows]. */
+EXPORT int64_t fquant_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width, int64_t apart,
+                           const void *weight, double eps, void *y, float *scale) {
+    Norm work = {NULL, x, weight, y, scale, eps, rows, width, apart, 0, 1, dtype};
+    return normalise(available[isa].kernels.norm, work, threads);
+}
+
+/* The slope of that: g [rows, width], of the same dtype, to dx [rows, width]. */
+EXPORT int64_t fquant_norm_slope(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
+                                 int64_t apart, const void *weight, float *scale, const void *g, int64_t apart_g,
+                                 void *dx) {
+    Norm work = {g, x, weight, dx, scale, 0.0, rows, width, apart, apart_g, 1, dtype};
+    return normalise(available[isa].kernels.norm_slope, work, threads);
 }
 
 /* The steps of a program, on tensors whose memory begins at `at`: those that are read, then those that are written. */

@@ -20,12 +20,13 @@ from ..format import Format, num_blocks, num_bytes
 from . import reference
 from .cpu_attention import attention, attention_slope
 from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
+from .cpu_norm import rms_norm, rms_norm_slope
 from .cpu_pointwise import pointwise, silu, silu_slope
 from .spec import Spec, scales, split
 
 __all__ = [
     "DEVICES", "attention", "attention_slope", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load",
-    "matmul", "matmul_t", "nll", "nll_slope", "pointwise", "silu", "silu_slope",
+    "matmul", "matmul_t", "nll", "nll_slope", "pointwise", "rms_norm", "rms_norm_slope", "silu", "silu_slope",
 ]  # fmt: skip
 
 DEVICES = ("cpu",)

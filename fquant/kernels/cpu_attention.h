@@ -138,7 +138,7 @@ INLINE void NAME(turn)(const uint32_t *words, int64_t n, int64_t apart, uint32_t
 }
 
 /* Sums [high][columns], panel after panel, times a factor for every row, to tokens of x from `start` on. */
-INLINE void NAME(put)(const Attention *a, const float *sums, int64_t high, const float *factor, int64_t n, void *x,
+INLINE void NAME(results)(const Attention *a, const float *sums, int64_t high, const float *factor, int64_t n, void *x,
                         const int64_t *stride, int64_t start) {
     float row[NAME(PANEL)];
     int64_t columns = NAME(sizes)(a).columns;
@@ -278,7 +278,7 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int ha
             }
             float *lse = a->lse + (b * a->heads + h) * a->t + q;
             for (int64_t i = 0; i < n; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
-            NAME(put)(a, r.sums, NAME(QUERIES), r.total, n, NAME(head)(a, a->y, a->ys, b, h), a->ys, q);
+            NAME(results)(a, r.sums, NAME(QUERIES), r.total, n, NAME(head)(a, a->y, a->ys, b, h), a->ys, q);
         }
 }
 
@@ -364,11 +364,11 @@ INLINE void NAME(attend_slope)(const Attention *a, int64_t unit, void *scratch, 
                 NAME(columns)(r.turned, KEYS / s.each, NAME(QUERIES), r.k_down, all, k / s.each, words, s.columns, half,
                               r.sums, NAME(QUERIES), 0);
             }
-            NAME(put)(a, r.sums, NAME(QUERIES), NULL, MIN(a->t - q, NAME(PANEL)), NAME(head)(a, a->dq, a->dqs, b, h),
+            NAME(results)(a, r.sums, NAME(QUERIES), NULL, MIN(a->t - q, NAME(PANEL)), NAME(head)(a, a->dq, a->dqs, b, h),
                         a->dqs, q);
         }
-    NAME(put)(a, r.dk, s.tokens, NULL, a->t, NAME(head)(a, a->dk, a->dks, b, kv), a->dks, 0);
-    NAME(put)(a, r.dv, s.tokens, NULL, a->t, NAME(head)(a, a->dv, a->dks, b, kv), a->dks, 0);
+    NAME(results)(a, r.dk, s.tokens, NULL, a->t, NAME(head)(a, a->dk, a->dks, b, kv), a->dks, 0);
+    NAME(results)(a, r.dv, s.tokens, NULL, a->t, NAME(head)(a, a->dv, a->dks, b, kv), a->dks, 0);
 }
 
 #ifdef LANES_BF16

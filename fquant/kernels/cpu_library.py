@@ -20,7 +20,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 LARGE = 4 << 20  # bytes
 
-Pointer, Long, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+Pointer, Long, Int, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
 
 _POINTERS = ("codes", "scale", "nested", "nested_table", "nested_bytes", "nested_offset", "offset", "table")
@@ -105,6 +105,8 @@ def load() -> ctypes.CDLL:
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
         "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
+        "norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Pointer],
+        "norm_slope": [Pointer, Int, Long, Long, Long, Pointer, Pointer, Pointer, Long, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }

@@ -7,42 +7,19 @@
    All elements are handled in float32. Sums of a few, and what there is one of a row, are added in double: so the error
    does not grow with the vocabulary, and the difference of the maximum and the target's logit costs no digits. */
 
-typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
-
-/* LANES logits. */
-INLINE NAME(Lanes) NAME(logits)(const char *x, const int dtype) {
-    NAME(Lanes) v;
-    NAME(Halves) h;
-    if (dtype == F32) return memcpy(&v, x, sizeof v), v;
-    memcpy(&h, x, sizeof h);
-    NAME(Bits) u = __builtin_convertvector(h, NAME(Bits));
-    return dtype == BF16 ? (NAME(Lanes))(u << 16) : NAME(from_f16)(u);
-}
-
-/* The last n, fewer than LANES, and behind them -inf. */
-INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n) {
-    uint32_t room[NAME(LANES)];
-    uint16_t *h = (uint16_t *)room;
-    for (int i = 0; i < NAME(LANES); i++)
-        if (dtype == F32) room[i] = 0xff800000;
-        else h[i] = dtype == BF16 ? 0xff80 : 0xfc00;
-    memcpy(room, x, (size_t)(dtype == F32 ? 4 * n : 2 * n));
-    return NAME(logits)((const char *)room, dtype);
-}
-
 /* OVER: `each` for every vector x of n logits at `from`, four sums or the like in turn. */
 #define OVER(each)                                                                              \
     const int64_t size = dtype == F32 ? 4 : 2;                                                  \
     int64_t i = 0;                                                                              \
     for (; i + 4 * NAME(LANES) <= n; i += 4 * NAME(LANES)) {                                    \
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {                                   \
-            NAME(Lanes) x = NAME(logits)(from + (i + k * NAME(LANES)) * size, dtype);           \
+            NAME(Lanes) x = NAME(wide)(from + (i + k * NAME(LANES)) * size, dtype);             \
             each                                                                                \
         }                                                                                       \
     }                                                                                           \
     for (int k = 0; i < n; i += NAME(LANES), k = (k + 1) % 4) {                                 \
         const char *at = from + i * size;                                                       \
-        NAME(Lanes) x = n - i < NAME(LANES) ? NAME(last)(at, dtype, n - i) : NAME(logits)(at, dtype); \
+        NAME(Lanes) x = n - i < NAME(LANES) ? NAME(last)(at, dtype, n - i, -INFINITY) : NAME(wide)(at, dtype); \
         each                                                                                    \
     }
 
@@ -76,19 +53,16 @@ static int NAME(has_nan)(const char *from, const int dtype, int64_t n) {
     return found;
 }
 
-/* scale * exp(x - base) for n logits, to `to` in their dtype: to bf16 by integers, for AVX-512's own conversion takes
-   what is denormal for zero. */
+/* scale * exp(x - base) for n logits, to `to` in their dtype. */
 INLINE void NAME(scaled)(const char *from, const int dtype, int64_t n, float base, float scale, char *to) {
     const int64_t size = dtype == F32 ? 4 : 2;
     int64_t i = 0;
 #pragma GCC unroll 4
     for (; i + NAME(LANES) <= n; i += NAME(LANES))
-        NAME(finish)(NAME(exponential)(NAME(logits)(from + i * size, dtype) - base) * scale, F32, dtype, to + i * size);
-    if (i < n) {
-        uint32_t room[NAME(LANES)];
-        NAME(finish)(NAME(exponential)(NAME(last)(from + i * size, dtype, n - i) - base) * scale, F32, dtype, room);
-        memcpy(to + i * size, room, (size_t)((n - i) * size));
-    }
+        NAME(finish)(NAME(exponential)(NAME(wide)(from + i * size, dtype) - base) * scale, F32, dtype, to + i * size);
+    if (i == n) return;
+    NAME(Lanes) x = NAME(last)(from + i * size, dtype, n - i, -INFINITY);
+    NAME(put)(NAME(exponential)(x - base) * scale, dtype, n - i, to + i * size);
 }
 
 #undef OVER

@@ -51,6 +51,17 @@ typedef struct { /* rows of logits [width], `apart` elements from each other */
     int dtype;
 } Loss;
 
+enum { ABREAST = 64, SUMMED = 16 * ABREAST }; /* sums that a row is added up in, and elements until they are added */
+enum { MOST_GROUPED = 64 };                   /* rows that are a unit, if they are short */
+typedef struct { /* rows [width], those of x and of g so many elements from each other */
+    const void *g, *x, *weight; /* g: the gradient of y, whose slope then is `out`; or NULL, and `out` is y */
+    void *out;
+    float *scale; /* of every row: written with y, read for the slope */
+    double eps;
+    int64_t rows, width, apart, apart_g, group; /* group: rows that are a unit */
+    int dtype;
+} Norm;
+
 /* Attention of q [b heads t e] to k and v [b kv t e], to y and lse f32[b heads t]; of a slope, g is there, y and lse are
    given, and dq, dk and dv [like q, k, k] are made. Strides are those of b, of heads and of tokens, in elements. Of
    several documents `labels` i32[b labelled] is the first token of each token's, with room for a panel behind them.

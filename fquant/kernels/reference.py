@@ -212,6 +212,20 @@ def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | Non
     return nll(logits, targets, ignore), torch.where(counted, slope, 0.0).to(logits.dtype).contiguous()
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x / rms(x)``, rounded, times the weight [d], and what x [... d] was multiplied by: f32[...], f64 of f64."""
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(-1) + eps)
+    return (weight.to(x.dtype) * (wide * scale[..., None]).to(x.dtype)).contiguous(), scale
+
+
+def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of ``(g · y).sum()`` with respect to x, of whose :func:`rms_norm` y and scale are; in x's dtype."""
+    normed, along = _wide(x) * scale[..., None], _wide(g) * _wide(weight.to(x.dtype))
+    slope = (along - normed * (along * normed).mean(-1, keepdim=True)) * scale[..., None]
+    return slope.to(x.dtype).contiguous()
+
+
 def silu(x: Tensor) -> Tensor:
     """``x · sigmoid(x)`` as torch has it, contiguous."""
     return F.silu(x).contiguous()

@@ -1,4 +1,4 @@
-"""The kernels for CUDA, ``triton_encode``, ``_decode``, ``_matmul``, ``_random`` and ``_loss``; whether they can run.
+"""The kernels for CUDA, ``triton_encode`` and the others that are called so; whether they can run.
 
 They run in Triton's interpreter, too, on tensors on the CPU and without a GPU, thousands of times slower: with
 ``TRITON_INTERPRET=1`` in the environment before anything imports triton. So their arithmetic is tested anywhere.
@@ -15,6 +15,7 @@ try:
     from .triton_encode import encode
     from .triton_loss import nll, nll_slope
     from .triton_matmul import matmul, matmul_t
+    from .triton_norm import rms_norm, rms_norm_slope
     from .triton_random import bernoulli, bits, fold
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
@@ -25,7 +26,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "DEVICES", "attention", "attention_slope", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul",
-    "matmul_t", "nll", "nll_slope", "pointwise", "silu", "silu_slope",
+    "matmul_t", "nll", "nll_slope", "pointwise", "rms_norm", "rms_norm_slope", "silu", "silu_slope",
 ]  # fmt: skip
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)

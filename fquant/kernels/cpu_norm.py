@@ -1,0 +1,44 @@
+"""Norms of rows for cpu_norm.h: rows may have gaps between them, elements of a row may not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .cpu_library import DTYPES, call, empty
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.norm.rms_norm``."""
+    if x.dtype not in DTYPES:
+        return reference.rms_norm(x, weight, eps)
+    y, scale, weight = empty(*x.shape, dtype=x.dtype), empty(len(x), dtype=torch.float32), _weight(weight, x)
+    if len(x):
+        rows = _rows(x)
+        call("norm", *_told(rows), weight.data_ptr(), eps, y.data_ptr(), scale.data_ptr())
+    return y, scale
+
+
+def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """See ``fquant.kernels.norm.rms_norm_slope``."""
+    if x.dtype not in DTYPES:
+        return reference.rms_norm_slope(g, x, weight, scale)
+    dx, weight, scale = empty(*x.shape, dtype=x.dtype), _weight(weight, x), scale.contiguous()
+    if dx.numel():
+        g, rows = _rows(g), _rows(x)
+        told = (*_told(rows), weight.data_ptr(), scale.data_ptr(), g.data_ptr(), g.stride(0))
+        call("norm_slope", *told, dx.data_ptr())
+    return dx
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _weight(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.to(x.dtype).contiguous()
+
+
+def _told(rows: Tensor) -> tuple[int, ...]:
+    return rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0)

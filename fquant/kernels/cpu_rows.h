@@ -1,0 +1,32 @@
+/* Elements of a row to vectors of floats and back, for one instruction set; `dtype` is a constant where they are inlined.
+   To bf16 by integers (`finish`), for AVX-512's own conversion takes what is denormal for zero. */
+
+typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
+
+/* LANES elements. */
+INLINE NAME(Lanes) NAME(wide)(const char *x, const int dtype) {
+    NAME(Lanes) v;
+    NAME(Halves) h;
+    if (dtype == F32) return memcpy(&v, x, sizeof v), v;
+    memcpy(&h, x, sizeof h);
+    NAME(Bits) u = __builtin_convertvector(h, NAME(Bits));
+    return dtype == BF16 ? (NAME(Lanes))(u << 16) : NAME(from_f16)(u);
+}
+
+/* The last n, fewer than LANES, and behind them `fill`. */
+INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n, const float fill) {
+    uint32_t room[NAME(LANES)];
+    uint16_t *h = (uint16_t *)room;
+    for (int i = 0; i < NAME(LANES); i++)
+        if (dtype == F32) room[i] = bits_of(fill);
+        else h[i] = dtype == BF16 ? to_bf16(fill) : to_f16(fill);
+    memcpy(room, x, (size_t)(dtype == F32 ? 4 * n : 2 * n));
+    return NAME(wide)((const char *)room, dtype);
+}
+
+/* The first n of v, fewer than LANES, to `to` in their dtype. */
+INLINE void NAME(put)(NAME(Lanes) v, const int dtype, int64_t n, char *to) {
+    uint32_t room[NAME(LANES)];
+    NAME(finish)(v, F32, dtype, room);
+    memcpy(to, room, (size_t)(dtype == F32 ? 4 * n : 2 * n));
+}
