@@ -145,6 +145,7 @@ def test_kernels_that_are_right_pass():
         assert check.check_draws("cpu", 1, 2001) == {"draws": 17}
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # numpy's, of infinities
             assert check.check_losses("cpu", 1, (7, 300)) == {"losses": 23}
+            assert check.check_norms("cpu", 1, (7, 300)) == {"norms": 23}
     assert check.check_big("cpu", 2, (80, 320)) == {"encodings": 1, "decodings": 2, "products": 4}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -182,3 +183,18 @@ def test_kernels_that_are_wrong_do_not():
             patch.setattr(check.losses, "ROWS", {"all equal": check.losses.ROWS["all equal"]})
             with pytest.raises(AssertionError, match=name):
                 check.check_losses("cpu", 3, (7, 300))
+    at_the_end = lambda t: torch.where(torch.arange(len(t))[:, None] == 6, 0, t) if t.shape == (7, 300) else t
+    faults = {
+        "a scale of": ("rms_norm", lambda out: (out[0], out[1] * 1.0001)),
+        "a norm of": ("rms_norm", lambda out: (out[0] * 1.01, out[1])),
+        "a slope of": ("rms_norm_slope", lambda dx: dx * 1.01),
+        "a norm at the ends of": ("rms_norm", lambda out: (at_the_end(out[0]), out[1])),
+        "a slope at the ends of": ("rms_norm_slope", at_the_end),
+    }
+    for message, (name, fault) in faults.items():
+        with pytest.MonkeyPatch.context() as patch:
+            right = getattr(check.triton, name)
+            patch.setattr(check.triton, name, lambda *args, right=right, fault=fault: fault(right(*args)))
+            patch.setattr(check.losses, "ROWS", {"all equal": check.losses.ROWS["all equal"]})
+            with pytest.raises(AssertionError, match=message):
+                check.check_norms("cpu", 3, (7, 300))

@@ -44,12 +44,12 @@ XS, WS = torch.stack([X, DX, X + DX]), torch.stack([W, DW, W - DW])
 def double(wrt):
     """grad of grad, along a direction."""
     along = (DX, DW)[wrt]
-    return lambda f: grad(lambda *at: (grad(scalar(f), wrt)(*at) * along).sum(), (0, 1))(X, W)
+    return lambda f: grad(lambda x, w: (grad(scalar(f), wrt)(x, w) * along).sum(), (0, 1))(X, W)
 
 
 def pulled(f):
     """The tangent of a pull alone, of which the norm itself knows nothing."""
-    _, pull = vjp(f, X, W)
+    _, pull, *_ = vjp(f, X, W)
     return jvp(pull, (DX,), (X,))
 
 
@@ -94,8 +94,8 @@ TRANSFORMS = {
     "of each example": lambda f: vmap(grad(scalar(f), (0, 1)), (0, None))(XS, W),
     "of each weight": lambda f: vmap(grad(scalar(f), (0, 1)), (None, 0))(X, WS),
     "of each pair": lambda f: vmap(grad(scalar(f), (0, 1)))(XS, WS),
-    "grad of vmap": lambda f: grad(lambda *at: vmap(scalar(f), (0, None))(*at).sum(), (0, 1))(XS, W),
-    "grad of vmap of the weight": lambda f: grad(lambda *at: vmap(scalar(f), (None, 0))(*at).sum(), (0, 1))(X, WS),
+    "grad of vmap": lambda f: grad(lambda x, w: vmap(scalar(f), (0, None))(x, w).sum(), (0, 1))(XS, W),
+    "grad of vmap of the weight": lambda f: grad(lambda x, w: vmap(scalar(f), (None, 0))(x, w).sum(), (0, 1))(X, WS),
     "vmap of grad of grad": lambda f: vmap(lambda x: grad(lambda x: double_of(f, x))(x))(XS),
     "vmap of jvp": lambda f: vmap(lambda dx: jvp(scalar(f), (X, W), (dx, DW))[1])(XS),
     "remat": lambda f: grad(lambda x, w: scalar(remat(f))(x, w), (0, 1))(X, W),

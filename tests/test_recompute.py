@@ -9,6 +9,7 @@ from torch.func import grad, grad_and_value, vmap
 
 from fquant import LOCAL, NF4_DQ, cost, graph, jit, lora, quantize, random, recompute, remat, tree
 from fquant.capture import trace
+from fquant.kernels import norm
 from models import decoder
 from models.config import Config
 
@@ -163,6 +164,28 @@ def test_it_is_made_from_what_is_smallest():
     assert sum("exp" in target for target in targets) == 2
     assert sum("add" in target for target in targets) == 1
     assert cost(f, x, w, recompute=False).peak - cost(f, x, w).peak == 4 * 48 * 48
+
+
+def test_a_norm_is_made_again_of_its_input():
+    """As one of two results, and not for the sake of the other, which is a number a row."""
+
+    def f(x, w, weight, again):
+        a, scale = norm.rms_norm(x, weight, 1e-5)
+        y = a
+        for _ in range(12):
+            y = torch.tanh(y @ w)
+        return torch.cat([y] * 4).sum(), (y * (a if again else scale[:, None])).sum()
+
+    x, w = 0.1 * random.normal(random.key(0), (48, 48)), 0.1 * random.normal(random.key(1), (48, 48))
+    for again in (True, False):
+        call = partial(f, again=again)
+        captured = jit(call)
+        assert equal(captured(x, w, x[0]), call(x, w, x[0]))
+        (found,) = captured.traced.values()
+        norms = [node for node in found.module.graph.nodes if node.target is norm.OP]
+        assert len(norms) == 1 + again
+        less = cost(call, x, w, x[0], recompute=False).peak - cost(call, x, w, x[0]).peak
+        assert less == 4 * 48 * 48 * again
 
 
 def test_what_is_used_again_at_once_is_kept():

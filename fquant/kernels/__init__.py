@@ -13,8 +13,8 @@ Who computes is a table, device -> backend: ``cpu`` (cpu.c, all there is in C) f
 tensors, and ``reference`` (plain torch, the definition of right) on any other device, or where a backend cannot be
 had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
 ``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, those of a loss of logits, in
-``nll.py``, those of attention, in ``attention.py``, silu, in ``silu.py``, and the elementwise programs of captured
-graphs, in ``pointwise.py``, go by the same table.
+``nll.py``, of norms, in ``norm.py``, of attention, in ``attention.py``, of silu, in ``silu.py``, and the elementwise
+programs of captured graphs, in ``pointwise.py``, go by the same table.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tenso
 
 def _over(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor, eps: float) -> None:
     n, d = x.shape
-    x, g = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (x, g))
+    x, g = _rows(x), None if g is None else _rows(g)
     if n:
         size = min(SIZE, triton.next_power_of_2(max(1, d)))
         rows = SIZE // size
@@ -47,6 +47,10 @@ def _over(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tenso
                 x, g, weight.to(x.dtype).contiguous(), scale, out, eps, n, d, x.stride(0),
                 0 if g is None else g.stride(0), rows, size, num_warps=8,
             )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @triton.jit

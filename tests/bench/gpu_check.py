@@ -3,10 +3,10 @@
     check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
 
 What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/rounding.py,
-as tensor cores cut sums off where others round; losses within twice that of tests/losses.py, as a GPU's exponential
-rounds once more, and may lose what is denormal. Whatever a kernel is to write is full of NaN, or of the largest
-integer, before. The cases are few enough for each kernel variant to be compiled within a minute or two, and differ from
-format to format, so that every kind meets several.
+as tensor cores cut sums off where others round; losses and norms within twice those of tests/losses.py and
+tests/norms.py, as a GPU's exponential rounds once more, and may lose what is denormal. Whatever a kernel is to write is
+full of NaN, or of the largest integer, before. The cases are few enough for each kernel variant to be compiled within a
+minute or two, and differ from format to format, so that every kind meets several.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fquant.format import BLOCKS, INT8, NF4, NF4_DQ, Format
 from fquant.kernels import reference, triton
 from fquant.kernels.spec import Spec, scales
 from fquant.kernels.triton_matmul import CANDIDATES, Plan
-from tests import losses
+from tests import losses, norms
 from tests.formats import CODECS, DTYPES, KINDS, alike, draw
 from tests.rounding import bound
 
 BIG = (32768 + 64, 65536)  # more than 2^31 elements
 MANY = 2**33 + 65  # words, of more than 2^32 counters
-ROWS = (32768 + 9, 65536)  # logits, more than 2^31
+ROWS = (32768 + 9, 65536)  # logits, or what is normed, more than 2^31
 BF16 = torch.bfloat16
 
 
 def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
-    """Everything; how many encodings, decodings, products, draws and losses were compared."""
+    """Everything; how many encodings, decodings, products, draws, losses and norms were compared."""
     settings = torch.backends.cuda.matmul
     exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(settings, name) for name in exact}
@@ -47,7 +47,7 @@ def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
             setattr(settings, name, False)
         with poisoned():
             counts = check_formats(device, seed) + check_products(device, seed) + check_draws(device, seed)
-            counts += check_losses(device, seed)
+            counts += check_losses(device, seed) + check_norms(device, seed)
         return counts + check_big(device, seed, big)
     finally:
         for name, value in before.items():
@@ -124,6 +124,29 @@ def check_losses(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Count
     return Counter(losses=3 * len(cases) + 2)
 
 
+def check_norms(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counter[str]:
+    """Rows of all kinds and widths; and the ends of the rows of ``shape``."""
+    shapes = ((3, 1), (70, 19), (300, 64), (5, 4096), (9, 4097), (2, 32_001))
+    cases = [norms.drawn(n, d, seed=seed) for n, d in shapes]
+    special = torch.stack(list(losses.ROWS.values()))
+    cases.append((torch.ones_like(special), special, torch.linspace(-2, 2, special.shape[1])))
+    for i, ((g, x, weight), dtype) in enumerate(product(cases, DTYPES[:3])):
+        note = ("of", i, tuple(x.shape), dtype, seed)
+        rows = [g.to(dtype), x.to(dtype)]
+        y, scale = triton.rms_norm(rows[1].to(device), weight.to(device), 1e-5)
+        dx = triton.rms_norm_slope(rows[0].to(device), rows[1].to(device), weight.to(device), scale)
+        _normed(y, scale, dx, *rows, weight, *note)
+    random = torch.Generator(device).manual_seed(seed)
+    g, x = (torch.randn(shape, generator=random, device=device, dtype=BF16) for _ in range(2))
+    weight = torch.linspace(-2, 2, shape[1], device=device)
+    y, scale = triton.rms_norm(x, weight, 1e-5)
+    dx = triton.rms_norm_slope(g, x, weight, scale)
+    for end in (slice(0, 3), slice(shape[0] - 3, shape[0])):
+        rows = [g[end].cpu(), x[end].cpu()]
+        _normed(y[end], scale[end], dx[end], *rows, weight.cpu(), "at the ends of", shape, end, seed)
+    return Counter(norms=3 * len(cases) + 2)
+
+
 def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
     """A weight of many elements: its first rows and its last, its first columns and its last."""
     random = torch.Generator(device).manual_seed(seed)
@@ -186,6 +209,13 @@ def _near(got: tuple[Tensor, Tensor], logits: Tensor, targets: Tensor, factor: T
     value, slope, bound, slope_bound = losses.exact(logits, targets, losses.IGNORE, factor)
     losses.assert_near(got[0].cpu(), value, 2 * bound + losses.EPS * 2 * value.abs(), *note)
     losses.assert_near(got[1].cpu(), slope, 2 * slope_bound + 2.0**-126, *note, "its slope")
+
+
+def _normed(y: Tensor, scale: Tensor, dx: Tensor, g: Tensor, x: Tensor, weight: Tensor, *note: object) -> None:
+    scale = scale.cpu()
+    norms.assert_scale(scale, x, 1e-5, 2, *note)
+    _equal(y, norms.normed(x, weight, scale), "a norm", *note)
+    norms.assert_slope(dx.cpu(), g, x, weight, scale, 2, *note)
 
 
 def _halves(x: int) -> tuple[int, int]:
