@@ -275,6 +275,7 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
     return run(unit, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
 }
 
+/* Groups of rows of about a PIECE. */
 static int normalise(Unit unit, Norm work, int threads) {
     work.group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, work.width)));
     threads = (int)MIN((int64_t)threads, work.rows * work.width / ALONE + 1);

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend, constant
+from . import backend, constant, is_direct
 from .spec import FLOATS
 
 SCHEMAS = {
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     Raises TypeError for another dtype, ValueError for other shapes or devices.
     """
-    return _OPS["rms_norm"](x, weight, eps)
+    return _rms_norm(x, weight, eps) if is_direct(x, weight) else _OPS["rms_norm"](x, weight, eps)
 
 
 def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
