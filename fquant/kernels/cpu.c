@@ -3,9 +3,9 @@
 
    Every kernel is written once, in cpu_encode.h, cpu_decode.h, cpu_few.h, cpu_panels.h, cpu_random.h, cpu_loss.h,
    cpu_norm.h, cpu_attention.h and cpu_pointwise.h over the vector vocabulary of cpu_lanes.h (and the functions of
-   cpu_exp.h and cpu_rows.h), and compiled here once for each instruction set; which one runs is an argument. What they
-   are given is in cpu_work.h; this file has what they share, the conversions between float types, and the functions that
-   Python calls.
+   cpu_exp.h, cpu_rows.h and cpu_tiles.h), and compiled here once for each instruction set; which one runs is an argument.
+   What they are given is in cpu_work.h; this file has what they share, the conversions between float types, and the
+   functions that Python calls.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus an offset where there
    is one, rounded to the dtype of the array and then to that of the result. Contraction to fused multiply-adds is off

@@ -27,6 +27,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "cpu_rows.h"
 #include "cpu_loss.h"
 #include "cpu_norm.h"
+#include "cpu_tiles.h"
 #include "cpu_attention.h"
 #include "cpu_pointwise.h"
 
