@@ -1,10 +1,11 @@
-"""Comm: the five places where a forward pass may communicate.
+"""Comm: the six places where a forward pass may communicate.
 
-A model never sees a mesh. It is written once, against these five functions, and is given others when its weights are
+A model never sees a mesh. It is written once, against these six functions, and is given others when its weights are
 spread over ranks:
 
     load(subtree)      what a block does first with its parameters: gathers them where they are sharded
     rows(table, ids)   what an embedding does with its table instead: of all rows these are the only ones it needs
+    part(block, x)     what the loss of a head does instead: its table may stay where it is, and ``x`` come to all of it
     enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
     wrap(block)        how a block is called: plainly, or recomputed in the backward so that what ``load`` brought
                        is not kept (see fquant.remat)
@@ -52,6 +53,27 @@ class Rows:
     size: int = static()
 
 
+@node
+class Part:
+    """Of a table of ``size`` rows those that this process has, from ``first`` on; every process has some of its own.
+
+    ``table`` is the weight [size dim] but for its tensors, of which dim 0 is that of these rows. The tokens of all
+    processes meet them: ``gather`` brings [k ...] of each to all, as [n·k ...] in which this process is at ``place``;
+    ``scatter`` sums [n·k ...] over processes, and each keeps its own [k ...]. A process has at most ``most`` tokens.
+    ``whole(closed)`` is the weight itself.
+    """
+
+    table: Any
+    closed: Closed
+    first: int = static()
+    size: int = static()
+    place: int = static()
+    most: int = static()
+    gather: Callable[[Tensor], Tensor] = static()
+    scatter: Callable[[Tensor], Tensor] = static()
+    whole: Callable[[Any], Any] = static()
+
+
 def identity(x: Any) -> Any:
     """``x``."""
     return x
@@ -59,10 +81,11 @@ def identity(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
-    """The communication of a forward pass, as five functions; see the module's docstring.
+    """The communication of a forward pass, as six functions; see the module's docstring.
 
     ``open`` gathers one closed node into the tree it stands for; use :meth:`load` in models. ``pick`` brings of one
-    closed table the rows that ids ask for, or the table; use :meth:`rows`. None is ``open``.
+    closed table the rows that ids ask for, or the table; use :meth:`rows`. ``cut`` opens one closed block but for its
+    table, which may be a Part; use :meth:`part`. None is ``open``.
     """
 
     open: Callable[[Any], Any] = identity
@@ -70,6 +93,7 @@ class Comm:
     exit: Callable[[Any], Any] = identity
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
     pick: Callable[[Any, Tensor], Any] | None = None
+    cut: Callable[[Any, Tensor, str], Any] | None = None
 
     def load(self, x: Any) -> Any:
         """The parameters of one block, ready for use: closed nodes opened, deferred work done."""
@@ -82,6 +106,15 @@ class Comm:
         if isinstance(x, Deferred):
             return x.then(self.rows(x.closed, ids), x.args)
         return self.pick(x, ids) if isinstance(x, Closed) and self.pick is not None else self.load(x)
+
+    def part(self, x: Any, rows: Tensor, path: str = "") -> Any:
+        """The block that ends in a head, ready for the loss of ``rows`` f[... dim], and of no others.
+
+        At ``path`` is the head's table [vocab dim], or a Part of it. Work that waits is done to the whole of it.
+        """
+        if self.cut is None or isinstance(x, Deferred) or not isinstance(x, Closed):
+            return self.load(x)
+        return self.cut(x, rows, path)
 
 
 LOCAL = Comm()

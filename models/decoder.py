@@ -8,8 +8,8 @@
 
 Weights are ``[out in]``. Any of them may be a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` know. A
 block may also still be closed, and ``comm.load`` opens it: that is the first thing a block does with its parameters. Of
-the embedding ``comm.rows`` brings what the tokens need. That is all that this file knows of meshes. Column-parallel
-weights sit between ``comm.enter`` and ``comm.exit``.
+the embedding ``comm.rows`` brings what the tokens need, and of the head ``comm.part`` what a loss needs. That is all
+that this file knows of meshes. Column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
 
 What a block needs is passed to it. ``comm.wrap`` may differentiate a block by hand, and then a tensor that the block
 had closed over would silently get no gradient.
@@ -109,8 +109,10 @@ def loss(
     Targets are int ``[... t]``, those of -100 ignored. Raises what :func:`forward` and ``head.cross_entropy`` raise.
     """
     x = hidden(params, tokens, cfg, comm, segments, dtype)
-    tied = comm.load(params.embed) if cfg.tied else None  # first, the larger of two: on a mesh it then comes ahead
-    final = comm.load(params.final)  # not recomputed: the gradient of x is made in the same pass as the loss
+    # Not recomputed: the gradient of x is made in the same pass as the loss. The larger of two is first: on a mesh it
+    # then comes ahead.
+    tied = comm.part(params.embed, x) if cfg.tied else None
+    final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
     weight = final.head if tied is None else tied
     return head.cross_entropy(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 

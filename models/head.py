@@ -33,9 +33,11 @@ import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.comm import Part
 from fquant.kernels import nll, reference
 from fquant.linear import Adapted, Packed, Weight, linear
 
+from . import parts
 from .again import Again, Pair, Verb, put
 from .blocks import IGNORE
 
@@ -57,9 +59,10 @@ def cross_entropy(
 ) -> Tensor:
     """``blocks.cross_entropy(linear(x, weight), targets, count)``, some rows at a time: a float32 scalar, in nats.
 
-    x f[... t d], weight [vocab d] of any kind that ``linear`` takes, targets int64 or int32 ``[... t]``, -100 being
-    ignored. The sum of the negative log likelihoods is divided by ``count``, the number of targets of the whole global
-    batch; the default is the number counted here (at least 1). The result is float64 for float64 ``x``.
+    x f[... t d], weight [vocab d] of any kind that ``linear`` takes, or a Part of one; targets int64 or int32
+    ``[... t]``, -100 being ignored. The sum of the negative log likelihoods is divided by ``count``, the number of
+    targets of the whole global batch; the default is the number counted here (at least 1). The result is float64 for
+    float64 ``x``.
 
     ``chunk`` is how many rows are handled at a time; the default follows from ``CHUNK_BYTES``. Examples mapped over one
     weight are so many more rows, several weights are a loop; but in forward mode and above the first order, inside a
@@ -79,11 +82,15 @@ def cross_entropy(
         raise TypeError(f"targets: {targets.dtype}, want int64 or int32")
     vocab = _vocab(weight)
     leaves, structure = tree.flatten(weight)
-    rows = x.reshape(targets.numel(), x.shape[-1])  # [n d]
+    rows, chosen = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()  # [n d], [n]
     how = _How(structure, chunk or _rows(x, vocab))
     in_reverse = torch.is_grad_enabled() and any(_reversed(t) for t in (rows, *leaves))
-    function, verb = (_Both, _both) if in_reverse else (_Rows, _losses)
-    losses, *_ = function.apply(_pair(verb, how), rows, targets.reshape(-1).long(), *leaves)
+    function, verb, apart = (_Both, _both, parts.both) if in_reverse else (_Rows, _losses, parts.losses)
+    pair = _pair(verb, how)
+    if isinstance(weight, Part):
+        rows, chosen = parts.filled(weight, rows, chosen)
+        pair = pair._replace(fast=partial(apart, *how))
+    losses, *_ = function.apply(pair, rows, chosen, *leaves)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
 
 
@@ -100,7 +107,8 @@ class _How(NamedTuple):
     chunk: int
 
     def weight(self, leaves: Any) -> Any:
-        return tree.unflatten(self.structure, leaves)
+        weight = tree.unflatten(self.structure, leaves)
+        return weight.whole(weight.closed) if isinstance(weight, Part) else weight
 
     def split(self, *rows: Tensor) -> Any:
         """The chunks of all ``rows`` side by side; one that is empty where there are none."""
@@ -162,7 +170,7 @@ class _Both(_Rows):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (how, _), (g, g_dx) = ctx.pair.fast.args, grads
+        (how, _), (g, g_dx) = ctx.pair.slow.args, grads
         dx, x, targets, *leaves = ctx.saved_tensors
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         g = _wide(x.new_zeros(len(x))) if g is None else g
@@ -211,6 +219,8 @@ def _pair(verb: Verb, *how: Any) -> Pair:
 
 def _vocab(weight: Any) -> int:
     match weight:
+        case Part(size=size):
+            return size
         case Adapted(base=base, lora=lora, key=key):
             if key is not None and lora.dropout > 0:
                 raise ValueError(_DROPOUT.format(lora.dropout))

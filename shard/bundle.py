@@ -38,6 +38,11 @@ class Buffer:
         """Bytes of the tensor, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def width(self) -> int:
+        """Bytes of a row, of one of ``shape[0]``."""
+        return self.nbytes // max(1, self.shape[0])
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -80,14 +85,15 @@ def write(block: Any, layout: Layout) -> Tensor:
 
 def read(whole: Tensor, layout: Layout) -> Any:
     """The block whose bytes ``whole`` u8[... size] are, as views of them."""
-    if layout.size and whole.stride(-1) != 1:  # vmapped bundles arrive interleaved, and bytes apart cannot be viewed
-        whole = whole.contiguous()
+    parts = [view(whole.narrow(-1, buffer.offset, buffer.nbytes), buffer) for buffer in layout.buffers]
+    return tree.unflatten(layout.structure, parts)
 
-    def view(buffer: Buffer) -> Tensor:
-        part = whole.narrow(-1, buffer.offset, buffer.nbytes).view(buffer.dtype)
-        return part.reshape((*whole.shape[:-1], *buffer.shape))
 
-    return tree.unflatten(layout.structure, [view(buffer) for buffer in layout.buffers])
+def view(part: Tensor, buffer: Buffer) -> Tensor:
+    """The tensor that ``buffer`` describes, [... shape], whose bytes ``part`` u8[... nbytes] are."""
+    if part.numel() and part.stride(-1) != 1:  # vmapped bundles arrive interleaved, and bytes apart cannot be viewed
+        part = part.contiguous()
+    return part.view(buffer.dtype).reshape((*part.shape[:-1], *buffer.shape))
 
 
 def raw(t: Tensor) -> Tensor:

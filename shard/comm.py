@@ -1,4 +1,4 @@
-"""comm: the five places where a forward pass communicates, over a mesh.
+"""comm: the six places where a forward pass communicates, over a mesh.
 
     comm = shard.comm(mesh, rules, tokens=512)
     logits = decoder.forward(params, tokens, cfg, comm)
@@ -6,13 +6,17 @@
 ``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
 in the backward, so that what was gathered is not kept: it is gathered again. A block that is nowhere split is opened
 without a collective, and a block whose result is not differentiated is not recomputed. In a captured step blocks need
-not be recomputed for that: see shard/regather.py. ``pick`` brings the rows of an embedding that are asked for, where
-they are fewer bytes than the table: see shard/lookup.py. A head that is the embedding gathers it all the same, once
-rather than twice; where ``schedule.keep`` would have joined the two gathers, the rows come on top.
+not be recomputed for that: see shard/regather.py.
+
+``pick`` brings the rows of an embedding that are asked for, and ``cut`` leaves the rows of a head where they are and
+brings the tokens to them, each where that is fewer bytes than the table: see shard/lookup.py and shard/part.py. What
+computes logits gathers the head. Where it is the embedding too, that is gathered once rather than twice, or, where
+``schedule.keep`` would have joined the two gathers, the rows come on top.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fquant.comm import Comm, identity
 from fquant.remat import remat
 
-from . import bundle, lookup, spec
+from . import bundle, lookup, part, spec
 from .bundle import Bundle
 from .collectives import all_gather
 from .spec import Rules
@@ -36,11 +40,11 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     Without ``recompute`` blocks are called plainly, for a step that is captured with ``regather``; uncaptured, such a
     step keeps every block that it gathered until its backward.
 
-    ``tokens`` is the most that any rank looks up at once, the same number on every rank (of shares of a batch
-    ``shard.most``); under vmap that of one example, and every rank then maps over as many. Without it nobody can know
-    how many the others look up, and tables are gathered.
+    ``tokens`` is the most that any rank looks up, or has the loss of, at once, the same number on every rank (of shares
+    of a batch ``shard.most``); under vmap that of one example, and every rank then maps over as many. Without it nobody
+    can know how many the others have, and tables are gathered.
 
-    Raises ValueError for ``tokens`` below 1, and later where more of them are looked up.
+    Raises ValueError for ``tokens`` below 1, and later where there are more of them.
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"comm: tokens is {tokens}; wanted at least 1, or None to gather tables")
@@ -48,8 +52,10 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     split = rules.block is not None and mesh[rules.block].size() > 1
     group = mesh.get_group(rules.block) if split else None
     wrap = partial(remat, order=order) if recompute else identity
-    pick = None if group is None or tokens is None else partial(_pick, group=group, most=tokens)
-    return Comm(open=partial(_open, group=group), wrap=wrap, pick=pick)
+    plain = Comm(open=partial(_open, group=group), wrap=wrap)
+    if group is None or tokens is None:
+        return plain
+    return replace(plain, pick=partial(_pick, group=group, most=tokens), cut=partial(_cut, group=group, most=tokens))
 
 
 def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
@@ -60,6 +66,12 @@ def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
 def _pick(x: Any, ids: Tensor, group: dist.ProcessGroup, most: int) -> Any:
     _check(x, group)
     return lookup.rows(x, ids, group, most) if lookup.is_less(x.layout, group.size(), most) else _open(x, group)
+
+
+def _cut(x: Any, rows: Tensor, path: str, group: dist.ProcessGroup, most: int) -> Any:
+    _check(x, group)
+    less = part.is_less(x.layout, path, group.size(), most, rows)
+    return part.cut(x, rows, path, group, most, partial(_open, group=group)) if less else _open(x, group)
 
 
 def _check(x: Any, group: dist.ProcessGroup | None) -> None:

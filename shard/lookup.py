@@ -17,6 +17,9 @@ which are the same on every rank: see :func:`is_less`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,10 +40,15 @@ def is_less(layout: Layout, ranks: int, most: int) -> bool:
     Never where rows cannot be told apart: that takes a row of every buffer for a row of the table. Flat formats, the
     nested scales of double quantisation among them, have none.
     """
-    shapes = [buffer.shape for buffer in layout.buffers]
-    if not shapes or min(map(len, shapes)) < 2 or len({shape[0] for shape in shapes}) > 1:
-        return False
-    return ranks * most * (_ID.itemsize + sum(map(_width, layout.buffers))) < layout.size
+    row = sum(buffer.width for buffer in layout.buffers) if num_rows(layout.buffers) else math.inf
+    return ranks * most * (_ID.itemsize + row) < layout.size
+
+
+def num_rows(buffers: Sequence[Buffer]) -> int:
+    """The rows of the table that ``buffers`` are, 0 where they cannot be told apart."""
+    shapes = [buffer.shape for buffer in buffers]
+    apart = bool(shapes) and min(map(len, shapes)) > 1 and len({shape[0] for shape in shapes}) == 1
+    return shapes[0][0] if apart else 0
 
 
 def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> Rows:
@@ -60,18 +68,13 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> Rows:
     begin = group.rank() * x.bytes.shape[-1]
     found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·most row]
     mine = reduce_scatter(found, group)[: flat.shape[0]]
-    parts = mine.split([_width(buffer) for buffer in buffers], -1)
+    parts = mine.split([buffer.width for buffer in buffers], -1)
 
     def read(buffer: Buffer, t: Tensor) -> Tensor:
         t = t.clone(memory_format=torch.contiguous_format)  # bytes cannot be viewed where they are not aligned
         return t.view(buffer.dtype).reshape(t.shape[0], *buffer.shape[1:])
 
     return Rows(tree.unflatten(x.layout.structure, list(map(read, buffers, parts))), total)
-
-
-def _width(buffer: Buffer) -> int:
-    """Bytes of a row."""
-    return buffer.nbytes // max(1, buffer.shape[0])
 
 
 def _inside(ids: Tensor, total: int) -> Tensor:
@@ -81,7 +84,7 @@ def _inside(ids: Tensor, total: int) -> Tensor:
 
 def _found(part: Tensor, begin: int, buffer: Buffer, asked: Tensor) -> Tensor:
     """Of the rows ``asked`` [n] of a buffer the bytes that lie in ``part``, which begins at ``begin``: u8[n width]."""
-    width, total, end = _width(buffer), buffer.shape[0], begin + part.shape[-1]
+    width, total, end = buffer.width, buffer.shape[0], begin + part.shape[-1]
     first = min(max(0, -((buffer.offset - begin) // width)), total)  # of the rows that lie here whole
     last = min(max(0, (end - buffer.offset) // width), total)  # behind these
     out = part.new_zeros(()).expand(asked.shape[-1], width)
