@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .forward import forward
 
 
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
@@ -109,10 +110,10 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        tensors = list(ctx.saved_tensors)
         moving = [i for i, t in enumerate(tangents) if t is not None]
-        f = partial(_only, ctx.spec, tensors, moving)
-        return torch.func.jvp(f, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))[1]
+        with forward(ctx.saved_tensors) as tensors:
+            f = partial(_only, ctx.spec, tensors, moving)
+            return torch.func.jvp(f, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))[1]
 
 
 def _only(spec: _Spec, tensors: list[Tensor], which: list[int], *some: Tensor) -> tuple[Tensor, ...]:

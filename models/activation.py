@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from fquant.forward import forward
 from fquant.kernels import silu as ops
 
 
@@ -58,9 +58,7 @@ class _Elementwise(torch.autograd.Function):
 
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Any:
-        # torch turns forward mode off in here, and a jvp around this one would find zeros.
-        with forward_ad._set_fwd_grad_enabled(True):
-            given = [forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+        with forward(ctx.saved_tensors) as given:
             first, *rest = [t * cls.slope(i, *given) for i, t in enumerate(tangents) if t is not None]
             return sum(rest, first)
 

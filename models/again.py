@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fquant.forward import forward
+
 Verb = Callable[..., tuple[Tensor, ...]]
 
 
@@ -49,10 +51,10 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        given, f = ctx.saved_tensors, ctx.pair.slow
-        moving = tuple(i for i, t in enumerate(tangents) if t is not None)
-        some = lambda *some: f(*put(given, moving, some))
-        return torch.func.jvp(some, tuple(given[i] for i in moving), tuple(tangents[i] for i in moving))[1]
+        moving, f = tuple(i for i, t in enumerate(tangents) if t is not None), ctx.pair.slow
+        with forward(ctx.saved_tensors) as given:
+            some = lambda *some: f(*put(given, moving, some))
+            return torch.func.jvp(some, tuple(given[i] for i in moving), tuple(tangents[i] for i in moving))[1]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, pair: Pair, *tensors: Tensor) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fquant.forward import forward
 from fquant.kernels import attention as kernel
 from fquant.kernels.reference_attention import by_tokens, dense, masked_scores, mixed, scores, visible
 
@@ -64,9 +65,9 @@ class _Attention(Batched):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        q, k, v, *runs = ctx.saved_tensors[-len(tangents) :]
-        moving = (torch.zeros_like(t) if dt is None else dt for t, dt in zip((q, k, v), tangents, strict=False))
-        return _dense_jvp(q, k, v, *moving, *runs)
+        with forward(ctx.saved_tensors[-len(tangents) :]) as (q, k, v, *runs):
+            moving = (torch.zeros_like(t) if dt is None else dt for t, dt in zip((q, k, v), tangents, strict=False))
+            return _dense_jvp(q, k, v, *moving, *runs)
 
 
 def _dense_jvp(

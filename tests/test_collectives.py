@@ -61,8 +61,8 @@ CASES = {
 SHARED = ("enter",)  # x is the same on every rank
 SAME = ("exit",)  # the loss is the same on every rank, so it counts once
 TRANSFORMS = (
-    "value", "grad", "vmap", "vmap last", "vmap grad", "vmap vmap", "jvp", "grad of grad", "hessian", "make_fx",
-    "make_fx vmap grad",
+    "value", "grad", "vmap", "vmap last", "vmap grad", "vmap vmap", "jvp", "jvp of jvp", "grad of grad", "hessian",
+    "make_fx", "make_fx vmap grad",
 )  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def on_rank(name):
         "vmap grad": each(batch, w),
         "vmap vmap": vmap(vmap(f, (None, 0)), (0, None))(batch, torch.stack([w, 2 * w])),
         "jvp": jvp(f, (x, w), (t, torch.zeros_like(w)))[1],
+        "jvp of jvp": jvp(lambda x: jvp(lambda x: f(x, w), (x * x,), (x * t,))[1], (x,), (t,))[1],
         "grad of grad": grad(lambda x: (g(x, w) * t).sum())(x),
         "hessian": hessian(f)(x, w),
         "make_fx": make_fx(g, tracing_mode="fake")(x, w)(x, w),
@@ -124,6 +125,7 @@ def in_one_process(name, n):
         "vmap grad": each if name in SHARED else each.transpose(0, 1),
         "vmap vmap": torch.stack([vmap(losses)(batch), vmap(lambda x: losses(x, 2 * w))(batch)]).permute(2, 1, 0),
         "jvp": jvp(losses, (x,), (t,))[1],
+        "jvp of jvp": jvp(lambda x: jvp(losses, (x * x,), (x * t,))[1], (x,), (t,))[1],
         "grad of grad": grad(lambda x: (g(x) * t).sum())(x),
         "hessian": whole,
         "make_fx": g(x),
@@ -131,7 +133,7 @@ def in_one_process(name, n):
     }
 
 
-PER_LOSS = ("value", "vmap", "vmap last", "vmap vmap", "jvp")  # a number a rank, even where x is shared
+PER_LOSS = ("value", "vmap", "vmap last", "vmap vmap", "jvp", "jvp of jvp")  # a number a rank, even where x is shared
 
 
 @functools.cache

@@ -1,0 +1,61 @@
+"""Forward mode around forward mode: no Function of ours may lose a tangent to torch, which turns forward mode off."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian, jacfwd, jvp
+
+from fquant import NF4, dequantize, linear, quantize, remat
+from fquant.kernels.reference_attention import dense
+from models import blocks, head
+from models.attention import attention
+
+from .test_blocks import normal
+from .test_packed import named
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+
+PACKED = quantize(normal(8, 64, dtype=torch.float32), NF4)
+W = dequantize(PACKED).double()
+X, G, TARGETS = normal(5, 64, seed=1), normal(64, seed=2), torch.arange(5)
+Q, K, V = (normal(2, 5, 2, 4, seed=seed) for seed in (3, 4, 5))
+turned = lambda *tensors: [t.transpose(1, 2) for t in tensors]
+wave = lambda x: (x.sin() @ W.mT).square()
+
+CASES = {  # a function of a number t, and the same in plain tensor operations
+    "linear": (lambda t: linear(t * t * X, PACKED).sin(), lambda t: (t * t * X @ W.mT).sin()),
+    "norm": (lambda t: blocks.rms_norm(X + t * t, G * t, 1e-6), lambda t: F.rms_norm(X + t * t, [64], G * t, 1e-6)),
+    "swiglu": (lambda t: blocks.swiglu(X * t, X + t), lambda t: F.silu(X * t) * (X + t)),
+    "attention": (
+        lambda t: attention(t * t * Q, K + t, V * t).transpose(1, 2),
+        lambda t: dense(*turned(t * t * Q, K + t, V * t))[0],
+    ),
+    "head": (
+        lambda t: head.cross_entropy(t * t * X, W * t, TARGETS),
+        lambda t: F.cross_entropy(t * t * X @ (W * t).mT, TARGETS),
+    ),
+    "remat": (lambda t: remat(wave)(t * t * X), lambda t: wave(t * t * X)),
+    "remat, order 2": (lambda t: remat(wave, order=2)(t * t * X), lambda t: wave(t * t * X)),
+}
+once = lambda f: lambda t: jvp(f, (t,), (torch.ones_like(t),))[1]
+MODES = {
+    "jvp": once,
+    "jvp of jvp": lambda f: once(once(f)),
+    "three times": lambda f: once(once(once(f))),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f)),
+    "hessian": lambda f: hessian(lambda t: f(t).sin().sum()),
+    "jacfwd of jacfwd of grad": lambda f: jacfwd(jacfwd(grad(lambda t: f(t).sin().sum()))),
+}
+
+
+@named("case", CASES)
+@named("mode", MODES)
+def test_forward_mode_around_forward_mode(case, mode):
+    t, (ours, plain) = torch.tensor(0.7, dtype=torch.float64), CASES[case]
+    wanted = MODES[mode](plain)(t)
+    assert 2 * wanted.count_nonzero() > wanted.numel()
+    if case == "remat" and mode in ("hessian", "jacfwd of jacfwd of grad"):
+        with pytest.raises(RuntimeError, match="gives first derivatives only"):
+            MODES[mode](ours)(t)
+    else:
+        torch.testing.assert_close(MODES[mode](ours)(t), wanted)
