@@ -133,8 +133,7 @@ def jit(
                 raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
             captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
             found = traced[key] = _compiled(captured, compile)
-            if all(t.device.type == "cpu" for t in tensors):
-                heap.keep()
+            if all(t.device.type == "cpu" for t in tensors) and heap.keep():
                 heap.release()  # what tracing leaves behind
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():

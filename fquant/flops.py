@@ -1,7 +1,7 @@
 """FLOPs of a node of a captured graph, by torch's own formulas, and by formulas for what torch does not count.
 
 A multiply-add is two. Elementwise work is bytes, not FLOPs. torch counts the fused attention of GPUs and not the one of
-CPUs; it is counted as it is computed, of causal attention half. Packed products register themselves (fquant.kernels).
+CPUs; it is counted as it is computed, of causal attention half. Ops of ours register themselves (fquant.kernels).
 """
 
 from __future__ import annotations

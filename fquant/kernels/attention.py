@@ -18,7 +18,6 @@ wants all orders differentiates ``reference_attention.dense``. Mapped examples a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import backend, constant, reference
+from . import backend, reference
+from .register import register
 from .spec import FLOATS
 
 SCHEMAS = {
@@ -140,21 +140,13 @@ def _slope_flops(g: Any, *_: Any, **__: Any) -> int:
     return _products(5, g)
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    verbs = {"attention": (_attention, _attention_fake, _flops), "attention_slope": (_slope, _slope_fake, _slope_flops)}
-    for name, (real, fake, flops) in verbs.items():
-        _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"fquant::{name}", fake, lib=_LIBRARY)
-        torch.library.register_vmap(f"fquant::{name}", partial(_vmap, name), lib=_LIBRARY)
-        register_flop_formula(getattr(torch.ops.fquant, name))(flops)
-    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
-
-
 _FIX = (
     "it computes values only: differentiate fquant.kernels.reference_attention.dense, the same in plain torch, or call "
     "models.attention, which has derivatives of every order"
 )
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-_OPS = _register()
+_VERBS = {"attention": (_attention, _attention_fake), "attention_slope": (_slope, _slope_fake)}
+_OPS = {
+    name: register(name, SCHEMAS[name], real, fake, partial(_vmap, name), _FIX) for name, (real, fake) in _VERBS.items()
+}
+register_flop_formula(torch.ops.fquant.attention)(_flops)
+register_flop_formula(torch.ops.fquant.attention_slope)(_slope_flops)

@@ -15,14 +15,14 @@ wants the derivatives of both differentiates the reference. Mapped rows are more
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backend, constant
+from . import backend
+from .register import register
 from .spec import FLOATS
 
 SCHEMAS = {
@@ -118,19 +118,11 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    for name, real, fake in (("nll", _nll, _nll_fake), ("nll_slope", _nll_slope, _nll_slope_fake)):
-        _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"fquant::{name}", fake, lib=_LIBRARY)
-        torch.library.register_vmap(f"fquant::{name}", partial(_vmap, name), lib=_LIBRARY)
-    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
-
-
 _FIX = (
     "it computes values only: differentiate fquant.kernels.reference.nll, the same in plain torch, or call this one "
     "inside an autograd Function whose backward multiplies by the slope"
 )
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-_OPS = _register()
+_VERBS = {"nll": (_nll, _nll_fake), "nll_slope": (_nll_slope, _nll_slope_fake)}
+_OPS = {
+    name: register(name, SCHEMAS[name], real, fake, partial(_vmap, name), _FIX) for name, (real, fake) in _VERBS.items()
+}

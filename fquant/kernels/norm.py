@@ -23,14 +23,14 @@ rows, mapped weights a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backend, constant, is_direct
+from . import backend, is_direct
+from .register import register
 from .spec import FLOATS
 
 SCHEMAS = {
@@ -118,20 +118,12 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    for name, real, fake in (("rms_norm", _rms_norm, _rms_norm_fake), ("rms_norm_slope", _slope, _slope_fake)):
-        _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"fquant::{name}", fake, lib=_LIBRARY)
-        torch.library.register_vmap(f"fquant::{name}", partial(_vmap, name), lib=_LIBRARY)
-    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
-
-
 _FIX = (
     "it computes values only: differentiate models.blocks.rms_norm, or fquant.kernels.reference.rms_norm, the same in "
     "plain torch"
 )
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-_OPS = _register()
+_VERBS = {"rms_norm": (_rms_norm, _rms_norm_fake), "rms_norm_slope": (_slope, _slope_fake)}
+_OPS = {
+    name: register(name, SCHEMAS[name], real, fake, partial(_vmap, name), _FIX) for name, (real, fake) in _VERBS.items()
+}
 OP = _OPS["rms_norm"]

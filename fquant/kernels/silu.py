@@ -26,15 +26,15 @@ of them is in models/activation.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backend, constant
+from . import backend
 from .program import OWN
+from .register import register
 from .spec import FLOATS
 
 
@@ -70,19 +70,14 @@ def _vmap(name: str, info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
     return OPS[name](x), in_dims[0]
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    for name in OWN:
-        _LIBRARY.define(f"{name}(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
-        _LIBRARY.impl(name, partial(_real, name), "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"fquant::{name}", partial(_fake, name), lib=_LIBRARY)
-        torch.library.register_vmap(f"fquant::{name}", partial(_vmap, name), lib=_LIBRARY)
-    return {name: getattr(torch.ops.fquant, name).default for name in OWN}
-
-
+_POINTWISE = torch.Tag.pointwise
 _FIX = (
     "it computes values only: differentiate torch.nn.functional.silu, or call this one inside an autograd Function "
-    "whose backward multiplies by the slope, as models.activation.silu does"
+    "whose backward multiplies by the slope, as models.activation.gated does"
 )
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-OPS = _register()
+OPS = {
+    name: register(
+        name, "(Tensor x) -> Tensor", partial(_real, name), partial(_fake, name), partial(_vmap, name), _FIX, _POINTWISE
+    )
+    for name in OWN
+}
