@@ -22,7 +22,8 @@ does beside computing happens when it is traced only.
 the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
-On CPUs what a replay frees stays with the process for the next one (fquant.heap).
+On CPUs results lie where they were laid out before (fquant.arena), in memory that stays for the next replay
+(fquant.heap). Under a mode of torch that sees every op, a counter of FLOPs for instance, they are tensors of their own.
 
 *Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
 
@@ -48,7 +49,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import blame, graph, heap, order, tree
+from . import arena, blame, graph, heap, order, tree
 from .donate import donate as donated
 from .fuse import fuse as fused
 from .recompute import recompute as recomputed
@@ -66,9 +67,10 @@ class Captured:
     structure: tree.Structure
     leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
     collectives: tuple[str, ...]  # what ranks have to have in common
+    placed: arena.Placed | None = None  # the graph once more, its results in memory that is laid out
 
     def __call__(self, *tensors: Tensor) -> Any:
-        found = iter(self.module(*tensors))
+        found = iter(arena.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
         return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
@@ -132,9 +134,8 @@ def jit(
             if len(traced) == most:
                 raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
             captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
-            found = traced[key] = _compiled(captured, compile)
-            if all(t.device.type == "cpu" for t in tensors) and heap.keep():
-                heap.release()  # what tracing leaves behind
+            backend = "inductor" if compile is True else compile
+            found = traced[key] = _compiled(captured, backend) if backend else _placed(captured, tensors)
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad():
             return found(*tensors)
@@ -215,10 +216,18 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.from_tensor(t.detach())
 
 
-def _compiled(captured: Captured, compile: bool | str) -> Captured:
-    if not compile:
+def _placed(captured: Captured, tensors: list[Tensor]) -> Captured:
+    """``captured`` as it is replayed on CPUs, if memory is to be kept there."""
+    if any(t.device.type != "cpu" for t in tensors) or not heap.is_kept():
         return captured
-    backend = "inductor" if compile is True else compile
+    with _disable_current_modes():
+        placed = arena.place(captured.module.graph)
+    if heap.keep():
+        heap.release()  # what tracing leaves behind
+    return dataclasses.replace(captured, placed=placed)
+
+
+def _compiled(captured: Captured, backend: str) -> Captured:
     return dataclasses.replace(captured, module=torch.compile(captured.module, backend=backend, fullgraph=True))
 
 

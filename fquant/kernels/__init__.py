@@ -164,13 +164,15 @@ def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: to
     return buffers[0].new_empty(*stack, *shape, dtype=out)
 
 
-def _product(name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return _compute(name, x, buffers, Spec(read(format), tuple(shape), dtype))
+def _product(
+    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, **out: Tensor
+) -> Tensor:
+    return _compute(name, x, buffers, Spec(read(format), tuple(shape), dtype), **out)
 
 
-def _compute(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+def _compute(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
     _check_product(name, x, buffers, spec)
-    return getattr(backend(x.device.type)[1], name)(x, buffers, spec)
+    return getattr(backend(x.device.type)[1], name)(x, buffers, spec, **out)
 
 
 def _product_fake(
@@ -224,6 +226,29 @@ def constant(name: str, fix: str, keys: Any, *args: Any) -> Any:
         return getattr(torch.ops.fquant, name).default.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
+def into(library: torch.library.Library, name: str, schema: str, real: Callable[..., Any]) -> None:
+    """Define ``name.out``, the op ``name`` that writes its results into tensors of their kind, on CPUs.
+
+    ``real`` takes them as ``out``, one or a tuple, from which the kernels of cpu.c read where to write; what another
+    backend made is copied there. They may not share memory with what is read, which nobody checks.
+    """
+    given, _, made = schema.rpartition(" -> ")
+    names = [f"out{i}" for i in range(made.count("Tensor"))]
+    listed = ", ".join(f"Tensor({chr(ord('a') + i)}!) {one}" for i, one in enumerate(names))
+    library.define(f"{name}.out{given[:-1]}, *, {listed}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+
+    def compute(*args: Any, **named: Any) -> None:
+        out: list[Tensor] = [named.pop(one) for one in names]
+        direct = backend("cpu")[0] == "cpu" and all(t.dtype is not torch.float64 for t in out)
+        told = {"out": out if len(out) != 1 else out[0]} if direct else {}
+        results = real(*args, **named, **told)
+        for t, result in zip(out, [results] if isinstance(results, Tensor) else results, strict=True):
+            if result.data_ptr() != t.data_ptr():
+                t.copy_(result)
+
+    library.impl(f"{name}.out", compute, "CPU")
+
+
 _FIX = (
     "a Packed is a constant: train a Lora beside it (fquant.lora.init, attach) or a dense weight, and multiply with "
     "fquant.linear, which has derivatives with respect to x"
@@ -240,6 +265,8 @@ def _register() -> dict[str, Callable[..., Any]]:
     fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
     for name in ("matmul", "matmul_t"):
         real[name], fake[name] = partial(_product, name), partial(_product_fake, name)
+    for name in ("matmul", "matmul_t"):
+        into(_LIBRARY, name, SCHEMAS[name], real[name])
     for name, schema in SCHEMAS.items():
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):

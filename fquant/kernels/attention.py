@@ -18,6 +18,7 @@ wants all orders differentiates ``reference_attention.dense``. Mapped examples a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,9 +58,11 @@ def attention_slope(
     return _OPS["attention_slope"](g, y, lse, q, k, v, runs)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, **out: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     _check("attention", q, k, v, runs)
-    return _backend(q).attention(q, k, v, runs)
+    return _backend(q).attention(q, k, v, runs, **out)
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,10 +71,17 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None)
 
 
 def _slope(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
+    g: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: Tensor | None = None,
+    **out: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check("attention_slope", q, k, v, runs, g=g, y=y, lse=lse)
-    return _backend(q).attention_slope(g, y, lse, q, k, v, runs)
+    return _backend(q).attention_slope(g, y, lse, q, k, v, runs, **out)
 
 
 def _slope_fake(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..format import Format, num_blocks, num_bytes
 from . import reference
 from .cpu_attention import attention, attention_slope
-from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load
+from .cpu_library import DTYPES, Encoding, Packed, call, empty, isas, load, result
 from .cpu_norm import rms_norm, rms_norm_slope
 from .cpu_pointwise import pointwise, silu, silu_slope
 from .spec import Spec, scales, split
@@ -66,14 +66,14 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     return values
 
 
-def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.matmul``."""
-    return _product("matmul", x, buffers, spec)
+    return _product("matmul", x, buffers, spec, out)
 
 
-def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.matmul_t``."""
-    return _product("matmul_t", g, buffers, spec)
+    return _product("matmul_t", g, buffers, spec, out)
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
@@ -101,41 +101,47 @@ def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
     return out
 
 
-def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+def nll(logits: Tensor, targets: Tensor, ignore: int, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.nll.nll``."""
     if logits.dtype not in DTYPES:
         return reference.nll(logits, targets, ignore)
-    return _losses(logits, targets, ignore, None, None)
+    out = result(out, len(logits), dtype=torch.float32)
+    _losses(logits, targets, ignore, None, out, None)
+    return out
 
 
-def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+def nll_slope(
+    logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, out: Sequence[Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
     """See ``fquant.kernels.nll.nll_slope``."""
     if logits.dtype not in DTYPES:
         return reference.nll_slope(logits, targets, ignore, factor)
-    slope = empty(*logits.shape, dtype=logits.dtype)
-    return _losses(logits, targets, ignore, factor, slope), slope
+    losses = result(out[0], len(logits), dtype=torch.float32)
+    slope = result(out[1], *logits.shape, dtype=logits.dtype)
+    _losses(logits, targets, ignore, factor, losses, slope)
+    return losses, slope
 
 
-def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, slope: Tensor | None) -> Tensor:
+def _losses(
+    logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, out: Tensor, slope: Tensor | None
+) -> None:
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     targets, factor = targets.contiguous(), None if factor is None else factor.contiguous()
-    out = empty(len(rows), dtype=torch.float32)
     if len(rows):
         what = rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0), targets.data_ptr(), ignore
         results = out.data_ptr(), None if slope is None else slope.data_ptr()
         call("nll", *what, None if factor is None else factor.data_ptr(), *results)
-    return out
 
 
-def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
     *stack, rows, _ = x.shape
-    y = empty(*stack, rows, spec.shape[name == "matmul_t"], dtype=x.dtype)
+    y = result(out, *stack, rows, spec.shape[name == "matmul_t"], dtype=x.dtype)
     if not x.numel() or not y.numel():
         return y.zero_()
     if stack:
         flat = [b.flatten(0, len(stack) - 1) for b in buffers]
         for i, (part, into) in enumerate(zip(x.flatten(0, -3), y.flatten(0, -3), strict=True)):
-            into.copy_(_product(name, part, [b[i] for b in flat], spec))
+            _product(name, part, [b[i] for b in flat], spec, into)
         return y
     w, keep = _packed(buffers, spec)
     if x.dtype in DTYPES and w.width == spec.shape[1]:

@@ -7,38 +7,49 @@ by tokens, [b t h e], as a model goes on with them, and are views of that as [b 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu_library import DTYPES, Attention, Long, call, empty
+from .cpu_library import DTYPES, Attention, Long, call, result
 
 PANEL = 64  # tokens behind the last that may be read, of any instruction set
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, out: Sequence[Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
     """See ``fquant.kernels.attention.attention``."""
     b, heads, t, e = q.shape
-    y, lse = _by_tokens(q), empty(b, heads, t, dtype=torch.float32)
+    y, lse = _by_tokens(out[0], q), result(out[1], b, heads, t, dtype=torch.float32)
     if y.numel():
         _call(runs, lse=lse, q=q, k=k, v=v, y=y)
     return y, lse
 
 
 def attention_slope(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None
+    g: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: Tensor | None,
+    out: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``fquant.kernels.attention.attention_slope``."""
-    dq, dk, dv = (_by_tokens(t) for t in (q, k, v))
+    dq, dk, dv = map(_by_tokens, out, (q, k, v))
     if q.numel():
         _call(runs, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 
-def _by_tokens(like: Tensor) -> Tensor:
+def _by_tokens(out: Tensor | None, like: Tensor) -> Tensor:
     b, heads, t, e = like.shape
-    return empty(b, t, heads, e, dtype=like.dtype).transpose(1, 2)
+    rows = None if out is None else out.transpose(1, 2)
+    return result(rows, b, t, heads, e, dtype=like.dtype).transpose(1, 2)
 
 
 def _call(runs: Tensor | None, lse: Tensor, **tensors: Tensor) -> None:

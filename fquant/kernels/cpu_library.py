@@ -142,6 +142,16 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return t
 
 
+def result(out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Where a result goes: :func:`empty`, or ``out``; ValueError for one that it does not fit into."""
+    if out is None:
+        return empty(*shape, dtype=dtype)
+    if out.shape != shape or out.dtype is not dtype or not out.is_contiguous():
+        got = f"{out.dtype} {tuple(out.shape)} of strides {out.stride()}"
+        raise ValueError(f"a result was to go into {got}; wanted contiguous {dtype} {shape}")
+    return out
+
+
 def call(name: str, *args: object) -> int:
     """What function ``fquant_name`` of the library returns, given the instruction set and the threads to be used."""
     result = getattr(load(), f"fquant_{name}")(isa(), torch.get_num_threads(), *args)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import reference
-from .cpu_library import DTYPES, call, empty
+from .cpu_library import DTYPES, call, result
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Sequence[Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
     """See ``fquant.kernels.norm.rms_norm``."""
     if x.dtype not in DTYPES:
         return reference.rms_norm(x, weight, eps)
-    y, scale, weight = empty(*x.shape, dtype=x.dtype), empty(len(x), dtype=torch.float32), _weight(weight, x)
+    y, weight = result(out[0], *x.shape, dtype=x.dtype), _weight(weight, x)
+    scale = result(out[1], len(x), dtype=torch.float32)
     if len(x):
         rows = _rows(x)
         call("norm", *_told(rows), weight.data_ptr(), eps, y.data_ptr(), scale.data_ptr())
     return y, scale
 
 
-def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.norm.rms_norm_slope``."""
     if x.dtype not in DTYPES:
         return reference.rms_norm_slope(g, x, weight, scale)
-    dx, weight, scale = empty(*x.shape, dtype=x.dtype), _weight(weight, x), scale.contiguous()
+    dx, weight, scale = result(out, *x.shape, dtype=x.dtype), _weight(weight, x), scale.contiguous()
     if dx.numel():
         g, rows = _rows(g), _rows(x)
         told = (*_told(rows), weight.data_ptr(), scale.data_ptr(), g.data_ptr(), g.stride(0))

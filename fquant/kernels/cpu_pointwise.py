@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .cpu_library import DIMS, DTYPES, OPS, Pointwise, Read, Step, call, empty
+from .cpu_library import DIMS, DTYPES, OPS, Pointwise, Read, Step, call, empty, result
 from .program import Program, dtypes, parse
 
 _KINDS = {**DTYPES, torch.bool: 3}
@@ -33,19 +33,23 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
     return new
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: Tensor, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.silu``."""
-    return _alone("silu", x) if x.dtype in DTYPES else reference.silu(x)
+    return _alone("silu", x, out) if x.dtype in DTYPES else reference.silu(x)
 
 
-def silu_slope(x: Tensor) -> Tensor:
+def silu_slope(x: Tensor, out: Tensor | None = None) -> Tensor:
     """See ``fquant.kernels.silu``."""
-    return _alone("silu_slope", x) if x.dtype in DTYPES else reference.silu_slope(x)
+    return _alone("silu_slope", x, out) if x.dtype in DTYPES else reference.silu_slope(x)
 
 
-def _alone(op: str, x: Tensor) -> Tensor:
+def _alone(op: str, x: Tensor, out: Tensor | None) -> Tensor:
     """The program of one step; of contiguous memory, which lies in one dim however many ``x`` has."""
-    return pointwise([x.contiguous()], [], f"{op}.{str(x.dtype).removeprefix('torch.')} 0; new 1; over")[0]
+    step, read = f"{op}.{str(x.dtype).removeprefix('torch.')} 0", [x.contiguous()]
+    if out is None:
+        return pointwise(read, [], f"{step}; new 1; over")[0]
+    pointwise(read, [result(out, *x.shape, dtype=x.dtype)], f"{step}; new; over 1")
+    return out
 
 
 class _Plan(NamedTuple):

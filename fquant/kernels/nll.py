@@ -15,6 +15,7 @@ wants the derivatives of both differentiates the reference. Mapped rows are more
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,10 +52,10 @@ def nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | Non
     return _OPS["nll_slope"](logits, targets, ignore, factor)
 
 
-def _nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+def _nll(logits: Tensor, targets: Tensor, ignore: int, **out: Tensor) -> Tensor:
     _check("nll", logits, targets)
     _check_values("nll", targets, logits.shape[1], ignore)
-    return backend(logits.device.type)[1].nll(logits, targets, ignore)
+    return backend(logits.device.type)[1].nll(logits, targets, ignore, **out)
 
 
 def _nll_fake(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -62,10 +63,12 @@ def _nll_fake(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     return logits.new_empty(len(logits), dtype=_wide(logits))
 
 
-def _nll_slope(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _nll_slope(
+    logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None, **out: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     _check("nll_slope", logits, targets, factor)
     _check_values("nll_slope", targets, logits.shape[1], ignore)
-    return backend(logits.device.type)[1].nll_slope(logits, targets, ignore, factor)
+    return backend(logits.device.type)[1].nll_slope(logits, targets, ignore, factor, **out)
 
 
 def _nll_slope_fake(

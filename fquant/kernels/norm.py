@@ -23,6 +23,7 @@ rows, mapped weights a loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -58,9 +59,9 @@ def rms_norm_slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tenso
     return _OPS["rms_norm_slope"](g, x, weight, scale)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, **out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     _check("rms_norm", x, weight)
-    return backend(x.device.type)[1].rms_norm(x, weight, eps)
+    return backend(x.device.type)[1].rms_norm(x, weight, eps, **out)
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -68,9 +69,9 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
     return x.new_empty(x.shape), x.new_empty(len(x), dtype=_wide(x))
 
 
-def _slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def _slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, **out: Tensor) -> Tensor:
     _check("rms_norm_slope", x, weight, g, scale)
-    return backend(x.device.type)[1].rms_norm_slope(g, x, weight, scale)
+    return backend(x.device.type)[1].rms_norm_slope(g, x, weight, scale, **out)
 
 
 def _slope_fake(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

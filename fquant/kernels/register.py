@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import constant
+from . import constant, into
 
 
 def register(name: str, schema: str, real: Any, fake: Any, vmap: Any, fix: str, *tags: torch.Tag) -> Callable[..., Any]:
@@ -19,6 +19,7 @@ def register(name: str, schema: str, real: Any, fake: Any, vmap: Any, fix: str, 
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, partial(constant, name, fix), "Autograd", with_keyset=True)
+    into(_LIBRARY, name, schema, real)
     torch.library.register_fake(f"fquant::{name}", fake, lib=_LIBRARY)
     torch.library.register_vmap(f"fquant::{name}", vmap, lib=_LIBRARY)
     return getattr(torch.ops.fquant, name).default

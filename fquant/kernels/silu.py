@@ -51,9 +51,9 @@ def silu_slope(x: Tensor) -> Tensor:
     return OPS["silu_slope"](x)
 
 
-def _real(name: str, x: Tensor) -> Tensor:
+def _real(name: str, x: Tensor, **out: Tensor) -> Tensor:
     _check(name, x)
-    return getattr(backend(x.device.type)[1], name)(x)
+    return getattr(backend(x.device.type)[1], name)(x, **out)
 
 
 def _fake(name: str, x: Tensor) -> Tensor:

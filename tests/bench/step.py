@@ -7,7 +7,8 @@
 Contestants are those of tests/bench/step_sides.py, each in processes of its own, so that its memory is its own; all are
 started first, and then take steps in turns, one at a time, while the others sleep. On one process a step has all
 threads, on two each has half. Shown are the median step, tokens a second, and the most memory that was resident during
-steps, the first included, over what was resident once the model was loaded; of several processes the first one's.
+steps, the first included, over what was resident once the model was loaded, and all modules of torch that a step takes;
+of several processes the first one's.
 
 What is wanted is meant for 2 cores and the sizes that the options begin with, and judged whatever they are. This is no
 test: the exit status is 0 whether it is met or not, 2 for bad options, 1 where a contestant of ours failed.
@@ -16,6 +17,7 @@ test: the exit status is 0 whether it is met or not, 2 for bad options, 1 where 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
@@ -159,6 +161,7 @@ class Contestant:
 def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Connection) -> None:
     """One process of a side: loads, and does what it is asked to."""
     try:
+        importlib.import_module("torch._dynamo")  # of which torch's fake tensors are, when first used, and the peers
         torch.set_num_threads(threads)
         if SIDES[name].ranks > 1:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}

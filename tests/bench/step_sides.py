@@ -160,7 +160,8 @@ class _Ours:
         told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"), passes=self.passes)
         with shard.traffic() as traffic:
             self()
-        measured = timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
+        laid_out = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)
+        measured = laid_out + timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
         return {
             "predicted": told.peak - told.arguments,
             "measured": measured,
