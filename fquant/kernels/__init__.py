@@ -14,7 +14,8 @@ tensors, and ``reference`` (plain torch, the definition of right) on any other d
 had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
 ``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, those of a loss of logits, in
 ``nll.py``, of norms, in ``norm.py``, of attention, in ``attention.py``, of silu, in ``silu.py``, and the elementwise
-programs of captured graphs, in ``pointwise.py``, go by the same table.
+programs of captured graphs, in ``pointwise.py``, go by the same table. The op of the nearest of many rows, in
+``nearest.py``, is torch's matrix product in tiles on every device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,131 @@
+"""The nearest of many rows as one op, whose scores are never whole.
+
+    nearest(x, codes, half, top)     x [s n d], codes [s k d], half [s k]  to  which i64[s n top], score [s n top]
+
+The score of row x and code c is ``x·c - half``. With half the square of a code's length the best score is the smallest
+euclidean distance; with zeros it is the largest inner product, which of unit codes is the largest cosine. The best come
+first, and of equal scores the one with the lowest index. A row that is not finite, or so large that no score of it is,
+has no nearest code: its indices are -1 and its scores are -inf.
+
+Scores are made a tile at a time, in float32 (float64 of float64), by the matrix product of the device, and only the
+best so far are kept. A tile of ``TILE`` bytes stays in a core's cache, where it is made and searched; on GPUs it is
+large enough to keep all of them busy. Which tiles there are depends on shapes alone.
+
+The op computes values and has no derivatives. Mapped rows are more rows of the same codes; mapped codes are one more
+dim of what is stacked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .register import register
+from .spec import FLOATS
+
+SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
+TILE = {"cpu": 2 << 20, "cuda": 128 << 20}  # bytes of scores
+WIDEST = 2048  # codes of a tile: a product of fewer rows than that leaves wants is slower
+
+
+def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
+    """Indices i64[s n top] and scores [s n top] of the ``top`` codes whose ``x·c - half`` is largest, best first.
+
+    x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, which is what is computed in.
+
+    Raises TypeError for other dtypes, ValueError for other shapes or devices, or more than k of the best.
+    """
+    return _OP(x, codes, half, top)
+
+
+def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    _check(x, codes, half, top)
+    (s, n, _), k = x.shape, codes.shape[1]
+    which = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
+    score = codes.new_empty(s, n, top)
+    rows, wide = _tile(n, k, codes)
+    tile = codes.new_empty(rows * wide)  # one for all: memory that is new each time takes as long as the search
+    for i in range(s):
+        for start in range(0, n, rows):
+            at = slice(start, start + rows)
+            _search(x[i, at].to(codes.dtype), codes[i], half[i], tile, wide, which[i, at], score[i, at])
+    lost = ~score[..., :1].isfinite()
+    return which.masked_fill_(lost, -1), score.masked_fill_(lost, -math.inf)
+
+
+def _search(x: Tensor, codes: Tensor, half: Tensor, memory: Tensor, wide: int, which: Tensor, score: Tensor) -> None:
+    """The best for rows x [m d], written to which and score [m top]; ``memory`` is for a tile."""
+    m, top = which.shape
+    score.fill_(-math.inf)
+    for first in range(0, len(codes), wide):
+        part = slice(first, first + wide)
+        tile = memory[: m * len(half[part])].view(m, -1)  # [m wide]
+        torch.addmm(half[part], x, codes[part].mT, beta=-1, out=tile)
+        if top == 1 and first == 0:
+            torch.max(tile, 1, keepdim=True, out=(score, which))
+        elif top == 1:
+            best, at = tile.max(1, keepdim=True)
+            better = best > score  # not where equal: of these the first is kept
+            which.copy_(torch.where(better, at + first, which))
+            score.copy_(torch.where(better, best, score))
+        else:
+            both = torch.cat([score, tile], 1)
+            names = torch.arange(first, first + tile.shape[1], device=x.device).expand(m, -1)
+            names = torch.cat([which, names], 1)
+            for place in range(top):
+                best, at = both.max(1, keepdim=True)  # the first of equal ones, which has the lowest index
+                score[:, place : place + 1] = best
+                which[:, place : place + 1] = names.gather(1, at)
+                both.scatter_(1, at, -math.inf)
+
+
+def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
+    """Rows and codes of a tile."""
+    size = TILE.get(codes.device.type, TILE["cpu"]) // codes.element_size()
+    wide = min(k, WIDEST if codes.device.type == "cpu" else size // 1024)
+    return max(1, min(n, size // wide)), wide
+
+
+def _fake(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    _check(x, codes, half, top)
+    return x.new_empty(*x.shape[:2], top, dtype=torch.int64), codes.new_empty(*x.shape[:2], top)
+
+
+def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
+    if x.dtype not in (*FLOATS, torch.float64) or codes.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
+    if half.dtype != codes.dtype:
+        raise TypeError(f"nearest got half {half.dtype} beside codes {codes.dtype}; wanted one dtype")
+    if x.ndim != 3 or codes.ndim != 3 or x.shape[::2] != codes.shape[::2] or half.shape != codes.shape[:2]:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("codes", codes), ("half", half)))
+        raise ValueError(f"nearest got {shapes}; wanted [s n d], [s k d] and [s k]")
+    if not 1 <= top <= codes.shape[1]:
+        raise ValueError(f"nearest got top {top} of {codes.shape[1]} codes; wanted 1 to {codes.shape[1]}")
+    if not x.device == codes.device == half.device:
+        raise ValueError(f"nearest got x on {x.device}, codes on {codes.device}, half on {half.device}; move some")
+
+
+def _vmap(info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
+    b = info.batch_size
+    if in_dims[1] is None and in_dims[2] is None:
+        rows = x.movedim(in_dims[0], 1)  # [s b n d]
+        return tuple(t.unflatten(1, rows.shape[1:3]) for t in _OP(rows.flatten(1, 2), codes, half, top)), (1, 1)
+    stacked = (
+        (t.expand(b, *t.shape) if at is None else t.movedim(at, 0)).flatten(0, 1)
+        for t, at in zip((x, codes, half), in_dims, strict=False)
+    )
+    return tuple(t.unflatten(0, (b, len(t) // b)) for t in _OP(*stacked, top)), (0, 0)
+
+
+def _flops(x: Any, codes: Any, *_: Any, **__: Any) -> int:
+    """A product of rows and codes; torch's counter gives shapes for tensors."""
+    return 2 * math.prod(x) * codes[1]
+
+
+_FIX = "it computes values only, and an index has no derivative; detach its arguments, as fquant.vq.encode does"
+_OP = register("nearest", SCHEMA, _nearest, _fake, _vmap, _FIX)
+register_flop_formula(torch.ops.fquant.nearest)(_flops)
