@@ -1,6 +1,6 @@
 """Quantised models as plain pytrees, and pure functions over them."""
 
-from . import func, lora, optim, random, tree
+from . import func, lora, optim, random, tree, vq
 from .capture import jit
 from .comm import LOCAL, Comm
 from .cost import cost
@@ -11,5 +11,5 @@ from .remat import remat
 
 __all__ = [
     "FP4", "INT8", "LOCAL", "NF4", "NF4_DQ", "Comm", "Format", "Packed", "cost", "dequantize", "embedding", "func",
-    "jit", "linear", "lora", "optim", "quantize", "random", "remat", "tree",
+    "jit", "linear", "lora", "optim", "quantize", "random", "remat", "tree", "vq",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from . import schedule
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
 from .comm import comm
-from .data import most, psum, reduce, share
+from .data import most, psum, reduce, rows, share
 from .mesh import close, imagined, mesh
 from .place import collect, local, outline, place, replicate
 from .regather import regather
@@ -12,6 +12,6 @@ from .spec import Rules
 
 __all__ = [
     "Bundle", "Rules", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "imagined", "local",
-    "mesh", "most", "outline", "place", "psum", "reduce", "reduce_scatter", "regather", "replicate", "schedule",
-    "share", "traffic",
+    "mesh", "most", "outline", "place", "psum", "reduce", "reduce_scatter", "regather", "replicate", "rows",
+    "schedule", "share", "traffic",
 ]  # fmt: skip

@@ -1,5 +1,19 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
+from .affine import Affine, Moments, moments, shift
+from .apply import apply
+from .book import Book, codebook, decode, init
+from .encode import encode, encode_among, sample
+from .gradient import direct, directional, gumbel, rotation, straight_through
+from .kmeans import kmeans
+from .losses import commitment, cross_entropy, diversity, orthogonal
 from .quantized import Mean, Quantized, mean
+from .rows import mask
+from .update import Stats, add, ema, expire, move, perplexity, refresh, stats, update
 
-__all__ = ["Mean", "Quantized", "mean"]
+__all__ = [
+    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "codebook", "commitment",
+    "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among", "expire",
+    "gumbel", "init", "kmeans", "mask", "mean", "moments", "move", "orthogonal", "perplexity", "refresh",
+    "rotation", "sample", "shift", "stats", "straight_through", "update",
+]  # fmt: skip
