@@ -5,26 +5,23 @@
     codes = sample(book, x, key, temperature=0.5)
 
 Distances between all rows and all codes are never in memory at a time: ``fquant.kernels.nearest`` makes a tile of them,
-keeps the best and forgets it, and what needs all distances of a row takes some rows at a time (``by_rows``). Which are
-taken together follows from shapes alone. Codes carry no gradient.
+keeps the best and forgets it, and what needs all distances of a row takes some rows at a time (``rows.by_rows``). Which
+are taken together follows from shapes alone. Codes carry no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import random
 from ..kernels.nearest import nearest
-from ..remat import remat
 from . import rows
 from .book import Book, codebook, unit, wide
 
-TILE = 16 << 20  # bytes of distances between some rows and all codes
 LEAST = 1e-8  # of a squared distance whose root is taken
 
 
@@ -72,7 +69,7 @@ def encode_among(book: Book, x: Tensor, f: Callable[[Tensor, Tensor], Tensor], g
 
     with torch.no_grad():
         flat = (wide(x.detach()).reshape(-1, x.shape[-1]), given.detach().reshape(-1, given.shape[-1]))
-        return by_rows(some, size, *flat).reshape(x.shape[:-1])
+        return rows.by_rows(some, size, *flat).reshape(x.shape[:-1])
 
 
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
@@ -96,7 +93,7 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
         return torch.where(rows.finite(x), drawn, -1)
 
     heads = zip(codes, wide(laid), rows.keys(key, of), strict=True)
-    return rows.back(book, torch.stack([by_rows(partial(some, c), len(c), t, k) for c, t, k in heads]), x)
+    return rows.back(book, torch.stack([rows.by_rows(partial(some, c), len(c), t, k) for c, t, k in heads]), x)
 
 
 def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
@@ -106,20 +103,6 @@ def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]
     return -(squares - 2 * inner).clamp(min=LEAST).sqrt()
-
-
-def by_rows(f: Callable[..., Tensor], width: int, *per_row: Tensor, given: tuple[Any, ...] = ()) -> Tensor:
-    """``f(*per_row, *given)``, so many rows at a time that ``width`` numbers of each fit in a tile; results are joined.
-
-    Of several tiles, none is kept for a backward: with ``given``, what f has besides rows and is differentiated in,
-    each is made again there.
-    """
-    size = len(per_row[0])
-    step = max(1, TILE // 4 // width)
-    if size <= step:
-        return f(*per_row, *given)
-    again = remat(f, order=2) if given else f
-    return torch.cat([again(*(t[at : at + step] for t in per_row), *given) for at in range(0, size, step)])
 
 
 def _table(book: Book, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import random
 from . import rows
 from .book import SMALLEST, Book, codebook, unit
-from .encode import by_rows, logits
+from .encode import logits
 
 Path = Callable[[Tensor, Tensor, Book, Tensor | None], Tensor]
 
@@ -102,7 +102,7 @@ def gumbel(
     table = codebook(book).to(x.dtype)
     table = table if table.ndim == 3 else table[None]
     pairs = zip(rows.lay(book, x, 1), table, strict=True)
-    soft = rows.back(book, torch.stack([by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)
+    soft = rows.back(book, torch.stack([rows.by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)
     return q + _change(soft)
 
 

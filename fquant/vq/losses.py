@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import rows
 from .book import Book, codebook, unit, wide
-from .encode import by_rows, logits
+from .encode import logits
 from .quantized import Mean
 
 RARE = 1e-5  # probability below which a logarithm is not taken
@@ -53,7 +53,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
         return near.logsumexp(-1) - near.gather(-1, target[:, None])[:, 0]
 
     heads = zip(laid, torch.where(live, which, 0), table, strict=True)
-    each = torch.stack([by_rows(one, len(c), x, target, given=(c,)) for x, target, c in heads])
+    each = torch.stack([rows.by_rows(one, len(c), x, target, given=(c,)) for x, target, c in heads])
     return Mean(torch.where(live, each, 0).sum(), live.sum(dtype=each.dtype))
 
 
@@ -81,7 +81,7 @@ def diversity(
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
     there = live.to(laid.dtype)
     each = [
-        by_rows(one, batch * len(c), by_position(x), by_position(n), given=(c,))
+        rows.by_rows(one, batch * len(c), by_position(x), by_position(n), given=(c,))
         for x, n, c in zip(laid, there, table, strict=True)
     ]
     likely, number = psum((sum(each[1:], each[0]), sum(by_position(n).sum(1) for n in there)))

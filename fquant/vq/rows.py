@@ -19,16 +19,20 @@ one, in random order; where rows are fewer, some strata are empty and draw nothi
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import random
 from ..kernels import is_direct
+from ..remat import remat
 
 if TYPE_CHECKING:
     from .book import Book
+
+TILE = 16 << 20  # bytes of distances between some rows and all codes
 
 Where = tuple[int | Tensor, int | Tensor]
 
@@ -66,7 +70,7 @@ def lay(book: Book, t: Tensor, dims: int = 0) -> Tensor:
 
 def back(book: Book, t: Tensor, x: Tensor) -> Tensor:
     """``t`` [h n *rest] as [... (h) *rest], for x [... (h) D]."""
-    return t.transpose(0, 1).reshape(*x.shape[:-1], *t.shape[2:])
+    return t.transpose(0, 1).reshape((*x.shape[:-1], *t.shape[2:]))
 
 
 def laid_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -81,6 +85,20 @@ def laid_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
     if mask.ndim >= x.ndim or mask.shape != x.shape[: mask.ndim]:
         raise ValueError(f"mask: got shape {tuple(mask.shape)} for x {tuple(x.shape)}; wanted the first dims of x")
     return lay(book, mask.reshape(*mask.shape, *[1] * (x.ndim - 1 - mask.ndim)).expand(x.shape[:-1]))
+
+
+def by_rows(f: Callable[..., Tensor], width: int, *per_row: Tensor, given: tuple[Any, ...] = ()) -> Tensor:
+    """``f(*per_row, *given)``, so many rows at a time that ``width`` numbers of each fit in a tile; results are joined.
+
+    Of several tiles, none is kept for a backward: with ``given``, what f has besides rows and is differentiated in,
+    each is made again there.
+    """
+    size = len(per_row[0])
+    step = max(1, TILE // 4 // width)
+    if size <= step:
+        return f(*per_row, *given)
+    again = remat(f, order=2) if given else f
+    return torch.cat([again(*(t[at : at + step] for t in per_row), *given) for at in range(0, size, step)])
 
 
 def finite(rows: Tensor) -> Tensor:

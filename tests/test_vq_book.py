@@ -1,0 +1,295 @@
+"""Codebooks: how they start, what rows are encoded to and codes decode to, against naive loops; and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fquant import random, tree, vq
+from fquant.io import safetensors
+
+K, D = 13, 5
+NAN, INF = float("nan"), float("inf")
+
+
+def rows(*shape, seed=0):
+    return random.normal(random.fold(random.key(21), seed), shape)
+
+
+def book(heads=None, **options):
+    made = vq.init(1, K, D, heads=heads, **options)
+    if options.get("metric") == "cosine":
+        return made
+    codes = rows(*made.codes.shape, seed=9)
+    return replace(made, codes=codes, sums=codes.clone())
+
+
+def nearest(codes, x, metric, top=1):
+    """The naive loop, of one row: the lowest index of the nearest first."""
+    far = [float((x.double() - c.double()).square().sum()) for c in codes]
+    if metric == "cosine":
+        far = [-float(x.double() @ c.double()) for c in codes]
+    return sorted(range(len(codes)), key=lambda i: (far[i], i))[:top]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+@pytest.mark.parametrize("heads", [None, 1, 3])
+def test_encode_is_the_naive_loop(heads, metric, dtype):
+    b, x = book(heads, metric=metric), rows(2, 4, *([heads] if heads else []), D).to(dtype)
+    got, few = vq.encode(b, x), vq.encode(b, x, top=4)
+    assert got.dtype == torch.int64 and got.shape == x.shape[:-1] and few.shape == (*x.shape[:-1], 4)
+    for at in torch.cartesian_prod(*map(torch.arange, x.shape[:-1])).tolist():
+        codes = b.codes[at[-1]] if heads else b.codes
+        assert few[tuple(at)].tolist() == nearest(codes, x[tuple(at)], metric, 4)
+        assert got[tuple(at)] == few[tuple(at)][0]
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 3, 4)])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_any_dims_go_before_the_last(lead, heads):
+    b = book(heads)
+    x = rows(*lead, *([heads] if heads else []), D)
+    codes = vq.encode(b, x)
+    assert codes.shape == x.shape[:-1]
+    decoded = vq.decode(b, codes)
+    assert decoded.shape == x.shape and decoded.dtype == torch.float32
+    each = b.codes if heads is None else None
+    for at, code in zip(decoded.reshape(-1, D), codes.reshape(-1).tolist(), strict=True):
+        if each is not None:
+            assert torch.equal(at, each[code])
+    out = vq.apply(b, x)
+    assert torch.equal(out.codes, codes) and torch.equal(out.x, decoded)
+
+
+def test_heads_are_books_beside_each_other():
+    b, x = book(3), rows(6, 3, D)
+    codes = vq.encode(b, x)
+    for i in range(3):
+        one = tree.map(lambda t, i=i: t[i], b)
+        assert torch.equal(vq.encode(one, x[:, i]), codes[:, i])
+        assert torch.equal(vq.decode(one, codes[:, i]), vq.decode(b, codes)[:, i])
+
+
+def test_of_equally_near_codes_the_lowest_index_counts():
+    b = book()
+    codes = torch.stack([torch.tensor([float(i % 3), 0, 0, 0, 1]) for i in range(K)])
+    b = replace(b, codes=codes)
+    x = torch.tensor([[0.0, 0, 0, 0, 1], [2, 0, 0, 0, 0], [1.5, 0, 0, 0, 1], [-1, 0, 0, 0, 9]])
+    assert vq.encode(b, x).tolist() == [0, 2, 1, 0]
+    assert vq.encode(b, x, top=4)[0].tolist() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_row_that_is_not_finite_has_no_code(bad):
+    b, x = book(), rows(4, D)
+    x[2, 1] = bad
+    codes = vq.encode(b, x)
+    assert codes[2] == -1 and (codes[[0, 1, 3]] >= 0).all()
+    assert not vq.decode(b, codes)[2].any()
+    assert (vq.encode(b, x, top=3)[2] == -1).all()
+    assert vq.sample(b, x, random.key(0))[2] == -1
+
+
+def test_cosine_codes_and_rows_are_of_unit_length():
+    b = book(metric="cosine")
+    torch.testing.assert_close(b.codes.norm(dim=-1), torch.ones(K))
+    x = rows(20, D)
+    assert torch.equal(vq.encode(b, x), vq.encode(b, 1000 * x))
+    out = vq.apply(b, x)
+    torch.testing.assert_close(out.x.norm(dim=-1), torch.ones(20))
+    assert torch.equal(vq.apply(b, torch.zeros(1, D)).codes, torch.tensor([0]))
+    free = replace(b, codes=3 * b.codes, learnable=True)
+    torch.testing.assert_close(vq.decode(free, torch.arange(K)).norm(dim=-1), torch.ones(K))
+    assert torch.equal(vq.encode(free, x), vq.encode(b, x))
+
+
+def test_affine_codes_have_the_mean_and_variance_of_rows():
+    b = book(affine=True)
+    assert torch.equal(vq.codebook(b), b.codes)  # until they have been seen
+    x = 7 * rows(400, D) + 30
+    b = vq.shift(b, vq.moments(b, x))
+    seen = vq.codebook(b).double()
+    torch.testing.assert_close(seen.mean(0), x.double().mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.var(0, correction=0), x.double().var(0, correction=0), rtol=1e-4, atol=0)
+    codes = vq.encode(b, x)
+    assert codes.tolist() == [nearest(vq.codebook(b), row, "euclidean")[0] for row in x]
+    assert torch.equal(vq.decode(b, codes), vq.codebook(b)[codes])
+    same = vq.shift(b, vq.moments(b, x[:0]))
+    assert all(torch.equal(p, q) for p, q in zip(tree.leaves(b), tree.leaves(same), strict=True))
+
+
+def test_moments_leave_out_what_does_not_count():
+    for heads in (None, 2):
+        b = book(heads, affine=True)
+        x = 1000 + rows(6, 7, *([heads] if heads else []), D)
+        mask = vq.mask(torch.tensor([7, 3, 0, 1, 7, 2]), 7)
+        want = vq.moments(b, x[mask])
+        x = torch.where(mask.reshape(6, 7, *[1] * (x.ndim - 2)), x, NAN)
+        got = vq.moments(b, x, mask)
+        for one, other in zip(tree.leaves(got), tree.leaves(want), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+        wide = x[mask].double()
+        var = vq.shift(b, got).affine.row_var.double()
+        torch.testing.assert_close(
+            var, wide.var(0, correction=0), rtol=1e-5, atol=0
+        )  # the mean is a thousand times that
+        x[0, 0] = INF
+        assert (vq.moments(b, x, mask).number == want.number - 1).all()
+
+
+def test_the_learnable_book_alone_has_a_gradient():
+    for learnable in (False, True):
+        b = book(learnable=learnable)
+        f = lambda codes, b=b: vq.decode(replace(b, codes=codes), torch.tensor([3, 3, -1, 0])).sum()
+        g = torch.func.grad(f)(b.codes)
+        assert g.sum(-1).tolist() == ([D, 0, 0, 2 * D] + [0] * (K - 4) if learnable else [0] * K)
+
+
+def test_a_start_depends_on_the_key_alone():
+    one, two = vq.init(5, K, D), vq.init(random.key(5), K, D)
+    assert torch.equal(one.codes, two.codes) and not torch.equal(one.codes, vq.init(6, K, D).codes)
+    assert vq.init(0, K, D, heads=4).codes.shape == (4, K, D)
+    heads = vq.init(0, K, D, heads=2)
+    assert not torch.equal(heads.codes[0], heads.codes[1])
+
+
+def test_samples_are_as_likely_as_their_logits_say():
+    b, x = book(), rows(1, D).expand(20000, D)
+    got = vq.sample(b, x, random.key(3), temperature=0.7).bincount(minlength=K) / 20000
+    far = (x[0].double() - b.codes.double()).norm(dim=-1)
+    want = (-far / 0.7).softmax(0)
+    assert (got - want).abs().max() < 4 * (want * (1 - want) / 20000).sqrt().max()
+    cold = vq.sample(b, rows(50, D), random.key(3), temperature=1e-4)
+    assert torch.equal(cold, vq.encode(b, rows(50, D)))
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+def test_a_sample_depends_on_the_number_of_the_row_and_not_on_the_rows_beside_it(heads, monkeypatch):
+    b, x, key = book(heads), rows(40, *([heads] if heads else []), D), random.key(3)
+    whole = vq.sample(b, x, key)
+    if heads:
+        assert not torch.equal(whole[:, 0], vq.sample(b, x[:, :1].expand_as(x), key)[:, 1])
+    number = torch.arange(40) if heads is None else torch.arange(40)[:, None].expand(40, heads)
+    assert torch.equal(whole[25:], vq.sample(b, x[25:], key, number=number[25:]))
+    monkeypatch.setattr(vq.rows, "TILE", 4 * K * 7)
+    assert torch.equal(whole, vq.sample(b, x, key))
+
+
+def test_round_trip_through_a_file(tmp_path):
+    for b in (book(), book(2, metric="cosine"), book(learnable=True, affine=True)):
+        part = vq.apply(b, rows(9, *b.codes.shape[:-2], D), random.key(1), draw=True).stats
+        safetensors.save(tmp_path / "a", {"book": b, "part": part})  # between two batches of one update
+        got = safetensors.load(tmp_path / "a")
+        assert tree.structure(got) == tree.structure({"book": b, "part": part})
+        more = vq.apply(b, rows(9, *b.codes.shape[:-2], D, seed=1)).stats
+        after = [vq.update(c, vq.add(s, more), threshold=1.0) for c, s in ((b, part), (got["book"], got["part"]))]
+        for one, other in zip(*map(tree.leaves, after), strict=True):
+            assert torch.equal(one, other)
+
+
+BAD_INIT = {
+    "no codes": ({"num_codes": 0}, "num_codes is 0; wanted at least 1"),
+    "no dims": ({"dim": 0}, "dim is 0; wanted at least 1"),
+    "no heads": ({"heads": 0}, "heads is 0; wanted at least 1"),
+    "metric": ({"metric": "l1"}, "metric is 'l1'; wanted one of euclidean, cosine"),
+    "affine": ({"metric": "cosine", "affine": True}, "affine is True with metric 'cosine'.*; use metric='euclidean'"),
+}
+
+
+@pytest.mark.parametrize("options, message", BAD_INIT.values(), ids=BAD_INIT)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        vq.init(**({"key": 0, "num_codes": K, "dim": D} | options))
+
+
+X = rows(4, D)
+BAD = {
+    "last dim": (lambda: vq.encode(book(), rows(4, 6)), ValueError, r"x: got shape \(4, 6\) for a book of 5 dims"),
+    "no dims": (
+        lambda: vq.encode(book(), torch.tensor(1.0)),
+        ValueError,
+        r"x: got shape \(\); .* wanted \[... 5\]|x: got",
+    ),
+    "heads": (lambda: vq.encode(book(3), rows(4, 2, D)), ValueError, r"x: got shape \(4, 2, 5\) .* wanted \[... 3 5\]"),
+    "integers": (lambda: vq.encode(book(), X.long()), TypeError, "x: got torch.int64; wanted a tensor of floats"),
+    "top": (lambda: vq.encode(book(), X, top=14), ValueError, "top is 14 for a book of 13 codes; wanted 1 to 13"),
+    "top 0": (lambda: vq.encode(book(), X, top=0), ValueError, "top is 0"),
+    "code": (
+        lambda: vq.decode(book(), torch.tensor([3, 13])),
+        ValueError,
+        "codes: got 13 for a book of 13; wanted 0 to 12",
+    ),
+    "below": (lambda: vq.decode(book(), torch.tensor([-2])), ValueError, "codes: got -2 for a book of 13"),
+    "code of heads": (
+        lambda: vq.decode(book(2), torch.tensor([[0, 13]])),
+        ValueError,
+        "codes: got 13 for a book of 13",
+    ),
+    "one head": (
+        lambda: vq.decode(book(2), torch.zeros(3, 1).long()),
+        ValueError,
+        r"wanted \[... 2\], a code for each",
+    ),
+    "floats": (lambda: vq.decode(book(), torch.zeros(3)), TypeError, "codes: got torch.float32; wanted int64"),
+    "int32": (lambda: vq.decode(book(), torch.zeros(3).int()), TypeError, "codes: got torch.int32"),
+    "temperature": (
+        lambda: vq.sample(book(), X, random.key(0), 0.0),
+        ValueError,
+        "temperature is 0.0; wanted one above",
+    ),
+    "given": (lambda: vq.encode_among(book(), X, max, rows(3, 2)), ValueError, r"given: got shape \(3, 2\) for x"),
+    "among heads": (
+        lambda: vq.encode_among(book(2), rows(4, 2, D), max, X),
+        ValueError,
+        "a book of 2 heads; .* use vmap",
+    ),
+    "not affine": (
+        lambda: vq.shift(book(), vq.moments(book(), X)),
+        ValueError,
+        "the book is not affine; .*affine=True",
+    ),
+    "decay": (
+        lambda: vq.shift(book(affine=True), vq.moments(book(), X), 1.0),
+        ValueError,
+        "row_decay is 1.0; wanted 0 <=",
+    ),
+    "lengths": (lambda: vq.mask(torch.tensor([3, 5]), 4), ValueError, "lengths: got 3 to 5; wanted 0 to 4"),
+    "loss": (
+        lambda: vq.apply(book(), X, losses=("l2",)),
+        ValueError,
+        "losses: got 'l2'; wanted some of commitment, cross",
+    ),
+    "cold": (
+        lambda: vq.apply(book(), X, temperature=-1.0),
+        ValueError,
+        "temperature is -1.0; wanted 0 for the nearest",
+    ),
+    "no key": (lambda: vq.apply(book(), X, draw=True), ValueError, "key is None with draw=True and temperature=0.0"),
+    "mask": (
+        lambda: vq.apply(book(), X, mask=torch.ones(3).bool()),
+        ValueError,
+        r"mask: got shape \(3,\) for x \(4, 5\)",
+    ),
+    "mask of all": (lambda: vq.apply(book(), X, mask=torch.ones(4, 5).bool()), ValueError, "mask: got shape"),
+    "float mask": (lambda: vq.apply(book(), X, mask=torch.ones(4)), TypeError, "mask: got torch.float32; wanted bool"),
+}
+
+
+@pytest.mark.parametrize("f, error, message", BAD.values(), ids=BAD)
+def test_bad_arguments(f, error, message):
+    with pytest.raises(error, match=message):
+        f()
+
+
+def test_codes_beyond_the_book_fail_in_a_capture_too():
+    import fquant
+
+    for b in (book(), book(2)):
+        decode = fquant.jit(lambda b, codes: vq.decode(b, codes))
+        heads = b.codes.shape[:-2]
+        good = torch.tensor(3).expand(4, *heads).contiguous()
+        assert torch.equal(decode(b, good), vq.decode(b, good))
+        for wrong in (K, -2):
+            with pytest.raises(IndexError):
+                decode(b, torch.tensor(wrong).expand(4, *heads).contiguous())
