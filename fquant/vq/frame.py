@@ -1,0 +1,168 @@
+"""The way into a scalar quantiser and out of it, which all of them share.
+
+    x [... dim]  ->  rows that count  ->  projected  ->  z [... c d]        c codebooks of d scalars
+    z [... c d]  ->  projected back   ->  x [... dim], in the dtype that came
+
+Whatever comes is computed in float32 at least. A row (all of the last dim) that is masked out, or holds a number that
+is not finite, is no row: it is put aside by a ``where`` before anything is computed of it, so that it reaches no sum
+and no gradient. Its code is -1, what it becomes is zero, and it is counted (:class:`RowCounts`).
+
+Projections are what a scalar quantiser has to train, and stand in the field ``params`` of its state, None where the
+sizes fit without: a tree of floats, to be differentiated as an argument:
+
+    grads = grad(lambda params: loss(replace(state, params=params)))(state.params)
+
+They are applied by ``fquant.linear``, so a weight may be Packed or Adapted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .. import random, tree
+from ..linear import linear
+from . import radix
+
+Psum = Callable[[Any], Any]  # of a tree of sums to the tree of their sums over ranks, differentiable: shard.psum
+
+
+@tree.node
+class Dense:
+    """A weight f32[out in], and a bias f32[out] or none."""
+
+    weight: Any
+    bias: Tensor | None = None
+
+
+@tree.node
+class Projections:
+    """From dim to the scalars, and back."""
+
+    enter: Dense
+    leave: Dense
+
+
+@tree.node
+class RowCounts:
+    """How many rows a call was given, each i64[]: those it ``kept``, and those that were ``masked`` out, or ``bad``,
+    which is not masked out but not finite."""
+
+    kept: Tensor
+    masked: Tensor
+    bad: Tensor
+
+
+def alone(sums: Any) -> Any:
+    """The sum over ranks where there is one."""
+    return sums
+
+
+def init(
+    name: str, key: Tensor, dim: int | None, num_codebooks: int, width: int, bias: bool | None, scales: bool = False
+) -> tuple[int, Projections | None]:
+    """The last dim of x, and projections to ``num_codebooks * width`` scalars where it is another.
+
+    They begin as torch's nn.Linear does; ``scales`` says that the first is of unit vectors and has no bias. ``bias`` is
+    None where nothing was asked for. Raises ValueError for sizes below 1, and for options of projections where none
+    are needed.
+    """
+    if num_codebooks < 1 or (dim is not None and dim < 1):
+        raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
+    inner = num_codebooks * width
+    if dim is None or dim == inner:
+        if bias is not None or scales:
+            raise ValueError(f"{name}: options of a projection, but dim is that of the scalars, {inner}; omit them")
+        return inner, None
+    biased = bias is None or bias
+    enter = Dense(random.normal(random.fold(key, "enter"), (inner, dim))) if scales else None
+    enter = enter or dense(random.fold(key, "enter"), inner, dim, biased)
+    return dim, Projections(enter, dense(random.fold(key, "leave"), dim, inner, biased))
+
+
+def dense(key: Tensor, out: int, width: int, bias: bool) -> Dense:
+    """As torch's nn.Linear begins: uniform in ±1/sqrt(width)."""
+    weight = random.kaiming_uniform(random.fold(key, "weight"), (out, width), width)
+    return Dense(weight, random.kaiming_uniform(random.fold(key, "bias"), (out,), width) if bias else None)
+
+
+def keyed(key: int | Tensor) -> Tensor:
+    """The key of an init."""
+    return random.key(key) if isinstance(key, int) else key
+
+
+def orthogonal(key: Tensor, d: int) -> Tensor:
+    """An orthogonal f32[d d], uniform among all (Mezzadri 2007: QR with the signs of R's diagonal)."""
+    q, r = torch.linalg.qr(random.normal(key, (d, d), torch.float64))
+    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).float()
+
+
+def rows(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``x`` [... dim], at least float32, with zeros for the rows that do not count, and which do, bool[...].
+
+    Raises ValueError for another last dim, or a mask of another shape; TypeError for what is no float or no mask.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: x is {x.dtype}; wanted floats")
+    if not x.ndim or x.shape[-1] != dim:
+        raise ValueError(f"{name}: x is {tuple(x.shape)}; wanted {dim} in the last dim, as init was told")
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    kept = x.isfinite().all(-1)
+    if mask is not None:
+        if mask.dtype is not torch.bool:
+            raise TypeError(f"{name}: mask is {mask.dtype}; wanted bool, True for the rows that count")
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(f"{name}: mask is {tuple(mask.shape)} beside x {tuple(x.shape)}; wanted one bool a row")
+        kept = kept & mask
+    return torch.where(kept[..., None], x, 0.0), kept
+
+
+def settle(z: Tensor, kept: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
+    """z [... c d] without the rows that have overflown on the way to it; which rows are left, and their counts."""
+    kept = kept & z.isfinite().flatten(-2).all(-1)
+    asked = torch.ones_like(kept) if mask is None else mask
+    counts = RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
+    return torch.where(kept[..., None, None], z, 0.0), kept, counts
+
+
+def enter(x: Tensor, params: Projections | None, num_codebooks: int) -> Tensor:
+    """x [... dim] -> z [... c d]."""
+    z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
+    return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
+
+
+def leave(z: Tensor, params: Projections | None, kept: Tensor) -> Tensor:
+    """z [... c d] -> x [... dim], zero in rows that are not ``kept`` bool[...]."""
+    flat = rearrange(z, "... c d -> ... (c d)")
+    x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
+    return torch.where(kept[..., None], x, 0.0)
+
+
+def joined(codes: Tensor, kept: Tensor) -> Tensor:
+    """codes [... c] -> [... c], or [...] of one codebook; -1 in rows that are not ``kept``."""
+    codes = torch.where(kept[..., None], codes, radix.NONE)
+    return codes.squeeze(-1) if codes.shape[-1] == 1 else codes
+
+
+def split(name: str, codes: Tensor, num_codebooks: int, size: int) -> tuple[Tensor, Tensor]:
+    """Checked codes of :func:`joined` -> i64[... c], and which of them are any, bool[... c]."""
+    codes = radix.checked(name, codes, size)
+    if num_codebooks == 1:
+        codes = codes[..., None]
+    elif not codes.ndim or codes.shape[-1] != num_codebooks:
+        raise ValueError(f"{name}: codes are {tuple(codes.shape)}; wanted {num_codebooks} codebooks in the last dim")
+    return codes, codes != radix.NONE
+
+
+def straight(z: Tensor, q: Tensor) -> Tensor:
+    """``q``, to the bit, with the derivatives of ``z``."""
+    return q.detach() + (z - z.detach())
+
+
+def unit(x: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
+    """``x`` at length 1; zeros stay zeros, and have derivatives."""
+    return x * x.square().sum(dim, keepdim=True).clamp(min=eps * eps).rsqrt()
