@@ -34,7 +34,8 @@ RENAMED = {
 def both(options: dict):
     torch.manual_seed(1)
     given = dict(options)
-    peer = FSP(LEVELS, quantize_rate=1.0, **{RENAMED.get(name, name): value for name, value in given.items()})
+    renamed: dict = {RENAMED.get(name, name): value for name, value in given.items()}
+    peer = FSP(LEVELS, quantize_rate=1.0, **renamed)
     if "moments" in given:
         given["moments"] = MOMENTS[given["moments"]]
     state = fsp.init(0, LEVELS, **given)

@@ -135,6 +135,12 @@ def enter(x: Tensor, params: Projections | None, num_codebooks: int) -> Tensor:
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
+def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
+    """x [... dim] -> z [... c d], the cosines of the angles between x and the rows of the weight, a Tensor."""
+    z = linear(unit(x), unit(params.enter.weight))
+    return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
+
+
 def leave(z: Tensor, params: Projections | None, kept: Tensor) -> Tensor:
     """z [... c d] -> x [... dim], zero in rows that are not ``kept`` bool[...]."""
     flat = rearrange(z, "... c d -> ... (c d)")
