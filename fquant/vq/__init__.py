@@ -1,6 +1,6 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
-from . import fsp, fsq, lfq
+from . import fsp, fsq, lfq, residual
 from .affine import Affine, Moments, moments, shift
 from .apply import apply
 from .book import Book, codebook, decode, init
@@ -16,5 +16,5 @@ __all__ = [
     "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "codebook", "commitment",
     "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among", "expire", "fsp",
     "fsq", "gumbel", "init", "kmeans", "lfq", "mask", "mean", "moments", "move", "orthogonal", "perplexity",
-    "refresh", "rotation", "sample", "shift", "stats", "straight_through", "update",
+    "refresh", "residual", "rotation", "sample", "shift", "stats", "straight_through", "update",
 ]  # fmt: skip

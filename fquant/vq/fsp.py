@@ -117,10 +117,10 @@ def encode(state: FSP, x: Tensor) -> Tensor:
     return frame.joined(radix.encode(_bins(state, _cdf(state)(z)).long(), state.levels), kept)
 
 
-def decode(state: FSP, codes: Tensor) -> Tensor:
-    """codes i[...] -> x f32[... dim]; zero for -1. Raises IndexError for a code that there is not."""
+def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes i[...] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
     codes, known = frame.split("fsp.decode", codes, 1, math.prod(state.levels))
-    u = _middle(state, radix.decode(codes, state.levels).float())
+    u = _middle(state, radix.decode(codes, state.levels).to(dtype))
     return frame.leave(_value(state, u), state.params, known.any(-1))
 
 

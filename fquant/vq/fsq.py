@@ -87,10 +87,10 @@ def encode(state: FSQ, x: Tensor) -> Tensor:
     return frame.joined(radix.encode(_round(state, _bound(state, z))[1], state.levels), kept)
 
 
-def decode(state: FSQ, codes: Tensor) -> Tensor:
-    """codes i[...], or [... c] -> x f32[... dim]; zero for -1. Raises IndexError for a code that there is not."""
+def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
     codes, known = _split("fsq.decode", state, codes)
-    return _leave(state, _value(state, radix.decode(codes, state.levels).float()), known)
+    return _leave(state, _value(state, radix.decode(codes, state.levels).to(dtype)), known)
 
 
 def decode_levels(state: FSQ, codes: Tensor) -> Tensor:

@@ -119,11 +119,11 @@ def encode(state: LFQ, x: Tensor) -> Tensor:
     return frame.joined(_codes(state, z), kept)
 
 
-def decode(state: LFQ, codes: Tensor) -> Tensor:
-    """codes i[...], or [... c] -> x f32[... dim]; zero for -1. Raises IndexError for a code that there is not."""
+def decode(state: LFQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
     codes, known = frame.split("lfq.decode", codes, state.num_codebooks, 2**state.bits)
     ones = radix.decode(codes, (2,) * state.bits).flip(-1)
-    return _leave(state, _value(state, ones > 0, torch.float32), known)
+    return _leave(state, _value(state, ones > 0, dtype), known)
 
 
 def apply(
