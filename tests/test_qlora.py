@@ -93,10 +93,15 @@ def test_two_ranks_write_everything(model, text, tmp_path):
     assert len(json.loads((out / "run.json").read_text())["ranks"]) == 2
 
 
-def test_ranks_and_what_blocks_keep_change_nothing(model, text, tmp_path):
+@pytest.mark.parametrize(
+    "others",
+    [[("fsdp=2", "selected")], pytest.param([("fsdp=2", "inputs"), ("dp=2", "all")], marks=pytest.mark.slow)],
+    ids=["selected", "others"],
+)
+def test_ranks_and_what_blocks_keep_change_nothing(model, text, tmp_path, others):
     losses = []
     given = ("--model", model, "--data", text, *SMALL, "--accumulate", "2", "--dropout", "0.1")
-    for mesh, keep in (("fsdp=1", "inputs"), ("fsdp=2", "inputs"), ("fsdp=2", "selected"), ("dp=2", "all")):
+    for mesh, keep in (("fsdp=1", "inputs"), *others):
         out = tmp_path / f"{mesh} {keep}"
         status, _, err = finish(start(*given, "--mesh", mesh, "--keep", keep, "--out", out))
         assert status == 0, err
