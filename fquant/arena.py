@@ -108,13 +108,13 @@ def place(graph: Graph) -> Placed | None:
                     copies[one] = results[i] or new.call_function(operator.getitem, (call, left.index(i)))
         elif node not in copies:
             given = [copies[near] for near in node.all_input_nodes]
-            if given and _is_seen(node) and all(near.op == "get_attr" for near in given):
+            if given and _is_seen(node) and all(near.target in tensors for near in given):
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = fixed(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
-    root = torch.nn.Module()
-    root.__dict__.update(dict.fromkeys(tensors))
+    root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
+    root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return Placed(GraphModule(root, new), nbytes, tensors)
 
 

@@ -77,6 +77,19 @@ def test_what_is_returned_is_the_caller_s():
     assert equal(first, before) and equal(first, f.__wrapped__(x, w))
 
 
+def test_constants_of_a_trace_are_no_places():
+    """Numbers that a function makes tensors of, some only viewed, beside results that lie in the memory."""
+
+    def f(x):
+        scale, shift = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.25])
+        return ((x @ x) * scale.mT @ x + shift.view(2, 1)).sum(), shift[None]
+
+    captured = jit(f)
+    for i in range(1, 4):
+        x = randn(2, 2, seed=i)
+        assert equal(captured(x), f(x)) and placed(captured).tensors
+
+
 def chain(x):
     for _ in range(4):
         x = (x @ x.mT).sqrt().neg().exp()
