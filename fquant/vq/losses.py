@@ -2,7 +2,8 @@
 
 A Mean is a sum and how many terms it has, so that ranks can add both (``quantized.py``). Rows that a mask leaves out,
 that are not finite or that have no code have no term. Everything is computed in float32 (float64 of float64), a tile of
-rows at a time where it takes distances to all codes, which are then made again in the backward.
+rows at a time where it takes distances to all codes, which are made again in the backward. (The backward of
+torch.func.grad keeps what it makes, unless it is captured.)
 
     commitment      mean square difference of rows and their codes
     cross_entropy   of softmax(logits) and codes: of those they got, or of codes that are given (Shen et al. 2023)
