@@ -29,16 +29,19 @@ def oracle(x, codes, half, top):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(module, "WIDEST", 8)
     monkeypatch.setattr(module, "TILE", {"cpu": 4 * 8 * 6})  # 6 rows of 8 codes
 
 
 @named("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("top", [1, 2, 5, 37])
-@pytest.mark.parametrize("tiles", ["one", "many"])
-def test_nearest_is_that_of_all_scores(dtype, top, tiles, request):
+@pytest.mark.parametrize("tiles", ["one", "many", "wide"])
+def test_nearest_is_that_of_all_scores(dtype, top, tiles, request, monkeypatch):
     if tiles == "many":
         request.getfixturevalue("small_tiles")
+    if tiles == "wide":
+        monkeypatch.setattr(module, "BLOCK", 2)  # so that blocks are searched first, of which there are 19
     args = given(dtype=dtype)
     (which, score), (wanted, values) = nearest(*args, top), oracle(*args, top)
     assert which.dtype == torch.int64 and torch.equal(which, wanted)
@@ -46,7 +49,10 @@ def test_nearest_is_that_of_all_scores(dtype, top, tiles, request):
 
 
 @pytest.mark.parametrize("top", [1, 3])
-def test_of_equal_scores_the_lowest_index_comes_first(top, small_tiles):
+@pytest.mark.parametrize("block", [2, 4, 64])
+def test_of_equal_scores_the_lowest_index_comes_first(top, block, small_tiles, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "WIDEST", 16)
     g = rng(1)
     codes = torch.randint(-1, 2, (1, 40, 2), generator=g).float()  # 9 different ones, so exact ties across tiles
     x = torch.randint(-2, 3, (1, 30, 2), generator=g).float()
