@@ -1,85 +1,396 @@
-"""Losses that are not a mean over rows are on a mesh what they are in one process, and so are their gradients."""
+"""Codebooks on ranks: whatever the rows of each, all have the same book, and it is that of one process on all rows.
+
+The scenarios are those in which vector-quantize-pytorch hangs, aborts or silently diverges.
+"""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.func import grad_and_value
+from torch.func import grad
 
 import shard
-from fquant import random
-from fquant.vq import fsp, lfq, mean
+from fquant import jit, optim, random, remat, tree, vq
 
 from . import ranks
-from .peers import assert_close, drawn
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own
+]
 
-SPLITS = [[20, 20], [33, 7], [0, 40], [13, 14, 13], [30, 0, 10], [0, 0, 40]]  # rows of each rank
-STATES = {
-    "lfq": lambda: lfq.init(0, 4, dim=6, gamma=1.5),
-    "lfq, softplus": lambda: lfq.init(0, 6, num_codebooks=2, dim=6, offset=1.0, spherical=True),
-    "lfq, a share": lambda: lfq.init(0, 4, dim=6, share=0.5),
-    "fsp": lambda: fsp.init(0, (5, 4, 3), dim=6, moments=fsp.KURT),
+K, D, ROWS, STEPS = 16, 4, 60, 5
+AXES = ("dp", "fsdp")
+SPLITS = {  # rows of each rank
+    "2 even": (30, 30),
+    "2 uneven": (41, 19),
+    "2, the first empty": (0, 60),
+    "2, the last empty": (60, 0),
+    "3 even": (20, 20, 20),
+    "3, one empty": (50, 0, 10),
+    "3, two empty": (0, 0, 60),
 }
-WEIGHTS = {"entropy": 1.0, "commitment": 0.25, "moments": 1.0}
+KINDS = {
+    "plain": {},
+    "cosine": {"metric": "cosine"},
+    "heads": {"heads": 2},
+    "learnable": {"learnable": True},
+    "affine": {"affine": True},
+}
 
 
-def data():
-    """All rows, whose rows 3 and 25 are bad and whose every seventh is masked out, and a key of each."""
-    x = drawn(40, 5, 6, size=0.5)
-    x[3, 2, 1] = x[25] = torch.nan
-    return x, random.fold(random.key(3), torch.arange(40)), torch.arange(200).reshape(40, 5) % 7 > 0
+def batch(step, heads=None, n=ROWS):
+    x = random.normal(random.fold(random.key(71), step), (n, *([heads] if heads else []), D))
+    return x + 0.05 * step
 
 
-def step(state, x, key, mask, psum):
-    """This rank's gradient of the losses of all, and the losses. Counts of all ranks are summed first."""
-    verbs = fsp if isinstance(state, fsp.FSP) else lfq
-    call = {} if verbs is fsp else {"inv_temperature": 2.0}
-    counts = psum({name: m.count for name, m in verbs.apply(state, x, key, mask, psum=psum, **call).losses.items()})
-
-    def loss(params):
-        got = verbs.apply(replace(state, params=params), x, key, mask, psum=psum, **call)
-        total = sum(WEIGHTS[name] * m.sum / counts[name] for name, m in got.losses.items())
-        return total + (got.x * 0.01).square().sum(), (got.losses, got.stats, got.codes)
-
-    grads, (_, aux) = grad_and_value(loss, has_aux=True)(state.params)
-    return grads, *aux
+def spread(book):
+    codes = book.codes if book.metric == "cosine" else 30 * book.codes
+    return replace(book, codes=codes, sums=codes.clone())
 
 
-def on_a_rank(name, split):
-    mesh = shard.mesh(fsdp=len(split))
-    psum = lambda sums: shard.psum(sums, mesh, ("dp", "fsdp"))
-    state = STATES[name]()
-    start = sum(split[: dist.get_rank()])
-    x, key, mask = (t[start : start + split[dist.get_rank()]] for t in data())
-    with shard.traffic() as seen:
-        grads, losses, stats, codes = step(state, x, key, mask, psum)
-    grads = shard.reduce(grads, mesh)
-    return grads, {name: mean(m) for name, m in psum(losses).items()}, psum(stats), codes, seen.count("all_reduce")
+def kept(step, rows):
+    """Some rows are masked, and some are broken: on one rank all of them."""
+    return torch.rand(ROWS, generator=torch.Generator().manual_seed(step)) > 0.3
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("name", STATES)
-def test_a_mesh_is_one_process(name, split):
-    state = STATES[name]()
-    grads, losses, stats, codes = step(state, *data(), lambda sums: sums)
-    wanted = grads, {name: mean(m) for name, m in losses.items()}, stats
-    got = ranks.run(len(split), on_a_rank, name, split)
-    for found in got:
-        assert_close(found[:3], wanted, 1e-6)
-    assert torch.equal(torch.cat([found[3] for found in got]), codes)
-    assert len({found[4] for found in got}) == 1 and got[0][4] > 0  # whatever rows a rank has
+def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
+    """``steps`` of training on the rows ``cut`` of every batch; what comes out, and the collectives of each step.
+
+    Without a mesh the rows are all there are.
+    """
+    psum = partial(shard.psum, mesh=mesh, axes=AXES) if mesh else lambda t: t
+    book, opt = spread(vq.init(3, K, D, **options)), optim.sgd(0.5)
+    state, values, counts = opt.init(book.codes), [], []
+
+    def loss(codes, book, x, key, mask, where, total):
+        out = vq.apply(replace(book, codes=codes), x, key, mask=mask, draw=True, where=where, losses=("commitment",))
+        return out.losses["commitment"].sum / total, out
+
+    def step(book, state, x, key, mask, where):
+        total = torch.tensor(float(ROWS * D))  # what every rank knows of the whole batch
+        grads, (value, out) = torch.func.grad_and_value(loss, has_aux=True)(
+            book.codes, book, x, key, mask, where, total
+        )
+        sums = {"stats": out.stats, "grads": grads, "value": value}
+        if book.affine is not None:  # in float64, so another collective
+            sums["moments"] = vq.moments(book, x, mask)
+        sums = psum(sums)
+        if book.learnable:
+            updates, state = opt.update(sums["grads"], state, book.codes)
+            book = replace(book, codes=optim.apply(book.codes, updates))
+        book = vq.update(book, sums["stats"], threshold=1.0)
+        return (
+            (vq.shift(book, sums["moments"]) if book.affine is not None else book),
+            state,
+            sums["value"],
+            sums["stats"],
+        )
+
+    step = jit(step) if captured else step
+    for i in range(steps):
+        x, mask = batch(i, options.get("heads"))[cut], kept(i, cut)[cut] if masked else None
+        where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
+        if masked:
+            x = torch.where(torch.arange(ROWS)[cut].reshape(-1, *[1] * (x.ndim - 1)) % 13 == 5, torch.nan, x)
+        with shard.traffic() as traffic:
+            book, state, value, stats = step(book, state, x, random.fold(random.key(9), i), mask, where)
+        values.append(value)
+        counts.append([call[:2] for call in traffic.calls])
+    return {"book": book, "values": values, "stats": stats}, counts
 
 
-def alone(name):
-    mine = data()[0][dist.get_rank() * 20 : dist.get_rank() * 20 + 20]
-    return lfq.entropies(STATES[name](), mine, inv_temperature=2.0)[1]
+def cut_of(sizes):
+    first = sum(sizes[: dist.get_rank()])
+    return slice(first, first + sizes[dist.get_rank()])
 
 
-def test_without_the_sum_the_entropy_of_the_mean_is_another():
-    """What the peer has: each rank's own."""
-    state = STATES["lfq"]()
-    wanted = lfq.entropies(state, data()[0], inv_temperature=2.0)[1]
-    assert all((found - wanted).abs() > 1e-3 for found in ranks.run(2, alone, "lfq"))
+def ranked(sizes, options, **how):
+    return run(shard.mesh(fsdp=len(sizes)), cut_of(sizes), options, **how)
+
+
+def same(results, want):
+    """Equal between ranks to the bit, and to one process within 1e-6."""
+    for got in results[1:]:
+        for one, other in zip(tree.leaves(got), tree.leaves(results[0]), strict=True):
+            assert torch.equal(one, other)
+    for (path, one), other in zip(tree.items(results[0]), tree.leaves(want), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda m, p=path: f"{p}: {m}")
+
+
+RUNS = [
+    pytest.param(split, kind, marks=[] if kind == "plain" or split == "2 uneven" else pytest.mark.slow)
+    for split in SPLITS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize("split, kind", RUNS)
+def test_training_is_that_of_one_process(split, kind):
+    want, _ = run(None, slice(None), KINDS[kind])
+    results, counts = zip(*ranks.run(len(SPLITS[split]), ranked, SPLITS[split], KINDS[kind], timeout=10.0), strict=True)
+    same(results, want)
+    assert (want["stats"].hits > 0).all() and (want["book"].codes - spread(vq.init(3, K, D, **KINDS[kind])).codes).any()
+    heads = KINDS[kind].get("heads", 1)
+    for calls in [call for one in counts for call in one]:
+        first, *rest = calls
+        grads = heads * K * D
+        assert first == ("all_reduce", 4 * (heads * K * (2 * D + 2) + 2 + grads + 1))
+        assert len(rest) == (kind == "affine")
+
+
+@pytest.mark.parametrize("split", ["2 uneven", "3, one empty"])
+def test_masks_and_broken_rows(split):
+    for kind in ("plain", "heads"):
+        want, _ = run(None, slice(None), KINDS[kind], masked=True)
+        assert want["stats"].lost > 0 and want["stats"].kept < 50 * KINDS[kind].get("heads", 1)
+        results = ranks.run(len(SPLITS[split]), partial(ranked, masked=True), SPLITS[split], KINDS[kind], timeout=10.0)
+        same([one for one, _ in results], want)
+
+
+def test_captured_steps_are_those_of_one_process_too():
+    want, _ = run(None, slice(None), {})
+    results = ranks.run(2, partial(ranked, captured=True), (41, 19), {}, timeout=30.0)
+    same([one for one, _ in results], want)
+    assert all(len(calls) == 1 for _, counts in results for calls in counts)
+
+
+def plain_bytes(sizes):
+    mesh, book = shard.mesh(fsdp=2), vq.init(0, K, D)
+    x = batch(0)[cut_of(sizes)]
+    with shard.traffic() as traffic:
+        vq.ema(book, shard.psum(vq.stats(book, x, vq.encode(book, x)), mesh, AXES))
+    return traffic.calls
+
+
+def test_an_update_is_one_sum_of_counts_and_sums():
+    assert ranks.run(2, plain_bytes, (30, 30)) == [[("all_reduce", 4 * (K * (D + 1) + 2), 2)]] * 2
+
+
+def clustered(sizes, options, masked):
+    mesh, cut = shard.mesh(fsdp=len(sizes)), cut_of(sizes)
+    x, mask = batch(0, options.get("heads"))[cut], kept(0, cut)[cut] if masked else None
+    with shard.traffic() as traffic:
+        where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
+        psum = partial(shard.psum, mesh=mesh, axes=AXES)
+        book = vq.kmeans(vq.init(3, K, D, **options), x, random.key(1), 5, mask=mask, where=where, psum=psum)
+    return book, traffic.count("all_reduce")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "cosine", "heads"])
+@pytest.mark.parametrize("split", ["2, the first empty", "3, one empty"])
+def test_kmeans_is_that_of_one_process(split, kind, masked):
+    """Its start too, which is another draw of rows in vector-quantize-pytorch, and an error with heads."""
+    options, mask = KINDS[kind], kept(0, None) if masked else None
+    x = batch(0, options.get("heads"))
+    want = vq.kmeans(vq.init(3, K, D, **options), x, random.key(1), 5, mask=mask)
+    results, counts = zip(*ranks.run(len(SPLITS[split]), clustered, SPLITS[split], options, masked), strict=True)
+    same(results, want)
+    assert set(counts) == {1 + 1 + 5}  # the numbers of rows, the first rows, an iteration each
+
+
+def too_few(sizes):
+    mesh = shard.mesh(fsdp=len(sizes))
+    x = batch(0, n=sum(sizes))[cut_of(sizes)]
+    psum = partial(shard.psum, mesh=mesh, axes=AXES)
+    return vq.kmeans(vq.init(3, K, D), x, random.key(1), where=shard.rows(len(x), mesh, AXES), psum=psum)
+
+
+def test_kmeans_of_fewer_rows_than_codes_is_refused_on_all_ranks():
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, too_few, (9, 3), timeout=10.0)
+    messages = [failure.message for failure in caught.value.failures.values()]
+    assert len(messages) == 2 and all("kmeans: got 12 rows for 16 codes" in message for message in messages)
+
+
+def unnumbered(sizes):
+    mesh = shard.mesh(fsdp=2)
+    book, x = vq.init(3, K, D), batch(0)[cut_of(sizes)]
+    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True).stats, mesh, AXES)
+    return vq.update(book, stats, threshold=2.0)
+
+
+def test_rows_that_were_not_numbered_over_the_ranks_are_refused_on_all():
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, unnumbered, (30, 30), timeout=10.0)
+    messages = [failure.message for failure in caught.value.failures.values()]
+    assert len(messages) == 2 and all("rows of one number" in message for message in messages)
+
+
+# --- what hangs or diverges elsewhere
+
+
+def uneven_batches(batches):
+    """Ranks with different numbers of batches: who has none left brings no rows."""
+    mesh, rank = shard.mesh(fsdp=len(batches)), dist.get_rank()
+    book = spread(vq.init(3, K, D))
+    for i in range(max(batches)):
+        x = batch(10 * rank + i, n=20 if i < batches[rank] else 0)
+        where = shard.rows(len(x), mesh, AXES)
+        stats = shard.psum(vq.apply(book, x, random.fold(random.key(0), i), draw=True, where=where).stats, mesh, AXES)
+        book = vq.update(book, stats, threshold=1.0)
+    return book
+
+
+@pytest.mark.parametrize("batches", [(3, 1), (0, 2), (1, 4, 2)])
+def test_uneven_numbers_of_batches(batches):
+    book = spread(vq.init(3, K, D))
+    for i in range(max(batches)):
+        x = torch.cat([batch(10 * rank + i, n=20) for rank, n in enumerate(batches) if i < n])
+        book = vq.update(book, vq.apply(book, x, random.fold(random.key(0), i), draw=True).stats, threshold=1.0)
+    same(ranks.run(len(batches), uneven_batches, batches, timeout=10.0), book)
+
+
+def evaluated_on_one_rank(sizes):
+    """Rank 0 evaluates, encodes, and quantises once more than the others: nothing in these talks."""
+    mesh, book = shard.mesh(fsdp=2), spread(vq.init(3, K, D, affine=True))
+    x = batch(0)[cut_of(sizes)]
+    if dist.get_rank() == 0:
+        vq.decode(book, vq.encode(book, x, top=3))
+        vq.apply(book, x, random.key(5), draw=True, where=(0, ROWS), temperature=1.0)
+        vq.ema(book, vq.stats(book, x, vq.encode(book, x)))
+    stats = shard.psum(vq.apply(book, x).stats, mesh, AXES)
+    frozen = dist.get_rank() == 0  # keeps its book, and still brings what it has seen
+    return vq.ema(book, stats), book if frozen else vq.ema(book, stats)
+
+
+def test_evaluation_or_a_frozen_book_on_one_rank():
+    book = spread(vq.init(3, K, D, affine=True))
+    want = vq.ema(book, vq.apply(book, batch(0)).stats)
+    results = ranks.run(2, evaluated_on_one_rank, (41, 19), timeout=10.0)
+    same([one for one, _ in results], want)
+    assert torch.equal(results[0][1].codes, book.codes) and torch.equal(results[1][1].codes, results[1][0].codes)
+
+
+def branch_on_one_rank(sizes):
+    """The rows of one rank do not go through the codebook, or are all masked, while codes are dead."""
+    mesh, book = shard.mesh(fsdp=2), replace(spread(vq.init(3, K, D)), counts=torch.zeros(K))
+    x = batch(0)[cut_of(sizes)]
+    mask = torch.full((len(x),), dist.get_rank() == 1)
+    where = shard.rows(mask.sum(), mesh, AXES)
+    stats = shard.psum(vq.apply(book, x, random.key(0), mask=mask, draw=True, where=where).stats, mesh, AXES)
+    return vq.update(book, stats, threshold=2.0)
+
+
+def test_a_mask_that_is_empty_on_one_rank_while_codes_are_dead():
+    book, x = replace(spread(vq.init(3, K, D)), counts=torch.zeros(K)), batch(0)[41:]
+    want = vq.update(book, vq.apply(book, x, random.key(0), draw=True).stats, threshold=2.0)
+    assert (want.counts == 2).sum() > K // 2
+    same(ranks.run(2, branch_on_one_rank, (41, 19), timeout=10.0), want)
+
+
+def accumulated(sizes):
+    mesh, book, cut = shard.mesh(fsdp=len(sizes)), spread(vq.init(3, K, D)), cut_of(sizes)
+    x = batch(0)[cut]
+    parts = [vq.apply(book, part).stats for part in x.tensor_split(3)]  # without a collective
+    return vq.ema(book, shard.psum(vq.add(*parts), mesh, AXES))
+
+
+@pytest.mark.parametrize("sizes", [(41, 19), (50, 0, 10)])
+def test_accumulated_batches_are_one(sizes):
+    book = spread(vq.init(3, K, D))
+    same(ranks.run(len(sizes), accumulated, sizes, timeout=10.0), vq.ema(book, vq.apply(book, batch(0)).stats))
+
+
+def recomputed(sizes):
+    """A quantiser inside of what is computed again in the backward: its stats are counted once."""
+    mesh, book, x = shard.mesh(fsdp=2), spread(vq.init(3, K, D)), batch(0)[cut_of(sizes)]
+
+    def block(w, book, x):
+        out = vq.apply(book, x @ w)
+        return vq.mean(out.losses["commitment"]), out.stats
+
+    loss = lambda w, book, x: remat(block)(w, book, x)
+    g, stats = grad(loss, has_aux=True)(torch.eye(D), book, x)
+    plain, _ = grad(block, has_aux=True)(torch.eye(D), book, x)
+    assert torch.equal(g, plain)
+    return vq.ema(book, shard.psum(stats, mesh, AXES))
+
+
+def test_a_recompute_counts_nothing_twice():
+    book = spread(vq.init(3, K, D))
+    same(ranks.run(2, recomputed, (41, 19), timeout=10.0), vq.ema(book, vq.apply(book, batch(0)).stats))
+
+
+def swapped(sizes):
+    """Two quantisers that ranks come to in different order: sums are taken where both are done."""
+    mesh, books = shard.mesh(fsdp=2), {name: spread(vq.init(seed, K, D)) for seed, name in enumerate("ab")}
+    xs = {name: batch(seed)[cut_of(sizes)] for seed, name in enumerate("ab")}
+    order = "ab" if dist.get_rank() == 0 else "ba"
+    stats = {name: vq.apply(books[name], xs[name]).stats for name in order}
+    with shard.traffic() as traffic:
+        stats = shard.psum([stats["a"], stats["b"]], mesh, AXES)
+    assert traffic.count("all_reduce") == 1
+    return [vq.ema(books[name], s) for name, s in zip("ab", stats, strict=True)]
+
+
+def test_quantisers_in_another_order():
+    books = [spread(vq.init(seed, K, D)) for seed in range(2)]
+    want = [vq.ema(book, vq.apply(book, batch(seed)).stats) for seed, book in enumerate(books)]
+    same(ranks.run(2, swapped, (41, 19), timeout=10.0), want)
+
+
+def replicas():
+    """Ranks along fsdp have the same rows, as tensor parallel ones have: they are not counted twice."""
+    mesh = shard.mesh(dp=2, fsdp=2)
+    book, x = spread(vq.init(3, K, D)), batch(0).tensor_split(2)[mesh.get_local_rank("dp")]
+    where = shard.rows(len(x), mesh, ("dp",))
+    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True, where=where).stats, mesh, ("dp",))
+    return vq.update(book, stats, threshold=1.0)
+
+
+def test_replicas_of_rows_count_once():
+    book = spread(vq.init(3, K, D))
+    want = vq.update(book, vq.apply(book, batch(0), random.key(0), draw=True).stats, threshold=1.0)
+    same(ranks.run(4, replicas, timeout=10.0), want)
+
+
+def diverse(sizes):
+    """The batch is split over ranks; positions are 5."""
+    mesh, book = shard.mesh(fsdp=len(sizes)), replace(spread(vq.init(3, K, D)), learnable=True)
+    x = batch(0).reshape(-1, 5, D)[cut_of(sizes)]
+    psum = partial(shard.psum, mesh=mesh, axes=AXES)
+
+    def loss(x, codes):
+        mean = vq.diversity(replace(book, codes=codes), x, 2.0, psum=psum)
+        return mean.sum / (len(sizes) * 5), mean
+
+    (dx, dcodes), mean = grad(loss, (0, 1), has_aux=True)(x, book.codes)
+    return vq.mean(psum(mean)), psum(dcodes), dx
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (0, 12), (5, 0, 7)])
+def test_diversity_and_its_gradients_are_those_of_the_whole_batch(sizes):
+    book, x = replace(spread(vq.init(3, K, D)), learnable=True), batch(0).reshape(-1, 5, D)
+    loss = lambda x, codes: vq.mean(vq.diversity(replace(book, codes=codes), x, 2.0))
+    dx, dcodes = grad(loss, (0, 1))(x, book.codes)
+    results = ranks.run(len(sizes), diverse, sizes, timeout=10.0)
+    same([one[:2] for one in results], (loss(x, book.codes), dcodes))
+    torch.testing.assert_close(torch.cat([one[2] for one in results]), dx, rtol=1e-5, atol=1e-7)
+
+
+def numbered(axes, over, sizes):
+    mesh = shard.mesh(**axes)
+    with shard.traffic() as traffic:
+        found = shard.rows(sizes[dist.get_rank()], mesh, over)
+        same = shard.rows(torch.tensor(sizes[dist.get_rank()]), mesh, over)
+    assert [t.dtype for t in found] == [torch.int64] * 2 and all(map(torch.equal, found, same))
+    return tuple(map(int, found)), len(traffic.calls)
+
+
+@pytest.mark.parametrize(
+    ("axes", "over", "sizes", "want", "sums"),
+    [
+        ({"fsdp": 3}, AXES, (4, 0, 7), [(0, 11), (4, 11), (4, 11)], 2),
+        ({"fsdp": 1}, AXES, (5,), [(0, 5)], 0),
+        ({"fsdp": 2}, (), (5, 6), [(0, 5), (0, 6)], 0),
+        ({"dp": 2, "fsdp": 2}, AXES, (1, 2, 3, 4), [(0, 10), (1, 10), (3, 10), (6, 10)], 2),
+        ({"dp": 2, "fsdp": 2}, ("dp",), (1, 1, 3, 3), [(0, 4), (0, 4), (1, 4), (1, 4)], 2),
+        ({"dp": 2, "fsdp": 2}, ("fsdp",), (1, 2, 3, 4), [(0, 3), (1, 3), (0, 7), (3, 7)], 2),
+    ],
+)
+def test_rows_are_numbered_over_ranks(axes, over, sizes, want, sums):
+    assert ranks.run(len(sizes), numbered, axes, over, sizes) == [(each, sums) for each in want]

@@ -82,7 +82,7 @@ def diversity(
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
     there = live.to(laid.dtype)
     each = [
-        rows.by_rows(one, batch * len(c), by_position(x), by_position(n), given=(c,))
+        rows.by_rows(one, max(1, batch) * len(c), by_position(x), by_position(n), given=(c,))
         for x, n, c in zip(laid, there, table, strict=True)
     ]
     likely, number = psum((sum(each[1:], each[0]), sum(by_position(n).sum(1) for n in there)))
