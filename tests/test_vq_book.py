@@ -130,7 +130,9 @@ def test_moments_leave_out_what_does_not_count():
         for one, other in zip(tree.leaves(got), tree.leaves(want), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
         wide = x[mask].double()
-        var = vq.shift(b, got).affine.row_var.double()
+        of = vq.shift(b, got).affine
+        assert of is not None
+        var = of.row_var.double()
         torch.testing.assert_close(
             var, wide.var(0, correction=0), rtol=1e-5, atol=0
         )  # the mean is a thousand times that

@@ -20,7 +20,9 @@ def rows(*shape, seed=0):
 def start(book, x, key):
     """The rows that k-means begins at."""
     none = torch.zeros(x.shape[:-1], dtype=torch.int64)
-    return vq.stats(book, x, none, key=random.fold(key, "start")).drawn
+    drawn = vq.stats(book, x, none, key=random.fold(key, "start")).drawn
+    assert drawn is not None
+    return drawn
 
 
 def lloyd(means, x, iterations):

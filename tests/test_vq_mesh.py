@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 import shard
 from fquant import jit, optim, random, remat, tree, vq
@@ -51,7 +51,7 @@ def spread(book):
     return replace(book, codes=codes, sums=codes.clone())
 
 
-def kept(step, rows):
+def kept(step):
     """Some rows are masked, and some are broken: on one rank all of them."""
     return torch.rand(ROWS, generator=torch.Generator().manual_seed(step)) > 0.3
 
@@ -71,9 +71,8 @@ def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
 
     def step(book, state, x, key, mask, where):
         total = torch.tensor(float(ROWS * D))  # what every rank knows of the whole batch
-        grads, (value, out) = torch.func.grad_and_value(loss, has_aux=True)(
-            book.codes, book, x, key, mask, where, total
-        )
+        f = grad_and_value(loss, has_aux=True)
+        grads, (value, out) = f(book.codes, book, x, key, mask, where, total)
         sums = {"stats": out.stats, "grads": grads, "value": value}
         if book.affine is not None:  # in float64, so another collective
             sums["moments"] = vq.moments(book, x, mask)
@@ -82,16 +81,12 @@ def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
             updates, state = opt.update(sums["grads"], state, book.codes)
             book = replace(book, codes=optim.apply(book.codes, updates))
         book = vq.update(book, sums["stats"], threshold=1.0)
-        return (
-            (vq.shift(book, sums["moments"]) if book.affine is not None else book),
-            state,
-            sums["value"],
-            sums["stats"],
-        )
+        book = vq.shift(book, sums["moments"]) if book.affine is not None else book
+        return book, state, sums["value"], sums["stats"]
 
     step = jit(step) if captured else step
     for i in range(steps):
-        x, mask = batch(i, options.get("heads"))[cut], kept(i, cut)[cut] if masked else None
+        x, mask = batch(i, options.get("heads"))[cut], kept(i)[cut] if masked else None
         where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
         if masked:
             x = torch.where(torch.arange(ROWS)[cut].reshape(-1, *[1] * (x.ndim - 1)) % 13 == 5, torch.nan, x)
@@ -171,7 +166,7 @@ def test_an_update_is_one_sum_of_counts_and_sums():
 
 def clustered(sizes, options, masked):
     mesh, cut = shard.mesh(fsdp=len(sizes)), cut_of(sizes)
-    x, mask = batch(0, options.get("heads"))[cut], kept(0, cut)[cut] if masked else None
+    x, mask = batch(0, options.get("heads"))[cut], kept(0)[cut] if masked else None
     with shard.traffic() as traffic:
         where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
         psum = partial(shard.psum, mesh=mesh, axes=AXES)
@@ -184,7 +179,7 @@ def clustered(sizes, options, masked):
 @pytest.mark.parametrize("split", ["2, the first empty", "3, one empty"])
 def test_kmeans_is_that_of_one_process(split, kind, masked):
     """Its start too, which is another draw of rows in vector-quantize-pytorch, and an error with heads."""
-    options, mask = KINDS[kind], kept(0, None) if masked else None
+    options, mask = KINDS[kind], kept(0) if masked else None
     x = batch(0, options.get("heads"))
     want = vq.kmeans(vq.init(3, K, D, **options), x, random.key(1), 5, mask=mask)
     results, counts = zip(*ranks.run(len(SPLITS[split]), clustered, SPLITS[split], options, masked), strict=True)
