@@ -1,6 +1,6 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
-from . import fsp, fsq, lfq, residual
+from . import binary, fsp, fsq, latent, lfq, projection, residual
 from .affine import Affine, Moments, moments, shift
 from .apply import apply
 from .book import Book, codebook, decode, init
@@ -13,8 +13,8 @@ from .rows import mask
 from .update import Stats, add, ema, expire, move, perplexity, refresh, stats, update
 
 __all__ = [
-    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "codebook", "commitment",
+    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "binary", "codebook", "commitment",
     "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among", "expire", "fsp",
-    "fsq", "gumbel", "init", "kmeans", "lfq", "mask", "mean", "moments", "move", "orthogonal", "perplexity",
-    "refresh", "residual", "rotation", "sample", "shift", "stats", "straight_through", "update",
+    "fsq", "gumbel", "init", "kmeans", "latent", "lfq", "mask", "mean", "moments", "move", "orthogonal", "perplexity",
+    "projection", "refresh", "residual", "rotation", "sample", "shift", "stats", "straight_through", "update",
 ]  # fmt: skip

@@ -124,9 +124,13 @@ def rows(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, T
 def settle(z: Tensor, kept: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """z [... c d] without the rows that have overflown on the way to it; which rows are left, and their counts."""
     kept = kept & z.isfinite().flatten(-2).all(-1)
+    return torch.where(kept[..., None, None], z, 0.0), kept, counted(kept, mask)
+
+
+def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
+    """The counts of rows of which those ``kept`` are left."""
     asked = torch.ones_like(kept) if mask is None else mask
-    counts = RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
-    return torch.where(kept[..., None, None], z, 0.0), kept, counts
+    return RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
 
 
 def enter(x: Tensor, params: Projections | None, num_codebooks: int) -> Tensor:

@@ -1,0 +1,106 @@
+"""Random-projection quantisation, whose codes are targets to predict, as in BEST-RQ (Chiu et al. 2022).
+
+    state = projection.init(key, dim=80, num_codes=8192, width=16)
+    targets = projection.encode(state, features)            # i64[... heads], or [...] of one
+
+Each row is normalised to mean 0 and variance 1, projected by a random matrix (Xavier), and its code is that of the
+vector of a random codebook with the smallest angle to it. Nothing is trained, and nothing has a gradient: what comes
+out, and what codes decode to, are vectors of that codebook, of length 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .. import random, tree
+from . import frame
+from .frame import RowCounts
+from .quantized import Quantized
+
+TILE = 1024  # codes that all rows are compared with at a time
+
+
+@tree.node
+class Projection:
+    """``heads`` projections, each with a codebook of its own."""
+
+    weight: Tensor  # f32[heads width dim]
+    vectors: Tensor  # f32[heads codes width], of length 1
+    norm: bool = tree.static(default=True)
+
+
+def init(
+    key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
+) -> Projection:
+    """A state for x f[... dim], projected to ``width``; ``norm`` False takes rows as they are.
+
+    Raises ValueError for sizes below 1, and for rows of one number, of which the norm leaves nothing.
+    """
+    sizes = {"dim": dim, "num_codes": num_codes, "width": width, "num_codebooks": num_codebooks}
+    if wrong := [f"{name} is {n}" for name, n in sizes.items() if n < 1]:
+        raise ValueError(f"projection.init: {', '.join(wrong)}; wanted at least 1")
+    if norm and dim == 1:
+        raise ValueError("projection.init: dim is 1, and a row of one number has no variance; use norm=False")
+    key = frame.keyed(key)
+    weight = random.normal(random.fold(key, "weight"), (num_codebooks, width, dim)) * (2 / (dim + width)) ** 0.5
+    vectors = random.normal(random.fold(key, "vectors"), (num_codebooks, num_codes, width))
+    return Projection(weight, frame.unit(vectors), norm)
+
+
+def encode(state: Projection, x: Tensor) -> Tensor:
+    """x f[... dim] -> codes i64[...], or [... heads] of several; -1 for a row that is not finite."""
+    z, kept, _ = _enter("projection.encode", state, x, None)
+    return frame.joined(_nearest(state, z), kept)
+
+
+def decode(state: Projection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes i[...], or [... heads] -> their vectors [... heads·width], side by side, in ``dtype``; zero for -1.
+
+    Raises IndexError for one that is none.
+    """
+    heads, num_codes, _ = state.vectors.shape
+    codes, known = frame.split("projection.decode", codes, heads, num_codes)
+    each = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
+    found = torch.stack([vectors[some] for some, vectors in each], -2)  # [... heads width]
+    return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
+
+
+def apply(state: Projection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+    """The codes of x f[... dim], and their vectors [... heads·width], which have no gradient; no losses.
+
+    Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
+    """
+    z, kept, counts = _enter("projection.apply", state, x, mask)
+    codes = frame.joined(_nearest(state, z), kept)
+    return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
+
+
+def logits(state: Projection, x: Tensor) -> Tensor:
+    """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
+    z, _, _ = _enter("projection.logits", state, x, None)
+    return torch.einsum("...he,hke->...hk", frame.unit(z), state.vectors.to(z.dtype))
+
+
+def update(state: Projection, stats: RowCounts) -> Projection:
+    """The state itself: nothing of it is learned."""
+    return state
+
+
+def _enter(name: str, state: Projection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
+    """z [... heads width]."""
+    x, kept = frame.rows(name, x, state.weight.shape[-1], mask)
+    if state.norm:
+        x = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    return frame.settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept, mask)
+
+
+def _nearest(state: Projection, z: Tensor) -> Tensor:
+    """The first code of the largest product with z [... heads width], whose length does not matter: [... heads]."""
+    best, codes = z.new_full(z.shape[:-1], -torch.inf), torch.zeros(z.shape[:-1], dtype=torch.int64, device=z.device)
+    for start in range(0, state.vectors.shape[1], TILE):
+        tile = state.vectors[:, start : start + TILE].detach().to(z.dtype)
+        found, at = torch.einsum("...he,hke->...hk", z.detach(), tile).max(-1)
+        best, codes = torch.maximum(best, found), torch.where(found > best, at + start, codes)
+    return codes
