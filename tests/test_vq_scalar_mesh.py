@@ -9,7 +9,7 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import random
-from fquant.vq import fsp, lfq, mean
+from fquant.vq import fsp, lfq, mean, residual
 
 from . import ranks
 from .peers import assert_close, drawn
@@ -21,6 +21,8 @@ STATES = {
     "lfq": lambda: lfq.init(0, 4, dim=6, gamma=1.5),
     "lfq, softplus": lambda: lfq.init(0, 6, num_codebooks=2, dim=6, offset=1.0, spherical=True),
     "lfq, a share": lambda: lfq.init(0, 4, dim=6, share=0.5),
+    "lfq, groups": lambda: lfq.init(0, 4, dim=6, num_codebooks=2, group=2, rotation=True),
+    "residual lfq": lambda: residual.init_lfq(0, 4, 3, dim=6, dropout=True, share=0.7),
     "fsp": lambda: fsp.init(0, (5, 4, 3), dim=6, moments=fsp.KURT),
 }
 WEIGHTS = {"entropy": 1.0, "commitment": 0.25, "moments": 1.0}
@@ -35,13 +37,13 @@ def data():
 
 def step(state, x, key, mask, psum):
     """This rank's gradient of the losses of all, and the losses. Counts of all ranks are summed first."""
-    verbs = fsp if isinstance(state, fsp.FSP) else lfq
+    verbs = {fsp.FSP: fsp, lfq.LFQ: lfq, residual.Residual: residual}[type(state)]
     call = {} if verbs is fsp else {"inv_temperature": 2.0}
     counts = psum({name: m.count for name, m in verbs.apply(state, x, key, mask, psum=psum, **call).losses.items()})
 
     def loss(params):
         got = verbs.apply(replace(state, params=params), x, key, mask, psum=psum, **call)
-        total = sum(WEIGHTS[name] * m.sum / counts[name] for name, m in got.losses.items())
+        total = sum((WEIGHTS[name] * m.sum / counts[name].clamp(min=1)).sum() for name, m in got.losses.items())
         return total + (got.x * 0.01).square().sum(), (got.losses, got.stats, got.codes)
 
     grads, (_, aux) = grad_and_value(loss, has_aux=True)(state.params)

@@ -166,7 +166,8 @@ def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -
 
     Raises ValueError for more codes than layers, IndexError for a code that there is not.
     """
-    return _leave(state, decode_layers(state, codes, dtype).sum(-2), (codes != radix.NONE).any(-1))
+    first, *others = decode_layers(state, codes, dtype).unbind(-2)
+    return _leave(state, sum(others, first), (codes != radix.NONE).any(-1))  # added in the order of apply, to the bit
 
 
 def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
