@@ -8,7 +8,7 @@ from torch.func import grad
 from vector_quantize_pytorch import FSQ
 
 from fquant import random, tree
-from fquant.vq import fsq
+from fquant.vq import frame, fsq
 
 from .peers import assert_close, drawn, like, ours, theirs
 
@@ -143,6 +143,13 @@ def test_a_fixed_rotation_is_orthogonal_and_of_its_key():
     assert a is not None and b is not None and again is not None
     torch.testing.assert_close(a @ a.T, torch.eye(4))
     assert torch.equal(a, again) and not torch.allclose(a, b)
+
+
+def test_rotations_are_uniform_among_all():
+    """Of each entry the mean is 0 and the mean square 1/d; plain QR has diagonals of one sign."""
+    turns = torch.stack([frame.orthogonal(random.key(seed), 3) for seed in range(400)]).double()
+    assert turns.mean(0).abs().max() < 5 * math.sqrt(1 / 3 / 400)
+    assert (turns.square().mean(0) - 1 / 3).abs().max() < 5 * math.sqrt((1 / 5 - 1 / 9) / 400)
 
 
 WRONG = {

@@ -21,7 +21,7 @@ def both(heads, norm):
     make = partial(RandomProjectionQuantizer, dim=12, codebook_size=50, codebook_dim=6, norm=norm)
     peers = [make() for _ in range(heads)]
     weight = torch.cat([peer.rand_projs for peer in peers]).mT
-    return peers, projection.Projection(weight, torch.cat([peer.vq.codebook for peer in peers]).detach(), norm)
+    return peers, projection.RandomProjection(weight, torch.cat([peer.vq.codebook for peer in peers]).detach(), norm)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -59,7 +59,7 @@ def test_codes_are_of_the_smallest_angle_whatever_the_tile(num_codes):
 
 def test_equal_vectors_have_the_first_code():
     state = projection.init(0, 4, 3000, 3)
-    same = projection.Projection(state.weight, state.vectors[:, :1].expand(-1, 3000, -1), True)
+    same = projection.RandomProjection(state.weight, state.vectors[:, :1].expand(-1, 3000, -1), True)
     assert projection.encode(same, drawn(20, 4)).eq(0).all()
 
 

@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vmap
 
 from fquant import func, jit, random, tree
 from fquant.io import safetensors
-from fquant.vq import binary, fsp, fsq, latent, lfq, projection, residual
+from fquant.vq import binary, frame, fsp, fsq, latent, lfq, projection, residual
 
 from .peers import assert_close, drawn
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 CASES = {  # a state, and how many codes
     "fsq": (fsq, fsq.init(0, (8, 5, 5)), 200),
-    "fsq, projected": (fsq, fsq.init(1, (5, 5, 5), 6, num_codebooks=2, rotation=True), 125),
+    "fsq, projected": (fsq, fsq.init(1, (5, 5, 5), 7, num_codebooks=2, rotation=True), 125),
     "fsq, noisy": (fsq, fsq.init(2, (5, 4), 6, symmetric=True, noise_dropout=0.5), 20),
     "fsp": (fsp, fsp.init(3, (8, 5, 5), moments=fsp.KURT), 200),
     "fsp, projected": (fsp, fsp.init(4, (8, 5, 5), 6, inverse=True, distribution="normal", quantize_rate=0.3), 200),
@@ -40,7 +40,7 @@ DIFFERENTIABLE = [name for name in CASES if name != "projection"]
 
 def width(state):
     """The last dim of x."""
-    if isinstance(state, projection.Projection):
+    if isinstance(state, projection.RandomProjection):
         return state.weight.shape[-1]
     return state.bits if isinstance(state, binary.Binary) else state.dim
 
@@ -95,6 +95,52 @@ def test_a_code_is_that_of_what_it_decodes_to(name):
     if name == "residual lfq":
         codes = torch.stack([codes, codes.flip(0), codes.roll(5)], -1)
     assert torch.equal(verbs.encode(state, verbs.decode(state, codes)), codes)
+
+
+@pytest.mark.parametrize(
+    "verbs, state",
+    [
+        (fsq, fsq.init(0, (5, 4, 3), num_codebooks=3, rotation=True)),
+        (lfq, lfq.init(0, 3, num_codebooks=3)),
+        (latent, latent.init(0, (5, 4, 3), num_codebooks=3)),
+        (projection, projection.init(0, 6, 20, 3, num_codebooks=3)),
+    ],
+    ids=["fsq", "lfq", "latent", "projection"],
+)
+def test_a_codebook_without_a_code_adds_nothing(verbs, state):
+    whole, some = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, -1, 3], [-1, -1, -1]])
+    wanted = verbs.decode(state, whole).unflatten(-1, (3, 3)) * (some >= 0)[..., None]
+    assert torch.equal(verbs.decode(state, some), wanted.flatten(-2))
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "projected" in name or name == "residual fsq"])
+def test_a_row_that_overflows_on_its_way_is_a_bad_one(name):
+    """A projection makes no number of it, as inf - inf is none."""
+    verbs, state, _ = CASES[name]
+    state = tree.map_at(r".*enter\.weight", lambda t: 4 * torch.ones_like(t), state)
+    x = rows(name, 5)
+    x[2, ::2], x[2, 1::2] = 3e38, -3e38
+    got, wanted = call(name)(state, x), call(name)(state, x[[0, 1, 3, 4]])
+    assert got.x[2].eq(0).all() and got.codes[2].eq(-1).all() and verbs.encode(state, x)[2].eq(-1).all()
+    assert [int(n) for n in tree.leaves(got.stats)] == [4, 0, 1]
+    assert_close(got.losses, wanted.losses)
+    slope = grad(lambda p: scalar(name)(replace(state, params=p), x))(state.params)
+    assert all(t.isfinite().all() for t in tree.leaves(slope))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-19, 1.0, 1e19, 1e30])
+def test_a_direction_is_that_of_a_row_of_any_length(size):
+    """And so are its derivatives; what is nothing stays it."""
+    x, v = drawn(20, 5).double(), drawn(20, 5, seed=1).double()
+    x[0, 1:] = 0
+    exact = lambda x: torch.nn.functional.normalize(x, dim=-1)
+    assert_close(frame.unit((size * x).float()), exact(x).float(), 1e-6)
+    slope = lambda f, x: grad(lambda x: (f(x) * v).sum())(x)
+    assert_close(slope(frame.unit, size * x) * size, slope(exact, x), 1e-9)
+    curve = lambda f: grad(lambda x: (slope(f, x) * v).sum())(x)
+    assert_close(curve(frame.unit), curve(exact), 1e-9)
+    zeros = torch.zeros(2, 5)
+    assert frame.unit(zeros).eq(0).all() and grad(lambda x: frame.unit(x).sum())(zeros).eq(1).all()
 
 
 @every

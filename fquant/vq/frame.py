@@ -63,11 +63,11 @@ def alone(sums: Any) -> Any:
 
 
 def init(
-    name: str, key: Tensor, dim: int | None, num_codebooks: int, width: int, bias: bool | None, scales: bool = False
+    name: str, key: Tensor, dim: int | None, num_codebooks: int, width: int, bias: bool | None, cosine: bool = False
 ) -> tuple[int, Projections | None]:
     """The last dim of x, and projections to ``num_codebooks * width`` scalars where it is another.
 
-    They begin as torch's nn.Linear does; ``scales`` says that the first is of unit vectors and has no bias. ``bias`` is
+    They begin as torch's nn.Linear does; one for :func:`cosine` begins as a normal one, and has no bias. ``bias`` is
     None where nothing was asked for. Raises ValueError for sizes below 1, and for options of projections where none
     are needed.
     """
@@ -75,13 +75,13 @@ def init(
         raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
     inner = num_codebooks * width
     if dim is None or dim == inner:
-        if bias is not None or scales:
+        if bias is not None or cosine:
             raise ValueError(f"{name}: options of a projection, but dim is that of the scalars, {inner}; omit them")
         return inner, None
+    to, back = random.fold(key, "enter"), random.fold(key, "leave")
     biased = bias is None or bias
-    enter = Dense(random.normal(random.fold(key, "enter"), (inner, dim))) if scales else None
-    enter = enter or dense(random.fold(key, "enter"), inner, dim, biased)
-    return dim, Projections(enter, dense(random.fold(key, "leave"), dim, inner, biased))
+    first = Dense(random.normal(to, (inner, dim))) if cosine else dense(to, inner, dim, biased)
+    return dim, Projections(first, dense(back, dim, inner, biased))
 
 
 def dense(key: Tensor, out: int, width: int, bias: bool) -> Dense:
@@ -121,10 +121,10 @@ def rows(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, T
     return torch.where(kept[..., None], x, 0.0), kept
 
 
-def settle(z: Tensor, kept: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    """z [... c d] without the rows that have overflown on the way to it; which rows are left, and their counts."""
+def settle(z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """z [... c d] with zeros for the rows that have overflown on the way to it, and which rows are left."""
     kept = kept & z.isfinite().flatten(-2).all(-1)
-    return torch.where(kept[..., None, None], z, 0.0), kept, counted(kept, mask)
+    return torch.where(kept[..., None, None], z, 0.0), kept
 
 
 def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
@@ -133,10 +133,10 @@ def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
     return RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
 
 
-def enter(x: Tensor, params: Projections | None, num_codebooks: int) -> Tensor:
-    """x [... dim] -> z [... c d]."""
+def enter(x: Tensor, kept: Tensor, params: Projections | None, num_codebooks: int) -> tuple[Tensor, Tensor]:
+    """x [... dim] -> z [... c d], settled."""
     z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
-    return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
+    return settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept)
 
 
 def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
@@ -173,6 +173,8 @@ def straight(z: Tensor, q: Tensor) -> Tensor:
     return q.detach() + (z - z.detach())
 
 
-def unit(x: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
-    """``x`` at length 1; zeros stay zeros, and have derivatives."""
-    return x * x.square().sum(dim, keepdim=True).clamp(min=eps * eps).rsqrt()
+def unit(x: Tensor) -> Tensor:
+    """``x`` [... d] at length 1, however long it is; zeros stay zeros, and their gradient as it is."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1.0)  # which changes no direction, and so no derivative
+    return x * x.square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()

@@ -155,7 +155,8 @@ def update(state: FSP, stats: RowCounts) -> FSP:
 
 def _enter(name: str, state: FSP, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     x, kept = frame.rows(name, x, state.dim, mask)
-    return frame.settle(frame.enter(x, state.params, 1), kept, mask)
+    z, kept = frame.enter(x, kept, state.params, 1)
+    return z, kept, frame.counted(kept, mask)
 
 
 def _cdf(state: FSP) -> Callable[[Tensor], Tensor]:

@@ -127,12 +127,13 @@ def update(state: FSQ, stats: RowCounts) -> FSQ:
 
 def _enter(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     x, kept = frame.rows(name, x, state.dim, mask)
-    z = frame.enter(x, state.params, state.num_codebooks)  # [... c d]
+    z, kept = frame.enter(x, kept, state.params, state.num_codebooks)  # [... c d]
     if state.scale is not None:
         z = z / _row(state.scale, z)
     if state.rotation is not None:
         z = z @ state.rotation.to(z.dtype)
-    return frame.settle(z, kept, mask)
+    z, kept = frame.settle(z, kept)
+    return z, kept, frame.counted(kept, mask)
 
 
 def _split(name: str, state: FSQ, codes: Tensor) -> tuple[Tensor, Tensor]:

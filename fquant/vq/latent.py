@@ -98,7 +98,8 @@ def update(state: Latent, stats: RowCounts) -> Latent:
 
 def _enter(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     x, kept = frame.rows(name, x, state.dim, mask)
-    return frame.settle(frame.enter(x, state.params.projections, state.num_codebooks), kept, mask)
+    z, kept = frame.enter(x, kept, state.params.projections, state.num_codebooks)
+    return z, kept, frame.counted(kept, mask)
 
 
 def _nearest(state: Latent, z: Tensor) -> Tensor:

@@ -183,14 +183,14 @@ def _enter(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tenso
     if state.params is not None and state.cosine is not None:
         z = frame.cosine(x, state.params, state.num_codebooks) * state.cosine  # [... c d]
     else:
-        z = frame.enter(x, state.params, state.num_codebooks)
+        z, kept = frame.enter(x, kept, state.params, state.num_codebooks)
     if state.clamp is not None:
         z = torch.tanh(z / state.clamp) * state.clamp
     if state.rotation is not None:
-        z = z @ state.rotation.to(z.dtype)
+        z, kept = frame.settle(z @ state.rotation.to(z.dtype), kept)
     if state.spherical:
         z = frame.unit(z) * state.scale
-    return frame.settle(z, kept, mask)
+    return z, kept, frame.counted(kept, mask)
 
 
 def _leave(state: LFQ, q: Tensor, known: Tensor) -> Tensor:

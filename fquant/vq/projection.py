@@ -23,7 +23,7 @@ TILE = 1024  # codes that all rows are compared with at a time
 
 
 @tree.node
-class Projection:
+class RandomProjection:
     """``heads`` projections, each with a codebook of its own."""
 
     weight: Tensor  # f32[heads width dim]
@@ -33,7 +33,7 @@ class Projection:
 
 def init(
     key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
-) -> Projection:
+) -> RandomProjection:
     """A state for x f[... dim], projected to ``width``; ``norm`` False takes rows as they are.
 
     Raises ValueError for sizes below 1, and for rows of one number, of which the norm leaves nothing.
@@ -46,16 +46,16 @@ def init(
     key = frame.keyed(key)
     weight = random.normal(random.fold(key, "weight"), (num_codebooks, width, dim)) * (2 / (dim + width)) ** 0.5
     vectors = random.normal(random.fold(key, "vectors"), (num_codebooks, num_codes, width))
-    return Projection(weight, frame.unit(vectors), norm)
+    return RandomProjection(weight, frame.unit(vectors), norm)
 
 
-def encode(state: Projection, x: Tensor) -> Tensor:
+def encode(state: RandomProjection, x: Tensor) -> Tensor:
     """x f[... dim] -> codes i64[...], or [... heads] of several; -1 for a row that is not finite."""
     z, kept, _ = _enter("projection.encode", state, x, None)
     return frame.joined(_nearest(state, z), kept)
 
 
-def decode(state: Projection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes i[...], or [... heads] -> their vectors [... heads·width], side by side, in ``dtype``; zero for -1.
 
     Raises IndexError for one that is none.
@@ -67,7 +67,7 @@ def decode(state: Projection, codes: Tensor, dtype: torch.dtype = torch.float32)
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
 
 
-def apply(state: Projection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
     """The codes of x f[... dim], and their vectors [... heads·width], which have no gradient; no losses.
 
     Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
@@ -77,26 +77,27 @@ def apply(state: Projection, x: Tensor, key: Tensor | None = None, mask: Tensor 
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
 
 
-def logits(state: Projection, x: Tensor) -> Tensor:
+def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
     z, _, _ = _enter("projection.logits", state, x, None)
     return torch.einsum("...he,hke->...hk", frame.unit(z), state.vectors.to(z.dtype))
 
 
-def update(state: Projection, stats: RowCounts) -> Projection:
+def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
     """The state itself: nothing of it is learned."""
     return state
 
 
-def _enter(name: str, state: Projection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
+def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """z [... heads width]."""
     x, kept = frame.rows(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    return frame.settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept, mask)
+    z, kept = frame.settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept)
+    return z, kept, frame.counted(kept, mask)
 
 
-def _nearest(state: Projection, z: Tensor) -> Tensor:
+def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
     """The first code of the largest product with z [... heads width], whose length does not matter: [... heads]."""
     best, codes = z.new_full(z.shape[:-1], -torch.inf), torch.zeros(z.shape[:-1], dtype=torch.int64, device=z.device)
     for start in range(0, state.vectors.shape[1], TILE):

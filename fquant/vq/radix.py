@@ -3,7 +3,7 @@
     levels (8, 5, 5)     digits [... 3], the first below 8, the others below 5     codes = d0 + 8·d1 + 40·d2
 
 The first digit is the least significant. All of it is in int64, which is exact as long as the levels' product is below
-2^63; a code of -1 is none at all, and its digits are those of zero.
+2^63; a code of -1 is none at all, and its digits, though there are some, say nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels import is_direct
 NONE = -1  # the code of a row that has none
 
 
-def check(name: str, levels: tuple[int, ...], most: int = 2**62) -> tuple[int, ...]:
+def check(name: str, levels: tuple[int, ...], most: int) -> tuple[int, ...]:
     """``levels`` as a tuple of ints; ValueError for none, one below 2 or above ``most``, or a product of 2^63."""
     levels = tuple(int(n) for n in levels)
     if not levels or min(levels) < 2 or max(levels) > most:
@@ -37,9 +37,8 @@ def encode(digits: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
     """codes i64[...] -> digits i64[... d]."""
-    codes = codes.clamp(min=0)[..., None]  # those of NONE
     sizes = torch.tensor(levels, device=codes.device)
-    return codes.div(_weights(levels, codes), rounding_mode="floor") % sizes
+    return codes[..., None].div(_weights(levels, codes), rounding_mode="floor") % sizes
 
 
 def checked(name: str, codes: Tensor, size: int) -> Tensor:

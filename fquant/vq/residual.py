@@ -213,12 +213,11 @@ def update(state: Residual, stats: RowCounts) -> Residual:
 def _enter(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """What is left for the first layer [... d], which rows count, and their counts."""
     x, kept = frame.rows(name, x, state.dim, mask)
-    z = frame.enter(x, state.params, 1)  # [... 1 d]
+    z, kept = frame.enter(x, kept, state.params, 1)  # [... 1 d]
     if state.clamp is not None:
         bound = torch.tensor(state.clamp, dtype=z.dtype, device=z.device)
         z = torch.tanh(z / bound) * bound
-    z, kept, counts = frame.settle(z, kept, mask)
-    return z.squeeze(-2), kept, counts
+    return z.squeeze(-2), kept, frame.counted(kept, mask)
 
 
 def _leave(state: Residual, out: Tensor, known: Tensor) -> Tensor:
