@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 
 from fquant import LOCAL, NF4_DQ, cost, graph, jit, lora, optim, quantize, random, tree
 from fquant.capture import trace
@@ -128,6 +128,7 @@ JOINED = {  # what is one program, and what is none: programs with the number of
     "in place": (lambda x, y: (x * y).sub_(y).mul_(x), [3], []),
     "filled": (lambda x, y: torch.full_like(x, 0.3).sub_(y) * x, [2], []),
     "the shape of a constant": (lambda x, y: torch.full((6, 6), 2.0) * x[0] + 1, [], ["add", "full", "mul", "select"]),
+    "a number beside mapped scalars": (lambda x, y: vmap(lambda t: 0.5 * t.sum())(x) + 1, [2], ["_to_copy", "sum"]),
     "transposed": (lambda x, y: x.mT * 2 + y.mT, [], ["add", "mul", "transpose", "transpose"]),
     "too long": (lambda x, y: sum([x * i for i in range(60)], y), [STEPS, STEPS - 1, 119 - 2 * STEPS, 2], []),
 }
