@@ -112,7 +112,7 @@ def test_mapped():
 
 def test_captured_and_counted():
     args = given()
-    graph = make_fx(lambda *t: nearest(*t, 1), tracing_mode="fake")(*args)
+    graph = make_fx(lambda x, codes, half: nearest(x, codes, half), tracing_mode="fake")(*args)
     assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"].count("fquant.nearest.default") == 1
     assert torch.equal(graph(*args)[0], nearest(*args)[0])
     with FakeTensorMode():
