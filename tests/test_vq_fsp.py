@@ -136,8 +136,10 @@ def test_what_is_shaken_has_the_gradient_of_what_is_not():
     assert grad(lambda z: fsp.apply(inverse, z, random.key(1)).x.sum())(z).eq(1).all()
 
 
-def test_shaken_to_the_edge_the_inverse_is_finite():
-    state = fsp.init(0, (2,), distribution="cauchy", inverse=True)
+@pytest.mark.parametrize("distribution", fsp.DISTRIBUTIONS)
+def test_at_the_edge_the_inverse_is_finite(distribution):
+    """Where u is 0 or 1, and is not shaken because it would leave."""
+    state = fsp.init(0, (2,), distribution=distribution, inverse=True)
     z = torch.tensor([[-1e30], [1e30], [-1e7], [1e7]]).repeat(1000, 1)
     assert fsp.apply(state, z, random.key(0)).x.isfinite().all()
 

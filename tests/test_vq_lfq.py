@@ -150,6 +150,20 @@ def test_gradients_of_entropies_are_those_of_all_codes():
     assert grad(got)(1e6 * x).isfinite().all() and grad(got)(torch.zeros_like(x)).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_certain_rows_have_no_entropy_and_no_gradient_however_large(dtype):
+    state, size = lfq.init(0, 6), torch.finfo(dtype).max
+    x = size * torch.tensor([[1.0, -1, 1, 1, -1, 1], [1, 1, 1, 1, 1, 1]], dtype=dtype)
+    each, of_mean = lfq.entropies(state, x)
+    assert each == 0 and abs(of_mean - math.log(2.0)) < 1e-6
+    assert grad(lambda x: sum(lfq.entropies(state, x)))(x).eq(0).all()
+    for logit in (50.0, 87.0) + (700.0,) * (dtype is torch.float64):  # as far as there is one, it is there
+        x = torch.full((1, 6), logit / 400, dtype=dtype)
+        a = 400 * x[0, 0].double()
+        found = lfq.entropies(state, x)[0].double()
+        torch.testing.assert_close(found, 6 * (1 + a) * (-a).exp(), rtol=1e-5, atol=0)
+
+
 def test_many_codes_that_are_alike_have_all_their_entropy():
     """The peer takes the logarithm of 1e-5 for that of all below: of 2^18 equal codes it finds 11.5 of 12.5 nats."""
     state = lfq.init(0, 18)

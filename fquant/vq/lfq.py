@@ -37,6 +37,7 @@ from .frame import Projections, Psum, RowCounts, alone, straight
 from .quantized import Mean, Quantized
 
 ACTIVATIONS = {"identity": lambda z: z, "tanh": torch.tanh}  # whose gradients may pass straight through
+CERTAIN = 1e3  # a logit of a bit whose other value has probability 0, of float64 too
 MOST_TOGETHER = 24  # bits whose patterns' probabilities are in one tensor
 
 
@@ -221,6 +222,7 @@ def _entropies(
         z, kept = _some(state.share, z, kept, random.fold(key, "share"))
     weight, num_codebooks = kept.reshape(-1).to(z.dtype), z.shape[-2]  # [n]
     a = 4.0 * inv_temperature * _size(state) * z.reshape(-1, *z.shape[-2:])
+    a = a.clamp(-CERTAIN, CERTAIN)  # which changes no digit, but inf * 0 would be no number
     a = rearrange(a, "n c (g b) -> (c g) n b", b=state.group or state.bits)
     on, off = torch.sigmoid(a), torch.sigmoid(-a)
     each = -(on * F.logsigmoid(a) + off * F.logsigmoid(-a)).sum((0, 2))  # [n]
