@@ -7,7 +7,7 @@ import torch
 from torch.func import grad
 from vector_quantize_pytorch import FSQ
 
-from fquant import random, tree
+from fquant import INT8, dequantize, lora, quantize, random, tree
 from fquant.vq import frame, fsq
 
 from .peers import assert_close, drawn, like, ours, theirs
@@ -97,6 +97,18 @@ def test_a_projected_state_keeps_its_floats_for_narrow_rows():
     x = drawn(10, 6).bfloat16()
     slope = grad(lambda p: fsq.apply(tree.map_at("params", lambda _: p, state), x).x.float().square().sum())
     assert {t.dtype for t in tree.leaves(slope(state.params))} == {torch.float32}
+
+
+def test_a_projection_may_be_packed_and_adapted():
+    state = fsq.init(0, (5, 5, 5), dim=8)
+    packed = tree.map_at(r"params\.enter\.weight", lambda w: quantize(w, INT8), state)
+    plain = tree.map_at(r"params\.enter\.weight", dequantize, packed)
+    x = drawn(20, 8)
+    assert_close(fsq.apply(packed, x).x, fsq.apply(plain, x).x)
+    adapters = lora.init(packed, r"params\.enter\.weight", rank=2)
+    slope = grad(lambda a: fsq.apply(lora.attach(packed, a), x).x.square().sum())(adapters)
+    assert slope["params.enter.weight"].b.ne(0).any()
+    assert torch.equal(fsq.encode(lora.attach(packed, adapters), x), fsq.encode(packed, x))
 
 
 def test_noise_is_where_and_what_it_says():
