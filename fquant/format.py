@@ -2,11 +2,14 @@
 
 A format says how many bits a code has, what value each code stands for, how many elements share a scale, and how the
 scales themselves are kept. It is a frozen value with no behaviour: a new format is a line in this file, a variation is
-``dataclasses.replace(NF4, block=128)``, and double quantisation is a format whose ``scale`` is another format.
+``dataclasses.replace(NF4, block=128)``, and double quantisation is a format whose ``scale`` is another format. Values
+come from one of three places: a table that is part of the format, the integers themselves, or vectors that are learned
+from each array and kept beside its codes.
 
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
 optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables are those of
-bitsandbytes to the bit, so that codes and scales are interchangeable with it.
+bitsandbytes to the bit, so that codes and scales are interchangeable with it. Sums of learned vectors, Babenko &
+Lempitsky 2014 (additive quantization); of weights, Egiazarian et al. 2024 (AQLM).
 """
 
 from __future__ import annotations
@@ -20,8 +23,28 @@ import torch
 
 from .tree import value
 
+CODES = 256  # vectors of a stage: a code of theirs is a byte
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NAMES: dict[str, Format] = {}  # the formats of this file, which have a short text
+
+
+@value
+@dataclass(frozen=True)
+class Vectors:
+    """What codes of learned vectors stand for: ``dim`` elements along a row are the sum of ``stages`` vectors.
+
+    Each stage has 256 vectors of its own, so an element has 8 · stages / dim bits.
+
+    Raises ValueError for sizes below 1.
+    """
+
+    dim: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"vectors: {name} is {getattr(self, name)}; wanted at least 1")
 
 
 @value
@@ -32,15 +55,16 @@ class Format:
     name    lower case, unique; what a command line and a file call it
     bits    4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
     block   elements along a row that share one scale; None: the whole row
-    table   the value of every code, in units of the scale; None: codes are int8 in units of scale / 127
+    table   the value of every code, in units of the scale; None: codes are int8 in units of scale / 127, or vectors
     scale   the format in which scales are kept; None: float32
     flat    blocks run over the flattened array and may straddle rows
     center  the mean is subtracted before quantising and kept as ``Packed.offset``
+    vectors of what size vectors are that are learned and kept as ``Packed.vectors``; None: none are
     text    the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON for one that is not in this file
 
     plain   this format with its scales in float32
 
-    Raises ValueError for a block size or a table that the format cannot have.
+    Raises ValueError for a block size, a table or another field that the format cannot have.
     """
 
     name: str
@@ -50,6 +74,7 @@ class Format:
     scale: Format | None = None
     flat: bool = False
     center: bool = False
+    vectors: Vectors | None = None
     text: ClassVar[str]
     plain: ClassVar[Format]
 
@@ -66,9 +91,20 @@ class Format:
             )
         if self.table is None and self.bits != 8:
             raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
+        if self.vectors is not None:
+            self._check_vectors(self.vectors)
         # Made here and kept, since torch.compile can read an attribute but not make a value on the way.
         object.__setattr__(self, "text", _spell(self))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
+
+    def _check_vectors(self, vectors: Vectors) -> None:
+        for name in ("table", "scale", "flat", "center"):
+            if getattr(self, name):
+                raise ValueError(f"{self.name}: vectors that are learned do not go with {name}; leave it out")
+        if self.bits != 8:
+            raise ValueError(f"{self.name}: bits is {self.bits}; a code of {CODES} vectors has 8")
+        if self.block is not None and self.block % vectors.dim:
+            raise ValueError(f"{self.name}: block is {self.block}; wanted whole vectors of {vectors.dim} elements")
 
     def __hash__(self) -> int:
         return hash(self.text)  # a string keeps its hash; the fields, with tables of hundreds of values, do not
@@ -113,8 +149,10 @@ NF4 = Format("nf4", bits=4, block=64, table=_NF4)
 NF4_DQ = replace(NF4, name="nf4_dq", scale=DYNAMIC8)
 FP4 = Format("fp4", bits=4, block=64, table=_FP4)
 INT8 = Format("int8", bits=8, block=None)
+VQ2 = Format("vq2", bits=8, block=None, vectors=Vectors(dim=8, stages=2))
+VQ3 = Format("vq3", bits=8, block=None, vectors=Vectors(dim=8, stages=3))
 
-FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8)}
+FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8, VQ2, VQ3)}
 
 _NAMES.update(FORMATS, dynamic8=DYNAMIC8)
 for _format in _NAMES.values():
@@ -134,8 +172,9 @@ def read(text: str) -> Format:
 
 
 def _from_dict(parts: dict[str, Any]) -> Format:
-    table, scale = parts["table"], parts["scale"]
-    return Format(**parts | {"table": table and tuple(table), "scale": scale and _from_dict(scale)})
+    table, scale, vectors = parts["table"], parts["scale"], parts["vectors"]
+    nested = {"scale": scale and _from_dict(scale), "vectors": vectors and Vectors(**vectors)}
+    return Format(**parts | {"table": table and tuple(table)} | nested)
 
 
 def parse(name: str, block: int | None = None) -> Format:
@@ -155,4 +194,6 @@ def num_blocks(format: Format, width: int) -> int:
 
 def num_bytes(format: Format, width: int) -> int:
     """How many bytes the codes of a row of ``width`` elements take."""
+    if format.vectors is not None:
+        return -(-width // format.vectors.dim) * format.vectors.stages
     return -(-width * format.bits // 8)

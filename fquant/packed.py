@@ -6,6 +6,9 @@
 The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 * ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
+* A format that learns vectors has ``vectors`` f32[stages·256·dim], flat and one list for the whole array, and ``codes``
+  u8[out, in·stages/dim]: those of all stages of a group of ``dim`` elements side by side, rows padded to whole groups.
+  Its ``scale`` is a root mean square a block. (Being flat, the list is no rows of the weight, and travels whole.)
 * ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
 * Blocks run along rows; the last block of a row may be short. Where ``in`` is a multiple of the block size this is
   bitsandbytes' flat layout, reshaped, and equal to it byte for byte.
@@ -28,8 +31,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from . import kernels, lazy
-from .format import Format
+from . import kernels, lazy, learn
+from .format import Format, num_bytes
 from .kernels.spec import FLOATS, Spec, scales, split
 from .lazy import Lazy
 from .tree import node, static
@@ -45,43 +48,49 @@ class Packed:
     shape: tuple[int, ...] = static()
     dtype: torch.dtype = static()
     offset: Tensor | None = None
+    vectors: Tensor | None = None
 
 
 @overload
-def quantize(w: Tensor, format: Format) -> Packed: ...
+def quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Packed: ...
 @overload
-def quantize(w: Lazy, format: Format) -> Lazy: ...
-def quantize(w: Tensor | Lazy, format: Format) -> Packed | Lazy:
+def quantize(w: Lazy, format: Format, importance: Tensor | None = None) -> Lazy: ...
+def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None) -> Packed | Lazy:
     """Quantise ``w`` f32, bf16 or f16 [... in] to ``format``.
+
+    ``importance`` f[in] or f[... in], for formats that learn vectors, says how much the squared error of each column,
+    or element, counts beside others: of a weight of ``linear``, the mean square of its inputs.
 
     Meta tensors give a Packed of meta tensors, and a Lazy one that quantises what it reads.
 
     Not differentiable and not to be vmapped: it looks at the values, to refuse NaN and infinity.
 
-    Raises TypeError for another dtype, ValueError for a scalar or values that are not finite.
+    Raises TypeError for another dtype, ValueError for a scalar or values that are not finite, and for importance that
+    is of another shape, negative or not finite, or that the format has no use for.
     """
     if isinstance(w, Lazy):
-        return lazy.map(partial(quantize, format=format), w)
+        return lazy.map(partial(quantize, format=format, importance=importance), w)
     if not isinstance(w, Tensor):
         raise TypeError(f"quantize got a {type(w).__name__}; wanted a tensor")
     if w.dtype not in FLOATS:
         raise TypeError(f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}")
     if w.ndim == 0 or w.numel() == 0:
         raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted at least one element along one dim")
+    if importance is not None:
+        _check_importance(importance, w, format)
     w = w.detach()
     shape, dtype = tuple(w.shape), w.dtype
     offset = w.float().mean() if format.center else None
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
-    codes, absmax = kernels.encode(rows, format)
-    _check_finite(rows, absmax, format)
+    codes, absmax, vectors = _encode(rows, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
         codes, absmax = (part.reshape(*shape[:-1], part.shape[-1]) for part in (codes, absmax))
     scale = absmax if format.scale is None else quantize(absmax, format.scale)
-    return Packed(codes, scale, format, shape, dtype, offset)
+    return Packed(codes, scale, format, shape, dtype, offset, vectors)
 
 
 def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor:
@@ -92,15 +101,19 @@ def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor:
 def buffers(p: Packed) -> list[Tensor]:
     """``tree.leaves(p)``, without the time that takes: a row's product is not much longer."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
-    return found if p.offset is None else [*found, p.offset]
+    if p.offset is not None:
+        found.append(p.offset)
+    if p.vectors is not None:
+        found.append(p.vectors)
+    return found
 
 
 def rebuild(format: Format, shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Tensor]) -> Packed:
     """The Packed whose leaves are ``buffers``, in the order of ``tree.leaves``: all else follows from these three."""
     spec = Spec(format, shape, dtype)
-    codes, scale, offset = split(spec, buffers)
+    codes, scale, offset, vectors = split(spec, buffers)
     nested = scale[0] if format.scale is None else rebuild(*scales(spec), scale)
-    return Packed(codes, nested, format, shape, dtype, offset)
+    return Packed(codes, nested, format, shape, dtype, offset, vectors)
 
 
 def cut(p: Packed, dim: int, start: int, stop: int) -> Packed:
@@ -132,8 +145,35 @@ def cut(p: Packed, dim: int, start: int, stop: int) -> Packed:
             f"cut between blocks or quantize with a smaller one"
         )
     first, last = start // block, -(-stop // block)
-    codes = p.codes[:, start * p.format.bits // 8 : -(-stop * p.format.bits // 8)]
+    codes = p.codes[:, num_bytes(p.format, start) : num_bytes(p.format, stop)]
     return replace(p, codes=codes, scale=scale[:, first:last], shape=(out, stop - start))
+
+
+def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes [r bytes], scales [r blocks] and, of a format that learns them, vectors."""
+    if format.vectors is None:
+        codes, absmax = kernels.encode(rows, format)
+        _check_finite(rows, absmax, format)
+        return codes, absmax, None
+    rms = learn.scales(rows, format)
+    _check_finite(rows, rms, format)
+    if importance is not None:
+        importance = importance.detach().expand(*rows.shape) if importance.ndim == 1 else importance.reshape(rows.shape)
+    codes, vectors = learn.learn(rows, rms, format, importance)
+    return codes, rms, vectors
+
+
+def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
+    if format.vectors is None:
+        raise ValueError(f"{format.name} has no use for importance; leave it out, or quantize to a format of vectors")
+    shape, wanted = tuple(importance.shape), tuple(w.shape)
+    if shape not in (wanted, wanted[-1:]) or not importance.is_floating_point() or importance.device != w.device:
+        got = f"{_name(importance.dtype)} {shape} on {importance.device}"
+        raise ValueError(f"importance: got {got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
+    if importance.is_meta:
+        return
+    if not bool((importance.isfinite() & (importance >= 0)).all()) or not bool((importance > 0).any()):
+        raise ValueError("importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
 def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:

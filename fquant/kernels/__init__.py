@@ -15,7 +15,8 @@ had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu
 ``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, those of a loss of logits, in
 ``nll.py``, of norms, in ``norm.py``, of attention, in ``attention.py``, of silu, in ``silu.py``, and the elementwise
 programs of captured graphs, in ``pointwise.py``, go by the same table. The op of the nearest of many rows, in
-``nearest.py``, is torch's matrix product in tiles on every device.
+``nearest.py``, is torch's matrix product in tiles on every device; so are products with arrays of learned vectors, in
+``vectors.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format, num_blocks, num_bytes, read
-from . import reference
-from .spec import FLOATS, Spec, check
+from . import reference, vectors
+from .spec import FLOATS, Spec, check, code_dtype
 
 VARIABLE = "FQUANT_KERNELS"
 BACKENDS = ("reference", "cpu", "triton")
@@ -139,17 +140,21 @@ def _warn_once(name: str, reason: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+def _of(format: Format, device: torch.device) -> ModuleType:
+    """What computes with arrays of ``format`` on ``device``."""
+    return backend(device.type)[1] if format.vectors is None else vectors
+
+
 def _encode(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    _check_rows(rows)
-    return backend(rows.device.type)[1].encode(rows, read(format))
+    _check_rows(rows, kind := read(format))
+    return backend(rows.device.type)[1].encode(rows, kind)
 
 
 def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    _check_rows(rows)
-    kind, (*outer, width) = read(format), rows.shape
-    codes = torch.int8 if kind.table is None else torch.uint8
+    _check_rows(rows, kind := read(format))
+    *outer, width = rows.shape
     return (
-        rows.new_empty(*outer, num_bytes(kind, width), dtype=codes),
+        rows.new_empty(*outer, num_bytes(kind, width), dtype=code_dtype(kind)),
         rows.new_empty(*outer, num_blocks(kind, width), dtype=torch.float32),
     )
 
@@ -157,7 +162,7 @@ def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def _decode(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
     spec = Spec(read(format), tuple(shape), dtype)
     _check_decode(spec, buffers, out)
-    return backend(buffers[0].device.type)[1].decode(buffers, spec, out)
+    return _of(spec.format, buffers[0].device).decode(buffers, spec, out)
 
 
 def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -173,7 +178,7 @@ def _product(
 
 def _compute(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
     _check_product(name, x, buffers, spec)
-    return getattr(backend(x.device.type)[1], name)(x, buffers, spec, **out)
+    return getattr(_of(spec.format, x.device), name)(x, buffers, spec, **out)
 
 
 def _product_fake(
@@ -183,7 +188,9 @@ def _product_fake(
     return x.new_empty(*x.shape[:-1], shape[name == "matmul_t"])
 
 
-def _check_rows(rows: Tensor) -> None:
+def _check_rows(rows: Tensor, format: Format) -> None:
+    if format.vectors is not None:
+        raise ValueError(f"encode got {format.name}, whose vectors have to be learned; use fquant.quantize")
     if rows.dtype not in FLOATS or rows.ndim == 0:
         raise TypeError(f"encode got {rows.dtype} {tuple(rows.shape)}; wanted f32, bf16 or f16 with at least one dim")
 

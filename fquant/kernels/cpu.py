@@ -184,7 +184,7 @@ def _packed(buffers: Sequence[Tensor], spec: Spec) -> tuple[Packed, tuple[object
     """The array for C, and what has to live as long; a stack is so many more rows."""
     known = _known(spec)
     w = Packed.from_buffer_copy(known.static)
-    codes, scale, offset = split(spec, buffers)
+    codes, scale, offset, _ = split(spec, buffers)
     nested = known.nested
     if spec.format.scale is not None and (nested is None or codes.ndim > known.dims):
         scale, nested = [decode(scale, scales(spec), torch.float32)], None

@@ -81,7 +81,7 @@ def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
     format, shape, dtype = spec
-    codes, scale, offset = split(spec, buffers)
+    codes, scale, offset, _ = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
     if format.flat:
         codes = codes.flatten(-len(shape)) if format.bits == 8 else codes
@@ -113,11 +113,12 @@ def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> T
         # Both values of a byte at once: half as many look-ups, and no unpacked indices.
         pairs = [(high, low) for high in format.table for low in format.table]
         values = F.embedding(codes.int(), torch.tensor(pairs, device=codes.device)).flatten(-2)[..., :width]
-    values = _scale(values, absmax, format, width)
+    values = times_scale(values, absmax, format, width)
     return values * (1 / 127) if format.table is None else values
 
 
-def _scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
+def times_scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
+    """Values f32[... width] times the absmax f32[... blocks] of their blocks."""
     if not width:
         return values
     block = format.block or width

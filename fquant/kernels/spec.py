@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..format import Format, num_blocks, num_bytes
+from ..format import CODES, Format, num_blocks, num_bytes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised
 
@@ -38,9 +38,12 @@ class Leaf(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
-    """The buffers of ``spec``: codes, scale (or the buffers of a nested scale), offset if the format is centred."""
+    """The buffers of ``spec``: codes, scale (or the buffers of a nested scale), what is one for the whole array.
+
+    That is the offset of a centred format, or the vectors of one that learns them.
+    """
     format, shape, _ = spec
-    codes = torch.int8 if format.table is None else torch.uint8
+    codes = code_dtype(format)
     if not format.flat:
         leaves = (Leaf(f"{name}codes", (*shape[:-1], num_bytes(format, shape[-1])), codes),)
     elif format.bits == 8:
@@ -52,7 +55,14 @@ def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
         leaves += (Leaf(f"{name}scale", nested.shape, torch.float32),)
     else:
         leaves += layout(nested, f"{name}scale.")
+    if format.vectors is not None:
+        leaves += (Leaf(f"{name}vectors", (CODES * format.vectors.stages * format.vectors.dim,), torch.float32),)
     return leaves + ((Leaf(f"{name}offset", (), torch.float32),) if format.center else ())
+
+
+def code_dtype(format: Format) -> torch.dtype:
+    """What codes are kept as."""
+    return torch.int8 if format.table is None and format.vectors is None else torch.uint8
 
 
 @lru_cache(maxsize=4096)
@@ -63,11 +73,12 @@ def scales(spec: Spec) -> Spec:
     return Spec(format.scale or format, blocks, torch.float32)
 
 
-def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """``buffers`` as codes, the scale (one tensor, or the buffers of a packed one) and the offset."""
+def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+    """``buffers`` as codes, the scale (one tensor, or the buffers of a packed one), the offset and the vectors."""
     codes, *rest = buffers
     offset = rest.pop() if spec.format.center else None
-    return codes, rest, offset
+    vectors = rest.pop() if spec.format.vectors is not None else None
+    return codes, rest, offset, vectors
 
 
 def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     A flat array has the rows of its shape if no block straddles them, else it is a single row.
     """
     format, shape, _ = spec
-    codes, scale, offset = split(spec, buffers)
+    codes, scale, offset, _ = split(spec, buffers)
     width = shape[-1]
     if format.flat and width % (format.block or math.prod(shape)):
         width = math.prod(shape)

@@ -90,8 +90,9 @@ class Options:
     only: tuple[str, ...] = ()
     """Rows to measure, as linear-16, or linear for all that begin so; default: all."""
     all_formats: bool = False
-    """Instead of the comparison: fquant only, every format, x in bf16, f32 and f16 with 1, 16 and 512 rows."""
-    formats: tuple[Literal["nf4", "nf4_dq", "fp4", "int8"], ...] = ()
+    """Instead of the comparison: fquant only, every format but those that learn their vectors (of the many weights here
+    that takes minutes), x in bf16, f32 and f16 with 1, 16 and 512 rows."""
+    formats: tuple[Literal["nf4", "nf4_dq", "fp4", "int8", "vq2", "vq3"], ...] = ()
     """The same for these formats only."""
     json: Path | None = None
     """File to write the figures to."""
@@ -251,7 +252,10 @@ def compare(options: Options) -> tuple[list[Row], dict[str, Any]]:
 def alone(options: Options) -> tuple[list[Row], dict[str, Any]]:
     """The rows of fquant alone."""
     names, shape, number = options.rows(), options.shape(), options.num_weights()
-    generator, formats = torch.Generator().manual_seed(0), options.formats or tuple(FORMATS)
+    generator, formats = (
+        torch.Generator().manual_seed(0),
+        options.formats or tuple(f.name for f in FORMATS.values() if not f.vectors),
+    )
     rows: list[Row] = []
     with report.progress() as bar:
         task = bar.add_task("weights", total=len(names))
