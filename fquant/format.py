@@ -173,8 +173,8 @@ def read(text: str) -> Format:
 
 def _from_dict(parts: dict[str, Any]) -> Format:
     table, scale, vectors = parts["table"], parts["scale"], parts["vectors"]
-    nested = {"scale": scale and _from_dict(scale), "vectors": vectors and Vectors(**vectors)}
-    return Format(**parts | {"table": table and tuple(table)} | nested)
+    nested: dict[str, Any] = {"scale": scale and _from_dict(scale), "vectors": vectors and Vectors(**vectors)}
+    return Format(**parts | nested | {"table": table and tuple(table)})
 
 
 def parse(name: str, block: int | None = None) -> Format:

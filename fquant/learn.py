@@ -34,12 +34,12 @@ from torch import Tensor
 from . import random
 from .format import CODES, Format, num_blocks, num_bytes
 from .kernels.nearest import nearest
-from .kernels.reference import TINY
 
 ITERATIONS = 10  # of k-means
 ROUNDS = 3  # of all stages together
 BEAM = 4  # candidates kept from stage to stage
 SAMPLE = 1 << 17  # groups that are learned from: 512 a vector
+LEAST = 2.0**-149  # float32's least: keeps what is divided by a scale of zero finite
 CHUNK = 1 << 16  # groups that are searched at a time
 
 
@@ -59,9 +59,9 @@ def scales(rows: Tensor, format: Format) -> Tensor:
     step = max(1, CHUNK * 16 // width)
     for start in range(0, len(rows), step):
         for column, part in enumerate(rows[start : start + step].split(block, -1)):
-            wide = part.float()
-            top = wide.abs().amax(-1, keepdim=True)  # so that squares neither overflow nor vanish
-            mean = (wide / top.clamp(min=TINY)).square().mean(-1)
+            wide = part.float().contiguous()  # so that the order of sums does not depend on strides
+            top = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)  # so that squares neither overflow nor vanish
+            mean = (wide / top).square().mean(-1)
             out[start : start + step, column] = top[:, 0] * mean.sqrt()
     return out
 
@@ -106,14 +106,14 @@ def _pick(number: Tensor, rows: Tensor, scale: Tensor, format: Format, importanc
     column = first + torch.arange(dim, device=rows.device)
     inside, column = column < width, column.clamp(max=width - 1)
     size = scale[row, first // (format.block or width)]  # [n 1]
-    x = torch.where(inside, rows[row, column].float() / size.clamp(min=TINY), 0)
-    mass = (size / scale.amax().clamp(min=TINY)).square()
+    x = torch.where(inside, rows[row, column].float() / size.clamp(min=LEAST), 0)
+    mass = (size / scale.amax().clamp(min=LEAST)).square()
     if importance is None and width % dim == 0:
         return _Groups(x, None, mass)
     near = torch.ones_like(x) if importance is None else importance.expand(rows.shape)[row, column].float()
     near = torch.where(inside, near, 0)
     mass = mass * near
-    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=TINY), mass)
+    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=LEAST), mass)
 
 
 def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:

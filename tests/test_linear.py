@@ -9,7 +9,7 @@ from torch.func import grad, jvp, vjp, vmap
 from fquant import lora, random, tree
 from fquant.adapted import Adapted, Lora
 from fquant.comm import Rows
-from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ, VQ2, VQ3
 from fquant.linear import embedding, linear, row_norms, scaling, square_norms
 from fquant.packed import dequantize, quantize
 
@@ -26,6 +26,8 @@ FORMATS = {
     "int8 in blocks": replace(INT8, block=32),
     "flat": replace(NF4_DQ, flat=True),
     "centred": replace(NF4, name="centred", center=True),
+    "vq2": VQ2,
+    "vq3 in blocks": replace(VQ3, block=32),
 }
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
@@ -176,19 +178,22 @@ def test_bad_input(call, error, message):
 
 # --- a packed weight is a constant ------------------------------------------------------------------------------------
 
-BUFFERS = {"scale": NF4, "row scale": INT8, "nested scale": NF4_DQ, "offset": NF4_DQ}
+BUFFERS = {"scale": NF4, "row scale": INT8, "nested scale": NF4_DQ, "offset": NF4_DQ, "vectors": VQ2}
 
 
 def with_buffer(p, which, t):
     if "nested" in which:
         return replace(p, scale=replace(p.scale, scale=t))
+    if which == "vectors":
+        return replace(p, vectors=t)
     return replace(p, scale=replace(p.scale, offset=t)) if which == "offset" else replace(p, scale=t)
 
 
 @pytest.mark.parametrize("which, format", BUFFERS.items(), ids=BUFFERS)
 def test_derivatives_of_a_scale_raise(which, format):
     p, x = quantize(draw("w", 8, 64), format), draw("x", 3, 64)
-    t = p.scale.offset if which == "offset" else p.scale.scale if "nested" in which else p.scale
+    t = {"offset": lambda: p.scale.offset, "nested scale": lambda: p.scale.scale, "vectors": lambda: p.vectors}
+    t = t.get(which, lambda: p.scale)()
     f = lambda t, x: linear(x, with_buffer(p, which, t)).sum()
     fix = r"train a Lora beside it \(fquant.lora.init, attach\) or dequantize it first"
     with pytest.raises(TypeError, match=f"the gradient of a packed weight was asked for, .* {fix}"):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shard
-from fquant import LOCAL, NF4, NF4_DQ, lora, quantize, tree
+from fquant import LOCAL, NF4, NF4_DQ, VQ2, lora, quantize, tree
 from fquant.lazy import Lazy
 from fquant.packed import Packed
 from shard import bundle
@@ -30,6 +30,7 @@ def params():
         "layers": [{"w": quantize(w + i, NF4_DQ)} for i in range(2)],
         "bare": w.bfloat16(),
         "packed": quantize(w, NF4),
+        "vectors": quantize(w, VQ2),
         "nothing": {"empty": torch.empty(0, 2)},
     }
 
@@ -43,7 +44,7 @@ def dims_of(tree_):
         shape = (weight.like if isinstance(weight, Lazy) else weight).shape
         return " ".join(f"dim{i}" for i in range(len(shape)))
 
-    paths = ("zoo", "layers.0", "layers.1", "bare", "packed", "nothing")
+    paths = ("zoo", "layers.0", "layers.1", "bare", "packed", "vectors", "nothing")
     return {
         path: {inner: names(w) for inner, w in tree.items(tree.get(tree_, path), is_leaf=is_weight)} for path in paths
     }
@@ -113,7 +114,7 @@ def opened(axes):
     placed = shard.place(whole, dims_of(whole), rules, mesh)
     comm, local = shard.comm(mesh, rules), shard.local(placed)
     found = []
-    for path in ("zoo", "bare", "packed"):
+    for path in ("zoo", "bare", "packed", "vectors"):
         with shard.traffic() as t:
             block = comm.load(tree.map(lambda x: x, local[path]))
         storages = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(block)}
@@ -134,7 +135,7 @@ def opened(axes):
 def test_a_block_is_viewed_out_of_one_gathered_buffer(axes):
     n = math.prod(axes.values())
     for found in ranks.run(n, opened, axes):
-        assert found == [(True, 1, True, True, int(axes.get("fsdp", 1) > 1))] * 3
+        assert found == [(True, 1, True, True, int(axes.get("fsdp", 1) > 1))] * 4
 
 
 def beside(meta):

@@ -13,7 +13,22 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fquant import FP4, INT8, LOCAL, NF4, NF4_DQ, dequantize, embedding, linear, lora, quantize, random, remat, tree
+from fquant import (
+    FP4,
+    INT8,
+    LOCAL,
+    NF4,
+    NF4_DQ,
+    VQ3,
+    dequantize,
+    embedding,
+    linear,
+    lora,
+    quantize,
+    random,
+    remat,
+    tree,
+)
 from fquant.packed import Packed
 from models import decoder
 from models.config import Config
@@ -206,11 +221,11 @@ REFUSED = {
 ROWS = [
     pytest.param(verb, format, transform, id=f"{verb}-{format.name}-{transform}")
     for verb in VERBS
-    for format in (NF4, NF4_DQ, INT8, FP4)
+    for format in (NF4, NF4_DQ, INT8, FP4, VQ3)
     for transform in TRANSFORMS
-    if format is not FP4 or verb == "linear"
+    if format not in (FP4, VQ3) or verb == "linear" or (format is VQ3 and verb in ("embedding", "dora", "remat2"))
     # What takes seconds is done in one format.
-    if format is NF4_DQ or not (transform == "compile" or verb.startswith("forward_remat"))
+    if format is NF4_DQ or not (transform == "compile" or verb.startswith("forward_remat")) or verb == "linear"
     if format is NF4_DQ or not (transform.startswith("make_fx") and verb.startswith("forward"))
     if transform != "compile" or not verb.startswith("forward_remat")
 ]
