@@ -1,0 +1,287 @@
+"""The training that examples/vqvae.py starts on every rank: crop, take steps, measure.
+
+The heart is one captured step, which on one process and on many is the same but for its sums:
+
+    losses, out = autoencoder.loss(weights.net, state, share of the images, key)
+    counts      = psum of the losses' counts                            # of all images
+    grads       = grad of the sum of weight x sum / count
+    grads       = reduce(grads)                                         # over ranks
+    sums        = psum(losses, statistics, usage)                       # over ranks
+    state       = update(state, statistics)
+
+A patch is a function of the seed, the step and its number in the batch, and so is what is drawn of its rows: a run on
+any mesh computes the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import grad_and_value
+
+import shard
+from examples import data, photographs, quantisers
+from examples.photographs import Part, Photograph
+from examples.quantisers import Name, Quantiser
+from fquant import jit, optim, random, tree, vq
+from models import autoencoder
+from models.autoencoder import Autoencoder, AutoencoderConfig
+from shard import agree
+
+STATE = "state.safetensors"
+START_ROWS = 8  # a code, for k-means of the first latents
+BASELINE_ROWS = 64  # a code, for k-means of pixels
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what; the same on every rank."""
+
+    quantiser: Name
+    codes: int
+    layers: int
+    dim: int
+    hidden: int
+    patch: int
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+
+
+@tree.node
+class Weights:
+    """What gradients move: the autoencoder, and the quantiser's projections where it has any."""
+
+    net: Autoencoder
+    quantiser: Any = None
+
+
+@tree.node
+class Training:
+    """What a step changes; ``quantiser`` is its state, whose projections are those of ``weights``."""
+
+    weights: Weights
+    quantiser: Any
+    moments: Any
+    done: Tensor  # i64[], steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from step to step."""
+
+    job: Job
+    mesh: DeviceMesh
+    photographs: list[Photograph]
+    parts: list[Part]
+    quantiser: Quantiser
+    schedule: optim.Schedule
+    step: Callable[..., Any]  # captured
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step measured; a line of metrics.jsonl."""
+
+    step: int
+    loss: float
+    psnr: float  # of the batch, in dB
+    perplexity: list[float]  # of the codes of each layer in the batch
+    used: list[float]  # share of the codes of each layer that the batch uses
+    lr: float
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found on the held-out parts of the photographs."""
+
+    bits_per_pixel: float
+    psnr: float
+    psnr_kmeans: float  # of k-means of pixels, at as many bits
+    psnr_mean: float  # of the mean colour of each patch
+    perplexity: list[float]
+    used: list[float]
+
+
+def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
+    """What ``job`` names, checked; one ValueError names what is wrong."""
+    found = photographs.load()
+    parts = photographs.parts(found, job.patch)
+    scale = config(job).scale
+    if job.patch % scale:
+        raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
+    key = random.fold(random.key(job.seed), "quantiser")
+    return found, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key)
+
+
+def config(job: Job) -> AutoencoderConfig:
+    """The sizes of the autoencoder."""
+    return AutoencoderConfig(dim=job.dim, hidden=job.hidden, inner=max(1, job.hidden // 2))
+
+
+def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
+    """Meet the other ranks, compare what was given to each, and make what is trained.
+
+    Raises ValueError on every rank when one cannot, or when they disagree.
+    """
+    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    found, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
+    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in found])})
+    key = random.key(job.seed)
+    weights = Weights(
+        autoencoder.init(config(job), random.fold(key, "autoencoder")), getattr(quantiser.state, "params", None)
+    )
+    schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
+    step = jit(stepper(quantiser, opt, mesh, photographs.variance(parts)), donate=("weights", "state", "moments"))
+    run = Run(job, mesh, found, parts, quantiser, schedule, step)
+    state = first_book(run, weights) if isinstance(quantiser.state, vq.Book) else quantiser.state
+    return run, Training(weights, state, opt.init(weights), torch.tensor(0))
+
+
+def first_book(run: Run, weights: Weights) -> vq.Book:
+    """The book at the k-means of the latents that the first weights make of some patches."""
+    job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
+    positions = (job.patch // config(job).scale) ** 2
+    images, _, where = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
+    with torch.no_grad():
+        latents = autoencoder.encode(weights.net, images)
+    return vq.kmeans(run.quantiser.state, latents, key, where=where, psum=psum(run.mesh))
+
+
+def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """This rank's share of ``size`` patches of ``key``, their numbers, and of their latents the numbers that rows have.
+
+    A Book wants to know the latter: of the first, and how many there are on all ranks.
+    """
+    numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
+    images = photographs.patches(run.parts, random.fold(key, numbers), run.job.patch)
+    positions = (run.job.patch // config(run.job).scale) ** 2
+    return images, numbers, (numbers[0] * positions, torch.tensor(size * positions))
+
+
+def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """The sum of a tree over all ranks."""
+    return partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
+
+
+def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
+    """The step as a function of what it changes, this rank's images and what is drawn for them."""
+    summed, verbs = psum(mesh), quantiser.verbs
+    scale = {"reconstruction": 1 / variance, **quantiser.weights}
+
+    def step(
+        weights: Weights, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
+    ) -> tuple[Weights, Any, Any, dict[str, Tensor]]:
+        if isinstance(state, vq.Book):
+            options = {"key": key, "draw": True, "where": where}
+        else:
+            options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
+
+        def objective(weights: Weights) -> tuple[Tensor, Any]:
+            losses, out = autoencoder.loss(weights.net, with_params(state, weights), images, verbs=verbs, **options)
+            counts = summed({name: loss.count for name, loss in losses.items()})
+            # Of layers each has a loss of its own.
+            each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
+            return torch.stack(each).sum(), (
+                losses["reconstruction"],
+                out.stats,
+                quantisers.usage(out.codes, quantiser),
+            )
+
+        grads, (value, found) = grad_and_value(objective, has_aux=True)(weights)
+        grads = shard.reduce(grads, mesh)
+        value, (reconstruction, stats, counts) = summed((value, found))
+        updates, moments = opt.update(grads, moments, weights)
+        measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
+        return optim.apply(weights, updates), verbs.update(state, stats, **quantiser.update), moments, measured
+
+    return step
+
+
+def with_params(state: Any, weights: Weights) -> Any:
+    """The quantiser's state with the projections that are trained."""
+    return state if weights.quantiser is None else replace(state, params=weights.quantiser)
+
+
+def take(run: Run, training: Training) -> tuple[Training, Step]:
+    """One step. Raises ValueError when the loss is no longer finite."""
+    began, done = time.perf_counter(), int(training.done)
+    key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
+    given = batch(run, key, run.job.batch)
+    weights, state, moments, measured = run.step(training.weights, training.quantiser, training.moments, *given, key)
+    if not torch.isfinite(measured["loss"]):
+        raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
+    counts, lr = measured["counts"], float(run.schedule(training.done))
+    after = Training(weights, with_params(state, weights), moments, training.done + 1)
+    return after, Step(
+        done, measured["loss"].item(), psnr(measured["mse"]), quantisers.perplexity(counts).tolist(),
+        share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
+    )  # fmt: skip
+
+
+def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
+    """What the held-out tiles tell, how often they use each code f32[layers codes], and the books of pixels."""
+    cfg, net, state, verbs = config(run.job), training.weights.net, training.quantiser, run.quantiser.verbs
+    books = pixel_books(run)
+    tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
+    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.job.layers, run.job.codes)
+    for some in tiles.split(run.job.batch):
+        with torch.no_grad():
+            codes = autoencoder.to_codes(net, state, some, verbs)
+            made = autoencoder.from_codes(net, state, codes, verbs), from_pixels(books, some, cfg.scale)
+        each = (*made, some.mean((2, 3), keepdim=True).expand_as(some))
+        errors += torch.stack([(x - some).double().square().sum() for x in each])
+        counts += quantisers.usage(codes, run.quantiser)
+    errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
+    bits = run.job.layers * math.log2(run.job.codes) / cfg.scale**2
+    figures = [psnr(error / number) for error in errors]
+    return Result(bits, *figures, quantisers.perplexity(counts).tolist(), share_used(counts)), counts, books
+
+
+def pixel_books(run: Run) -> list[vq.Book]:
+    """What k-means has for the blocks of pixels that a code stands for, as many codes and layers as the quantiser."""
+    job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
+    images, _, where = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
+    left, books = blocks(images, scale), []
+    for i in range(job.layers):
+        book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
+        books.append(vq.kmeans(book, left, random.fold(key, i), where=where, psum=psum(run.mesh)))
+        left = left - vq.decode(books[-1], vq.encode(books[-1], left))
+    return books
+
+
+def from_pixels(books: list[vq.Book], images: Tensor, scale: int) -> Tensor:
+    """``images`` f[b c h w] with each block the sum of the codes nearest to what those before have left."""
+    left = start = blocks(images, scale)
+    for book in books:
+        left = left - vq.decode(book, vq.encode(book, left))
+    return rearrange(start - left, "b h w (c p q) -> b c (h p) (w q)", p=scale, q=scale)
+
+
+def blocks(images: Tensor, scale: int) -> Tensor:
+    """Images f[b c h w] as rows of pixels, f[b h/scale w/scale c·scale·scale]."""
+    return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=scale, q=scale)
+
+
+def share_used(counts: Tensor) -> list[float]:
+    """The share of codes that occur at all, of counts f32[layers codes]."""
+    return (counts > 0).float().mean(-1).tolist()
+
+
+def psnr(mse: Tensor) -> float:
+    """Peak signal over noise in dB, of values in [0, 1]."""
+    return -10 * math.log10(float(mse))

@@ -1,0 +1,214 @@
+"""The VQ-VAE (van den Oord et al. 2017, "Neural Discrete Representation Learning"): images to a grid of codes and back.
+
+    images [b c h w]  --encode-->  latents [b h/s w/s dim]  --quantiser-->  codes i64[b h/s w/s]
+    images [b c h w]  <--decode--  what the codes stand for [b h/s w/s dim]
+
+    Autoencoder
+      encoder   scales     halvings of the image: convolutions of 4 x 4 in steps of 2, s = 2^halvings
+                blocks     residual: relu, 3 x 3, relu, 1 x 1
+                latent     1 x 1, to dim
+      decoder   latent     3 x 3, from dim
+                blocks     as before
+                scales     transposed convolutions of 4 x 4 in steps of 2; the last makes channels
+
+That is the network of section 4.1, with a convolution to and from the latents. It has no size of its own: whatever s
+divides goes through it.
+
+The quantiser is an argument, a state of anything in ``fquant.vq``, beside ``verbs``, the module of its functions:
+``vq`` itself for a Book, ``vq.fsq`` for an FSQ, ``vq.residual`` for a Residual. Nothing here updates it, and nothing
+sums over ranks: losses are Means, which are sums and counts, and what ``verbs.update`` needs is returned.
+
+    losses, out = loss(params, book, images, key)                     # {"reconstruction": Mean, "commitment": Mean}
+    book        = vq.update(book, out.stats)
+    codes       = to_codes(params, book, images)
+    images      = from_codes(params, book, codes)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fquant import random, tree, vq
+from fquant.vq import Mean, Quantized
+
+WINDOW = 4  # of the convolutions that halve and double
+MIDDLE = 0.5  # of the values of an image, which are in [0, 1]
+
+
+@tree.value
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """The sizes of an autoencoder; ``dim`` is what the quantiser takes."""
+
+    dim: int = 32  # channels of the latents
+    channels: int = 3  # of an image
+    hidden: int = 64  # channels inside; of what is next to the image half as many
+    inner: int = 32  # channels inside of a residual block
+    num_blocks: int = 2  # residual blocks in the encoder, and as many in the decoder
+    halvings: int = 2  # a latent stands for 2^halvings x 2^halvings pixels
+
+    def __post_init__(self) -> None:
+        for name, least in {"num_blocks": 0, "hidden": 2}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; wanted at least {least}")
+        for name in ("dim", "channels", "inner", "halvings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; wanted at least 1")
+
+    @property
+    def scale(self) -> int:
+        """The pixels of a side that a latent stands for."""
+        return 2**self.halvings
+
+
+@tree.node
+class Conv:
+    """A convolution: of weight f[out in k k], transposed ones [in out k k], and bias f[out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@tree.node
+class ResidualBlock:
+    """What is added to its input: relu, 3 x 3, relu, 1 x 1."""
+
+    wide: Conv
+    back: Conv
+
+
+@tree.node
+class Coder:
+    """One half of an autoencoder."""
+
+    scales: list[Conv]
+    blocks: list[ResidualBlock]
+    latent: Conv
+
+
+@tree.node
+class Autoencoder:
+    """The parameters of both halves."""
+
+    encoder: Coder
+    decoder: Coder
+
+
+def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32) -> Autoencoder:
+    """Random parameters from a key, as torch's nn.Conv2d and nn.ConvTranspose2d begin: uniform in ±1/sqrt(fan in)."""
+    half = cfg.hidden // 2
+    widths = [cfg.channels, *[half] * (cfg.halvings - 1), cfg.hidden]
+
+    def conv(name: str, out: int, width: int, window: int, transposed: bool = False) -> Conv:
+        shape = (width, out, window, window) if transposed else (out, width, window, window)
+        of, fan_in = random.fold(key, name), math.prod(shape[1:])
+        weight = random.kaiming_uniform(random.fold(of, "weight"), shape, fan_in)
+        bias = random.kaiming_uniform(random.fold(of, "bias"), (out,), fan_in)
+        return Conv(weight.to(dtype), bias.to(dtype))
+
+    def blocks(coder: str) -> list[ResidualBlock]:
+        names = [f"{coder}.blocks.{i}" for i in range(cfg.num_blocks)]
+        return [
+            ResidualBlock(
+                conv(f"{name}.wide", cfg.inner, cfg.hidden, 3), conv(f"{name}.back", cfg.hidden, cfg.inner, 1)
+            )
+            for name in names
+        ]
+
+    pairs = list(zip(widths, widths[1:], strict=False))
+    down = [conv(f"encoder.scales.{i}", wide, thin, WINDOW) for i, (thin, wide) in enumerate(pairs)]
+    up = [conv(f"decoder.scales.{i}", thin, wide, WINDOW, True) for i, (thin, wide) in enumerate(reversed(pairs))]
+    return Autoencoder(
+        Coder(down, blocks("encoder"), conv("encoder.latent", cfg.dim, cfg.hidden, 1)),
+        Coder(up, blocks("decoder"), conv("decoder.latent", cfg.hidden, cfg.dim, 3)),
+    )
+
+
+def encode(params: Autoencoder, images: Tensor) -> Tensor:
+    """Images f[b c h w], of values in [0, 1], to latents f[b h/s w/s dim], in the dtype of the parameters.
+
+    Raises TypeError for another dtype than floats, ValueError for another number of dims or channels, or sides that s
+    does not divide.
+    """
+    coder = params.encoder
+    _check(images, coder.scales[0].weight.shape[1], 2 ** len(coder.scales))
+    x = images.to(coder.latent.weight.dtype) - MIDDLE
+    for i, scale in enumerate(coder.scales):
+        x = F.conv2d(F.relu(x) if i else x, scale.weight, scale.bias, stride=2, padding=1)
+    x = F.relu(_blocks(x, coder.blocks))
+    return rearrange(F.conv2d(x, coder.latent.weight, coder.latent.bias), "b d h w -> b h w d")
+
+
+def decode(params: Autoencoder, latents: Tensor) -> Tensor:
+    """Latents f[b h/s w/s dim] to images f[b c h w]; about in [0, 1], and not clamped to it.
+
+    Raises ValueError for another number of dims, or another last one.
+    """
+    coder = params.decoder
+    dim = coder.latent.weight.shape[1]
+    if latents.ndim != 4 or latents.shape[-1] != dim:
+        raise ValueError(f"latents: got shape {tuple(latents.shape)}; wanted [b h w {dim}]")
+    x = rearrange(latents.to(coder.latent.weight.dtype), "b h w d -> b d h w")
+    x = _blocks(F.conv2d(x, coder.latent.weight, coder.latent.bias, padding=1), coder.blocks)
+    for scale in coder.scales:
+        x = F.conv_transpose2d(F.relu(x), scale.weight, scale.bias, stride=2, padding=1)
+    return x + MIDDLE
+
+
+def to_codes(params: Autoencoder, state: Any, images: Tensor, verbs: Any = vq) -> Tensor:
+    """The codes i64[b h/s w/s ...] of images f[b c h w]. Raises what :func:`encode` does."""
+    return verbs.encode(state, encode(params, images))
+
+
+def from_codes(params: Autoencoder, state: Any, codes: Tensor, verbs: Any = vq) -> Tensor:
+    """The images f[b c h w], clamped to [0, 1], of codes i64[b h/s w/s ...]. Raises what ``verbs.decode`` does."""
+    return decode(params, verbs.decode(state, codes)).clamp(0, 1)
+
+
+def forward(
+    params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
+) -> tuple[Tensor, Quantized]:
+    """What becomes of images f[b c h w], of the same shape, and what the quantiser's ``apply`` returned on the way.
+
+    ``key`` and ``options`` go to ``verbs.apply``. Raises what :func:`encode` and that do.
+    """
+    out = verbs.apply(state, encode(params, images), key, **options)
+    return decode(params, out.x), out
+
+
+def loss(
+    params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
+) -> tuple[dict[str, Mean], Quantized]:
+    """The losses of :func:`forward`, and what the quantiser returned.
+
+    "reconstruction" is the mean square difference of all values of the images; the others are the quantiser's own. All
+    are float32 at least, and their weights are the caller's.
+    """
+    made, out = forward(params, state, images, key, verbs, **options)
+    dtype = torch.promote_types(made.dtype, torch.float32)
+    square = (made.to(dtype) - images.to(dtype)).square().sum()
+    return {"reconstruction": Mean(square, square.new_full((), images.numel())), **out.losses}, out
+
+
+def _blocks(x: Tensor, blocks: list[ResidualBlock]) -> Tensor:
+    for block in blocks:
+        y = F.conv2d(F.relu(x), block.wide.weight, block.wide.bias, padding=1)
+        x = x + F.conv2d(F.relu(y), block.back.weight, block.back.bias)
+    return x
+
+
+def _check(images: Tensor, channels: int, scale: int) -> None:
+    if not images.is_floating_point():
+        raise TypeError(f"images: got {images.dtype}; wanted floats in [0, 1], use images.float() / 255")
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise ValueError(f"images: got shape {tuple(images.shape)}; wanted [b {channels} h w]")
+    height, width = images.shape[2:]
+    if height % scale or width % scale:
+        raise ValueError(f"images: got {height} x {width} pixels; wanted multiples of {scale}, crop or pad them")
