@@ -102,15 +102,7 @@ class Options:
 
     def axes(self, world: int | None) -> dict[str, int]:
         """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
-        if self.mesh is None:
-            return {"fsdp": world or 2}
-        axes = axes_in(self.mesh)
-        if world is not None and math.prod(axes.values()) != world:
-            raise ValueError(
-                f"--mesh {self.mesh} has {math.prod(axes.values())} ranks, and there are {world} processes; "
-                f"wanted sizes that multiply to {world}, such as fsdp={world}"
-            )
-        return axes
+        return axes_of(self.mesh, world, alone=2)
 
     def learning_rate(self) -> optim.Schedule:
         """The schedule of the learning rate."""
@@ -139,6 +131,38 @@ def names_in(targets: str) -> list[str]:
         if name not in TARGETS:
             raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
     return names
+
+
+def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
+    """The axes in a value of --mesh; without one, fsdp over the ``world`` there is, or ``alone`` processes of ours.
+
+    Raises ValueError for a mesh that is not of the world's size, or what :func:`axes_in` does not read.
+    """
+    if mesh is None:
+        return {"fsdp": world or alone}
+    axes = axes_in(mesh)
+    if world is not None and math.prod(axes.values()) != world:
+        raise ValueError(
+            f"--mesh {mesh} has {math.prod(axes.values())} ranks, and there are {world} processes; "
+            f"wanted sizes that multiply to {world}, such as fsdp={world}"
+        )
+    return axes
+
+
+def free_folder(out: Path | None, default: str, instead: str = "") -> Path:
+    """``out``, or the first free of ``default``, ``default``-2, ...
+
+    Raises ValueError, which ends in ``instead``, for an ``out`` that is not empty.
+    """
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out}: is not empty; choose another folder{instead}")
+        return out
+    out, n = Path(default), 1
+    while out.exists():
+        n += 1
+        out = Path(f"{default}-{n}")
+    return out
 
 
 def axes_in(mesh: str) -> dict[str, int]:

@@ -27,7 +27,7 @@ from rich.console import Console
 import shard
 from examples import finetune, launch, report
 from examples.finetune import RUN, STATE, Result, prepare
-from examples.options import Options, command_line, restored
+from examples.options import Options, command_line, free_folder, restored
 from examples.report import METRICS
 from fquant.io import peft, safetensors
 from models import hf
@@ -119,14 +119,7 @@ def _with_folder(options: Options) -> Options:
             )
         safetensors.header(options.resume / STATE)
         return options
-    if options.out is not None:
-        if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-            raise ValueError(f"--out {options.out}: is not empty; choose another folder, or --resume {options.out}")
-        return options
-    out, n = Path("runs/qlora"), 1
-    while out.exists():
-        n += 1
-        out = Path(f"runs/qlora-{n}")
+    out = free_folder(options.out, "runs/qlora", f", or --resume {options.out}")
     return dataclasses.replace(options, out=out)
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from fquant import vq
@@ -102,3 +103,21 @@ def perplexity(counts: Tensor) -> Tensor:
     """How many codes are in use, f32[layers]: exp of the entropy of ``counts`` f32[layers codes]."""
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return torch.exp(-torch.xlogy(share, share).sum(-1))
+
+
+def share_used(counts: Tensor) -> list[float]:
+    """The share of codes that occur at all, of counts f32[layers codes]."""
+    return (counts > 0).float().mean(-1).tolist()
+
+
+def from_pixels(books: list[vq.Book], images: Tensor, scale: int) -> Tensor:
+    """``images`` f[b c h w] with each block the sum of the codes nearest to what those before have left."""
+    left = start = blocks(images, scale)
+    for book in books:
+        left = left - vq.decode(book, vq.encode(book, left))
+    return rearrange(start - left, "b h w (c p q) -> b c (h p) (w q)", p=scale, q=scale)
+
+
+def blocks(images: Tensor, scale: int) -> Tensor:
+    """Images f[b c h w] as rows of pixels, f[b h/scale w/scale c·scale·scale]."""
+    return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=scale, q=scale)

@@ -16,7 +16,6 @@ any mesh computes the same sums.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
@@ -47,16 +45,36 @@ BASELINE_ROWS = 64  # a code, for k-means of pixels
 class Job:
     """What is trained, and on what; the same on every rank."""
 
-    quantiser: Name
-    codes: int
-    layers: int
-    dim: int
-    hidden: int
-    patch: int
-    steps: int
-    batch: int
-    lr: float
-    seed: int
+    quantiser: Name = "vq"
+    """A codebook (of cosines), or scalars: finite, perturbed, or lookup-free."""
+    codes: int = 512
+    """How many a layer has: any number in a codebook, of fsq and fsp a product of numbers from 3 to 8, of lfq 2^n."""
+    layers: int = 1
+    """Layers of fsq or lfq, each quantising what those before it leave."""
+    dim: int = 32
+    """Numbers in a latent, one for each 4 x 4 pixels."""
+    hidden: int = 64
+    """Channels in the middle of the autoencoder."""
+    patch: int = 32
+    """Pixels of a side of what is trained on, a multiple of 4."""
+    steps: int = 2000
+    """Steps of the optimiser."""
+    batch: int = 64
+    """Patches in a step, over all processes."""
+    lr: float = 2e-3
+    """Peak learning rate; it rises over a twentieth of the steps, and falls along a cosine."""
+    seed: int = 0
+    """Of initial values and of where patches are cut."""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, before anything is started or read."""
+        for name in ("dim", "patch", "steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        if self.hidden < 2:
+            raise ValueError(f"--hidden is {self.hidden}; wanted at least 2")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
 
 
 @tree.node
@@ -137,7 +155,6 @@ def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
     Raises ValueError on every rank when one cannot, or when they disagree.
     """
     mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     found, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
     agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in found])})
     key = random.key(job.seed)
@@ -187,7 +204,7 @@ def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, varian
         weights: Weights, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
     ) -> tuple[Weights, Any, Any, dict[str, Tensor]]:
         if isinstance(state, vq.Book):
-            options = {"key": key, "draw": True, "where": where}
+            options: dict[str, Any] = {"key": key, "draw": True, "where": where}
         else:
             options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
 
@@ -229,7 +246,7 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
     after = Training(weights, with_params(state, weights), moments, training.done + 1)
     return after, Step(
         done, measured["loss"].item(), psnr(measured["mse"]), quantisers.perplexity(counts).tolist(),
-        share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
+        quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
     )  # fmt: skip
 
 
@@ -242,44 +259,27 @@ def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]
     for some in tiles.split(run.job.batch):
         with torch.no_grad():
             codes = autoencoder.to_codes(net, state, some, verbs)
-            made = autoencoder.from_codes(net, state, codes, verbs), from_pixels(books, some, cfg.scale)
+            made = autoencoder.from_codes(net, state, codes, verbs), quantisers.from_pixels(books, some, cfg.scale)
         each = (*made, some.mean((2, 3), keepdim=True).expand_as(some))
         errors += torch.stack([(x - some).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
     errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
     bits = run.job.layers * math.log2(run.job.codes) / cfg.scale**2
-    figures = [psnr(error / number) for error in errors]
-    return Result(bits, *figures, quantisers.perplexity(counts).tolist(), share_used(counts)), counts, books
+    ours, kmeans, mean = (psnr(error / number) for error in errors)
+    result = Result(bits, ours, kmeans, mean, quantisers.perplexity(counts).tolist(), quantisers.share_used(counts))
+    return result, counts, books
 
 
 def pixel_books(run: Run) -> list[vq.Book]:
     """What k-means has for the blocks of pixels that a code stands for, as many codes and layers as the quantiser."""
     job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
     images, _, where = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
-    left, books = blocks(images, scale), []
+    left, books = quantisers.blocks(images, scale), []
     for i in range(job.layers):
         book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
         books.append(vq.kmeans(book, left, random.fold(key, i), where=where, psum=psum(run.mesh)))
         left = left - vq.decode(books[-1], vq.encode(books[-1], left))
     return books
-
-
-def from_pixels(books: list[vq.Book], images: Tensor, scale: int) -> Tensor:
-    """``images`` f[b c h w] with each block the sum of the codes nearest to what those before have left."""
-    left = start = blocks(images, scale)
-    for book in books:
-        left = left - vq.decode(book, vq.encode(book, left))
-    return rearrange(start - left, "b h w (c p q) -> b c (h p) (w q)", p=scale, q=scale)
-
-
-def blocks(images: Tensor, scale: int) -> Tensor:
-    """Images f[b c h w] as rows of pixels, f[b h/scale w/scale c·scale·scale]."""
-    return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=scale, q=scale)
-
-
-def share_used(counts: Tensor) -> list[float]:
-    """The share of codes that occur at all, of counts f32[layers codes]."""
-    return (counts > 0).float().mean(-1).tolist()
 
 
 def psnr(mse: Tensor) -> float:
