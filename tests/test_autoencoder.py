@@ -73,12 +73,13 @@ def fill(layer, conv):
 def peer(weights):
     """The same of torch's modules: an encoder to [b dim h w], a decoder from it."""
     down, up = weights.encoder.scales, weights.decoder.scales
-    encoder, decoder = [], [fill(nn.Conv2d(SMALL.dim, SMALL.hidden, 3, padding=1), weights.decoder.latent)]
+    encoder: list[nn.Module] = []
+    decoder: list[nn.Module] = [fill(nn.Conv2d(SMALL.dim, SMALL.hidden, 3, padding=1), weights.decoder.latent)]
     for conv in down:
         encoder += [fill(nn.Conv2d(conv.weight.shape[1], len(conv.weight), 4, 2, 1), conv), nn.ReLU()]
     encoder[-1:] = map(Block, weights.encoder.blocks)  # these begin with a relu
     encoder += [nn.ReLU(), fill(nn.Conv2d(SMALL.hidden, SMALL.dim, 1), weights.encoder.latent)]
-    decoder += map(Block, weights.decoder.blocks)
+    decoder += list(map(Block, weights.decoder.blocks))
     for conv in up:
         decoder += [nn.ReLU(), fill(nn.ConvTranspose2d(len(conv.weight), conv.weight.shape[1], 4, 2, 1), conv)]
     return nn.Sequential(*encoder).double(), nn.Sequential(*decoder).double()
