@@ -190,6 +190,32 @@ def test_round_trip_through_a_file(tmp_path):
             assert torch.equal(one, other)
 
 
+def test_codes_that_were_found_elsewhere():
+    b, x = book(), rows(20, D)
+    second = vq.encode(b, x, top=2)[:, 1]
+    second[3] = -1
+    x[5] = NAN
+    out = vq.apply(b, x, codes=second, gradient=vq.straight_through)
+    want = torch.where(torch.arange(20) == 5, -1, second)
+    assert torch.equal(out.codes, want) and torch.equal(out.x, vq.decode(b, want))
+    assert torch.equal(out.stats.sums, vq.stats(b, x, want).sums) and out.stats.lost == 2
+    live = want >= 0
+    wanted = (b.codes[want[live]] - x[live]).square().mean()
+    torch.testing.assert_close(vq.mean(out.losses["commitment"]), wanted)
+    nearest = vq.apply(b, x)
+    same = vq.apply(b, x, codes=vq.encode(b, x))
+    assert all(torch.equal(p, q) for p, q in zip(tree.leaves(nearest), tree.leaves(same), strict=True))
+
+
+def test_the_best_few_of_a_codebook_of_each_row():
+    b, x, given = book(), rows(9, D), rows(9, 2, seed=3)
+    f = lambda codes, given: codes * (1 + given[..., :1]) + given[..., 1:]
+    few = vq.encode_among(b, x, f, given, top=4)
+    for i in range(9):
+        assert few[i].tolist() == nearest(f(b.codes, given[i]), x[i], "euclidean", 4)
+    assert torch.equal(few[:, 0], vq.encode_among(b, x, f, given))
+
+
 BAD_INIT = {
     "no codes": ({"num_codes": 0}, "num_codes is 0; wanted at least 1"),
     "no dims": ({"dim": 0}, "dim is 0; wanted at least 1"),
@@ -267,6 +293,17 @@ BAD = {
         ValueError,
         "temperature is -1.0; wanted 0 for the nearest",
     ),
+    "codes and warmth": (
+        lambda: vq.apply(book(), X, random.key(0), temperature=1.0, codes=torch.zeros(4).long()),
+        ValueError,
+        r"x: got codes \(4,\) at temperature 1.0 for rows \(4, 5\); wanted a code for each, and temperature 0",
+    ),
+    "codes of fewer rows": (
+        lambda: vq.apply(book(), X, codes=torch.zeros(1).long()),
+        ValueError,
+        r"x: got codes \(1,\) at temperature 0.0",
+    ),
+    "top among": (lambda: vq.encode_among(book(), X, max, X, top=0), ValueError, "top is 0 for a book of 13 codes"),
     "no key": (lambda: vq.apply(book(), X, draw=True), ValueError, "key is None with draw=True and temperature=0.0"),
     "mask": (
         lambda: vq.apply(book(), X, mask=torch.ones(3).bool()),

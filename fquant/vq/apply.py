@@ -33,6 +33,7 @@ def apply(
     gradient: Path = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
+    codes: Tensor | None = None,
     draw: bool = False,
     where: Where | None = None,
 ) -> Quantized:
@@ -44,6 +45,7 @@ def apply(
     gradient     how derivatives reach x (``gradient.py``)
     temperature  0 takes the nearest code, above it codes are drawn (``sample``)
     losses       some of commitment, cross_entropy (of the codes), diversity, orthogonal; weights are the caller's
+    codes        i64[...] that rows have got already, by another search; -1 is none
     draw         stats carry rows to start dead codes at, for ``expire``
     where        (first, total) number of this rank's rows among all, see ``rows.py``; alone, None
 
@@ -51,7 +53,7 @@ def apply(
     rows are of unit length throughout: in losses, stats and gradients too.
 
     Raises TypeError for another dtype, ValueError for another shape, a loss that is not known, a negative temperature,
-    and for want of a key.
+    one beside codes, and for want of a key.
     """
     rows.check(book, x)
     if unknown := [name for name in losses if name not in LOSSES]:
@@ -60,14 +62,17 @@ def apply(
         raise ValueError(f"temperature is {temperature}; wanted 0 for the nearest code, or above")
     if key is None and (draw or temperature > 0):
         raise ValueError(f"key is None with draw={draw} and temperature={temperature}, which need one")
+    if codes is not None and (temperature or codes.shape != x.shape[:-1]):
+        got = f"codes {tuple(codes.shape)} at temperature {temperature}"
+        raise ValueError(f"x: got {got} for rows {tuple(x.shape)}; wanted a code for each, and temperature 0")
     kept = rows.laid_mask(book, mask, x)
     live = rows.finite(x) if kept is None else rows.finite(x) & rows.back(book, kept, x)
     point = torch.where(live[..., None], wide(x), 0)  # before anything else, so that nan has no derivative either
     number = rows.numbers(kept, rows.lay(book, x.detach(), 1), where)
     each = None if key is None else rows.back(book, rows.keys(random.fold(key, "gradient"), number), x)
-    if temperature > 0 and key is not None:
+    if codes is None and temperature > 0 and key is not None:
         codes = sample(book, point, random.fold(key, "sample"), temperature, rows.back(book, number, x))
-    else:
+    elif codes is None:
         codes = encode(book, point)
     codes = torch.where(live, codes, -1)
     live = codes >= 0  # not of rows so large that no distance is finite

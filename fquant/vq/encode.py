@@ -34,27 +34,28 @@ def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
     Raises TypeError for an ``x`` that is not of floats, ValueError for another last dim, or a ``top`` beyond the codes.
     """
     rows.check(book, x)
-    num_codes = book.codes.shape[-2]
-    if top is not None and not 1 <= top <= num_codes:
-        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
+    _check_top(book, top)
     codes = _table(book, x).detach()
     half = codes.square().sum(-1) / 2 if book.metric == "euclidean" else torch.zeros_like(codes[..., 0])
     which, _ = nearest(rows.lay(book, x.detach(), 1), codes, half, top or 1)
     return rows.back(book, which if top else which[..., 0], x)
 
 
-def encode_among(book: Book, x: Tensor, f: Callable[[Tensor, Tensor], Tensor], given: Tensor) -> Tensor:
+def encode_among(
+    book: Book, x: Tensor, f: Callable[[Tensor, Tensor], Tensor], given: Tensor, top: int | None = None
+) -> Tensor:
     """The nearest code where each row has a codebook of its own, ``f(codes, given)``: i64[...], of x f[... D].
 
     ``given`` [... c] is what a row's codes depend on, and ``f`` of codes [... D] and of it, which broadcast, gives
     [... D], as the network of an implicit neural codebook does (Huijben et al. 2024). What is chosen is then
-    ``f(decode(book, codes), given)``.
+    ``f(decode(book, codes), given)``. With ``top`` so many, i64[... top], as :func:`encode` gives them.
 
     Raises what :func:`encode` does, and ValueError for a book with heads, or a ``given`` of other first dims than x.
     """
     rows.check(book, x)
     if book.codes.ndim == 3:
         raise ValueError(f"a book of {len(book.codes)} heads; wanted one without, use vmap over the heads")
+    _check_top(book, top)
     if given.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"given: got shape {tuple(given.shape)} for x {tuple(x.shape)}; wanted its first dims")
     codes, size = codebook(book).detach(), book.codes.numel()
@@ -65,11 +66,14 @@ def encode_among(book: Book, x: Tensor, f: Callable[[Tensor, Tensor], Tensor], g
             near = (x[:, None] * unit(each)).sum(-1)
         else:
             near = -(x[:, None] - each).square().sum(-1)
-        return torch.where(rows.finite(x), near.argmax(-1), -1)
+        if top is None:
+            return torch.where(rows.finite(x), near.argmax(-1), -1)
+        best = near.sort(dim=-1, descending=True, stable=True).indices[..., :top]
+        return torch.where(rows.finite(x)[..., None], best, -1)
 
     with torch.no_grad():
         flat = (wide(x.detach()).reshape(-1, x.shape[-1]), given.detach().reshape(-1, given.shape[-1]))
-        return rows.by_rows(some, size, *flat).reshape(x.shape[:-1])
+        return rows.by_rows(some, size, *flat).reshape(*x.shape[:-1], *([] if top is None else [top]))
 
 
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
@@ -103,6 +107,12 @@ def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]
     return -(squares - 2 * inner).clamp(min=LEAST).sqrt()
+
+
+def _check_top(book: Book, top: int | None) -> None:
+    num_codes = book.codes.shape[-2]
+    if top is not None and not 1 <= top <= num_codes:
+        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
 
 
 def _table(book: Book, x: Tensor) -> Tensor:
