@@ -127,7 +127,7 @@ def test_dropout_leaves_the_last_layers_out(name, cutoff, multiple, depths):
     for seed in range(12):
         key = random.key(seed)
         got = residual.apply(state, x, key)
-        depth = int(residual._depth(state, key, 0))
+        depth = int(residual.draw_depth(state, key))
         seen.add(depth)
         short = replace(state, layers=state.layers[:depth], dropout=False)
         wanted = residual.apply(short, x, key)
@@ -146,7 +146,7 @@ def test_dropout_leaves_the_last_layers_out(name, cutoff, multiple, depths):
 def test_depths_are_uniform_and_of_their_keys():
     state = STATES["lfq"](dropout=True)
     keys = random.fold(random.key(0), torch.arange(8000))
-    depth = residual._depth(state, keys, 1)
+    depth = residual.draw_depth(state, keys)
     share = torch.bincount(depth, minlength=5)[1:] / 8000
     assert (share - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / 8000)
     x = drawn(40, 3, 5)

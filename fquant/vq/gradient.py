@@ -27,7 +27,7 @@ from . import rows
 from .book import SMALLEST, Book, codebook, unit
 from .encode import logits
 
-Path = Callable[[Tensor, Tensor, Book, Tensor | None], Tensor]
+Path = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
 
 def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
