@@ -5,6 +5,7 @@ import random as python_random
 import warnings
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ def make(num_codes=K, **options):
     return replace(state, layers=layers)
 
 
-def pair(num_codes=K, named=None, **options):
+def pair(num_codes=K, named=None, **options) -> Any:
     state = make(num_codes, **options)
     torch.manual_seed(1)
     with warnings.catch_warnings(action="ignore"):
-        them = peer.ResidualVQ(
+        them: Any = peer.ResidualVQ(
             dim=state.dim,
             codebook_dim=D,
             codebook_size=num_codes,
@@ -140,7 +141,7 @@ def test_a_shared_book_learns_from_all_layers_as_from_one_batch():
     left = x[..., None, :] - residual.decode_layers(state, got.codes).cumsum(-2)
     left = torch.cat([x[..., None, :], left[..., :-1, :]], -2)  # [b n layers d]
     with warnings.catch_warnings(action="ignore"):
-        one = peer.VectorQuantize(D, K)
+        one: Any = peer.VectorQuantize(D, K)
     one._codebook.embed.data.copy_(book.codes[None])
     one._codebook.embed_avg.data.copy_(book.codes[None])
     one.train().update_indices(left.flatten(1, 2), got.codes.flatten(1, 2))

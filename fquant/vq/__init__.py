@@ -1,6 +1,6 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
-from . import binary, fsp, fsq, implicit, latent, lfq, projection, residual, simvq
+from . import beam, binary, fsp, fsq, implicit, latent, lfq, projection, residual, simvq
 from .affine import Affine, Moments, moments, shift
 from .apply import apply
 from .book import Book, codebook, decode, init
@@ -13,9 +13,9 @@ from .rows import mask
 from .update import Stats, add, ema, expire, move, perplexity, refresh, stats, update
 
 __all__ = [
-    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "binary", "codebook", "commitment",
-    "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among", "expire", "fsp",
-    "fsq", "gumbel", "implicit", "init", "kmeans", "latent", "lfq", "mask", "mean", "moments", "move", "orthogonal",
-    "perplexity", "projection", "refresh", "residual", "rotation", "sample", "shift", "simvq", "stats",
-    "straight_through", "update",
+    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "beam", "binary", "codebook",
+    "commitment", "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among",
+    "expire", "fsp", "fsq", "gumbel", "implicit", "init", "kmeans", "latent", "lfq", "mask", "mean", "moments",
+    "move", "orthogonal", "perplexity", "projection", "refresh", "residual", "rotation", "sample", "shift", "simvq",
+    "stats", "straight_through", "update",
 ]  # fmt: skip
