@@ -24,7 +24,7 @@ MAPS = {"linear": {}, "narrow": {"frozen_dim": 4}, "hidden": {"hidden": (9, 7)}}
 PATHS = {"rotation": ({}, vq.rotation), "straight-through": (STE, vq.straight_through)}
 
 
-def net(state):
+def net(state) -> Any:
     layers: list[Any] = []
     for dense in state.params:
         out, width = dense.weight.shape
@@ -38,7 +38,7 @@ def net(state):
 
 def pair(named, **options) -> Any:
     state = simvq.init(3, K, D, **options)
-    them = peer.SimVQ(D, K, codebook_transform=net(state), frozen_codebook_dim=options.get("frozen_dim"), **named)
+    them: Any = peer.SimVQ(D, K, codebook_transform=net(state), frozen_codebook_dim=options.get("frozen_dim"), **named)
     them.frozen_codebook = state.frozen.clone()
     return state, them
 
@@ -70,11 +70,13 @@ def test_it_is_the_peers(options, named, path):
     assert_close(by_x, theirs.grad)
     assert_close(by_params, slopes(them))
     assert_close(simvq.codebook(state), them.codebook.detach())
-    assert not grad(lambda s: simvq.apply(s, x).x.sum() + simvq.decode(s, codes).sum())(state).frozen.any()
+    every = lambda s: simvq.apply(s, x).x.sum() + simvq.decode(s, codes).sum() + simvq.codebook(s).square().sum()
+    assert not grad(every)(state).frozen.any()
 
 
 def test_it_starts_as_theirs():
-    state, them = simvq.init(0, 4000, 16), peer.SimVQ(16, 4000)
+    state = simvq.init(0, 4000, 16)
+    them: Any = peer.SimVQ(16, 4000)
     assert abs(state.frozen.std() / them.frozen_codebook.std() - 1) < 0.02 and abs(state.frozen.mean()) < 0.01
     assert state.params[0].bias is None and 0.99 / 4 < state.params[0].weight.abs().max() <= 1 / 4
 
