@@ -44,7 +44,7 @@ from .layer import VERBS
 from .quantized import Mean, Quantized
 from .rows import Where
 from .stacked import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq
-from .update import Stats, add
+from .update import Stats, add, unless_empty
 
 __all__ = [
     "Residual", "apply", "decode", "decode_layers", "draw_depth", "encode", "enter", "init", "init_books", "init_fsq",
@@ -142,8 +142,9 @@ def apply(
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
     """``state`` with each layer updated by its stats; ``options`` are those of the layers' ``update``.
 
-    Layers that do not learn from statistics stay as they are. Raises what ``update`` of a layer does, TypeError for
-    stats or options of another kind of layers, and ValueError for stats of another number of layers.
+    A layer that no row has reached, since it was dropped, stays as it is, so that its codes do not die of it; so do
+    layers that do not learn from statistics. Raises what ``update`` of a layer does, TypeError for stats or options of
+    another kind of layers, and ValueError for stats of another number of layers.
     """
     learns = VERBS[type(state.layers[0])].update is not None
     if isinstance(stats, RowCounts) == learns or (options and not learns):
@@ -155,11 +156,11 @@ def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> R
         return state
     if len(stats) != len(state.layers):
         raise ValueError(f"residual.update: got stats of {len(stats)} layers; wanted {len(state.layers)}")
-    each = zip(state.layers, stats, strict=True)
     layers = []
-    for i, (layer, some) in enumerate(each):
+    for i, (layer, some) in enumerate(zip(state.layers, stats, strict=True)):
         with tree.at(f"layers.{i}"):
-            layers.append(VERBS[type(layer)].update(layer, some, **options))  # type: ignore[misc]
+            new = VERBS[type(layer)].update(layer, some, **options)  # type: ignore[misc]
+        layers.append(unless_empty(some, new, layer))
     return replace(state, layers=layers)
 
 

@@ -20,6 +20,7 @@ vector-quantize-pytorch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from ..tree import node
 from . import rows
 from .book import Book, check_codes, unit, unmapped, wide
 from .rows import Where
+
+T = TypeVar("T")
 
 DECAY, EPS = 0.8, 1e-5  # of vector-quantize-pytorch
 
@@ -215,6 +218,12 @@ def update(
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted one above 0, or 0 and no reset")
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)
     return expire(book, stats, threshold, reset) if threshold else book
+
+
+def unless_empty(stats: Stats, new: T, old: T) -> T:
+    """The tree ``new``, or ``old`` where ``stats`` are of no rows at all."""
+    reached = stats.counts.sum() > 0
+    return tree.map(lambda a, b: torch.where(reached, a, b), new, old)
 
 
 def perplexity(stats: Stats) -> Tensor:
