@@ -1,6 +1,6 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
-from . import beam, binary, fsp, fsq, grouped, implicit, latent, lfq, projection, residual, simvq
+from . import beam, binary, fsp, fsq, grouped, hierarchical, implicit, latent, lfq, projection, residual, simvq
 from .affine import Affine, Moments, moments, shift
 from .apply import apply
 from .book import Book, codebook, decode, init
@@ -15,7 +15,7 @@ from .update import Stats, add, ema, expire, move, perplexity, refresh, stats, u
 __all__ = [
     "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "beam", "binary", "codebook",
     "commitment", "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among",
-    "expire", "fsp", "fsq", "grouped", "gumbel", "implicit", "init", "kmeans", "latent", "lfq", "mask", "mean",
-    "moments", "move", "orthogonal", "perplexity", "projection", "refresh", "residual", "rotation", "sample", "shift",
-    "simvq", "stats", "straight_through", "update",
+    "expire", "fsp", "fsq", "grouped", "gumbel", "hierarchical", "implicit", "init", "kmeans", "latent", "lfq",
+    "mask", "mean", "moments", "move", "orthogonal", "perplexity", "projection", "refresh", "residual", "rotation",
+    "sample", "shift", "simvq", "stats", "straight_through", "update",
 ]  # fmt: skip
