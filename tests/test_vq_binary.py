@@ -52,6 +52,8 @@ def test_the_draw_changes_no_gradient_and_is_of_its_key():
     weight = drawn(6, 5, 16, seed=2)
     slope = grad(lambda x, key: (binary.apply(state, x, key).x * weight).sum())
     assert torch.equal(slope(x, random.key(1)), slope(x, None))
+    warm = grad(lambda x: (binary.apply(state, x, random.key(1), temperature=3.0).x * weight).sum())
+    assert torch.equal(warm(x), slope(x, None))
     keys = random.fold(random.key(2), torch.arange(6))
     whole = binary.apply(state, x, keys).codes
     assert torch.equal(whole, torch.cat([binary.apply(state, x[i], keys[i]).codes for i in (slice(0, 2), slice(2, 6))]))

@@ -158,6 +158,16 @@ def test_depths_are_uniform_and_of_their_keys():
     assert torch.equal(whole.x[5], alone.x) and torch.equal(whole.codes[5], alone.codes)
 
 
+def test_each_layer_draws_numbers_of_its_own():
+    state = residual.init_fsq(0, LEVELS, 3, hard_clamp=False, noise_dropout=0.5)
+    x, key = drawn(20, 4), random.key(2)
+    left, parts = x, []
+    for i, layer in enumerate(state.layers):
+        parts.append(fsq.apply(layer, left, random.fold(key, i)).x)
+        left = left - parts[-1]
+    assert_close(residual.apply(state, x, key).x, sum(parts))
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_rows_that_do_not_count_are_nowhere(name):
     state = STATES[name](dim=6)

@@ -128,6 +128,19 @@ def test_a_row_that_overflows_on_its_way_is_a_bad_one(name):
     assert all(t.isfinite().all() for t in tree.leaves(slope))
 
 
+@pytest.mark.parametrize(
+    "verbs, state",
+    [(fsq, fsq.init(0, (5,) * 4, rotation=True)), (lfq, lfq.init(0, 4, rotation=True, spherical=True))],
+    ids=["fsq", "lfq"],
+)
+def test_a_row_that_overflows_when_it_is_turned_is_a_bad_one(verbs, state):
+    x = torch.stack([3e38 * state.rotation[:, 0].sign(), torch.ones(4)])
+    got = verbs.apply(state, x)
+    assert got.codes[0] == -1 and got.codes[1] >= 0 and got.x[0].eq(0).all()
+    assert [int(n) for n in tree.leaves(got.stats)] == [1, 0, 1]
+    assert all(t.isfinite().all() for t in tree.leaves(got.losses))
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-19, 1.0, 1e19, 1e30])
 def test_a_direction_is_that_of_a_row_of_any_length(size):
     """And so are its derivatives; what is nothing stays it."""
