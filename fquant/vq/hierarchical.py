@@ -45,8 +45,8 @@ from .rows import Where
 from .update import Stats, add, unless_empty
 from .update import update as update_book
 
-POOL: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 CONV = (F.conv1d, F.conv2d, F.conv3d)
+POOL: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 LINEAR = ("linear", "bilinear", "trilinear")
 SMALL = 1e-6  # of a cell that has no rows
 
@@ -190,7 +190,7 @@ def apply(
     first, total = where or (0, whole)
     out, codes, each, stats = torch.zeros_like(left), [], [], []
     for i, scale in enumerate(state.scales):
-        pooled, counted = (POOL[spatial - 1](t, scale) for t in (left * live, live))
+        pooled, counted = (_pooled(t, scale) for t in (left * live, live))
         used = counted[:, 0] > 0  # [b *scale]
         if deep is not None:
             used = used & (i < deep).reshape(-1, *[1] * spatial)
@@ -248,6 +248,13 @@ def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
 
 def _book(state: Hierarchical, i: int) -> Book:
     return state.books[i if len(state.books) > 1 else 0]
+
+
+def _pooled(t: Tensor, scale: tuple[int, ...]) -> Tensor:
+    """The means of t [b dim *places] over the cells of ``scale``."""
+    if max(scale) == 1:  # what torch does then is not mapped by vmap
+        return t.mean(tuple(range(2, t.ndim)), keepdim=True)
+    return POOL[len(scale) - 1](t, scale)
 
 
 def _full(state: Hierarchical, i: int, q: Tensor, size: tuple[int, ...]) -> Tensor:
