@@ -117,7 +117,8 @@ def loss(name, state, x):
 
 @pytest.mark.parametrize("name", STATES)
 def test_transforms(name):
-    verbs, state, x = STATES[name][0], STATES[name][1](), clean()
+    (verbs, make), x = STATES[name], clean()
+    state = make()
     # one example after the other
     whole, each = verbs.apply(state, x), vmap(lambda x: verbs.apply(state, x))(x)
     assert_close(each.x, whole.x, 1e-6)

@@ -236,6 +236,8 @@ def test_any_dims_go_before_the_places_and_files_keep_it(tmp_path):
     alone = hierarchical.apply(state, x[1, 2])
     assert_close(alone.x, got.x[1, 2], 1e-6)
     assert torch.equal(alone.codes[2], got.codes[2][1, 2])
+    none = hierarchical.apply(state, x[:0])
+    assert none.x.shape == hierarchical.decode(state, none.codes).shape == (0, 3, 4, 6, D)
     assert hierarchical.apply(state, x.bfloat16()).x.dtype is torch.bfloat16
     safetensors.save(tmp_path / "a", {"state": state, "stats": got.stats})
     back = safetensors.load(tmp_path / "a")

@@ -153,7 +153,7 @@ def decode(state: Hierarchical, codes: Sequence[Tensor], places: Sequence[int] |
         flat = some.reshape(-1, *scale)
         full = _full(state, i, books.decode(_book(state, i), flat).movedim(-1, 1), size)
         out = out + torch.where(_over(flat >= 0, full), full, 0.0)
-    return out.movedim(1, -1).reshape(*lead, *size, -1)
+    return out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
 
 
 def apply(

@@ -135,18 +135,19 @@ def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None =
     return replace(book, counts=counts, sums=sums)
 
 
-def refresh(book: Book, eps: float = EPS) -> Book:
+def refresh(book: Book, eps: float = EPS, of: tuple[Tensor, int] | None = None) -> Book:
     """``book`` with its codes made of its sums and counts, smoothed (Laplace); of unit length for cosine.
 
-    A book whose counts are all zero keeps its codes. Raises ValueError for a learnable book, whose codes gradients
-    move, and an ``eps`` that is not positive.
+    ``of`` is the count of all codes and their number, where the book is a part of one (``parted.py``). A book whose
+    counts are all zero keeps its codes. Raises ValueError for a learnable book, whose codes gradients move, and an
+    ``eps`` that is not positive.
     """
     if book.learnable:
         raise ValueError("the book is learnable, its codes move by gradients; use move for its counts, or update")
     if not eps > 0:
         raise ValueError(f"eps is {eps}; wanted one above 0")
-    total = book.counts.sum(-1, keepdim=True)
-    smooth = (book.counts + eps) / (total + book.counts.shape[-1] * eps) * total
+    total, number = of or (book.counts.sum(-1, keepdim=True), book.counts.shape[-1])
+    smooth = (book.counts + eps) / (total + number * eps) * total
     codes = book.sums / torch.where(smooth > 0, smooth, 1)[..., None]
     codes = unit(codes) if book.metric == "cosine" else codes
     return replace(book, codes=torch.where((smooth > 0)[..., None], codes, book.codes))

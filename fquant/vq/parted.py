@@ -1,0 +1,256 @@
+"""parted: a book too large for one process, of which each has some of the codes, and some of the rows.
+
+    over = vq.Across(*shard.across(mesh, "fsdp", most=len(x)))         # what travels, as functions
+    part = parted.part(book, *shard.span(65536, mesh, "fsdp"))         # the codes from first to stop
+    x, codes, losses, stats = parted.apply(part, x, key, over=over)
+    part = parted.update(part, stats, over=over)
+
+Let N rows of D numbers meet K codes. Either come together in one place, in each step:
+
+    rows go to the codes     N·D·4 bytes gathered, N·8 compared, N·D·4 scattered
+    codes go to the rows     K·D·4 bytes gathered, and as stats K·(D + 1)·4 summed
+
+With 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, and what a process keeps is smaller by as much as
+there are others; so rows travel. Each process finds the nearest of its own codes for the rows of all, and the best of
+these is one maximum of whole numbers, which hold the score above and the number of the code below: of equal scores the
+lowest number is left, as in one process. What the rows are quantised to is one sum in which each term but one is zero.
+
+Since the rows of all are there, stats of a process's own codes need nothing more. For the smoothing, and for dead codes
+to be told apart, an update sums a few numbers, in one collective of fixed shape. Collectives of a step: an all-gather,
+an all-reduce, a reduce-scatter, whatever the rows are; of an update an all-reduce.
+
+A row has the code that it has in one process on all rows but where two codes are as near to within a rounding, which a
+matrix product of another shape may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import random
+from ..kernels.nearest import nearest
+from ..tree import node, static
+from . import rows
+from .book import Book, check_codes, codebook, unit, wide
+from .book import decode as decode_book
+from .gradient import Path, rotation
+from .losses import commitment
+from .quantized import Quantized
+from .update import DECAY, EPS, Stats, move, refresh
+from .update import stats as stats_of
+
+NONE = -(2**63)  # the key of a row that has no code
+LOW = 2**32 - 1  # the lower half of a key
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+class Across(NamedTuple):
+    """What travels between the processes that a book lies on; by default there is one. ``shard.across`` makes them."""
+
+    gather: Callable[[Tensor], Tensor] = _same  # [n ...] of each to [N ...] of all, filled up with the last argument
+    mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # this process's n of [N ...]
+    scatter: Callable[[Tensor], Tensor] = _same  # the sum of [N ...] of all, each keeping its own, filled up
+    largest: Callable[[Tensor], Tensor] = _same  # the largest i64[N] of all
+    sum: Callable[[Any], Any] = _same  # of a tree
+    place: tuple[int, int] = (0, 1)  # this process among how many
+
+
+LOCAL = Across()
+
+
+@node
+class BookPart:
+    """The codes ``first``, ``first + 1`` ... of a book of ``num_codes``, as a ``book`` of their own."""
+
+    book: Book
+    first: int = static()
+    num_codes: int = static()
+
+
+@node
+class PartStats:
+    """What a part learns from the rows of all; ``own`` is local, and only ``kept`` and ``lost`` are still to be summed.
+
+    With a key, ``pool`` f32[N D] are the rows of all, and ``at`` i64[K] is where those drawn for dead codes are in it,
+    -1 where nothing was drawn.
+    """
+
+    own: Stats
+    pool: Tensor | None = None
+    at: Tensor | None = None
+
+
+def part(book: Book, first: int, stop: int) -> BookPart:
+    """The codes ``first`` to ``stop`` (without it) of a book.
+
+    Raises ValueError for a book with heads, an affine one, and codes that it does not have, or none.
+    """
+    if book.codes.ndim == 3 or book.affine is not None:
+        raise ValueError("parted.part: the book has heads or is affine; wanted one codebook without")
+    num_codes = len(book.codes)
+    if not 0 <= first < stop <= num_codes:
+        raise ValueError(f"parted.part: codes {first} to {stop} of {num_codes}; wanted some that the book has")
+    cut = lambda t: t[first:stop].clone()
+    own = replace(book, codes=cut(book.codes), counts=cut(book.counts), sums=cut(book.sums))
+    return BookPart(own, first, num_codes)
+
+
+def encode(part: BookPart, x: Tensor, over: Across = LOCAL) -> Tensor:
+    """The nearest code of every row of ``x`` f[... D], of all parts': i64[...]; -1 for a row that is not finite.
+
+    Two collectives: rows travel, and keys. Raises what ``encode`` of a Book does, and TypeError for float64.
+    """
+    _check(part, x)
+    flat = wide(x.detach()).reshape(-1, x.shape[-1])
+    return over.mine(_search(part, over.gather(flat), over), len(flat)).reshape(x.shape[:-1])
+
+
+def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
+    """What ``codes`` i64[...] stand for, f32[... D]; zeros for -1. Two collectives: codes travel, and rows.
+
+    Raises TypeError for another dtype, ValueError for codes beyond the book, where values can be seen.
+    """
+    if codes.dtype is not torch.int64:
+        raise TypeError(f"codes: got {codes.dtype}; wanted int64, as from encode")
+    _check_codes(part, codes)
+    flat = codes.reshape(-1)
+    # Filled up with zeros, and so one is added for 0 to be none.
+    asked = over.gather(flat + 1) - 1
+    return over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
+
+
+def apply(
+    part: BookPart,
+    x: Tensor,
+    key: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    gradient: Path = rotation,
+    draw: bool = False,
+    over: Across = LOCAL,
+) -> Quantized:
+    """``x`` f[... D], this process's rows, quantised by all parts: what ``apply`` of a Book does, with PartStats.
+
+    Rows are numbered process after process, so there is no ``where``. The loss is the commitment of this process's
+    rows. Three collectives. Raises what :func:`encode` does, and ValueError for want of a key.
+    """
+    _check(part, x)
+    if draw and key is None:
+        raise ValueError("key is None with draw=True, which needs one")
+    kept = rows.laid_mask(part.book, mask, x)
+    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if kept is None else kept.reshape(x.shape[:-1])
+    live = rows.finite(x) & asked
+    point = torch.where(live[..., None], wide(x), 0)
+    size, flat = point[..., 0].numel(), point.reshape(-1, x.shape[-1])
+    # What is kept and not finite is told from what is masked: one is inf, the other, as what is filled up, nan.
+    marks = torch.where(asked, torch.inf, torch.nan).to(flat.dtype).reshape(-1, 1)
+    everyone = over.gather(torch.where(live.reshape(-1, 1), flat, marks).detach())
+    there = ~everyone.isnan().any(-1)
+    codes = _search(part, everyone, over)
+    q = over.scatter(_lookup(part, codes))[:size].reshape(x.shape).to(point.dtype)
+    mine = over.mine(codes, size).reshape(x.shape[:-1])
+    live = mine >= 0
+    start = unit(point) if part.book.metric == "cosine" else point
+    each = None
+    if key is not None:
+        number = over.mine(there.cumsum(0) - 1, size)
+        each = rows.keys(random.fold(key, "gradient"), number[None]).reshape(x.shape[:-1])
+    out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
+    own = codes - part.first
+    own = torch.where((own >= 0) & (own < len(part.book.codes)), own, -1)
+    found = stats_of(part.book, everyone, own)
+    number = asked.sum().to(found.kept.dtype)
+    found = PartStats(replace(found, kept=number, lost=number - live.sum()))
+    if draw and key is not None:
+        found = replace(found, pool=everyone, at=_drawn(part, random.fold(key, "draw"), everyone, there, codes >= 0))
+    return Quantized(out, mine, {"commitment": commitment(start, q, live)}, found)
+
+
+def update(
+    part: BookPart,
+    stats: PartStats,
+    decay: float = DECAY,
+    eps: float = EPS,
+    threshold: float = 0.0,
+    reset: float | None = None,
+    over: Across = LOCAL,
+) -> BookPart:
+    """``part`` after a step: what ``update`` of a Book does, of its own codes. One collective, of a few numbers.
+
+    Raises what that does.
+    """
+    if threshold < 0 or (reset is not None and not (threshold > 0 and reset > 0)):
+        raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0, or 0 and no reset")
+    moved = move(part.book, stats.own, decay)
+    here, ranks = over.place
+    dead = moved.counts < threshold
+    place = torch.arange(ranks, device=dead.device) == here
+    total, each = over.sum((moved.counts.sum(), torch.where(place, dead.sum(), 0).to(moved.counts.dtype)))
+    book = moved if moved.learnable else refresh(moved, eps, (total, part.num_codes))
+    if threshold:
+        book = _expired(book, stats, dead, each[:here].sum().long(), threshold if reset is None else reset)
+    return replace(part, book=book)
+
+
+def _expired(book: Book, stats: PartStats, dead: Tensor, before: Tensor, count: float) -> Book:
+    """``book`` with the dead codes, of which there are ``before`` in the parts before, at rows that were drawn."""
+    if stats.pool is None or stats.at is None:
+        raise ValueError(
+            "stats: got none drawn, wanted rows to start dead codes at; use apply with a key and draw=True"
+        )
+    hit = stats.at >= 0
+    order = torch.argsort(torch.where(hit, 0, 1), stable=True)  # first what was drawn
+    turn = before + dead.cumsum(0) - 1
+    fresh = dead & (turn < hit.sum())
+    row = stats.pool[stats.at[order[torch.where(fresh, turn, 0)]]].to(book.codes.dtype)
+    row = unit(row) if book.metric == "cosine" else row
+    return replace(
+        book,
+        codes=torch.where(fresh[:, None], row, book.codes),
+        counts=torch.where(fresh, count, book.counts),
+        sums=torch.where(fresh[:, None], row * count, book.sums),
+    )
+
+
+def _search(part: BookPart, x: Tensor, over: Across) -> Tensor:
+    """The nearest code i64[N] of rows x f32[N D], of all parts."""
+    codes = codebook(part.book).detach()
+    half = codes.square().sum(-1) / 2 if part.book.metric == "euclidean" else torch.zeros_like(codes[:, 0])
+    which, score = (t[0, :, 0] for t in nearest(x[None], codes[None], half[None]))
+    bits = (score + 0.0).view(torch.int32).long()  # -0.0 is 0.0
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as the scores are
+    key = torch.where(which < 0, NONE, (ordered << 32) + (LOW - which - part.first))
+    key = over.largest(key)
+    return torch.where(key == NONE, -1, LOW - (key & LOW))
+
+
+def _lookup(part: BookPart, codes: Tensor) -> Tensor:
+    """f32[N D] of codes i64[N]: those of this part, and zeros."""
+    own = codes - part.first
+    return decode_book(part.book, torch.where((own >= 0) & (own < len(part.book.codes)), own, -1))
+
+
+def _drawn(part: BookPart, key: Tensor, x: Tensor, there: Tensor, live: Tensor) -> Tensor:
+    """Where in x [N D] the rows are that a Book of all codes would have drawn, i64[K]; -1 where none."""
+    index = torch.arange(len(x), dtype=torch.float64, device=x.device)[None, :, None]  # rows that are their own place
+    at, hits = rows.draw(key, part.num_codes, index, there[None], live[None], None)
+    return torch.where(hits[0] > 0, at[0, :, 0].long(), -1)
+
+
+def _check(part: BookPart, x: Tensor) -> None:
+    rows.check(part.book, x)
+    if x.dtype is torch.float64:
+        raise TypeError("x: got torch.float64; wanted float32 or narrower, whose scores are compared whole")
+
+
+def _check_codes(part: BookPart, codes: Tensor) -> None:
+    whole = part.book.codes[:1].expand(part.num_codes, -1)
+    check_codes(replace(part.book, codes=whole), codes)
