@@ -130,7 +130,7 @@ def test_transforms(name):
     # forwards what it is backwards
     v, by = drawn(*x.shape, seed=9), grad(lambda state, x: loss(name, state, x), (0, 1))(state, x)
     dv = tree.map(lambda t: drawn(*t.shape, seed=t.numel() + 1), state)
-    _, forwards = jvp(lambda state, x: loss(name, state, x), (state, x), (dv, v))
+    forwards = jvp(lambda state, x: loss(name, state, x), (state, x), (dv, v))[1]
     backwards = sum((a * b).sum() for a, b in zip(tree.leaves(by), tree.leaves((dv, v)), strict=True))
     assert_close(forwards, backwards, 1e-4)
 

@@ -46,7 +46,7 @@ def steps(book, apply, update, x, mask):
     for i in range(3):
         got = apply(book, x + 0.1 * i, random.key(i), mask=mask, draw=True, gradient=vq.directional)
         seen.append((got.x, got.codes, got.losses["commitment"]))
-        book = update(book, got.stats, threshold=1.5 if i == 2 else 0.0)
+        book = update(book, got.stats, eps=0.1, threshold=1.5 if i == 2 else 0.0)  # so that the smoothing shows
     return seen, book
 
 
@@ -173,6 +173,23 @@ def test_alone_it_is_the_book(name):
     assert torch.equal(parted.encode(part, x.reshape(2, 15, D)), vq.encode(part.book, x.reshape(2, 15, D)))
     low = parted.apply(part, x.bfloat16())
     assert low.x.dtype is torch.bfloat16 and low.stats.own.sums.dtype is torch.float32
+
+
+def spans(ranks_of):
+    mesh = shard.mesh(fsdp=ranks_of)
+    found = [shard.span(size, mesh, "fsdp") for size in (3, 7, 65536)]
+    for f in (lambda: shard.span(2, mesh, "fsdp"), lambda: shard.across(mesh, "fsdp", 0)):
+        with pytest.raises(ValueError, match=r"span: 2 over fsdp=3 leaves ranks with none|across: most is 0; wanted"):
+            f()
+    return found
+
+
+@pytest.mark.xdist_group("ranks")
+def test_every_code_lies_on_one_rank():
+    for size, parts in zip((3, 7, 65536), zip(*ranks.run(3, spans, 3), strict=True), strict=True):
+        assert [i for first, stop in parts for i in range(first, stop)] == list(range(size))
+        lengths = [stop - first for first, stop in parts]
+        assert max(lengths) - min(lengths) <= 1
 
 
 def too_many():

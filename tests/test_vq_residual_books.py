@@ -259,6 +259,24 @@ def test_one_direction_for_all_layers():
     assert_close(part.x[mask], cut.x)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_codes_that_are_given_are_what_layers_are_to_find(shared):
+    state = make(shared=shared, dim=8)
+    x, mask = drawn(B, N, 8), torch.arange(B * N).reshape(B, N) % 4 > 0
+    codes = torch.randint(-1, K, (B, N, L), generator=torch.Generator().manual_seed(1))
+    got = residual.cross_entropy(state, torch.where(mask[..., None], x, math.nan), codes, mask)
+    left = residual.enter("", state, x, None)[0].double()
+    for i, layer in enumerate(residual.layers_of(state)):
+        far = (left[..., None, :] - layer.codes.double()).norm(dim=-1)
+        live = mask & (codes[..., i] >= 0)
+        wanted = -(-far).log_softmax(-1).gather(-1, codes[..., i : i + 1].clamp(min=0))[..., 0][live]
+        assert_close(mean(got)[i], wanted.mean().float())
+        left = left - vq.decode(layer, codes[..., i])
+    own = residual.encode(state, x)
+    apart = residual.apply(state, x, losses=("cross_entropy",)).losses["cross_entropy"]
+    assert_close(residual.cross_entropy(state, x, own), apart)
+
+
 def test_more_layers_are_nearer_and_bf16_stays_outside():
     state = make(num_codes=64, dropout=True)
     x = drawn(400, D)
@@ -317,6 +335,16 @@ WRONG = {
         lambda: residual.update(s := residual.init_lfq(0, 3, 2), residual.apply(s, drawn(2, 3)).stats, decay=0.5),
         TypeError,
         r"got RowCounts and options \['decay'\] for layers of LFQ",
+    ),
+    "given": (
+        lambda: residual.cross_entropy(STATE, drawn(2, D), torch.zeros(2, 3).long()),
+        ValueError,
+        r"codes are \(2, 3\); wanted 4 for each row",
+    ),
+    "given to scalars": (
+        lambda: residual.cross_entropy(residual.init_lfq(0, 3, 2), drawn(2, 3), torch.zeros(2, 2).long()),
+        TypeError,
+        "layers.0 is a LFQ; wanted a Book",
     ),
     "codes": (lambda: residual.decode(STATE, torch.full((3, 4), 12)), ValueError, "codes: got 12 for a book of 12"),
     "last dim": (lambda: residual.apply(STATE, drawn(2, 5)), ValueError, r"residual.apply: x is \(2, 5\); wanted 6"),

@@ -38,17 +38,20 @@ from torch import Tensor
 
 from .. import random, tree
 from . import frame, radix, rows
+from .book import Book
+from .book import decode as decode_book
 from .frame import RowCounts
 from .gradient import Path
 from .layer import VERBS
+from .losses import cross_entropy as cross_entropy_of
 from .quantized import Mean, Quantized
 from .rows import Where
 from .stacked import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq
 from .update import Stats, add, unless_empty
 
 __all__ = [
-    "Residual", "apply", "decode", "decode_layers", "draw_depth", "encode", "enter", "init", "init_books", "init_fsq",
-    "init_implicit", "init_lfq", "init_simvq", "layers_of", "update",
+    "Residual", "apply", "cross_entropy", "decode", "decode_layers", "draw_depth", "encode", "enter", "init",
+    "init_books", "init_fsq", "init_implicit", "init_lfq", "init_simvq", "layers_of", "update",
 ]  # fmt: skip
 
 
@@ -137,6 +140,26 @@ def apply(
     stats: Any = counts if VERBS[type(layers[0])].update is None else [found.stats for found in each]
     stats = [add(*stats)] if state.shared else stats
     return Quantized(_leave(state, out, kept).to(x.dtype), torch.stack([f.codes for f in each], -1), losses, stats)
+
+
+def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
+    """Of rows x f[... dim] and ``codes`` i64[... layers] that they are to have, a Mean of [layers] numbers.
+
+    Each layer is given what the codes before leave of x (Shen et al. 2023); -1 is no term, and leaves what
+    it finds. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers that are no Books,
+    ValueError for another number of codes.
+    """
+    layers = layers_of(state)
+    if codes.shape != (*x.shape[:-1], len(layers)):
+        raise ValueError(f"residual.cross_entropy: codes are {tuple(codes.shape)}; wanted {len(layers)} for each row")
+    left, kept, _ = enter("residual.cross_entropy", state, x, mask)
+    each = []
+    for i, (layer, some) in enumerate(zip(layers, codes.unbind(-1), strict=True)):
+        if not isinstance(layer, Book):
+            raise TypeError(f"residual.cross_entropy: layers.{i} is a {type(layer).__name__}; wanted a Book")
+        each.append(cross_entropy_of(layer, left, some, kept))
+        left = left - decode_book(layer, some).to(left.dtype).detach()
+    return Mean(torch.stack([one.sum for one in each]), torch.stack([one.count for one in each]))
 
 
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
