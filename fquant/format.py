@@ -174,7 +174,7 @@ def read(text: str) -> Format:
 def _from_dict(parts: dict[str, Any]) -> Format:
     table, scale, vectors = parts["table"], parts["scale"], parts["vectors"]
     nested: dict[str, Any] = {"scale": scale and _from_dict(scale), "vectors": vectors and Vectors(**vectors)}
-    return Format(**parts | nested | {"table": table and tuple(table)})
+    return Format(**parts | nested | dict[str, Any](table=table and tuple(table)))
 
 
 def parse(name: str, block: int | None = None) -> Format:

@@ -41,6 +41,12 @@ def groups(p, w, importance=None):
     return split(w.double() / scale), split(near), split(look_up(p.codes, p.vectors, p.format)[..., :width].double())
 
 
+def list_of(p):
+    """The vectors f64[stages 256 D]."""
+    assert p.vectors is not None
+    return p.vectors.double().view(p.format.vectors.stages, 256, p.format.vectors.dim)
+
+
 def beam(x, near, tables, width):
     """The least error of a group x [D] that a beam finds, one candidate at a time."""
     kept = [(0.0, x)]
@@ -57,13 +63,13 @@ def beam(x, near, tables, width):
 @pytest.mark.parametrize("width", [64, 77])
 @formats
 def test_codes_are_those_of_a_search_in_float64(format, width, weighted):
-    w = weight(40, width)
+    w = weight(160, width)
     importance = normal("i", width).square() if weighted else None
     p = quantize(w, format, importance)
     x, near, chosen = groups(p, w, importance)
-    tables = p.vectors.double().view(format.vectors.stages, 256, -1)
+    tables = list_of(p)
     got = (near * (x - chosen).square()).sum(-1)
-    for row in range(0, len(x), 7):
+    for row in range(0, len(x), 29):
         found = beam(x[row], near[row], tables, learn.BEAM)
         assert got[row].item() == pytest.approx(found, rel=1e-4, abs=1e-5 * near[row].max().item()), row
 
@@ -75,7 +81,7 @@ def test_the_last_stage_is_the_nearest(format, weighted):
     importance = normal("i", 40, 64).square() if weighted else None
     p = quantize(w, format, importance)
     x, near, chosen = groups(p, w, importance)
-    tables, stages = p.vectors.double().view(format.vectors.stages, 256, -1), format.vectors.stages
+    tables, stages = list_of(p), format.vectors.stages
     others = chosen - tables[-1][p.codes.reshape(-1, stages)[:, -1].long()]
     every = (near[:, None] * (x[:, None] - others[:, None] - tables[-1]).square()).sum(-1)
     got = (near * (x - chosen).square()).sum(-1)
@@ -87,7 +93,7 @@ def test_the_search_is_nearly_exhaustive():
     w = normal("w", 64, 512)
     p = quantize(w, VQ2)
     x, _, chosen = (t[::64] for t in groups(p, w))
-    first, second = p.vectors.double().view(2, 256, 8)
+    first, second = list_of(p)
     sums = (first[:, None] + second).flatten(0, 1)
     best = torch.cdist(x, sums).min(1).values.square().mean().item()
     left = x - first[torch.cdist(x, first).argmin(1)]
@@ -114,22 +120,25 @@ def test_better_than_any_table_of_numbers(format, scalar):
 
 @formats
 def test_means_of_groups(format):
-    """The vectors of the last stage moved: each is the mean of what the others leave, rows weighing by their size."""
+    """Each stage in turn is moved to the means of what the others leave, rows weighing by their size."""
     w = weight(40, 64)
-    rows, stages = w.reshape(-1, 64), format.vectors.stages
-    scale = learn.scales(rows, format)
-    total = rows.numel() // format.vectors.dim
-    some = learn._pick(torch.arange(total), rows, scale, format, None)
+    stages, scale = format.vectors.stages, learn.scales(w, format)
+    some = learn._pick(torch.arange(w.numel() // format.vectors.dim), w, scale, format, None)
     vectors = learn._vectors(some, stages, random.key(0))
     codes = learn._search(some, vectors)
     moved = learn._together(some, codes, vectors)
     x, size = some.x.double(), some.mass.double()
-    others = sum(moved[i].double()[codes[:, i].long()] for i in range(stages - 1))
-    for code in range(0, 256, 5):
-        mine = codes[:, -1] == code
-        wanted = ((x - others) * size)[mine].sum(0) / size[mine].sum() if mine.any() else vectors[-1, code].double()
-        torch.testing.assert_close(moved[-1, code].double(), wanted, rtol=1e-4, atol=1e-5)
-    error = lambda v: ((x - sum(v[i].double()[codes[:, i].long()] for i in range(stages))).square() * size).sum()
+    torch.testing.assert_close(
+        size[:, 0].sqrt(), (scale / scale.max()).repeat_interleave(len(x) // scale.numel()).double()
+    )
+    of = lambda table, stage: table[stage].double()[codes[:, stage].long()]
+    for stage in range(stages):
+        left = x - sum(of(moved if i < stage else vectors, i) for i in range(stages) if i != stage)
+        for code in range(0, 256, 5):
+            mine = codes[:, stage] == code
+            wanted = (left * size)[mine].sum(0) / size[mine].sum() if mine.any() else vectors[stage, code].double()
+            torch.testing.assert_close(moved[stage, code].double(), wanted, rtol=1e-4, atol=1e-5)
+    error = lambda table: ((x - sum(of(table, i) for i in range(stages))).square() * size).sum()
     assert error(moved) <= error(vectors)
 
 
@@ -176,7 +185,8 @@ def test_shapes_and_dtypes(format, shape, dtype):
     stages, dim = format.vectors.stages, format.vectors.dim
     assert p.codes.shape == (*shape[:-1], -(-shape[-1] // dim) * stages) and p.codes.dtype == torch.uint8
     assert p.scale.shape == (*shape[:-1], -(-shape[-1] // format.block) if format.block else 1)
-    assert p.vectors.shape == (stages * 256 * dim,) and p.vectors.dtype == p.scale.dtype == torch.float32
+    assert [(t.shape, t.dtype) for t in tree.leaves(p)[2:]] == [((stages * 256 * dim,), torch.float32)]
+    assert p.scale.dtype == torch.float32
     wide = quantize(w.float(), format)
     assert all(map(alike, tree.leaves(p), tree.leaves(wide)))
     assert dequantize(p).dtype == dtype and alike(dequantize(p), dequantize(wide).to(dtype))
