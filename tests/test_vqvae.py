@@ -197,7 +197,8 @@ def test_a_mesh_is_one_process(quantiser, layers, axes):
     job = Job(quantiser, codes=8, layers=layers, dim=4, hidden=8, patch=8, steps=3, batch=7)
     ((steps, training, (result, counts, books)),) = ranks.run(1, trained, job, {})
     for found, other, (figures, usage, again) in ranks.run(math.prod(axes.values()), trained, job, axes):
-        assert_close((other, usage, again), (training, counts, books), 1e-5)
+        assert_close((other, again), (training, books), 1e-5)
+        assert (usage - counts).abs().sum() <= 4  # a row that is as near to two codes, to all digits, may have either
         assert [step.loss for step in found] == pytest.approx([step.loss for step in steps], abs=1e-5)
         assert figures.psnr == pytest.approx(result.psnr, abs=1e-4)
 
