@@ -94,6 +94,10 @@ def test_is_the_network_of_torchs_layers():
     assert sum(p.numel() for m in (encoder, decoder) for p in m.parameters()) == tree.nbytes(weights) // 8
 
 
+def unclamped(weights, state, codes, verbs):
+    return autoencoder.decode(weights, verbs.decode(state, codes))
+
+
 @pytest.mark.parametrize("verbs, state, options", QUANTISERS.values(), ids=QUANTISERS)
 def test_every_quantiser(verbs, state, options):
     weights, x = params(), images()
@@ -108,8 +112,10 @@ def test_every_quantiser(verbs, state, options):
 
     codes = autoencoder.to_codes(weights, state, x, verbs)
     assert torch.equal(codes, verbs.encode(state, autoencoder.encode(weights, x)))
-    back = autoencoder.from_codes(weights, state, codes, verbs)
-    assert_close(back, autoencoder.decode(weights, verbs.decode(state, codes)).clamp(0, 1), 0)
+    bright = tree.map_at(r"decoder\.scales\.1\.bias", lambda t: t + torch.tensor([0.6, -0.6, 0.0]), weights)
+    back, plain = (f(bright, state, codes, verbs) for f in (autoencoder.from_codes, unclamped))
+    assert plain.min() < 0 and plain.max() > 1
+    assert_close(back, plain.clamp(0, 1), 0)
 
 
 @pytest.mark.parametrize("halvings, blocks, channels", [(1, 0, 1), (2, 1, 3), (3, 2, 4)])
