@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_a_mapped_step_is_a_loop(kind):
 def test_mapped_gradients_are_a_loop(path):
     bs, xs = [book("learnable", i) for i in range(E)], [rows(seed=i) for i in range(E)]
     keys = random.fold(random.key(0), torch.arange(E))
-    g = grad(lambda c, x, b, key: scalar(c, x, b, key, path), (0, 1))
+    g: Any = grad(lambda c, x, b, key: scalar(c, x, b, key, path), (0, 1))
     codes = [b.codes for b in bs]
     close(vmap(g)(*map(stacked, (codes, xs, bs)), keys), stacked(map(g, codes, xs, bs, keys)), 1e-5)
     each = vmap(g, (None, 0, None, 0))(codes[0], stacked(xs), bs[0], keys)
@@ -198,6 +199,6 @@ def test_kmeans_of_many_is_a_loop():
 
 def test_codes_have_no_derivative():
     b, x = book("learnable"), rows()
-    codes, tangent = jvp(lambda x: vq.encode(b, x).float(), (x,), (x,))
+    codes, tangent = jvp(lambda x: vq.encode(b, x).float(), (x,), (x,))  # type: ignore[misc]
     assert not tangent.any() and torch.equal(codes.long(), vq.encode(b, x))
     assert not jacrev(lambda x: vq.apply(b, x).stats.sums)(x).any()
