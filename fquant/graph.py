@@ -265,8 +265,9 @@ def outputs(graph: Graph) -> list[Node]:
 
 
 def kind(node: Node) -> object:
-    """What a tensor and the one it is written over have in common."""
-    return tuple((t.shape, t.dtype, t.stride(), t.device) for t in tensors(node))
+    """What a tensor and the one it is written over have in common; in a dim of one element strides mean nothing."""
+    lies = lambda t: tuple(step for size, step in zip(t.shape, t.stride(), strict=True) if size != 1)
+    return tuple((t.shape, t.dtype, lies(t), t.device) for t in tensors(node))
 
 
 def describe(t: Tensor) -> str:

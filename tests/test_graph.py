@@ -134,3 +134,12 @@ def test_a_view_is_made_once(case):
     (traced,) = captured.traced.values()
     names = [str(node.target).removeprefix("aten.").partition(".")[0] for node in traced.module.graph.nodes]
     assert {name: names.count(name) for name in left} == left
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 1, 1), (1, 5)], ids=str)
+def test_strides_of_single_elements_do_not_matter(shape):
+    """As those of the gradient of a convolution of one pixel."""
+    other = [7 if n == 1 else s for n, s in zip(shape, torch.empty(shape).stride(), strict=True)]
+    w, update = torch.empty_strided(shape, other).fill_(1.5), jit(lambda w, g: 0.5 * w + g, donate=("w",))
+    for old in (w.clone(memory_format=torch.contiguous_format), w):
+        assert update(old, torch.ones(shape)) is old and (old == 1.75).all()

@@ -8,10 +8,10 @@ for those that need them, and None will do for the others. The value of all but 
 carries the derivative is added as a difference with itself. What is said to be constant is constant to derivatives of
 every order.
 
-    direct             q alone: codes of a learnable book have a gradient, rows have none straight_through   the
-                       identity (Bengio et al. 2013) rotation           the rotation and scaling that take x to q, held
-                       constant (Fifty et al. 2024, section 4.2) directional        x moved by its distance from q in a
-                       direction that is constant and a little noisy (Vali et al. 2025)
+    direct             q alone: codes of a learnable book have a gradient, rows have none
+    straight_through   the identity (Bengio et al. 2013)
+    rotation           the rotation and scaling that take x to q, held constant (Fifty et al. 2024, section 4.2)
+    directional        x moved by its distance from q in a constant, a little noisy direction (Vali et al. 2025)
     gumbel             that of the mean of codes under softmax(logits / temperature) (Jang et al. 2017)
 """
 
