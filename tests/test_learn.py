@@ -121,7 +121,7 @@ def test_better_than_any_table_of_numbers(format, scalar):
 @formats
 def test_means_of_groups(format):
     """Each stage in turn is moved to the means of what the others leave, rows weighing by their size."""
-    w = weight(40, 64)
+    w = weight(200, 64)
     stages, scale = format.vectors.stages, learn.scales(w, format)
     some = learn._pick(torch.arange(w.numel() // format.vectors.dim), w, scale, format, None)
     vectors = learn._vectors(some, stages, random.key(0))
