@@ -258,6 +258,8 @@ WRONG = {
     "last dim": (lambda: hierarchical.apply(STATE, drawn(2, 12, 5)), r"x is \(2, 12, 5\); wanted 4 in the last dim"),
     "dims": (lambda: hierarchical.apply(STATE, drawn(4)), r"x is \(4,\); wanted \[... places dim\]"),
     "mask": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), mask=torch.ones(2).bool()), r"mask is \(2,\) beside x"),
+    "depth": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), depth=torch.ones(3).long()), r"depth is torch.int64"),
+    "key": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), torch.zeros(2).long()), r"key is \(2,\)"),
     "codes": (lambda: hierarchical.decode(STATE, [torch.zeros(2, 1).long(), torch.zeros(2, 3).long()]), r"codes.1 are"),
     "many": (lambda: hierarchical.decode(STATE, [torch.zeros(2, 1).long()] * 5), "got codes of 5 scales for places"),
     "beyond": (lambda: hierarchical.decode(STATE, [torch.full((2, 1), K)]), "codes: got 9 for a book of 9"),

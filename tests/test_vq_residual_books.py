@@ -341,6 +341,18 @@ WRONG = {
         ValueError,
         r"codes are \(2, 3\); wanted 4 for each row",
     ),
+    "codes of two layers": (
+        lambda: residual.apply(STATE, drawn(2, D), codes=torch.zeros(2, 2).long()),
+        ValueError,
+        r"codes are \(2, 2\); wanted 4 for each row of \(2, 6\)",
+    ),
+    "codes of scalars": (
+        lambda: residual.apply(residual.init_lfq(0, 3, 2), drawn(2, 3), codes=torch.zeros(2, 2).long()),
+        TypeError,
+        "got codes for layers of LFQ; wanted Book",
+    ),
+    "depth": (lambda: residual.apply(STATE, drawn(2, D), depth=torch.ones(3).long()), ValueError, r"int64 \(3,\)"),
+    "key": (lambda: residual.apply(STATE, drawn(2, D), torch.zeros(2).long()), ValueError, r"key is \(2,\) for"),
     "given to scalars": (
         lambda: residual.cross_entropy(residual.init_lfq(0, 3, 2), drawn(2, 3), torch.zeros(2, 2).long()),
         TypeError,

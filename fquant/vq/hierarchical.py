@@ -174,7 +174,7 @@ def apply(
     depth  i64[] or [...], how many scales an example has, instead of a draw
     where  (first, total) numbers of this rank's examples, see ``rows.py``
 
-    ``options`` are those of ``apply`` of a Book. Raises what that does, and ValueError for too few dims.
+    ``options`` are those of ``apply`` of a Book. Raises what that does, and ValueError for other shapes.
     """
     spatial, name = len(state.scales[0]), "hierarchical.apply"
     if x.ndim < spatial + 1:
@@ -183,8 +183,13 @@ def apply(
     lead, size = x.shape[: x.ndim - spatial - 1], x.shape[-spatial - 1 : -1]
     left = point.reshape(-1, *size, point.shape[-1]).movedim(-1, 1)  # [b dim *places]
     live = kept.reshape(-1, *size)[:, None].to(left.dtype)
+    if key is not None and key.ndim:
+        raise ValueError(f"{name}: key is {tuple(key.shape)}; wanted one for all rows, and depth= for examples")
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
+    if depth is not None and (depth.dtype is not torch.int64 or depth.shape not in ((), lead)):
+        got = f"{depth.dtype} {tuple(depth.shape)}"
+        raise ValueError(f"{name}: depth is {got}; wanted int64 (), or one for each example {tuple(lead)}")
     deep = None if depth is None else depth.expand(lead).reshape(-1)
     whole, shared, cells = left.shape[0], len(state.books) == 1, [math.prod(scale) for scale in state.scales]
     first, total = where or (0, whole)

@@ -113,10 +113,12 @@ def apply(
                ``grad_frac=1.0`` ``directional`` here is DiVeQ's (Vali et al. 2025)
 
     ``options`` go to the layers. The statistics are a list of Stats, or a RowCounts of layers that do not learn.
-    Raises what ``apply`` of a layer does, and ValueError for a grad_frac outside of [0, 1].
+    Raises what ``apply`` of a layer does, ValueError for a grad_frac outside of [0, 1] and other shapes, and TypeError
+    for codes of layers that cannot be given any.
     """
     if not 0 <= grad_frac <= 1:
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
+    _check(state, x, key, codes, depth)
     start, kept, counts = enter("residual.apply", state, x, mask)
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
@@ -207,6 +209,22 @@ def enter(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[T
         bound = torch.tensor(state.clamp, dtype=z.dtype, device=z.device)
         z = torch.tanh(z / bound) * bound
     return z.squeeze(-2), kept, frame.counted(kept, mask)
+
+
+def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None, depth: Tensor | None) -> None:
+    layers, name = layers_of(state), "residual.apply"
+    verbs, kind = VERBS[type(layers[-1])], type(layers[-1]).__name__
+    if codes is not None and verbs.best is None:
+        raise TypeError(f"{name}: got codes for layers of {kind}; wanted Book, Implicit or SimVQ")
+    if codes is not None and codes.shape != (*x.shape[:-1], len(layers)):
+        raise ValueError(
+            f"{name}: codes are {tuple(codes.shape)}; wanted {len(layers)} for each row of {tuple(x.shape)}"
+        )
+    if depth is not None and (depth.dtype is not torch.int64 or depth.shape != x.shape[:-1][: depth.ndim]):
+        got = f"{depth.dtype} {tuple(depth.shape)}"
+        raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
+    if key is not None and key.ndim and verbs.update is not None:
+        raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
 
 
 def _leave(state: Residual, out: Tensor, known: Tensor) -> Tensor:
