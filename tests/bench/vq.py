@@ -1,0 +1,265 @@
+"""A codebook's training step and k-means beside vector-quantize-pytorch and faiss, in one run.
+
+    python -m tests.bench.vq                              # minutes, on one thread
+    python -m tests.bench.vq --rows 4096 --codes 1024     # smaller
+    python -m tests.bench.vq --only encode step
+
+Rows, by the names that --only takes:
+
+    encode    the nearest of all codes, without gradients
+    update    encode and the moving average, without gradients: what a step of a frozen encoder takes
+    step      the same with the gradient of the rows: straight-through and commitment
+    memory    MiB that update holds at its worst beside its arguments and its results
+    kmeans    k-means of rows from a mixture, the same iterations for everybody
+    objective the mean squared distance to the codes that k-means has found, on average over seeds
+
+Columns: fquant, vq (vector-quantize-pytorch) and faiss, which has k-means alone. Everybody takes turns and is timed as
+tests/bench/timing.py says; in brackets is fquant's time over theirs. Those that are not installed leave their column
+empty. What is wanted is meant for 32768 rows of 64 dims and 8192 codes. This is no test: the exit status is 0 whether
+it is met or not, and 2 for bad options.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from fquant import random, vq
+from tests.bench import peers, report, timing
+from tests.bench.report import Row, at_most
+
+ROWS = ("encode", "update", "step", "memory", "kmeans", "objective")
+COLUMNS = ("fquant", "vq", "faiss")
+FASTER, SMALLER = 1 / 6, 0.05  # of vector-quantize-pytorch's time and memory
+WORSE = 1.002  # of faiss's objective, of which seeds make more
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time a codebook beside vector-quantize-pytorch and faiss, in turns and in one run.
+
+    Prints medians in milliseconds, in brackets fquant's over theirs, MiB, and the objective of k-means.
+    """
+
+    rows: int = 32768
+    """Rows of a step."""
+    dim: int = 64
+    """Dims of a row."""
+    codes: int = 8192
+    """Codes of the book."""
+    means: int = 512
+    """Clusters of k-means."""
+    iterations: int = 25
+    """Iterations of k-means."""
+    seeds: int = 4
+    """Runs of k-means, each from rows of its own."""
+    threads: int = 1
+    """Threads, for everybody."""
+    repeats: int = 3
+    """Turns of each contestant."""
+    only: tuple[str, ...] = ()
+    """Rows to measure; default: all."""
+    json: Path | None = None
+    """File to write the figures to."""
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot be measured."""
+        for name in ("rows", "dim", "codes", "means", "iterations", "seeds", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        if self.means > self.rows:
+            raise ValueError(f"--means is {self.means} for {self.rows} rows; wanted at most as many")
+        for name in self.only:
+            if name not in ROWS:
+                raise ValueError(f"--only: there is no row {name!r}; wanted some of {', '.join(ROWS)}")
+        timing.check_threads(self.threads)
+        report.check_writable(self.json)
+
+
+Contestants = dict[str, Callable[[], Any]]
+
+
+def steps(x: Tensor, num_codes: int) -> dict[str, Contestants]:
+    """For encode, update and step what each contestant calls."""
+    book = vq.init(0, num_codes, x.shape[-1])
+    codes = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))[:num_codes]]
+    codes = torch.cat([codes, book.codes[len(codes) :]])
+    book = replace(book, codes=codes, sums=codes.clone())
+
+    def step() -> Any:
+        def outputs(x: Tensor) -> Any:
+            out = vq.apply(book, x, gradient=vq.straight_through)
+            return (out.x, vq.mean(out.losses["commitment"])), out.stats
+
+        _, pull, stats = torch.func.vjp(outputs, x, has_aux=True)  # type: ignore[misc]
+        return pull((torch.ones_like(x), torch.ones(()))), vq.ema(book, stats)
+
+    found: dict[str, Contestants] = {
+        "encode": {"fquant": lambda: vq.encode(book, x)},
+        "update": {"fquant": lambda: vq.ema(book, vq.stats(book, x, vq.encode(book, x)))},
+        "step": {"fquant": step},
+    }
+    them = _peer(x.shape[-1], num_codes, codes)
+    if them is not None:
+        found["encode"]["vq"] = lambda: _without(them.eval(), x)
+        found["update"]["vq"] = lambda: _without(them.train(), x)
+        found["step"]["vq"] = lambda: _with(them.train(), x)
+    return found
+
+
+def _peer(dim: int, num_codes: int, codes: Tensor) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"), peers.quiet():
+            from vector_quantize_pytorch import VectorQuantize
+    except ImportError:
+        return None
+    them: Any = VectorQuantize(dim, num_codes, rotation_trick=False)
+    them._codebook.embed.data.copy_(codes[None])
+    them._codebook.embed_avg.data.copy_(codes[None])
+    return them
+
+
+def _without(them: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return them(x[None])
+
+
+def _with(them: Any, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    out, codes, loss = them(x[None])
+    return codes, torch.autograd.grad((out.sum() + loss).reshape(()), x)
+
+
+def clusters(x: Tensor, num_means: int, iterations: int) -> dict[str, Callable[[int], Tensor]]:
+    """k-means of each contestant: from a seed to means."""
+    found: dict[str, Callable[[int], Tensor]] = {
+        "fquant": lambda seed: vq.kmeans(vq.init(0, num_means, x.shape[-1]), x, random.key(seed), iterations).codes
+    }
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from vector_quantize_pytorch.vector_quantize_pytorch import kmeans
+
+        def theirs(seed: int) -> Tensor:
+            torch.manual_seed(seed)
+            return kmeans(x[None], num_means, iterations)[0][0]
+
+        found["vq"] = theirs
+    except ImportError:
+        pass
+    try:
+        import faiss
+
+        def by_faiss(seed: int) -> Tensor:
+            faiss.omp_set_num_threads(torch.get_num_threads())
+            limits = {"min_points_per_centroid": 1, "max_points_per_centroid": len(x)}
+            them: Any = faiss.Kmeans(x.shape[-1], num_means, niter=iterations, seed=seed + 1, **limits)
+            them.train(x.numpy())
+            return torch.from_numpy(them.centroids.copy())
+
+        found["faiss"] = by_faiss
+    except ImportError:
+        pass
+    return found
+
+
+def objective(means: Tensor, x: Tensor) -> float:
+    """The mean squared distance of rows to the nearest of ``means``."""
+    book = replace(vq.init(0, *means.shape), codes=means)
+    return float((x - vq.decode(book, vq.encode(book, x))).square().sum(-1).double().mean())
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows that are asked for."""
+    names = options.only or ROWS
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(options.rows, options.dim, generator=generator)
+    out: list[Row] = []
+    calls = steps(x, options.codes)
+    for name in ("encode", "update", "step"):
+        if name in names:
+            figures = timing.medians({who: lambda _, f=f: f() for who, f in calls[name].items()}, options.repeats)
+            wanted = [at_most("of vq", figures["fquant"] / figures["vq"], FASTER)] if "vq" in figures else []
+            out.append(Row(name, "ms", figures, wanted if name != "encode" else []))
+    if "memory" in names:
+        figures = {who: timing.extra_bytes(f) / 2**20 for who, f in calls["update"].items()}
+        wanted = [at_most("of vq", figures["fquant"] / figures["vq"], SMALLER)] if "vq" in figures else []
+        out.append(Row("memory", "MiB", figures, wanted))
+    if {"kmeans", "objective"} & set(names):
+        out += _clustering(x, options, names, generator)
+    return out
+
+
+def _clustering(x: Tensor, options: Options, names: tuple[str, ...], generator: torch.Generator) -> list[Row]:
+    centres = 3 * torch.randn(options.means, options.dim, generator=generator)
+    which = torch.randint(options.means, (len(x),), generator=generator)
+    x = x + centres[which]
+    found, out = clusters(x, options.means, options.iterations), []
+    if "kmeans" in names:
+        figures = timing.medians({who: lambda i, f=f: f(i) for who, f in found.items()}, options.repeats)
+        out.append(Row("kmeans", "ms", figures, []))
+    if "objective" in names:
+        means = {who: [objective(f(seed), x) for seed in range(options.seeds)] for who, f in found.items()}
+        figures = {who: sum(each) / len(each) for who, each in means.items()}
+        wanted = [at_most("of faiss", figures["fquant"] / figures["faiss"], WORSE)] if "faiss" in figures else []
+        out.append(Row("objective", "distance²", figures, wanted))
+    return out
+
+
+def run(options: Options) -> None:
+    """Measure, print the table, write the figures."""
+    with timing.threads(options.threads), timing.others() as others:
+        rows = measure(options)
+    title = (
+        f"{options.rows} x {options.dim} rows, {options.codes} codes; k-means: {options.means} means, "
+        f"{options.iterations} iterations, {options.seeds} seeds; {options.threads} threads, "
+        f"median of {options.repeats} or more"
+    )
+    out = report.console()
+    say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
+    say(title)
+    out.print(report.table(rows, [name for name in COLUMNS if any(name in row.figures for row in rows)]))
+    about = {"machine": timing.machine(), "others": others(), "versions": versions()}
+    say(", ".join([about["machine"], *map(" ".join, about["versions"].items())]))
+    if others() is not None:
+        say(f"other processes took the time of {others():.2f} cores meanwhile; for figures to keep that is near 0")
+    if options.json is not None:
+        report.write(
+            options.json, {"title": title, **about, "options": asdict(options), "rows": [r._asdict() for r in rows]}
+        )
+
+
+def versions() -> dict[str, str]:
+    """The releases of torch and of the contestants that are installed."""
+    found = {}
+    for name in ("torch", "vector-quantize-pytorch", "faiss-cpu"):
+        try:
+            found[name] = version(name)
+        except ModuleNotFoundError:
+            continue
+    return found
+
+
+def main(args: list[str] | None = None) -> int:
+    """Entry point: 0, or 2 for options that make no sense."""
+    options = tyro.cli(Options, args=args, prog="python -m tests.bench.vq")
+    try:
+        options.check()
+    except ValueError as error:
+        print(f"vq: {error}", file=sys.stderr)
+        return 2
+    run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
