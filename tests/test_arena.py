@@ -194,18 +194,3 @@ def _sends():
 def test_what_travels_is_not_placed():
     for flying, shared, count in ranks.run(2, _sends):
         assert flying and not shared and count
-
-
-def test_constants_that_were_traced():
-    """And views of them, which are not in the memory."""
-
-    def f(x):
-        weights = torch.tensor([1.0, 2.0, 4.0])
-        return (x.exp() * weights).sum(-1).sin() * 2, weights.reshape(3, 1) + x.exp().mT
-
-    x = randn(5, 3)
-    captured = jit(f)
-    for _ in range(3):
-        equal(captured(x), f(x))
-    captured(x)[1].zero_()
-    equal(captured(x), f(x))
