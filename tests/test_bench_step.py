@@ -58,6 +58,7 @@ def test_a_side_that_cannot_take_part_is_named(monkeypatch):
     assert found == {} and missing == {"floor": "no answer in 0 s"}
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path):
     """Every kind of side of ours, one of them on two processes, and the floor."""
     names = ["fquant", "fquant fsdp=2", "floor"]

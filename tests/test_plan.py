@@ -51,12 +51,12 @@ def layers(job, count):
 
 @pytest.mark.parametrize(
     ("name", "count", "mesh"),
-    [("middle", 6, "fsdp=3"), ("head", 6, "dp=2,fsdp=2")]
+    [("middle", 6, "fsdp=3")]
     + [
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
             *(("middle", count, mesh) for count in (6, 7) for mesh in MESHES if (count, mesh) != (6, "fsdp=3")),
-            *(("update", 6, "fsdp=3"), ("last", 6, "fsdp=1")),
+            *(("update", 6, "fsdp=3"), ("last", 6, "fsdp=1"), ("head", 6, "dp=2,fsdp=2")),
         )
     ],
 )
@@ -190,15 +190,19 @@ def run(capsys, *args):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_rows(folder, capsys, alone):
-    few, many = run(capsys, "--model", folder, "--mesh", "fsdp=1", "dp=2,fsdp=2", "--seq", 64, "--device", "l4")
-    assert [(x["mesh"], x["ranks"], x["fits"]) for x in (few, many)] == [("fsdp=1", 1, True), ("dp=2,fsdp=2", 4, True)]
+@pytest.mark.parametrize(
+    "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_rows(folder, capsys, alone, meshes):
     job = Job(TINY, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
-    found = price(job, {"dp": 2, "fsdp": 2})
-    assert many["price"] == json.loads(json.dumps(dataclasses.asdict(found))) != few["price"]
-    least = bound(DEVICES["l4"], found.flops, found.read + found.written, found.sent)
-    assert many["bound"] == dataclasses.asdict(least)
-    for x in (few, many):
+    found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
+    for x, mesh in zip(found, meshes, strict=True):
+        axes = axes_in(mesh)
+        assert (x["mesh"], x["ranks"], x["fits"]) == (mesh, math.prod(axes.values()), True)
+        want = price(job, axes)
+        assert x["price"] == json.loads(json.dumps(dataclasses.asdict(want)))
+        least = bound(DEVICES["l4"], want.flops, want.read + want.written, want.sent)
+        assert x["bound"] == dataclasses.asdict(least)
         assert x["tokens_per_second"] == pytest.approx(64 * x["ranks"] / max(x["bound"].values()))
 
 

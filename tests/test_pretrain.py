@@ -13,6 +13,7 @@ from models import hf
 SHIPPED = Path(pretrain.__file__).parent / "model"
 
 
+@pytest.mark.slow
 def test_documents():
     texts = pretrain.documents()
     assert len(texts) == len(set(texts)) > 5000
