@@ -1,6 +1,6 @@
 """Train a VQ-VAE on patches of photographs, on one process or over several.
 
-    python -m examples.vqvae                                     # a codebook of 512; about two minutes
+    python -m examples.vqvae                                     # a codebook of 512
     python -m examples.vqvae --quantiser fsq --codes 1000 --steps 4000
     python -m examples.vqvae --mesh dp=2
     torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
@@ -40,7 +40,7 @@ RUN, RESULT = "run.json", "result.json"
 class Options(Job):
     """Train a VQ-VAE on patches of the photographs that scikit-image carries.
 
-    Without arguments: a codebook of 512 for each 4 x 4 pixels, on one process, in about two minutes.
+    Without arguments: a codebook of 512 for each 4 x 4 pixels, on one process.
 
     Start it under torchrun to use more machines: torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
     """
