@@ -9,9 +9,10 @@
     def test_total():
         assert ranks.run(3, total, 2.0) == [6.0] * 3
 
-Each call of :func:`run` is a fresh gloo group of exactly ``n`` of the processes, on a store that the test process
-serves. A rank that raises leaves its group at once, as a real one would by exiting, so that its peers fail instead of
-waiting. A rank that has not answered in time is killed with the whole pool, and the message holds its stack.
+Each call of :func:`run` is a fresh gloo group of exactly ``n`` of the processes, which meet in a file: a TCPStore looks
+up the name of whoever connects, for seconds where a name server is slow. A rank that raises leaves its group at once,
+as a real one would by exiting, so that its peers fail instead of waiting. A rank that has not answered in time is
+killed with the whole pool, and the message holds its stack.
 
 Ranks are forked from a server that has imported torch and has no threads ("forkserver"), so a new one costs
 milliseconds rather than the seconds of the import. Calls and results travel pickled by value.
@@ -23,7 +24,6 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import functools
 import gc
 import itertools
 import multiprocessing
@@ -117,7 +117,7 @@ def pids() -> list[int]:
 def converse(members: list[Rank], call: bytes, timeout: float) -> dict[int, Any]:
     """One call from loading it to leaving its group: by rank, the pickled result or a Failure."""
     n = len(members)
-    group = (store().port, f"call{next(COUNT)}", n, timeout)
+    group = (f"{FOLDER.name}/call{next(COUNT)}", n, timeout)
     messages: list[Any] = [(call, *group, rank) for rank in range(n)]
     for seconds in (START, START, timeout):  # to load the call, to join the group, to call
         answers = ask(members, messages, seconds)
@@ -183,12 +183,6 @@ def kill() -> None:
     POOL.clear()
 
 
-@functools.cache
-def store() -> dist.TCPStore:
-    """The store at which groups meet, on a port of the system's choice."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def where(member: Rank) -> str:
     """The Python stack of a rank that does not answer."""
     with contextlib.suppress(ProcessLookupError):
@@ -235,12 +229,11 @@ def steps(call: bytes, *group: Any) -> Iterator[Any]:
     yield pickle.dumps(fn(*args))
 
 
-def join(port: int, name: str, n: int, seconds: float, rank: int) -> None:
-    """Join the group ``name``. Its own time-out comes after the pool's, so that the pool tells who hung."""
+def join(file: str, n: int, seconds: float, rank: int) -> None:
+    """Join the group that meets in ``file``. Its own time-out comes after the pool's, so that the pool tells who hung."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = datetime.timedelta(seconds=seconds + 30)
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, client), rank=rank, world_size=n, timeout=limit)
+    dist.init_process_group("gloo", store=dist.FileStore(file, n), rank=rank, world_size=n, timeout=limit)
 
 
 def leave(barrier: bool) -> None:

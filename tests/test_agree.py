@@ -40,7 +40,9 @@ def exchanged(texts):
 
 
 @pytest.mark.parametrize(
-    "texts", [["a", "bb", ""], ["", "", ""], [" x\n", "y\t", "ü\u2028z"], ["long" * 5000, "1", "2"]], ids=repr
+    "texts",
+    [["a", "bb", ""], ["", "", ""], [" x\n", "y\t", "ü\u2028z"], ["long" * 5000, "1", "2"]],
+    ids=["short", "empty", "white space", "long"],
 )
 def test_exchange(texts):
     assert ranks.run(3, exchanged, texts) == [texts] * 3
