@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class Result:
 
 def prepare(options: Options) -> Work:
     """Open what ``options`` name and check all of it; nothing is written. One ValueError names what is wrong."""
+    if options.resume is not None:
+        check_resumed(options.resume, options)
     cfg, dense = hf.lazy(options.model)
     fmt = format.parse(options.format, options.block)
     check_blocks(fmt, decoder.shapes(cfg))
@@ -122,6 +125,19 @@ def prepare(options: Options) -> Work:
         documents = data.some(documents, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
     return Work(cfg, dense, packed, adapters, *data.split(rows, options.holdout))
+
+
+def check_resumed(folder: Path, options: Options) -> None:
+    """Raise ValueError for an option that the run in ``folder`` was not started with."""
+    if not (folder / RUN).is_file():
+        raise ValueError(f"--resume {folder}: there is no {RUN}; wanted the folder of a run that saved its state")
+    was = json.loads((folder / RUN).read_text())["options"]
+    for name, now in options.shared().items():
+        if was.get(name) != now:
+            raise ValueError(
+                f"{folder}: --{name.replace('_', '-')} was {was.get(name)} and is now {now}; "
+                "resume with the options that the run was started with"
+            )
 
 
 def check_blocks(fmt: format.Format, shapes: Any) -> None:
@@ -266,18 +282,11 @@ def save(run: Run, state: State) -> None:
 
 
 def load(options: Options, like: State) -> State:
-    """The state that :func:`save` wrote; ValueError when it is another run's."""
-    folder = options.folder()
-    was = json.loads((folder / RUN).read_text())["options"]
-    for name, now in options.shared().items():
-        if was.get(name) != now:
-            raise ValueError(
-                f"{folder}: --{name.replace('_', '-')} was {was.get(name)} and is now {now}; "
-                "resume with the options that the run was started with"
-            )
-    state = safetensors.load(folder / STATE)
+    """The state that :func:`save` wrote; ValueError when its tree is not that of ``like``."""
+    path = options.folder() / STATE
+    state = safetensors.load(path)
     if tree.structure(state) != tree.structure(like):
-        raise ValueError(f"{folder / STATE}: holds another tree than this run's; resume with the release that wrote it")
+        raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
     return state
 
 

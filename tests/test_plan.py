@@ -90,18 +90,18 @@ def test_few_layers_are_traced(alone):
 
 def test_kinds_are_what_they_are(alone):
     """Against sizes counted by hand."""
-    job = dataclasses.replace(JOB, targets=("q", "down"), format=NF4)
+    job = dataclasses.replace(layers(JOB, 2), targets=("q", "down"), format=NF4)
     found = price(job, {"fsdp": 2})
     codes = sum(w // 2 + w // 64 * 4 for w in (64 * 64, 64 * 32, 64 * 32, 64 * 64, 64 * 128, 64 * 128, 64 * 128))
-    assert found.base == (2 * 256 * 64 * 2 + 64 * 2 + 6 * (codes + 2 * 64 * 2)) // 2  # embed, head, norms, layers
-    adapters = 6 * 4 * 4 * ((64 + 64) + (128 + 64))
+    assert found.base == (2 * 256 * 64 * 2 + 64 * 2 + 2 * (codes + 2 * 64 * 2)) // 2  # embed, head, norms, layers
+    adapters = 2 * 4 * 4 * ((64 + 64) + (128 + 64))
     assert (found.adapters, found.moments) == (adapters, 2 * adapters + 8)
     calls = {c.name: (c.count, c.payload) for c in found.collectives}
     layer, head = codes + 2 * 64 * 2, 256 * 64 * 2 + 64 * 2
     ids, rows = 2 * 2 * 32 * 4, 2 * 2 * 32 * 64 * 2  # of the embedding, for the tokens of both ranks
-    assert calls["all_gather"] == (2 + 2 * 6, ids + head + 2 * 6 * layer)
+    assert calls["all_gather"] == (2 + 2 * 2, ids + head + 2 * 2 * layer)
     assert calls["reduce_scatter"] == (1, rows) and calls["all_reduce"] == (1, adapters + 4)  # and the loss
-    assert found.sent == (ids + rows + head + 2 * 6 * layer) // 2 + adapters + 4
+    assert found.sent == (ids + rows + head + 2 * 2 * layer) // 2 + adapters + 4
     alone = price(job, {"fsdp": 1})
     assert (alone.sent, alone.gathered, alone.base) == (0, 0, 2 * found.base)
 
@@ -139,16 +139,16 @@ def really(job, axes):
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "count", "mesh"),
     [
-        pytest.param("last", "fsdp=1", marks=pytest.mark.slow),
-        ("head", "fsdp=2"),
-        pytest.param("update", "dp=2", marks=pytest.mark.slow),
+        ("head", 2, "fsdp=2"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"))),
+        pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
     ],
 )
-def test_predicted_is_measured(name, mesh):
+def test_predicted_is_measured(name, count, mesh):
     axes = axes_in(mesh)
-    for found in ranks.run(math.prod(axes.values()), really, JOBS[name], axes, timeout=240):
+    for found in ranks.run(math.prod(axes.values()), really, layers(JOBS[name], count), axes, timeout=240):
         assert all(real == predicted for real, predicted in found.values()), found
 
 
@@ -181,7 +181,7 @@ def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(TINY) | {"torch_dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(layers(JOB, 2).cfg) | {"torch_dtype": "float32"}))
     return tmp_path
 
 
@@ -194,7 +194,7 @@ def run(capsys, *args):
     "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_rows(folder, capsys, alone, meshes):
-    job = Job(TINY, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
+    job = Job(layers(JOB, 2).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
     found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
     for x, mesh in zip(found, meshes, strict=True):
         axes = axes_in(mesh)

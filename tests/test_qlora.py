@@ -28,6 +28,8 @@ TINY = Config(
     rope_theta=10000.0, rope_scaling=None, max_positions=64, tied=True, attention_bias=False, mlp_bias=False,
 )  # fmt: skip
 SMALL = ["--rank", "4", "--seq", "32", "--batch", "4", "--holdout", "4", "--steps", "4"]
+STEPS = 12  # of the run that others are compared with: enough to be killed in the middle
+together = pytest.mark.xdist_group("qlora")  # one worker makes that run
 
 
 @pytest.fixture(scope="module")
@@ -78,43 +80,49 @@ def wait_for(folder, count, seconds=60):
     raise AssertionError(f"no {count} steps within {seconds} s")
 
 
-def test_two_ranks_write_everything(model, text, tmp_path):
-    out = tmp_path / "run"
-    status, printed, err = finish(start("--model", model, "--data", text, *SMALL, "--lr", "0.01", "--out", out))
+@pytest.fixture(scope="module")
+def whole(model, text, tmp_path_factory):
+    """A run on two ranks from its beginning to its end: its options, its folder and what it printed."""
+    args = ["--model", model, "--data", text, *SMALL, "--steps", STEPS, "--dropout", "0.1", "--accumulate", "2"]
+    args += ["--save-every", "2", "--lr", "0.01"]
+    out = tmp_path_factory.mktemp("whole") / "run"
+    status, printed, err = finish(start(*args, "--out", out))
     assert status == 0, err
+    return args, out, printed
+
+
+@together
+def test_two_ranks_write_everything(whole):
+    _, out, printed = whole
     assert "held-out perplexity" in printed and "bytes of the base" in printed
     assert {p.name for p in out.iterdir()} == {
         "adapter", "loss.png", "metrics.jsonl", "result.json", "run.json", "state.safetensors"
     }  # fmt: skip
-    assert [s["step"] for s in steps(out)] == [0, 1, 2, 3]
+    assert [s["step"] for s in steps(out)] == list(range(STEPS))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     adapters = peft.load(out / "adapter", hf.path_of)
     assert len(adapters) == 14 and all(x.b.abs().max() > 0 for x in adapters.values())
     assert len(json.loads((out / "run.json").read_text())["ranks"]) == 2
 
 
+@together
 @pytest.mark.parametrize(
-    "others",
-    [[("fsdp=2", "selected")], pytest.param([("fsdp=2", "inputs"), ("dp=2", "all")], marks=pytest.mark.slow)],
-    ids=["selected", "others"],
+    ("mesh", "keep"),
+    [("fsdp=1", "selected"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp=2", "all"), ("dp=2", "all")))],
 )
-def test_ranks_and_what_blocks_keep_change_nothing(model, text, tmp_path, others):
-    losses = []
-    given = ("--model", model, "--data", text, *SMALL, "--accumulate", "2", "--dropout", "0.1")
-    for mesh, keep in (("fsdp=1", "inputs"), *others):
-        out = tmp_path / f"{mesh} {keep}"
-        status, _, err = finish(start(*given, "--mesh", mesh, "--keep", keep, "--out", out))
-        assert status == 0, err
-        losses.append([s["loss"] for s in steps(out)])
-        assert losses[-1] == pytest.approx(losses[0], abs=1e-5), (mesh, keep)
+def test_ranks_and_what_blocks_keep_change_nothing(mesh, keep, whole, tmp_path):
+    args, out, _ = whole  # on fsdp=2, and its blocks keep their inputs
+    status, _, err = finish(start(*args, "--mesh", mesh, "--keep", keep, "--out", tmp_path / "run"))
+    assert status == 0, err
+    found, wanted = ([s["loss"] for s in steps(folder)] for folder in (tmp_path / "run", out))
+    assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(model, text, tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    args = ["--model", model, "--data", text, *SMALL, "--steps", "12", "--save-every", "2", "--dropout", "0.1"]
-    assert finish(start(*args, "--out", whole))[0] == 0
-
-    process = start(*args, "--steps", "12", "--out", cut)
+@together
+def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):
+    args, out, _ = whole
+    cut = tmp_path / "cut"
+    process = start(*args, "--out", cut)
     wait_for(cut, 3)
     pids = {rank["rank"]: rank["pid"] for rank in json.loads((cut / "run.json").read_text())["ranks"]}
     os.kill(pids[1], signal.SIGKILL)
@@ -125,11 +133,23 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(model, text, tmp_pa
     status, _, err = finish(start("--resume", cut, "--save-every", "2"))  # the rest is in the run's folder
     assert status == 0, err
     for name in ("adapter/adapter_model.safetensors", "state.safetensors"):
-        assert (whole / name).read_bytes() == (cut / name).read_bytes()
-    assert [s["loss"] for s in steps(whole)] == [s["loss"] for s in steps(cut)]
+        assert (out / name).read_bytes() == (cut / name).read_bytes()
+    assert [s["loss"] for s in steps(out)] == [s["loss"] for s in steps(cut)]
 
-    status, _, err = finish(start(*args, "--resume", cut, "--lr", "0.5"))
-    assert status == 2 and "--lr was 0.01 and is now 0.5" in err
+
+@together
+def test_a_run_is_resumed_with_the_options_it_had(whole, tmp_path, capsys):
+    args, out, _ = whole
+    refused(capsys, "--lr was 0.01 and is now 0.5", *args, "--resume", out, "--lr", "0.5")
+    shutil.copy(out / "state.safetensors", tmp_path)
+    refused(capsys, "there is no run.json", *args, "--resume", tmp_path)
+
+
+@together
+def test_saved_state_is_a_tree(whole):
+    state = safetensors.load(whole[1] / "state.safetensors")
+    assert isinstance(state, State) and int(state.done) == STEPS
+    assert isinstance(state.adapters["layers.0.q"], lora.Lora)
 
 
 def test_under_torchrun(model, text, tmp_path):
@@ -203,7 +223,7 @@ BAD = {
     "--seq 65": "--seq is 65; wanted at most 64",
     "--data missing.txt": "missing.txt",
     "--model missing": "missing",
-    "--resume missing": "state.safetensors",
+    "--resume missing": "there is no run.json",
 }
 
 
@@ -259,13 +279,3 @@ def refused(capsys, said, *args):
     assert said in err and err.count("\n") == 1 and err.startswith("qlora: "), err
     if "--out" in args:
         assert not Path(args[args.index("--out") + 1]).exists()
-
-
-def test_saved_state_is_a_tree(model, text, tmp_path):
-    status, _, err = finish(
-        start("--model", model, "--data", text, *SMALL, "--mesh", "fsdp=1", "--out", tmp_path / "run")
-    )
-    assert status == 0, err
-    state = safetensors.load(tmp_path / "run" / "state.safetensors")
-    assert isinstance(state, State) and int(state.done) == 4
-    assert isinstance(state.adapters["layers.0.q"], lora.Lora)
