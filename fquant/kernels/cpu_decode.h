@@ -26,8 +26,11 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
 }
 #endif
 
-/* The scales of n blocks, the first of which is number `first` of the whole array; out has room for 63 more. */
+/* The scales of n blocks, the first of which is number `first` of the whole array; out has room for 63 more. Those that
+   will be wanted twice as far ahead as codes are asked for, for they are few, and a miss of theirs stops all. */
 static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restrict out) {
+    int64_t size = w->nested ? 1 : 4, ahead = 2 * AHEAD * 8 / w->bits / w->block;
+    for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)w->scale + (first + ahead) * size + i);
     if (!w->nested) {
         memcpy(out, (const float *)w->scale + first, (size_t)n * 4);
         return;

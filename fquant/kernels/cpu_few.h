@@ -52,7 +52,7 @@ INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float se
     v[1] = _mm512_permutexvar_epi16(low, t);
     v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), t);
     v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), t);
-    __builtin_prefetch(codes + AHEAD);
+    __builtin_prefetch(codes + AHEAD, 0, 0); /* they are read once */
 }
 
 /* The scales of n elements of a row from `column`, both multiples of 64, one for each 64 elements; room for 63 more. */
@@ -66,20 +66,19 @@ INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t
    constants. */
 INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int columns) {
     const Packed *w = &p->w;
-    __m512 table = _mm512_loadu_ps(w->table), sums[2][FUSED][4];
-    int chains = columns == 1 ? 4 : 2;
+    __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < columns; m++)
-            for (int j = 0; j < chains; j++) sums[r][m][j] = _mm512_setzero_ps();
+            for (int j = 0; j < 2; j++) sums[r][m][j] = _mm512_setzero_ps();
     for (int64_t column = 0; column < w->width; column += PIECE) {
-        float scales[2][PIECE / 64 + 64];
+        float scales[4][PIECE / 64 + 64];
         int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
         for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales[r]);
         const uint8_t *codes = w->codes + row * next + column / 2;
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
-            __m512i v[2][4];
-#pragma GCC unroll 2
+            __m512i v[4][4];
+#pragma GCC unroll 4
             for (int r = 0; r < rows; r++)
                 NAME(deal)(codes + i / 2 + r * next, table, scales[r][i / 64], scales[r][i / 64 + 1], v[r]);
 #pragma GCC unroll 4
@@ -87,20 +86,22 @@ INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int col
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) {
                     __m512i b = _mm512_load_si512(x + m * p->apart + i + 32 * j);
-#pragma GCC unroll 2
-                    for (int r = 0; r < rows; r++) sums[r][m][j % chains] = DOT(v[r][j], b, sums[r][m][j % chains]);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; r++) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
                 }
         }
     }
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < columns; m++) {
-            for (int j = 1; j < chains; j++) sums[r][m][0] = _mm512_add_ps(sums[r][m][0], sums[r][m][j]);
-            ((uint16_t *)p->y)[(at + m) * w->rows + row + r] = to_bf16(_mm512_reduce_add_ps(sums[r][m][0]));
+            __m512 sum = _mm512_add_ps(sums[r][m][0], sums[r][m][1]);
+            ((uint16_t *)p->y)[(at + m) * w->rows + row + r] = to_bf16(_mm512_reduce_add_ps(sum));
         }
 }
 
 INLINE void NAME(fused_group)(const Few *p, int64_t unit, int64_t at, int columns) {
     int64_t row = unit * GROUP, stop = MIN(row + GROUP, p->w.rows);
+    if (columns == 1)
+        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1);
     for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns);
     if (row < stop) NAME(fused)(p, row, at, 1, columns);
 }
