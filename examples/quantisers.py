@@ -99,12 +99,6 @@ def usage(codes: Tensor, quantiser: Quantiser) -> Tensor:
     return counts.reshape(quantiser.num_layers, quantiser.num_codes)
 
 
-def perplexity(counts: Tensor) -> Tensor:
-    """How many codes are in use, f32[layers]: exp of the entropy of ``counts`` f32[layers codes]."""
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return torch.exp(-torch.xlogy(share, share).sum(-1))
-
-
 def share_used(counts: Tensor) -> list[float]:
     """The share of codes that occur at all, of counts f32[layers codes]."""
     return (counts > 0).float().mean(-1).tolist()

@@ -245,7 +245,7 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
     counts, lr = measured["counts"], float(run.schedule(training.done))
     after = Training(weights, with_params(state, weights), moments, training.done + 1)
     return after, Step(
-        done, measured["loss"].item(), psnr(measured["mse"]), quantisers.perplexity(counts).tolist(),
+        done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
         quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
     )  # fmt: skip
 
@@ -266,7 +266,7 @@ def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]
     errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
     bits = run.job.layers * math.log2(run.job.codes) / cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
-    result = Result(bits, ours, kmeans, mean, quantisers.perplexity(counts).tolist(), quantisers.share_used(counts))
+    result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
     return result, counts, books
 
 

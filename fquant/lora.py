@@ -62,7 +62,7 @@ def init(
         raise ValueError(f"rank is {rank}; wanted at least 1")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
-    key = random.key(key) if isinstance(key, int) else key
+    key = random.key(key)
     rule = re.compile(targets)
     weights = tree.items(base, is_leaf=_is_weight)
     chosen = {path: w for path, w in weights if rule.fullmatch(path)}

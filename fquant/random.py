@@ -32,8 +32,11 @@ from torch import Tensor
 from .kernels import threefry
 
 
-def key(seed: int) -> Tensor:
-    """The key of an integer seed, int64 []."""
+def key(seed: int | Tensor) -> Tensor:
+    """The key of an integer seed, int64 []; a key is its own."""
+    if isinstance(seed, Tensor):
+        _check_key(seed)
+        return seed
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed: got {type(seed).__name__}, wanted an int")
     return torch.tensor(_int64("seed", seed))

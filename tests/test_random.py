@@ -99,6 +99,10 @@ def test_fold_separates_numbers_names_orders_and_what_is_drawn():
     assert not set(((drawn[:, 0] << 32) | drawn[:, 1]).tolist()) & {int(random.fold(k, i)) for i in range(64)}
 
 
+def test_a_key_is_its_own():
+    assert random.key(KEYS) is KEYS
+
+
 def test_fold_is_stable_over_processes_and_versions():
     assert int(random.fold(random.key(0), "dropout")) == -5608461417320119230
     assert int(random.fold(random.key(-1), 3)) == -4428504869939440015
@@ -214,6 +218,11 @@ BAD = {
     "a key beside": (lambda: random.bits(KEYS, (4, 5)), ValueError, r"key: shape \(5,\) does not lead \(4, 5\)"),
     "a key too deep": (lambda: random.normal(KEYS, ()), ValueError, r"key: shape \(5,\) does not lead \(\)"),
     "a float seed": (lambda: random.key(1.5), TypeError, "seed: got float, wanted an int"),
+    "a float key as seed": (
+        lambda: random.key(torch.zeros(())),
+        TypeError,
+        r"key: got torch\.float32, wanted an int64",
+    ),
     "a wide seed": (lambda: random.key(2**63), ValueError, "seed: got 9223372036854775808, wanted an integer of 64"),
     "float data": (lambda: random.fold(KEYS, 0.5), TypeError, "data: got float, wanted an int, a str or an int64"),
     "int32 data": (lambda: random.fold(KEYS, KEYS.int()), TypeError, r"data: got torch\.int32, wanted int64"),

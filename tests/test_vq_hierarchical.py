@@ -257,7 +257,7 @@ WRONG = {
     "convs": (lambda: hierarchical.init(0, K, D, LINE, convs=5), "convs 5, .* 1 to 4"),
     "last dim": (lambda: hierarchical.apply(STATE, drawn(2, 12, 5)), r"x is \(2, 12, 5\); wanted 4 in the last dim"),
     "dims": (lambda: hierarchical.apply(STATE, drawn(4)), r"x is \(4,\); wanted \[... places dim\]"),
-    "mask": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), mask=torch.ones(2).bool()), r"mask is \(2,\) beside x"),
+    "mask": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), mask=torch.ones(3).bool()), r"mask is \(3,\) beside x"),
     "depth": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), depth=torch.ones(3).long()), r"depth is torch.int64"),
     "key": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), torch.zeros(2).long()), r"key is \(2,\)"),
     "codes": (lambda: hierarchical.decode(STATE, [torch.zeros(2, 1).long(), torch.zeros(2, 3).long()]), r"codes.1 are"),

@@ -11,7 +11,8 @@ from torch.func import grad, jvp, vmap
 
 from fquant import func, jit, random, tree
 from fquant.io import safetensors
-from fquant.vq import binary, frame, fsp, fsq, latent, lfq, projection, residual
+from fquant.vq import binary, fsp, fsq, latent, lfq, projection, residual
+from fquant.vq.rows import direction
 
 from .peers import assert_close, drawn
 
@@ -147,13 +148,13 @@ def test_a_direction_is_that_of_a_row_of_any_length(size):
     x, v = drawn(20, 5).double(), drawn(20, 5, seed=1).double()
     x[0, 1:] = 0
     exact = lambda x: torch.nn.functional.normalize(x, dim=-1)
-    assert_close(frame.unit((size * x).float()), exact(x).float(), 1e-6)
+    assert_close(direction((size * x).float()), exact(x).float(), 1e-6)
     slope = lambda f, x: grad(lambda x: (f(x) * v).sum())(x)
-    assert_close(slope(frame.unit, size * x) * size, slope(exact, x), 1e-9)
+    assert_close(slope(direction, size * x) * size, slope(exact, x), 1e-9)
     curve = lambda f: grad(lambda x: (slope(f, x) * v).sum())(x)
-    assert_close(curve(frame.unit), curve(exact), 1e-9)
+    assert_close(curve(direction), curve(exact), 1e-9)
     zeros = torch.zeros(2, 5)
-    assert frame.unit(zeros).eq(0).all() and grad(lambda x: frame.unit(x).sum())(zeros).eq(1).all()
+    assert direction(zeros).eq(0).all() and grad(lambda x: direction(x).sum())(zeros).eq(1).all()
 
 
 @every

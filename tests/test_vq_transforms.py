@@ -84,7 +84,7 @@ def whole(b, x, key, mask=None):
     out = vq.apply(b, x, key, mask=mask, draw=True, temperature=0.5, gradient=vq.directional, losses=LOSSES)
     best = vq.encode(b, x, top=2)
     b = vq.update(b, out.stats, threshold=1.5)
-    return b, out, best, vq.decode(b, best[..., 0]), vq.perplexity(out.stats)
+    return b, out, best, vq.decode(b, best[..., 0]), vq.perplexity(out.stats.counts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

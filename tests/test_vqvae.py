@@ -114,7 +114,7 @@ def test_usage_and_perplexity():
     counts = quantisers.usage(codes, two)
     assert counts.tolist() == [[3, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
     entropy = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log())
-    assert_close(quantisers.perplexity(counts), torch.stack([entropy.exp(), torch.tensor(3.0)]))
+    assert_close(vq.perplexity(counts), torch.stack([entropy.exp(), torch.tensor(3.0)]))
     assert quantisers.share_used(counts) == [0.25, 0.375]
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .. import random
 from . import rows
-from .book import Book, decode, unit, wide
+from .book import Book, decode
 from .encode import encode, sample
 from .gradient import Path, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
 from .quantized import Mean, Quantized
-from .rows import Where
+from .rows import Where, unit
 from .update import stats as stats_of
 
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -28,8 +28,8 @@ def apply(
     book: Book,
     x: Tensor,
     key: Tensor | None = None,
-    *,
     mask: Tensor | None = None,
+    *,
     gradient: Path = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
@@ -55,7 +55,6 @@ def apply(
     Raises TypeError for another dtype, ValueError for another shape, a loss that is not known, a negative temperature,
     one beside codes, and for want of a key.
     """
-    rows.check(book, x)
     if unknown := [name for name in losses if name not in LOSSES]:
         raise ValueError(f"losses: got {', '.join(map(repr, unknown))}; wanted some of {', '.join(LOSSES)}")
     if temperature < 0:
@@ -65,11 +64,7 @@ def apply(
     if codes is not None and (temperature or codes.shape != x.shape[:-1]):
         got = f"codes {tuple(codes.shape)} at temperature {temperature}"
         raise ValueError(f"x: got {got} for rows {tuple(x.shape)}; wanted a code for each, and temperature 0")
-    kept = rows.laid_mask(book, mask, x)
-    live = rows.finite(x) if kept is None else rows.finite(x) & rows.back(book, kept, x)
-    point = torch.where(live[..., None], wide(x), 0)  # before anything else, so that nan has no derivative either
-    number = rows.numbers(kept, rows.lay(book, x.detach(), 1), where)
-    each = None if key is None else rows.back(book, rows.keys(random.fold(key, "gradient"), number), x)
+    point, live, number, each = rows.enter(book, x, key, mask, where)
     if codes is None and temperature > 0 and key is not None:
         codes = sample(book, point, random.fold(key, "sample"), temperature, rows.back(book, number, x))
     elif codes is None:
@@ -79,7 +74,7 @@ def apply(
     point = torch.where(live[..., None], point, 0)
     found: dict[str, Mean] = {}
     start = unit(point) if book.metric == "cosine" else point
-    q = decode(book, codes).to(point.dtype)
+    q = decode(book, codes, point.dtype)
     for name in losses:
         match name:
             case "commitment":

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from . import radix, residual
-from .book import Book, unit
+from .book import Book
 from .implicit import Implicit
 from .layer import VERBS
 from .residual import Residual
-from .rows import by_rows
+from .rows import by_rows, unit
 
 
 def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | None = None) -> Tensor:

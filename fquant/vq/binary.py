@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .. import random, tree
 from . import frame, radix
-from .frame import RowCounts, straight
+from .frame import RowCounts
+from .gradient import straight_through
 from .quantized import Mean, Quantized
 
 MOST = 20  # bits, of which rows have 2^bits numbers
@@ -48,7 +49,7 @@ def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary
 
 def encode(state: Binary, x: Tensor) -> Tensor:
     """The most probable codes i64[...] of logits x f[... bits]; -1 for a row that is not finite."""
-    x, kept = frame.rows("binary.encode", x, state.bits, None)
+    x, kept = frame.start("binary.encode", x, state.bits, None)
     return _join(state, x > 0, kept)
 
 
@@ -68,11 +69,11 @@ def apply(
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")
-    logits, kept = frame.rows("binary.apply", x, state.bits, mask)
+    logits, kept = frame.start("binary.apply", x, state.bits, mask)
     ones = logits > 0 if key is None else _drawn(logits / temperature, key)
     codes = _join(state, ones, kept)
     soft = _log_p(state, logits).exp()
-    out = torch.where(kept[..., None], straight(soft, decode(state, codes, soft.dtype)), 0.0)
+    out = torch.where(kept[..., None], straight_through(soft, decode(state, codes, soft.dtype)), 0.0)
     over = F.relu(state.bits * math.log(2.0) - _entropy(logits) - state.free)
     kl = Mean(torch.where(kept, over, 0.0).sum(), kept.sum().to(over.dtype))
     return Quantized(out.to(x.dtype), codes, {"kl": kl}, frame.counted(kept, mask))
@@ -87,7 +88,7 @@ def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
     codes = radix.checked("binary.log_prob", codes, 2**state.bits)
     if codes.shape != x.shape[:-1]:
         raise ValueError(f"binary.log_prob: codes are {tuple(codes.shape)} beside x {tuple(x.shape)}; wanted one a row")
-    x, kept = frame.rows("binary.log_prob", x, state.bits, codes != radix.NONE)
+    x, kept = frame.start("binary.log_prob", x, state.bits, codes != radix.NONE)
     ones = radix.decode(codes, (2,) * state.bits) > 0
     return torch.where(kept, torch.where(ones, F.logsigmoid(x), F.logsigmoid(-x)).sum(-1), 0.0)
 
@@ -102,7 +103,7 @@ def _drawn(logits: Tensor, key: Tensor) -> Tensor:
 
 
 def _join(state: Binary, ones: Tensor, kept: Tensor) -> Tensor:
-    return torch.where(kept, radix.encode(ones.long(), (2,) * state.bits), radix.NONE)
+    return frame.joined(radix.encode(ones.long(), (2,) * state.bits)[..., None], kept)
 
 
 def _log_p(state: Binary, logits: Tensor) -> Tensor:

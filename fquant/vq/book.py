@@ -28,10 +28,10 @@ from torch import Tensor
 
 from .. import kernels, random
 from ..tree import node, static
+from .rows import unit
 
 Metric = Literal["euclidean", "cosine"]
 METRICS = ("euclidean", "cosine")
-SMALLEST = 1e-6  # length below which a row has no direction
 FLAT = 1e-5  # variance below which a dim counts as having this one
 
 
@@ -87,10 +87,9 @@ def init(
         raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(METRICS)}")
     if affine and metric == "cosine":
         raise ValueError("affine is True with metric 'cosine', whose codes have unit length; use metric='euclidean'")
-    key = random.key(key) if isinstance(key, int) else key
     front = () if heads is None else (heads,)
     bound = math.sqrt(6 / (num_codes * dim))
-    codes = bound * (2 * random.uniform(key, (*front, num_codes, dim)) - 1)
+    codes = bound * (2 * random.uniform(random.key(key), (*front, num_codes, dim)) - 1)
     if metric == "cosine":
         codes = unit(codes)
     start = None
@@ -111,6 +110,12 @@ def codebook(book: Book) -> Tensor:
     return (codes - of.code_mean[..., None, :]) * ratio[..., None, :] + of.row_mean[..., None, :]
 
 
+def tables(book: Book) -> Tensor:
+    """``codebook(book)`` as [h K D], h being 1 without heads."""
+    codes = codebook(book)
+    return codes if codes.ndim == 3 else codes[None]
+
+
 def unmapped(book: Book, rows: Tensor) -> Tensor:
     """``rows`` [h n D] as the codes whose place in ``codebook(book)`` they are: the inverse of an affine book's map."""
     if book.affine is None:
@@ -120,8 +125,8 @@ def unmapped(book: Book, rows: Tensor) -> Tensor:
     return (rows - mean) / ratio + code_mean
 
 
-def decode(book: Book, codes: Tensor) -> Tensor:
-    """What ``codes`` i64[...] (with heads [... h]) stand for, f32[... D]; zeros for -1.
+def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1.
 
     Raises TypeError for another dtype, ValueError for codes beyond the book, where values can be seen: neither in a
     transform nor in a capture, where the lookup itself fails, when it is run.
@@ -139,7 +144,7 @@ def decode(book: Book, codes: Tensor) -> Tensor:
     beyond = torch.where(codes == -1, 0, len(table))
     of_head = 0 if heads is None else torch.arange(heads, device=codes.device) * num_codes
     at = torch.where((codes >= 0) & (codes < num_codes), codes + of_head, beyond)
-    return torch.where((codes == -1)[..., None], 0.0, F.embedding(at, table))
+    return torch.where((codes == -1)[..., None], 0.0, F.embedding(at, table)).to(dtype or table.dtype)
 
 
 def check_codes(book: Book, codes: Tensor) -> None:
@@ -152,17 +157,6 @@ def check_codes(book: Book, codes: Tensor) -> None:
             raise ValueError(
                 f"codes: got {wrong} for a book of {num_codes}; wanted 0 to {num_codes - 1}, or -1 for none"
             )
-
-
-def unit(x: Tensor) -> Tensor:
-    """``x`` over its length, along the last dim; what is shorter than 1e-6 is taken to be that long."""
-    # Of the square, since a length has no second derivative at zero.
-    return x * x.square().sum(-1, keepdim=True).clamp(min=SMALLEST**2).rsqrt()
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _ratio(of: Affine) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import random
 from ..kernels.nearest import nearest
 from . import rows
-from .book import Book, codebook, unit, wide
+from .book import Book, codebook, tables
+from .rows import unit, wide
 
 LEAST = 1e-8  # of a squared distance whose root is taken
 
@@ -117,6 +118,5 @@ def _check_top(book: Book, top: int | None) -> None:
 
 def _table(book: Book, x: Tensor) -> Tensor:
     """The codes [h K D], in what they are compared in."""
-    codes = codebook(book)
-    codes = codes.to(torch.promote_types(codes.dtype, x.dtype))
-    return codes if codes.ndim == 3 else codes[None]
+    codes = tables(book)
+    return codes.to(torch.promote_types(codes.dtype, x.dtype))

@@ -3,9 +3,8 @@
     x [... dim]  ->  rows that count  ->  projected  ->  z [... c d]        c codebooks of d scalars
     z [... c d]  ->  projected back   ->  x [... dim], in the dtype that came
 
-Whatever comes is computed in float32 at least. A row (all of the last dim) that is masked out, or holds a number that
-is not finite, is no row: it is put aside by a ``where`` before anything is computed of it, so that it reaches no sum
-and no gradient. Its code is -1, what it becomes is zero, and it is counted (:class:`RowCounts`).
+A row (all of the last dim) that is masked out, or holds a number that is not finite, is no row (``rows.py``): it
+reaches no sum and no gradient. Its code is -1, what it becomes is zero, and it is counted (:class:`RowCounts`).
 
 Projections are what a scalar quantiser has to train, and stand in the field ``params`` of its state, None where the
 sizes fit without: a tree of floats, to be differentiated as an argument:
@@ -17,7 +16,7 @@ They are applied by ``fquant.linear``, so a weight may be Packed or Adapted, too
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +25,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..linear import linear
-from . import radix
-
-Psum = Callable[[Any], Any]  # of a tree of sums to the tree of their sums over ranks, differentiable: shard.psum
+from . import radix, rows
 
 
 @tree.node
@@ -55,11 +52,6 @@ class RowCounts:
     kept: Tensor
     masked: Tensor
     bad: Tensor
-
-
-def alone(sums: Any) -> Any:
-    """The sum over ranks where there is one."""
-    return sums
 
 
 def init(
@@ -90,66 +82,63 @@ def dense(key: Tensor, out: int, width: int, bias: bool) -> Dense:
     return Dense(weight, random.kaiming_uniform(random.fold(key, "bias"), (out,), width) if bias else None)
 
 
-def keyed(key: int | Tensor) -> Tensor:
-    """The key of an init."""
-    return random.key(key) if isinstance(key, int) else key
-
-
 def orthogonal(key: Tensor, d: int) -> Tensor:
     """An orthogonal f32[d d], uniform among all (Mezzadri 2007: QR with the signs of R's diagonal)."""
     q, r = torch.linalg.qr(random.normal(key, (d, d), torch.float64))
     return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).float()
 
 
-def rows(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def row(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """A number for each scalar, of the dtype and on the device of ``like``."""
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+
+
+def start(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """``x`` [... dim], at least float32, with zeros for the rows that do not count, and which do, bool[...].
 
-    Raises ValueError for another last dim, or a mask of another shape; TypeError for what is no float or no mask.
+    ``mask`` bool has the first dims of x. Raises ValueError for another last dim, or a mask of another shape; TypeError
+    for what is no float or no mask.
     """
     if not x.is_floating_point():
         raise TypeError(f"{name}: x is {x.dtype}; wanted floats")
     if not x.ndim or x.shape[-1] != dim:
         raise ValueError(f"{name}: x is {tuple(x.shape)}; wanted {dim} in the last dim, as init was told")
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    kept = x.isfinite().all(-1)
-    if mask is not None:
-        if mask.dtype is not torch.bool:
-            raise TypeError(f"{name}: mask is {mask.dtype}; wanted bool, True for the rows that count")
-        if mask.shape != x.shape[:-1]:
-            raise ValueError(f"{name}: mask is {tuple(mask.shape)} beside x {tuple(x.shape)}; wanted one bool a row")
-        kept = kept & mask
-    return torch.where(kept[..., None], x, 0.0), kept
-
-
-def settle(z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """z [... c d] with zeros for the rows that have overflown on the way to it, and which rows are left."""
-    kept = kept & z.isfinite().flatten(-2).all(-1)
-    return torch.where(kept[..., None, None], z, 0.0), kept
+    return rows.settle(rows.wide(x), None if mask is None else rows.asked(mask, x, f"{name}: "))
 
 
 def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
     """The counts of rows of which those ``kept`` are left."""
-    asked = torch.ones_like(kept) if mask is None else mask
+    asked = torch.ones_like(kept) if mask is None else rows.expanded(mask, kept)
     return RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
 
 
 def enter(x: Tensor, kept: Tensor, params: Projections | None, num_codebooks: int) -> tuple[Tensor, Tensor]:
     """x [... dim] -> z [... c d], settled."""
     z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
-    return settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept)
+    return rows.settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept, 2)
 
 
 def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
     """x [... dim] -> z [... c d], the cosines of the angles between x and the rows of the weight, a Tensor."""
-    z = linear(unit(x), unit(params.enter.weight))
+    z = linear(rows.direction(x), rows.direction(params.enter.weight))
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
-def leave(z: Tensor, params: Projections | None, kept: Tensor) -> Tensor:
-    """z [... c d] -> x [... dim], zero in rows that are not ``kept`` bool[...]."""
-    flat = rearrange(z, "... c d -> ... (c d)")
+def leave(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
+    """z [... c d] -> x [... dim], of the codes that are ``known`` bool[... c]; without one it is zero."""
+    flat = rearrange(torch.where(known[..., None], z, 0.0), "... c d -> ... (c d)")
     x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
-    return torch.where(kept[..., None], x, 0.0)
+    return torch.where(known.any(-1, keepdim=True), x, 0.0)
+
+
+def turn(z: Tensor, rotation: Tensor | None) -> Tensor:
+    """z [... d] times the rotation f32[d d], if there is one."""
+    return z if rotation is None else z @ rotation.to(z.dtype)
+
+
+def turn_back(z: Tensor, rotation: Tensor | None) -> Tensor:
+    """What :func:`turn` has turned, as it was."""
+    return z if rotation is None else z @ rotation.to(z.dtype).mT
 
 
 def joined(codes: Tensor, kept: Tensor) -> Tensor:
@@ -166,15 +155,3 @@ def split(name: str, codes: Tensor, num_codebooks: int, size: int) -> tuple[Tens
     elif not codes.ndim or codes.shape[-1] != num_codebooks:
         raise ValueError(f"{name}: codes are {tuple(codes.shape)}; wanted {num_codebooks} codebooks in the last dim")
     return codes, codes != radix.NONE
-
-
-def straight(z: Tensor, q: Tensor) -> Tensor:
-    """``q``, to the bit, with the derivatives of ``z``."""
-    return q.detach() + (z - z.detach())
-
-
-def unit(x: Tensor) -> Tensor:
-    """``x`` [... d] at length 1, however long it is; zeros stay zeros, and their gradient as it is."""
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    x = x / torch.where(largest > 0, largest, 1.0)  # which changes no direction, and so no derivative
-    return x * x.square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()

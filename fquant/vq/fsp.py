@@ -27,8 +27,9 @@ from torch import Tensor
 
 from .. import random, tree
 from . import frame, radix
-from .frame import Projections, Psum, RowCounts, alone, straight
-from .quantized import Mean, Quantized
+from .frame import Projections, RowCounts, row
+from .gradient import straight_through
+from .quantized import Mean, Psum, Quantized, alone
 
 STD = 12**-0.5  # of a uniform number in [0, 1)
 
@@ -107,7 +108,7 @@ def init(
         raise ValueError(f"fsp.init: distribution is {distribution!r}; wanted one of {', '.join(DISTRIBUTIONS)}")
     if not 0.0 <= quantize_rate <= 1.0:
         raise ValueError(f"fsp.init: quantize_rate is {quantize_rate}; wanted a probability in [0, 1]")
-    dim, params = frame.init("fsp.init", frame.keyed(key), dim, 1, len(levels), bias)
+    dim, params = frame.init("fsp.init", random.key(key), dim, 1, len(levels), bias)
     return FSP(params, levels, dim, distribution, quantize_rate, inverse, moments)
 
 
@@ -121,7 +122,7 @@ def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
     """codes i[...] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
     codes, known = frame.split("fsp.decode", codes, 1, math.prod(state.levels))
     u = _middle(state, radix.decode(codes, state.levels).to(dtype))
-    return frame.leave(_value(state, u), state.params, known.any(-1))
+    return frame.leave(_value(state, u), state.params, known)
 
 
 def apply(
@@ -135,14 +136,14 @@ def apply(
     z, kept, counts = _enter("fsp.apply", state, x, mask)
     u = _cdf(state)(z)
     bins = _bins(state, u)
-    q = straight(u, _middle(state, bins))
+    q = straight_through(u, _middle(state, bins))
     if key is not None and state.quantize_rate < 1.0:
         noise = random.uniform(random.fold(key, "noise"), u.shape, u.dtype) * 2.0 - 1.0
-        shaken = u + noise / (2.0 * _levels(state, u))
+        shaken = u + noise / (2.0 * row(state.levels, u))
         shaken = torch.where((shaken > 0.0) & (shaken < 1.0), shaken, u)
         q = torch.where(random.bernoulli(random.fold(key, "where"), state.quantize_rate, u.shape), q, shaken)
     value = _value(state, q)
-    out = frame.leave(straight(z, value) if state.inverse else value, state.params, kept)
+    out = frame.leave(straight_through(z, value) if state.inverse else value, state.params, kept[..., None])
     codes = frame.joined(radix.encode(bins.long(), state.levels), kept)
     losses = {} if state.moments is None else {"moments": _moments(state.moments, z, kept, psum)}
     return Quantized(out.to(x.dtype), codes, losses, counts)
@@ -154,7 +155,7 @@ def update(state: FSP, stats: RowCounts) -> FSP:
 
 
 def _enter(name: str, state: FSP, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = frame.rows(name, x, state.dim, mask)
+    x, kept = frame.start(name, x, state.dim, mask)
     z, kept = frame.enter(x, kept, state.params, 1)
     return z, kept, frame.counted(kept, mask)
 
@@ -163,17 +164,13 @@ def _cdf(state: FSP) -> Callable[[Tensor], Tensor]:
     return DISTRIBUTIONS[state.distribution].cdf
 
 
-def _levels(state: FSP, like: Tensor) -> Tensor:
-    return torch.tensor(state.levels, dtype=like.dtype, device=like.device)
-
-
 def _bins(state: FSP, u: Tensor) -> Tensor:
     """Which bin each u [... c d] is in, from 0; 1 is in the last."""
-    return (u.clamp(max=1.0 - torch.finfo(u.dtype).eps) * _levels(state, u)).floor().detach()
+    return (u.clamp(max=1.0 - torch.finfo(u.dtype).eps) * row(state.levels, u)).floor().detach()
 
 
 def _middle(state: FSP, bins: Tensor) -> Tensor:
-    return (bins + 0.5) / _levels(state, bins)
+    return (bins + 0.5) / row(state.levels, bins)
 
 
 def _value(state: FSP, u: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from . import frame, radix
-from .frame import Projections, RowCounts, straight
+from . import frame, radix, rows
+from .frame import Projections, RowCounts, row
+from .gradient import straight_through
 from .quantized import Quantized
 
 OVERSHOOT = 1e-3  # of the plain form's bound
@@ -75,7 +76,7 @@ def init(
         raise ValueError(f"fsq.init: noise_dropout is {noise_dropout}; wanted a probability in [0, 1]")
     if noise_dropout and not symmetric:
         raise ValueError("fsq.init: noise_dropout moves codes of the plain form off centre; use symmetric=True")
-    key = frame.keyed(key)
+    key = random.key(key)
     dim, params = frame.init("fsq.init", key, dim, num_codebooks, len(levels), bias)
     turn = frame.orthogonal(random.fold(key, "rotation"), len(levels)) if rotation else None
     return FSQ(params, turn, levels, dim, num_codebooks, symmetric, hard_clamp, noise_dropout)
@@ -111,12 +112,12 @@ def apply(state: FSQ, x: Tensor, key: Tensor | None = None, mask: Tensor | None 
     z, kept, counts = _enter("fsq.apply", state, x, mask)
     bounded = _bound(state, z)
     rounded, digits = _round(state, bounded)
-    q = _value(state, straight(bounded, rounded), digits=False)
+    q = _value(state, straight_through(bounded, rounded), digits=False)
     if key is not None and state.noise_dropout:
         moved = random.bernoulli(random.fold(key, "where"), state.noise_dropout, q.shape)
         noise = random.uniform(random.fold(key, "noise"), q.shape, q.dtype) - 0.5
         q = torch.where(moved, q + noise, q).clamp(-1.0, 1.0)
-    out = _leave(state, q, kept[..., None].expand(q.shape[:-1]))
+    out = _leave(state, q, kept[..., None])
     return Quantized(out.to(x.dtype), frame.joined(radix.encode(digits, state.levels), kept), {}, counts)
 
 
@@ -126,13 +127,11 @@ def update(state: FSQ, stats: RowCounts) -> FSQ:
 
 
 def _enter(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = frame.rows(name, x, state.dim, mask)
+    x, kept = frame.start(name, x, state.dim, mask)
     z, kept = frame.enter(x, kept, state.params, state.num_codebooks)  # [... c d]
     if state.scale is not None:
-        z = z / _row(state.scale, z)
-    if state.rotation is not None:
-        z = z @ state.rotation.to(z.dtype)
-    z, kept = frame.settle(z, kept)
+        z = z / row(state.scale, z)
+    z, kept = rows.settle(frame.turn(z, state.rotation), kept, 2)
     return z, kept, frame.counted(kept, mask)
 
 
@@ -141,17 +140,15 @@ def _split(name: str, state: FSQ, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _leave(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
-    """Of the codes [... c] that are ``known``; the others add nothing, and where none is, all is zero."""
-    if state.rotation is not None:
-        q = q @ state.rotation.to(q.dtype).mT
+    q = frame.turn_back(q, state.rotation)
     if state.scale is not None:
-        q = q * _row(state.scale, q)
-    return frame.leave(torch.where(known[..., None], q, 0.0), state.params, known.any(-1))
+        q = q * row(state.scale, q)
+    return frame.leave(q, state.params, known)
 
 
 def _bound(state: FSQ, z: Tensor) -> Tensor:
     """What is to be rounded: to the nearest in the plain form, down in the symmetric one."""
-    levels = _row(state.levels, z)
+    levels = row(state.levels, z)
     if state.symmetric:
         return (levels - 1) * (_squash(state, z) + 1.0) / 2.0 + 0.5
     half = (levels - 1) * (1 + OVERSHOOT) / 2
@@ -176,14 +173,10 @@ def _round(state: FSQ, bounded: Tensor) -> tuple[Tensor, Tensor]:
 def _value(state: FSQ, of: Tensor, digits: bool = True) -> Tensor:
     """What digits, or what was rounded, stand for: in [-1, 1]."""
     if state.symmetric:
-        return 2.0 / (_row(state.levels, of) - 1) * of - 1.0
+        return 2.0 / (row(state.levels, of) - 1) * of - 1.0
     half = _half(state, of)
     return ((of - half) if digits else of) / half
 
 
 def _half(state: FSQ, like: Tensor) -> Tensor:
-    return _row(tuple(n // 2 for n in state.levels), like)
-
-
-def _row(numbers: tuple[float, ...], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+    return row(tuple(n // 2 for n in state.levels), like)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from .. import random
 from . import rows
-from .book import SMALLEST, Book, codebook, unit
+from .book import Book, tables
 from .encode import logits
+from .rows import SMALLEST, unit
 
 Path = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
@@ -99,9 +100,7 @@ def gumbel(
     def mean(x: Tensor, codes: Tensor) -> Tensor:
         return (logits(x, codes, metric) / temperature).softmax(-1) @ codes.detach()
 
-    table = codebook(book).to(x.dtype)
-    table = table if table.ndim == 3 else table[None]
-    pairs = zip(rows.lay(book, x, 1), table, strict=True)
+    pairs = zip(rows.lay(book, x, 1), tables(book).to(x.dtype), strict=True)
     soft = rows.back(book, torch.stack([rows.by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)
     return q + _change(soft)
 

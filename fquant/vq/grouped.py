@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import random, tree
 from . import residual
-from .quantized import Mean, Quantized
+from .quantized import Quantized, beside
 from .residual import Residual
 
 
@@ -80,14 +80,8 @@ def apply(
         mine = None if key is None else random.fold(key, i)
         some = {} if codes is None else {"codes": codes[..., i, :]}
         each.append(residual.apply(group, part, mine, mask, **some, **options))
-    losses = {
-        name: Mean(*(torch.stack([getattr(got.losses[name], part) for got in each]) for part in ("sum", "count")))
-        for name in each[0].losses
-    }
-    stats = [got.stats for got in each]
-    return Quantized(
-        torch.cat([got.x for got in each], -1), torch.stack([got.codes for got in each], -2), losses, stats
-    )
+    x, codes = torch.cat([got.x for got in each], -1), torch.stack([got.codes for got in each], -2)
+    return Quantized(x, codes, beside([got.losses for got in each]), [got.stats for got in each])
 
 
 def update(state: Grouped, stats: Sequence[Any], **options: Any) -> Grouped:

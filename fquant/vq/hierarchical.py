@@ -40,7 +40,7 @@ from . import frame
 from .apply import apply as apply_book
 from .book import Book, Metric
 from .gradient import Path, straight_through
-from .quantized import Mean, Quantized
+from .quantized import Quantized, beside
 from .rows import Where
 from .update import Stats, add, unless_empty
 from .update import update as update_book
@@ -103,7 +103,7 @@ def init(
 
     Raises ValueError for sizes below 1, scales that become smaller, and options out of range.
     """
-    name, key = "hierarchical.init", frame.keyed(key)
+    name, key = "hierarchical.init", random.key(key)
     if spatial not in (1, 2, 3):
         raise ValueError(f"{name}: spatial is {spatial}; wanted 1, 2 or 3")
     each = tuple((s,) * spatial if isinstance(s, int) else tuple(s) for s in scales)
@@ -136,11 +136,13 @@ def encode(state: Hierarchical, x: Tensor, mask: Tensor | None = None) -> list[T
         return apply(state, x.detach(), mask=mask, losses=()).codes  # type: ignore[return-value]
 
 
-def decode(state: Hierarchical, codes: Sequence[Tensor], places: Sequence[int] | None = None) -> Tensor:
-    """codes i64[... *scale] of each scale, or of the first -> x f32[... *places dim], by default those of the finest.
+def decode(
+    state: Hierarchical, codes: Sequence[Tensor], places: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """codes i64[... *scale] of each scale, or of the first -> x [... *places dim], by default those of the finest.
 
-    A cell of -1 is zero, and a scale of nothing else adds nothing. Raises ValueError for more codes than scales, or of
-    another shape, and what ``decode`` of a Book raises.
+    It is of ``dtype``, by default that of the books. A cell of -1 is zero, and a scale of nothing else adds nothing.
+    Raises ValueError for more codes than scales, or of another shape, and what ``decode`` of a Book raises.
     """
     size, spatial = state.scales[-1] if places is None else tuple(places), len(state.scales[0])
     if not 1 <= len(codes) <= len(state.scales) or len(size) != spatial or min(size) < 1:
@@ -153,7 +155,8 @@ def decode(state: Hierarchical, codes: Sequence[Tensor], places: Sequence[int] |
         flat = some.reshape(-1, *scale)
         full = _full(state, i, books.decode(_book(state, i), flat).movedim(-1, 1), size)
         out = out + torch.where(_over(flat >= 0, full), full, 0.0)
-    return out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
+    out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
+    return out if dtype is None else out.to(dtype)
 
 
 def apply(
@@ -179,7 +182,7 @@ def apply(
     spatial, name = len(state.scales[0]), "hierarchical.apply"
     if x.ndim < spatial + 1:
         raise ValueError(f"{name}: x is {tuple(x.shape)}; wanted [... {'places ' * spatial}dim]")
-    point, kept = frame.rows(name, x, state.books[0].codes.shape[-1], mask)
+    point, kept = frame.start(name, x, state.books[0].codes.shape[-1], mask)
     lead, size = x.shape[: x.ndim - spatial - 1], x.shape[-spatial - 1 : -1]
     left = point.reshape(-1, *size, point.shape[-1]).movedim(-1, 1)  # [b dim *places]
     live = kept.reshape(-1, *size)[:, None].to(left.dtype)
@@ -216,14 +219,9 @@ def apply(
         codes.append(got.codes.reshape(*lead, *scale))
         stats.append(replace(got.stats, kept=got.stats.kept - unused, lost=got.stats.lost - unused))
         each.append(got.losses)
-    losses = {
-        loss: Mean(*(torch.stack([getattr(some[loss], part) for some in each]) for part in ("sum", "count")))
-        for loss in each[0]
-    }
     result = torch.where(kept[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
-    asked = torch.ones_like(kept) if mask is None else mask
-    lost = (asked & ~kept).sum().to(torch.float32)
-    return Quantized(result, codes, losses, Levels([add(*stats)] if shared else stats, lost))  # type: ignore[arg-type]
+    lost = frame.counted(kept, mask).bad.to(torch.float32)
+    return Quantized(result, codes, beside(each), Levels([add(*stats)] if shared else stats, lost))  # type: ignore[arg-type]
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:

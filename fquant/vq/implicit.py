@@ -16,6 +16,9 @@ layers behind a first one that is a plain book (``residual.init_implicit``).
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -23,14 +26,17 @@ from torch.nn.functional import silu
 from .. import random, tree
 from ..linear import linear
 from . import book as books
-from . import frame, rows, update
-from .book import Book, Metric, unit
+from . import frame, rows
+from .book import Book, Metric
 from .encode import encode_among
 from .frame import Dense
 from .gradient import Path, rotation
 from .losses import commitment
 from .quantized import Quantized
-from .rows import Where
+from .rows import Where, unit
+from .update import Stats
+from .update import stats as stats_of
+from .update import update as update_book
 
 
 @tree.node
@@ -73,7 +79,7 @@ def init(
     hidden = dim if hidden is None else hidden
     if depth < 0 or hidden < 1:
         raise ValueError(f"implicit.init: depth is {depth} and hidden {hidden}; wanted at least 0 and 1")
-    key = frame.keyed(key)
+    key = random.key(key)
     book = books.init(random.fold(key, "book"), num_codes, dim, metric=metric, learnable=True)
     blocks = [
         Block(
@@ -111,8 +117,8 @@ def apply(
     x: Tensor,
     before: Tensor,
     key: Tensor | None = None,
-    *,
     mask: Tensor | None = None,
+    *,
     gradient: Path = rotation,
     codes: Tensor | None = None,
     draw: bool = False,
@@ -123,14 +129,9 @@ def apply(
     Its one loss is the commitment, which moves the row, the code and the network. The gradient of ``before`` is that of
     what the network makes of it. Raises what ``apply`` of a Book does.
     """
-    rows.check(layer.book, x)
     if key is None and draw:
         raise ValueError("key is None with draw=True, which needs one")
-    kept = rows.laid_mask(layer.book, mask, x)
-    live = rows.finite(x) if kept is None else rows.finite(x) & rows.back(layer.book, kept, x)
-    point = torch.where(live[..., None], books.wide(x), 0)
-    number = rows.numbers(kept, rows.lay(layer.book, x.detach(), 1), where)
-    each = None if key is None else rows.back(layer.book, rows.keys(random.fold(key, "gradient"), number), x)
+    point, live, _, each = rows.enter(layer.book, x, key, mask, where)
     codes = torch.where(live, encode(layer, point, before) if codes is None else codes, -1)
     live = codes >= 0
     start = unit(point) if layer.book.metric == "cosine" else point
@@ -138,5 +139,10 @@ def apply(
     # Without the book: a path that compares rows with its codes would do so with those that no row has.
     out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
     drawing = {"key": random.fold(key, "draw"), "where": where} if draw and key is not None else {}
-    found = update.stats(layer.book, x, codes, mask, **drawing)
+    found = stats_of(layer.book, x, codes, mask, **drawing)
     return Quantized(out, codes, {"commitment": commitment(start, q, live)}, found)
+
+
+def update(layer: Implicit, stats: Stats, **options: Any) -> Implicit:
+    """``layer`` with its book updated, ``options`` being those of ``update`` of a Book; raises what that does."""
+    return replace(layer, book=update_book(layer.book, stats, **options))

@@ -13,9 +13,7 @@ shares: both are copies of its mean, each a little larger than the other in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +21,10 @@ from torch import Tensor
 from .. import kernels, random
 from ..tree import map as tree_map
 from . import rows
-from .book import Book, unit
+from .book import Book
 from .encode import encode
-from .rows import Where
+from .quantized import Psum, alone
+from .rows import Where, unit
 from .update import Stats, drawn_rows, stats
 
 APART = 1 / 1024  # of a mean that is split, relative to it
@@ -40,7 +39,7 @@ def kmeans(
     mask: Tensor | None = None,
     split: bool = True,
     where: Where | None = None,
-    psum: Callable[[Any], Any] = lambda t: t,
+    psum: Psum = alone,
 ) -> Book:
     """``book`` at the means of clusters of rows ``x`` f[... D] (with heads [... h D]): codes, counts and sums.
 

@@ -19,9 +19,10 @@ import math
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import random, tree
 from . import frame, radix
-from .frame import Projections, RowCounts, straight
+from .frame import Projections, RowCounts
+from .gradient import straight_through
 from .quantized import Mean, Quantized
 
 
@@ -57,7 +58,7 @@ def init(
     out. Raises ValueError for levels below 2, sizes below 1, and ``bias`` where nothing is projected.
     """
     levels = radix.check("latent.init", levels, 2**16)  # each row is compared with so many
-    dim, ends = frame.init("latent.init", frame.keyed(key), dim, num_codebooks, len(levels), bias)
+    dim, ends = frame.init("latent.init", random.key(key), dim, num_codebooks, len(levels), bias)
     values = [torch.linspace(-0.5, 0.5, n) if n % 2 else torch.arange(n) / n - 0.5 for n in levels]
     return Latent(LatentParams(values, ends), levels, dim, num_codebooks)
 
@@ -71,8 +72,7 @@ def encode(state: Latent, x: Tensor) -> Tensor:
 def decode(state: Latent, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
     codes, known = frame.split("latent.decode", codes, state.num_codebooks, math.prod(state.levels))
-    q = torch.where(known[..., None], _values(state, radix.decode(codes, state.levels), dtype), 0.0)
-    return frame.leave(q, state.params.projections, known.any(-1))
+    return frame.leave(_values(state, radix.decode(codes, state.levels), dtype), state.params.projections, known)
 
 
 def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
@@ -83,7 +83,7 @@ def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | No
     z, kept, counts = _enter("latent.apply", state, x, mask)
     digits = _nearest(state, z)
     q = _values(state, digits, z.dtype)
-    out = frame.leave(straight(z, q), state.params.projections, kept)
+    out = frame.leave(straight_through(z, q), state.params.projections, kept[..., None])
     count = kept.sum().to(z.dtype) * (z.shape[-2] * z.shape[-1])
     far = lambda a, b: Mean(torch.where(kept[..., None, None], (a - b).square(), 0.0).sum(), count)
     losses = {"commitment": far(z, q.detach()), "quantisation": far(z.detach(), q)}
@@ -97,7 +97,7 @@ def update(state: Latent, stats: RowCounts) -> Latent:
 
 
 def _enter(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = frame.rows(name, x, state.dim, mask)
+    x, kept = frame.start(name, x, state.dim, mask)
     z, kept = frame.enter(x, kept, state.params.projections, state.num_codebooks)
     return z, kept, frame.counted(kept, mask)
 

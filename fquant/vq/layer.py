@@ -66,10 +66,6 @@ def _apply_implicit(
     return implicit.apply(layer, _lost(left, used), before, key, mask=mask, **options)
 
 
-def _update_implicit(layer: Implicit, stats: update.Stats, **options: Any) -> Implicit:
-    return Implicit(update.update(layer.book, stats, **options), layer.net)
-
-
 VERBS: dict[type, Verbs] = {
     fsq.FSQ: _scalar(fsq),
     lfq.LFQ: _scalar(lfq),
@@ -77,7 +73,7 @@ VERBS: dict[type, Verbs] = {
         _size,
         lambda layer, left, before: encode(layer, left),
         lambda layer, left, before, top: encode(layer, left, top),
-        lambda layer, codes, before: book.decode(layer, codes).to(before.dtype),
+        lambda layer, codes, before: book.decode(layer, codes, before.dtype),
         _apply,
         update.update,
     ),
@@ -87,13 +83,13 @@ VERBS: dict[type, Verbs] = {
         implicit.encode,
         implicit.decode,
         _apply_implicit,
-        _update_implicit,
+        implicit.update,
     ),
     SimVQ: Verbs(
         lambda layer: (layer.dim, 1, False),
         lambda layer, left, before: simvq.encode(layer, left),
         lambda layer, left, before, top: simvq.encode(layer, left, top),
-        lambda layer, codes, before: simvq.decode(layer, codes).to(before.dtype),
+        lambda layer, codes, before: simvq.decode(layer, codes, before.dtype),
         lambda layer, left, before, key, used, mask, **options: simvq.apply(layer, left, key, used, **options),
         None,
     ),

@@ -32,9 +32,10 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import random, tree
-from . import frame, radix
-from .frame import Projections, Psum, RowCounts, alone, straight
-from .quantized import Mean, Quantized
+from . import frame, radix, rows
+from .frame import Projections, RowCounts
+from .gradient import straight_through
+from .quantized import Mean, Psum, Quantized, alone
 
 ACTIVATIONS = {"identity": lambda z: z, "tanh": torch.tanh}  # whose gradients may pass straight through
 CERTAIN = 1e3  # a logit of a bit whose other value has probability 0, of float64 too
@@ -107,7 +108,7 @@ def init(
         raise ValueError(f"lfq.init: the mean of rows would be 2^{bits} probabilities; use group=, some of the bits")
     if group is not None and (not 1 <= group <= MOST_TOGETHER or bits % group):
         raise ValueError(f"lfq.init: group is {group}; wanted from 1 to {MOST_TOGETHER} bits that divide {bits}")
-    key = frame.keyed(key)
+    key = random.key(key)
     dim, params = frame.init("lfq.init", key, dim, num_codebooks, bits, bias, cosine is not None)
     turn = frame.orthogonal(random.fold(key, "rotation"), bits) if rotation else None
     how = (scale, spherical, clamp, cosine, activation, gamma, share, offset, group)
@@ -147,7 +148,7 @@ def apply(
     """
     z, kept, counts = _enter("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)
-    out = _leave(state, straight(ACTIVATIONS[state.activation](z), q), kept[..., None].expand(z.shape[:-1]))
+    out = _leave(state, straight_through(ACTIVATIONS[state.activation](z), q), kept[..., None])
     far = torch.where(kept[..., None, None], (z - q).square(), 0.0)
     per_row, of_mean, here = _entropies(state, z, kept, key, inv_temperature, psum)
     entropy = per_row - state.gamma * of_mean
@@ -180,7 +181,7 @@ def update(state: LFQ, stats: RowCounts) -> LFQ:
 
 
 def _enter(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = frame.rows(name, x, state.dim, mask)
+    x, kept = frame.start(name, x, state.dim, mask)
     if state.params is not None and state.cosine is not None:
         z = frame.cosine(x, state.params, state.num_codebooks) * state.cosine  # [... c d]
     else:
@@ -188,17 +189,14 @@ def _enter(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tenso
     if state.clamp is not None:
         z = torch.tanh(z / state.clamp) * state.clamp
     if state.rotation is not None:
-        z, kept = frame.settle(z @ state.rotation.to(z.dtype), kept)
+        z, kept = rows.settle(frame.turn(z, state.rotation), kept, 2)
     if state.spherical:
-        z = frame.unit(z) * state.scale
+        z = rows.direction(z) * state.scale
     return z, kept, frame.counted(kept, mask)
 
 
 def _leave(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    """Of the codes [... c] that are ``known``; the others add nothing, and where none is, all is zero."""
-    if state.rotation is not None:
-        q = q @ state.rotation.to(q.dtype).mT
-    return frame.leave(torch.where(known[..., None], q, 0.0), state.params, known.any(-1))
+    return frame.leave(frame.turn_back(q, state.rotation), state.params, known)
 
 
 def _size(state: LFQ) -> float:

@@ -13,16 +13,14 @@ torch.func.grad keeps what it makes, unless it is captured.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import rows
-from .book import Book, codebook, unit, wide
+from .book import Book, tables
 from .encode import logits
-from .quantized import Mean
+from .quantized import Mean, Psum, alone
+from .rows import unit, wide
 
 RARE = 1e-5  # probability below which a logarithm is not taken
 
@@ -36,7 +34,7 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
     square = (wide(q) - wide(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
-    mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand(x.shape)
+    mask = rows.expanded(mask, x)
     return Mean(torch.where(mask, square, 0).sum(), mask.sum(dtype=square.dtype))
 
 
@@ -63,7 +61,7 @@ def diversity(
     x: Tensor,
     temperature: float = 100.0,
     mask: Tensor | None = None,
-    psum: Callable[[Any], Any] = lambda t: t,
+    psum: Psum = alone,
 ) -> Mean:
     """The mean over positions n of minus the entropy of softmax(temperature · logits), itself the mean over a batch.
 
@@ -97,8 +95,7 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     ``among`` bool[K] or [h K] takes some codes only: ``stats.counts > 0`` those in use, and
     ``random.permutation(key, K) < n`` any n.
     """
-    codes = unit(wide(codebook(book)))
-    codes = codes if codes.ndim == 3 else codes[None]
+    codes = unit(wide(tables(book)))
     if among is None:
         number = codes.new_full((len(codes),), codes.shape[1])
     else:
@@ -113,8 +110,5 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
 def _laid(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [h n D] with zeros for those that have no term, the codes [h K D] and which rows have one, bool[h n]."""
     rows.check(book, x)
-    laid, kept, table = rows.lay(book, wide(x), 1), rows.laid_mask(book, mask, x), codebook(book)
-    live = rows.finite(laid) if kept is None else rows.finite(laid) & kept
-    laid = torch.where(live[..., None], laid, 0)
-    table = table if table.ndim == 3 else table[None]
-    return unit(laid) if book.metric == "cosine" else laid, table.to(laid.dtype), live
+    laid, live = rows.settle(rows.lay(book, wide(x), 1), rows.laid_mask(book, mask, x))
+    return unit(laid) if book.metric == "cosine" else laid, tables(book).to(laid.dtype), live

@@ -36,30 +36,27 @@ from .. import random
 from ..kernels.nearest import nearest
 from ..tree import node, static
 from . import rows
-from .book import Book, check_codes, codebook, unit, wide
+from .book import Book, check_codes, codebook
 from .book import decode as decode_book
 from .gradient import Path, rotation
 from .losses import commitment
-from .quantized import Quantized
+from .quantized import Quantized, alone
+from .rows import unit, wide
 from .update import DECAY, EPS, Stats, move, refresh
 from .update import stats as stats_of
 
-NONE = -(2**63)  # the key of a row that has no code
+NOTHING = -(2**63)  # the key of a row that has no code
 LOW = 2**32 - 1  # the lower half of a key
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 class Across(NamedTuple):
     """What travels between the processes that a book lies on; by default there is one. ``shard.across`` makes them."""
 
-    gather: Callable[[Tensor], Tensor] = _same  # [n ...] of each to [N ...] of all, filled up with the last argument
+    gather: Callable[[Tensor], Tensor] = alone  # [n ...] of each to [N ...] of all, filled up with the last argument
     mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # this process's n of [N ...]
-    scatter: Callable[[Tensor], Tensor] = _same  # the sum of [N ...] of all, each keeping its own, filled up
-    largest: Callable[[Tensor], Tensor] = _same  # the largest i64[N] of all
-    sum: Callable[[Any], Any] = _same  # of a tree
+    scatter: Callable[[Tensor], Tensor] = alone  # the sum of [N ...] of all, each keeping its own, filled up
+    largest: Callable[[Tensor], Tensor] = alone  # the largest i64[N] of all
+    sum: Callable[[Any], Any] = alone  # of a tree
     place: tuple[int, int] = (0, 1)  # this process among how many
 
 
@@ -131,8 +128,8 @@ def apply(
     part: BookPart,
     x: Tensor,
     key: Tensor | None = None,
-    *,
     mask: Tensor | None = None,
+    *,
     gradient: Path = rotation,
     draw: bool = False,
     over: Across = LOCAL,
@@ -145,10 +142,8 @@ def apply(
     _check(part, x)
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
-    kept = rows.laid_mask(part.book, mask, x)
-    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if kept is None else kept.reshape(x.shape[:-1])
-    live = rows.finite(x) & asked
-    point = torch.where(live[..., None], wide(x), 0)
+    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.asked(mask, x)
+    point, live = rows.settle(wide(x), asked)
     size, flat = point[..., 0].numel(), point.reshape(-1, x.shape[-1])
     # What is kept and not finite is told from what is masked: one is inf, the other, as what is filled up, nan.
     marks = torch.where(asked, torch.inf, torch.nan).to(flat.dtype).reshape(-1, 1)
@@ -227,9 +222,9 @@ def _search(part: BookPart, x: Tensor, over: Across) -> Tensor:
     which, score = (t[0, :, 0] for t in nearest(x[None], codes[None], half[None]))
     bits = (score + 0.0).view(torch.int32).long()  # -0.0 is 0.0
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as the scores are
-    key = torch.where(which < 0, NONE, (ordered << 32) + (LOW - which - part.first))
+    key = torch.where(which < 0, NOTHING, (ordered << 32) + (LOW - which - part.first))
     key = over.largest(key)
-    return torch.where(key == NONE, -1, LOW - (key & LOW))
+    return torch.where(key == NOTHING, -1, LOW - (key & LOW))
 
 
 def _lookup(part: BookPart, codes: Tensor) -> Tensor:

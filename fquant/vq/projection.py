@@ -15,11 +15,11 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import random, tree
+from ..kernels.nearest import nearest
 from . import frame
 from .frame import RowCounts
 from .quantized import Quantized
-
-TILE = 1024  # codes that all rows are compared with at a time
+from .rows import direction, settle
 
 
 @tree.node
@@ -43,10 +43,10 @@ def init(
         raise ValueError(f"projection.init: {', '.join(wrong)}; wanted at least 1")
     if norm and dim == 1:
         raise ValueError("projection.init: dim is 1, and a row of one number has no variance; use norm=False")
-    key = frame.keyed(key)
+    key = random.key(key)
     weight = random.normal(random.fold(key, "weight"), (num_codebooks, width, dim)) * (2 / (dim + width)) ** 0.5
     vectors = random.normal(random.fold(key, "vectors"), (num_codebooks, num_codes, width))
-    return RandomProjection(weight, frame.unit(vectors), norm)
+    return RandomProjection(weight, direction(vectors), norm)
 
 
 def encode(state: RandomProjection, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
     z, _, _ = _enter("projection.logits", state, x, None)
-    return torch.einsum("...he,hke->...hk", frame.unit(z), state.vectors.to(z.dtype))
+    return torch.einsum("...he,hke->...hk", direction(z), state.vectors.to(z.dtype))
 
 
 def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
@@ -90,18 +90,16 @@ def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
 
 def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """z [... heads width]."""
-    x, kept = frame.rows(name, x, state.weight.shape[-1], mask)
+    x, kept = frame.start(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    z, kept = frame.settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept)
+    z, kept = settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept, 2)
     return z, kept, frame.counted(kept, mask)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
-    """The first code of the largest product with z [... heads width], whose length does not matter: [... heads]."""
-    best, codes = z.new_full(z.shape[:-1], -torch.inf), torch.zeros(z.shape[:-1], dtype=torch.int64, device=z.device)
-    for start in range(0, state.vectors.shape[1], TILE):
-        tile = state.vectors[:, start : start + TILE].detach().to(z.dtype)
-        found, at = torch.einsum("...he,hke->...hk", z.detach(), tile).max(-1)
-        best, codes = torch.maximum(best, found), torch.where(found > best, at + start, codes)
-    return codes
+    """The code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
+    vectors = state.vectors.detach().to(z.dtype)
+    flat = direction(z.detach()).reshape(-1, *z.shape[-2:]).transpose(0, 1)  # [heads n width]
+    which, _ = nearest(flat, vectors, torch.zeros_like(vectors[..., 0]))
+    return which.squeeze(-1).transpose(0, 1).reshape(z.shape[:-1])

@@ -44,7 +44,7 @@ from .frame import RowCounts
 from .gradient import Path
 from .layer import VERBS
 from .losses import cross_entropy as cross_entropy_of
-from .quantized import Mean, Quantized
+from .quantized import Mean, Quantized, beside
 from .rows import Where
 from .stacked import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq
 from .update import Stats, add, unless_empty
@@ -120,6 +120,7 @@ def apply(
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
     _check(state, x, key, codes, depth)
     start, kept, counts = enter("residual.apply", state, x, mask)
+    mask = None if mask is None else rows.expanded(mask, kept)
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
     deep = None if depth is None else depth.reshape((*depth.shape, *[1] * (kept.ndim - depth.ndim)))
@@ -135,10 +136,7 @@ def apply(
         each.append(found)
     if outer is not None:
         out = outer(start, out, None, None if key is None else _row_keys(key, kept, mask, options.get("where")))
-    losses = {
-        name: Mean(*(torch.stack([getattr(found.losses[name], part) for found in each]) for part in ("sum", "count")))
-        for name in each[0].losses
-    }
+    losses = beside([found.losses for found in each])
     stats: Any = counts if VERBS[type(layers[0])].update is None else [found.stats for found in each]
     stats = [add(*stats)] if state.shared else stats
     return Quantized(_leave(state, out, kept).to(x.dtype), torch.stack([f.codes for f in each], -1), losses, stats)
@@ -161,7 +159,7 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None
             raise TypeError(f"residual.cross_entropy: layers.{i} is a {type(layer).__name__}; wanted a Book")
         each.append(cross_entropy_of(layer, left, some, kept))
         left = left - decode_book(layer, some).to(left.dtype).detach()
-    return Mean(torch.stack([one.sum for one in each]), torch.stack([one.count for one in each]))
+    return beside(each)
 
 
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
@@ -203,10 +201,10 @@ def layers_of(state: Residual) -> list[Any]:
 
 def enter(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """What is left for the first layer [... d], which rows count, and their counts."""
-    x, kept = frame.rows(name, x, state.dim, mask)
+    x, kept = frame.start(name, x, state.dim, mask)
     z, kept = frame.enter(x, kept, state.params, 1)  # [... 1 d]
     if state.clamp is not None:
-        bound = torch.tensor(state.clamp, dtype=z.dtype, device=z.device)
+        bound = frame.row(state.clamp, z)
         z = torch.tanh(z / bound) * bound
     return z.squeeze(-2), kept, frame.counted(kept, mask)
 
@@ -228,7 +226,7 @@ def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None,
 
 
 def _leave(state: Residual, out: Tensor, known: Tensor) -> Tensor:
-    return frame.leave(out[..., None, :], state.params, known)
+    return frame.leave(out[..., None, :], state.params, known[..., None])
 
 
 def _partly(q: Tensor, frac: float) -> Tensor:

@@ -1,10 +1,13 @@
-"""rows: how rows of any shape lie before a book, which of them count, and how some are drawn from all.
+"""rows: which rows of any shape count, how they lie before a book, and how some are drawn from all.
 
-A book sees rows as [h n D], h being 1 without heads, and masks and codes as [h n]. Everything here keeps to this
-layout; ``lay`` and ``back`` go to and fro.
+Whatever comes is computed in float32 at least (``wide``), by every quantiser.
+
+*How they lie.* A book sees rows as [h n D], h being 1 without heads, and masks and codes as [h n]; ``lay`` and ``back``
+go to and fro.
 
 *Which count.* A mask says which rows are there at all: those it keeps are *kept*. Of these, rows that are not finite,
-or have no code, are *lost*: they add nothing to any sum, and are counted. The others are *live*.
+or have no code, are *lost*: they add nothing to any sum, and are counted. The others are *live*. What is not live is
+zeros before anything is computed of it (``settle``), so that it reaches no gradient.
 
 *Drawing.* Codes start at rows, and dead ones start again there. A row is drawn by its number among the kept rows of all
 ranks, which is a function of the key alone, so every rank draws the same numbers and puts the rows that it has among
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from .book import Book
 
 TILE = 16 << 20  # bytes of distances between some rows and all codes
+SMALLEST = 1e-6  # length below which a row has no direction
 
 Where = tuple[int | Tensor, int | Tensor]
 
@@ -59,6 +63,53 @@ def check(book: Book, x: Tensor) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)} for a book of {dim} dims; wanted [... {shown}]")
 
 
+def wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` over its length, along the last dim; what is shorter than 1e-6 is taken to be that long."""
+    # Of the square, since a length has no second derivative at zero.
+    return x * x.square().sum(-1, keepdim=True).clamp(min=SMALLEST**2).rsqrt()
+
+
+def direction(x: Tensor) -> Tensor:
+    """``x`` [... d] at length 1, however short or long it is; zeros stay zeros, and their gradient as it is."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1.0)  # which changes no direction, and so no derivative
+    return x * x.square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
+
+
+def finite(x: Tensor, dims: int = 1) -> Tensor:
+    """Which rows of ``x``, which are its last ``dims`` dims, are finite, bool[...]."""
+    return x.isfinite().flatten(-dims).all(-1)
+
+
+def settle(x: Tensor, kept: Tensor | None, dims: int = 1) -> tuple[Tensor, Tensor]:
+    """``x`` with zeros for rows that are not live, and which are, bool[...]: of those ``kept`` the finite ones."""
+    live = finite(x, dims) if kept is None else finite(x, dims) & kept
+    return torch.where(live[(..., *[None] * dims)], x, 0), live
+
+
+def expanded(mask: Tensor, like: Tensor) -> Tensor:
+    """``mask``, whose dims are the first of ``like``, in its shape."""
+    return mask.reshape((*mask.shape, *[1] * (like.ndim - mask.ndim))).expand(like.shape)
+
+
+def asked(mask: Tensor, x: Tensor, name: str = "") -> Tensor:
+    """``mask`` bool, its dims being the first of ``x`` [... d] without the last, as bool[...].
+
+    Raises TypeError for another dtype, ValueError for another shape; ``name`` is whose mask it is.
+    """
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"{name}mask is {mask.dtype}; wanted bool, True for the rows that count")
+    if mask.ndim >= x.ndim or mask.shape != x.shape[: mask.ndim]:
+        got = f"mask is {tuple(mask.shape)} beside x {tuple(x.shape)}"
+        raise ValueError(f"{name}{got}; wanted one bool a row, or the first dims of x")
+    return expanded(mask, x[..., 0])
+
+
 def lay(book: Book, t: Tensor, dims: int = 0) -> Tensor:
     """``t`` [... (h) *rest] as [h n *rest], ``rest`` having so many dims."""
     heads = book.codes.ndim == 3
@@ -74,17 +125,8 @@ def back(book: Book, t: Tensor, x: Tensor) -> Tensor:
 
 
 def laid_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """``mask`` bool as [h n], its dims being the first of ``x`` without the last.
-
-    Raises TypeError for another dtype, ValueError for another shape.
-    """
-    if mask is None:
-        return None
-    if mask.dtype is not torch.bool:
-        raise TypeError(f"mask: got {mask.dtype}; wanted bool, true where a row counts")
-    if mask.ndim >= x.ndim or mask.shape != x.shape[: mask.ndim]:
-        raise ValueError(f"mask: got shape {tuple(mask.shape)} for x {tuple(x.shape)}; wanted the first dims of x")
-    return lay(book, mask.reshape(*mask.shape, *[1] * (x.ndim - 1 - mask.ndim)).expand(x.shape[:-1]))
+    """The rows that are :func:`asked` for, as [h n]."""
+    return None if mask is None else lay(book, asked(mask, x))
 
 
 def by_rows(f: Callable[..., Tensor], width: int, *per_row: Tensor, given: tuple[Any, ...] = ()) -> Tensor:
@@ -101,9 +143,22 @@ def by_rows(f: Callable[..., Tensor], width: int, *per_row: Tensor, given: tuple
     return torch.cat([again(*(t[at : at + step] for t in per_row), *given) for at in range(0, size, step)])
 
 
-def finite(rows: Tensor) -> Tensor:
-    """Which of ``rows`` [... D] are finite, bool[...]."""
-    return rows.isfinite().all(-1)
+class Entered(NamedTuple):
+    """What is known of rows x [... D] before they get codes."""
+
+    point: Tensor  # [... D], at least float32, zeros where they are not live
+    live: Tensor  # bool[...]
+    number: Tensor  # i64[h n], see numbers
+    keys: Tensor | None  # i64[...], for what is drawn of the gradient of each
+
+
+def enter(book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, where: Where | None) -> Entered:
+    """``x`` [... D] as ``apply`` wants it. Raises what :func:`check` and :func:`asked` do."""
+    check(book, x)
+    point, live = settle(wide(x), None if mask is None else asked(mask, x))
+    number = numbers(laid_mask(book, mask, x), lay(book, x.detach(), 1), where)
+    each = None if key is None else back(book, keys(random.fold(key, "gradient"), number), x)
+    return Entered(point, live, number, each)
 
 
 def numbers(kept: Tensor | None, rows: Tensor, where: Where | None) -> Tensor:

@@ -49,7 +49,7 @@ def init(
     widths = (dim if frozen_dim is None else frozen_dim, *hidden, dim)
     if num_codes < 1 or min(widths) < 1:
         raise ValueError(f"simvq.init: num_codes is {num_codes} and widths are {widths}; wanted at least 1 of each")
-    key = frame.keyed(key)
+    key = random.key(key)
     each = enumerate(zip(widths, widths[1:], strict=False))
     params = [frame.dense(random.fold(key, i), out, width, bool(hidden)) for i, (width, out) in each]
     return SimVQ(params, random.normal(random.fold(key, "frozen"), (num_codes, widths[0])) * widths[0] ** -0.5, dim)
@@ -65,9 +65,13 @@ def encode(state: SimVQ, x: Tensor, top: int | None = None) -> Tensor:
     return encode_book(_book(codebook(state).detach()), x, top)
 
 
-def decode(state: SimVQ, codes: Tensor) -> Tensor:
-    """What ``codes`` i64[...] stand for, f32[... dim]; zeros for -1. Raises what ``decode`` of a Book does."""
-    return torch.where((codes == -1)[..., None], 0.0, _mapped(state, decode_book(_book(state.frozen), codes)))
+def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What ``codes`` i64[...] stand for, [... dim] in ``dtype``, that of the codes if None; zeros for -1.
+
+    Raises what ``decode`` of a Book does.
+    """
+    q = torch.where((codes == -1)[..., None], 0.0, _mapped(state, decode_book(_book(state.frozen), codes)))
+    return q if dtype is None else q.to(dtype)
 
 
 def apply(
@@ -88,15 +92,14 @@ def apply(
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")
-    point, kept = frame.rows("simvq.apply", x, state.dim, mask)
+    point, kept = frame.start("simvq.apply", x, state.dim, mask)
     codes = torch.where(kept, encode(state, point) if codes is None else codes, -1)
     live = codes >= 0
     point = torch.where(live[..., None], point, 0.0)
-    q = decode(state, codes).to(point.dtype)
+    q = decode(state, codes, point.dtype)
     losses = {"codebook": commitment(point.detach(), q, live), "commitment": commitment(point, q.detach(), live)}
     out = torch.where(live[..., None], gradient(point, q, None, key), 0.0)
-    asked = torch.ones_like(live) if mask is None else mask
-    return Quantized(out.to(x.dtype), codes, losses, RowCounts(live.sum(), (~asked).sum(), (asked & ~live).sum()))
+    return Quantized(out.to(x.dtype), codes, losses, frame.counted(live, mask))
 
 
 def update(state: SimVQ, stats: RowCounts) -> SimVQ:

@@ -84,7 +84,7 @@ def init(
     bounds = None if clamp is None else tuple(clamp) if isinstance(clamp, Sequence) else (clamp,) * width
     if bounds is not None and (len(bounds) != width or not min(bounds) > 0):
         raise ValueError(f"{name}: clamp is {clamp}; wanted a positive number, or {width} of them")
-    dim, params = frame.init(name, frame.keyed(key), dim, 1, width, bias)
+    dim, params = frame.init(name, random.key(key), dim, 1, width, bias)
     return Residual(layers, params, dim, bounds, dropout, cutoff, multiple, shared)
 
 
@@ -105,7 +105,7 @@ def init_books(
     ``options`` are those of :func:`init`. Raises what it and ``init`` of a Book do, and ValueError where num_layers is
     wanting or another than that of num_codes, or a shared book has several sizes.
     """
-    key, sizes = frame.keyed(key), _sizes("residual.init_books", num_codes, num_layers)
+    key, sizes = random.key(key), _sizes("residual.init_books", num_codes, num_layers)
     if shared and len(set(sizes)) > 1:
         raise ValueError(f"residual.init_books: num_codes is {sizes} of a shared book; wanted one number")
     each = sizes[:1] if shared else sizes
@@ -131,7 +131,7 @@ def init_implicit(
 
     ``options`` are those of :func:`init`. Raises what it, ``implicit.init`` and :func:`init_books` do.
     """
-    key, sizes = frame.keyed(key), _sizes("residual.init_implicit", num_codes, num_layers)
+    key, sizes = random.key(key), _sizes("residual.init_implicit", num_codes, num_layers)
     net = {"depth": depth, "hidden": hidden, "metric": metric}
     first = books.init(random.fold(key, 0), sizes[0], width, metric=metric, learnable=True)
     later = [implicit.init(random.fold(key, i), size, width, **net) for i, size in enumerate(sizes) if i]
@@ -153,7 +153,7 @@ def init_simvq(
 
     Raises what it, ``simvq.init`` and :func:`init_books` do.
     """
-    key, sizes = frame.keyed(key), _sizes("residual.init_simvq", num_codes, num_layers)
+    key, sizes = random.key(key), _sizes("residual.init_simvq", num_codes, num_layers)
     each = [
         simvq.init(random.fold(key, i), size, width, frozen_dim=frozen_dim, hidden=hidden)
         for i, size in enumerate(sizes)
@@ -181,7 +181,7 @@ def init_fsq(
     """
     if hard_clamp and clamp is not None:
         raise ValueError("residual.init_fsq: clamp beside hard_clamp, which has one of its own; use hard_clamp=False")
-    key, levels = frame.keyed(key), tuple(levels)
+    key, levels = random.key(key), tuple(levels)
     layers = [
         replace(
             fsq.init(
@@ -212,7 +212,7 @@ def init_lfq(
 
     ``options`` are those of ``lfq.init``, the others of :func:`init`. Raises what :func:`init` and ``lfq.init`` do.
     """
-    key = frame.keyed(key)
+    key = random.key(key)
     layers = [
         lfq.init(random.fold(key, i), bits, scale=2.0**-i, clamp=None if clamp is None else clamp * 2.0**-i, **options)
         for i in range(num_layers)

@@ -28,8 +28,8 @@ from torch import Tensor
 from .. import kernels, tree
 from ..tree import node
 from . import rows
-from .book import Book, check_codes, unit, unmapped, wide
-from .rows import Where
+from .book import Book, check_codes, unmapped
+from .rows import Where, unit, wide
 
 T = TypeVar("T")
 
@@ -75,9 +75,7 @@ def stats(
     check_codes(book, codes)
     laid = wide(rows.lay(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
     which, kept = rows.lay(book, codes), rows.laid_mask(book, mask, x)
-    live = rows.finite(laid) & (which >= 0)
-    live = live if kept is None else live & kept
-    laid = torch.where(live[..., None], laid, 0)
+    laid, live = rows.settle(laid, which >= 0 if kept is None else (which >= 0) & kept)
     if book.metric == "cosine":
         laid = unit(laid)
     elif book.affine is not None:
@@ -227,9 +225,9 @@ def unless_empty(stats: Stats, new: T, old: T) -> T:
     return tree.map(lambda a, b: torch.where(reached, a, b), new, old)
 
 
-def perplexity(stats: Stats) -> Tensor:
-    """How many codes are in use, f32[] or [h]: exp of the entropy of their counts; 1 where nothing was counted."""
-    share = stats.counts / stats.counts.sum(-1, keepdim=True).clamp(min=1)
+def perplexity(counts: Tensor) -> Tensor:
+    """How many codes are in use, f32[...], of their ``counts`` f32[... K]: exp of the entropy; 1 where all are zero."""
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return torch.exp(-torch.xlogy(share, share).sum(-1))
 
 
