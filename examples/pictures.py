@@ -1,71 +1,30 @@
-"""What examples/vqvae.py shows: live progress, a line a step in metrics.jsonl, one table, two pictures."""
+"""What examples/vqvae.py shows: what a step measured, one table, two pictures."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from examples import photographs, quantisers, reconstruct
+from examples.progress import metrics
 from examples.reconstruct import Job, Result, Run, Step, Training
 from fquant import vq
 from fquant.io.safetensors import replacing
 from models import autoencoder
 
-METRICS = "metrics.jsonl"
 COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000")  # of layers, in turn
 
 
-class Report:
-    """Progress on the terminal and in ``folder``; on a rank that is not the first, nothing at all."""
-
-    def __init__(self, folder: Path, first: bool, total: int) -> None:
-        self.folder, self.first, self.total = folder, first, total
-        self.console = Console(quiet=not first)
-        self.every = max(1, total // 10)  # without a terminal, a line now and then instead of a bar
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self.console, disable=not (first and self.console.is_terminal),
-        )  # fmt: skip
-        self.task = self.progress.add_task("", total=total)
-
-    def __enter__(self) -> Report:
-        if self.first:
-            self.metrics = open(self.folder / METRICS, "w", buffering=1)
-        self.progress.start()
-        return self
-
-    def step(self, x: Step) -> None:
-        """Show and record one step."""
-        if not self.first:
-            return
-        self.metrics.write(json.dumps(dataclasses.asdict(x)) + "\n")
-        used = ", ".join(f"{number:.0f}" for number in x.perplexity)
-        told = f"loss {x.loss:.4f}  {x.psnr:.2f} dB  perplexity {used}  {x.images_per_second:,.0f} patches/s"
-        self.progress.update(self.task, completed=x.step + 1, description=told)
-        if not self.console.is_terminal and ((x.step + 1) % self.every == 0 or x.step + 1 == self.total):
-            self.console.print(f"step {x.step + 1:4d}/{self.total}  {told}", highlight=False, soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        """A line about what is being done."""
-        self.console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.progress.stop()
-        if self.first:
-            self.metrics.close()
+def told(x: Step) -> str:
+    """What a step measured."""
+    used = ", ".join(f"{number:.0f}" for number in x.perplexity)
+    return f"loss {x.loss:.4f}  {x.psnr:.2f} dB  perplexity {used}  {x.images_per_second:,.0f} patches/s"
 
 
 def title(job: Job) -> str:
@@ -119,8 +78,7 @@ def reconstruction(folder: Path, run: Run, training: Training, books: list[vq.Bo
 
 def codebook(folder: Path, counts: Tensor) -> Path:
     """Draw how often held-out patches use each code, of ``counts`` f32[layers codes], and perplexity over steps."""
-    with open(folder / METRICS) as file:
-        steps = [json.loads(line) for line in file]
+    steps = metrics(folder)
     figure = Figure(figsize=(11, 4), dpi=120)
     usage, over = figure.subplots(1, 2)
     total = counts.shape[1]

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
 
+from examples.progress import bar
 from fquant import jit, optim, random, tree
 from fquant.io import safetensors
 from models import blocks, decoder, hf
@@ -188,9 +188,8 @@ def main(options: Options) -> None:
         optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
     )
     state = optimizer.init(params)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     start = time.monotonic()
-    with Progress(*columns, console=console) as progress:
+    with bar(console) as progress:
         task = progress.add_task("training", total=steps)
         for i in range(1, steps + 1):
             grads, value = step(params, *next(source))

@@ -28,7 +28,7 @@ import shard
 from examples import finetune, launch, report
 from examples.finetune import RUN, STATE, Result, prepare
 from examples.options import Options, command_line, free_folder, restored
-from examples.report import METRICS
+from examples.progress import METRICS, Report
 from fquant.io import peft, safetensors
 from models import hf
 from shard import agree
@@ -72,7 +72,7 @@ def work(options: Options) -> Result | str:
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
         processes = agree.exchange(json.dumps({"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}))
         agree.attempt("start", lambda: _announce(options, processes) if first else None)
-        with report.Report(folder, first, total, int(state.done)) as shown:
+        with Report(folder, first, total, int(state.done), report.told) as shown:
             adapters = f"{len(state.adapters)} adapters of rank {options.rank}"
             shown.say(f"{ranks} ranks, mesh {options.mesh}; base in {options.format}, {adapters}; writing {folder}")
             base = shard.local(run.base)

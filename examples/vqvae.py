@@ -29,6 +29,7 @@ from rich.console import Console
 import shard
 from examples import launch, pictures, reconstruct
 from examples.options import axes_of, command_line, free_folder
+from examples.progress import METRICS, Report
 from examples.reconstruct import STATE, Job, Result
 from fquant.io import safetensors
 from shard import agree
@@ -93,7 +94,7 @@ def work(options: Options) -> Result | str:
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
         processes = agree.exchange(json.dumps({"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}))
         agree.attempt("start", lambda: _announce(options, processes) if first else None)
-        with pictures.Report(folder, first, job.steps) as shown:
+        with Report(folder, first, job.steps, 0, pictures.told) as shown:
             shown.say(f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}; {pictures.title(job)}; writing {folder}")
             while int(training.done) < job.steps:
                 training, step = reconstruct.take(run, training)
@@ -106,9 +107,7 @@ def work(options: Options) -> Result | str:
             drawn = pictures.reconstruction(folder, run, training, books, result), pictures.codebook(folder, counts)
             console = Console()
             console.print(pictures.table(job, result, ranks))
-            console.print(
-                f"pictures {drawn[0]}\n         {drawn[1]}\nmetrics  {folder / pictures.METRICS}", soft_wrap=True
-            )
+            console.print(f"pictures {drawn[0]}\n         {drawn[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
         shard.close()
         return result
     except ValueError as error:
