@@ -15,31 +15,25 @@ computes the same sums, and a resumed one continues to the bit.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import shard
-from examples import data
+from examples import data, runs
 from examples.options import TARGETS, Options
 from fquant import LOCAL, Comm, format, jit, lora, optim, quantize, random, tree
-from fquant.io import safetensors
 from models import decoder, hf
 from models.config import Config
 from shard import agree
-
-STATE, RUN = "state.safetensors", "run.json"
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,6 @@ class Result:
 
 def prepare(options: Options) -> Work:
     """Open what ``options`` name and check all of it; nothing is written. One ValueError names what is wrong."""
-    if options.resume is not None:
-        check_resumed(options.resume, options)
     cfg, dense = hf.lazy(options.model)
     fmt = format.parse(options.format, options.block)
     check_blocks(fmt, decoder.shapes(cfg))
@@ -125,19 +117,6 @@ def prepare(options: Options) -> Work:
         documents = data.some(documents, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
     return Work(cfg, dense, packed, adapters, *data.split(rows, options.holdout))
-
-
-def check_resumed(folder: Path, options: Options) -> None:
-    """Raise ValueError for an option that the run in ``folder`` was not started with."""
-    if not (folder / RUN).is_file():
-        raise ValueError(f"--resume {folder}: there is no {RUN}; wanted the folder of a run that saved its state")
-    was = json.loads((folder / RUN).read_text())["options"]
-    for name, now in options.shared().items():
-        if was.get(name) != now:
-            raise ValueError(
-                f"{folder}: --{name.replace('_', '-')} was {was.get(name)} and is now {now}; "
-                "resume with the options that the run was started with"
-            )
 
 
 def check_blocks(fmt: format.Format, shapes: Any) -> None:
@@ -169,7 +148,7 @@ def start(options: Options) -> tuple[Run, State]:
     comm, gradient = capture(options, mesh, rules)
     run = Run(options, work, mesh, rules, comm, base, schedule, opt, gradient)
     state = State(adapters, opt.init(adapters), torch.tensor(0))
-    return run, state if options.resume is None else agree.attempt("resume", partial(load, options, state))
+    return run, state if options.resume is None else runs.load(options, state)
 
 
 def capture(options: Options, mesh: DeviceMesh, rules: shard.Rules) -> tuple[Comm, Callable[..., tuple[Any, Tensor]]]:
@@ -273,21 +252,6 @@ def perplexity(run: Run, base: Any, adapters: lora.Adapters) -> float:
         total += torch.stack([nats.double(), (mine.targets >= 0).sum().double()])
     nats, tokens = shard.psum(total, run.mesh, run.rules.batch)
     return float(torch.exp(nats / tokens))
-
-
-def save(run: Run, state: State) -> None:
-    """Write the state, from rank 0."""
-    if dist.get_rank() == 0:
-        safetensors.save(run.options.folder() / STATE, state)
-
-
-def load(options: Options, like: State) -> State:
-    """The state that :func:`save` wrote; ValueError when its tree is not that of ``like``."""
-    path = options.folder() / STATE
-    state = safetensors.load(path)
-    if tree.structure(state) != tree.structure(like):
-        raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
-    return state
 
 
 def resident() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,12 +110,6 @@ class Options:
             return optim.constant(self.lr, warmup)
         return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
 
-    def folder(self) -> Path:
-        """Where the run writes."""
-        folder = self.resume or self.out
-        assert folder is not None, "the command chooses a folder before ranks start"
-        return folder
-
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank and when a run is resumed: all that changes the result."""
         free = ("out", "resume", "save_every", "mesh")
@@ -149,22 +142,6 @@ def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
     return axes
 
 
-def free_folder(out: Path | None, default: str, instead: str = "") -> Path:
-    """``out``, or the first free of ``default``, ``default``-2, ...
-
-    Raises ValueError, which ends in ``instead``, for an ``out`` that is not empty.
-    """
-    if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {out}: is not empty; choose another folder{instead}")
-        return out
-    out, n = Path(default), 1
-    while out.exists():
-        n += 1
-        out = Path(f"{default}-{n}")
-    return out
-
-
 def axes_in(mesh: str) -> dict[str, int]:
     """The axes and sizes in a value of --mesh; raises ValueError for one that cannot be read or made."""
     axes: dict[str, int] = {}
@@ -175,20 +152,6 @@ def axes_in(mesh: str) -> dict[str, int]:
         axes[name.strip()] = int(size)
     check_axes(axes)
     return axes
-
-
-def restored(path: Path) -> Options:
-    """The options that a run wrote to its run.json; ValueError when these are not what this release knows."""
-    try:
-        run = json.loads(path.read_text())
-        values: dict[str, Any] = {"mesh": run["mesh"], **run["options"]}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
-    if strange := sorted(values.keys() - {f.name for f in dataclasses.fields(Options)}):
-        raise ValueError(f"{path}: option {strange[0]!r} is unknown; resume with the release that wrote it")
-    for name in ("model", "data"):
-        values[name] = None if values.get(name) is None else Path(values[name])
-    return Options(**values)
 
 
 def command_line(default: T, args: list[str], prog: str) -> T:

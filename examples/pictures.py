@@ -29,7 +29,8 @@ def told(x: Step) -> str:
 
 def title(job: Job) -> str:
     """What is trained, in a few words."""
-    return f"{job.quantiser} of {f'{job.layers} x ' if job.layers > 1 else ''}{job.codes} codes"
+    times = "".join(f"{number} x " for number in (job.groups, job.layers) if number > 1)
+    return f"{job.quantiser} of {times}{job.codes} codes"
 
 
 def table(job: Job, result: Result, ranks: int) -> Table:
@@ -48,7 +49,7 @@ def table(job: Job, result: Result, ranks: int) -> Table:
 def reconstruction(folder: Path, run: Run, training: Training, books: list[vq.Book], result: Result) -> Path:
     """Draw held-out parts of the photographs, what the autoencoder makes of them and what k-means does."""
     scale, verbs = reconstruct.config(run.job).scale, run.quantiser.verbs
-    net, state = training.weights.net, training.quantiser
+    net, state = training.net, training.quantiser
     rows: dict[str, list[Tensor]] = {
         "held-out part": [],
         f"VQ-VAE\n{result.psnr:.1f} dB": [],

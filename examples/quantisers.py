@@ -1,13 +1,20 @@
 """The quantisers that examples/vqvae.py can train: each a state, the verbs of its kind, and the weights of its losses.
 
-What gradients move of a state is its field ``params``, projections to and from the scalars that are quantised. A Book
-has none, and is moved by statistics, which are summed over ranks after the gradient. The entropies of LFQ and the
+What gradients move of a state are projections to and from scalars, the maps of SimVQ, the values of latent
+quantisation, codes that are learnt, networks: ``trained`` takes them out, and ``with_trained`` puts them back. Codes of
+other books are moved by statistics, which are summed over ranks after the gradient. The entropies of LFQ and the
 moments of FSP are no means over rows, and are summed within it, by the ``psum`` that ``apply`` is given.
+
+Of ``fquant.vq`` are left out ``projection``, through which no gradient passes, ``binary``, which makes 2^n numbers of
+n, and ``hierarchical``, whose codes are those of a map of one size, while photographs have any.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -15,12 +22,28 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fquant import vq
-from fquant.vq import fsp, fsq, lfq, residual
+from fquant import random, tree, vq
+from fquant.vq import fsp, fsq, grouped, latent, lfq, residual, simvq
+from fquant.vq.residual import Residual
+from fquant.vq.rows import Where
 
-Name = Literal["vq", "cosine", "fsq", "fsp", "lfq"]
+Name = Literal["vq", "cosine", "learnt", "simvq", "implicit", "fsq", "fsp", "lfq", "bsq", "latent"]
+LAYERED = ("vq", "learnt", "simvq", "implicit", "fsq", "lfq")  # of which a residual can be made
+LEARN = ("vq", "cosine", "learnt", "implicit")  # from statistics
+INSIDE = ("fsp", "lfq", "bsq")  # losses of all ranks' rows
 DECAY, THRESHOLD = 0.95, 1.0  # of a book's averages; a code that gets fewer rows a step begins anew
-COMMITMENT, ENTROPY, MOMENTS = 0.25, 0.1, 1.0  # weights of losses beside that of reconstruction
+WEIGHTS: dict[str, dict[str, float]] = {  # of losses beside that of reconstruction
+    "vq": {"commitment": 0.25},
+    "cosine": {"commitment": 0.25},
+    "learnt": {"commitment": 1.0},
+    "simvq": {"codebook": 1.0, "commitment": 0.25},
+    "implicit": {"commitment": 1.0},
+    "fsq": {},
+    "fsp": {"moments": 1.0},
+    "lfq": {"commitment": 0.25, "entropy": 0.1},
+    "bsq": {"commitment": 0.25, "entropy": 0.1},
+    "latent": {"commitment": 0.1, "quantisation": 0.1},
+}
 FACTORS = range(8, 2, -1)  # how many levels a scalar may have
 
 
@@ -33,37 +56,104 @@ class Quantiser(NamedTuple):
     num_layers: int
     weights: dict[str, float]  # of the losses that apply returns
     update: dict[str, float]  # options of ``update``
+    learns: bool  # whether statistics move it, and rows are drawn for codes that are dead
     inside: bool  # whether ``apply`` takes a psum
+    trained: str  # the paths of what gradients move
 
 
-def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Quantiser:
-    """A quantiser of rows f[... dim].
+def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int = 1) -> Quantiser:
+    """A quantiser of rows f[... dim]: ``num_layers`` for each of ``num_groups`` parts of a row.
 
-    Raises ValueError for numbers of codes that it cannot have, and for more than one layer where there are none.
+    Raises ValueError for numbers of codes that it cannot have, for more than one layer or group where there are none,
+    and for groups that do not divide dim.
     """
     if num_codes < 2:
         raise ValueError(f"--codes is {num_codes}; wanted at least 2")
-    if num_layers < 1 or (num_layers > 1 and name not in ("fsq", "lfq")):
-        raise ValueError(f"--layers is {num_layers}; wanted 1, or more of --quantiser fsq or lfq")
-    sizes = num_codes, num_layers
+    for option, number in (("layers", num_layers), ("groups", num_groups)):
+        if number < 1 or (number > 1 and name not in LAYERED):
+            raise ValueError(f"--{option} is {number}; wanted 1, or more of --quantiser {', '.join(LAYERED)}")
+    if name == "implicit" and num_layers == 1:
+        raise ValueError("--layers is 1; wanted 2 or more of --quantiser implicit, which looks at the layers before")
+    if dim % num_groups:
+        raise ValueError(f"--groups is {num_groups}; wanted a number that divides --dim {dim}")
+    verbs, state = _made(name, num_codes, num_layers, dim, key, num_groups)
+    learns, trained = name in LEARN, r"(.*\.)?(params|net)\..*"
+    if name in ("learnt", "implicit"):
+        trained += r"|(.*\.)?codes"
+    update = {"decay": DECAY, "threshold": THRESHOLD} if learns else {}
+    return Quantiser(
+        verbs, state, num_codes, num_layers * num_groups, WEIGHTS[name], update, learns, name in INSIDE, trained
+    )
+
+
+def _made(
+    name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int
+) -> tuple[ModuleType, Any]:
+    if num_groups > 1:
+        each = [_layers(name, num_codes, num_layers, dim // num_groups, random.fold(key, i)) for i in range(num_groups)]
+        return grouped, grouped.init(each)
+    if num_layers > 1:
+        return residual, _layers(name, num_codes, num_layers, dim, key)
     match name:
-        case "vq" | "cosine":
-            book = vq.init(key, num_codes, dim, metric="euclidean" if name == "vq" else "cosine")
-            update = {"decay": DECAY, "threshold": THRESHOLD}
-            return Quantiser(vq, book, *sizes, {"commitment": COMMITMENT}, update, False)
-        case "fsq" if num_layers > 1:
-            state = residual.init_fsq(key, levels(num_codes), num_layers, dim)
-            return Quantiser(residual, state, *sizes, {}, {}, False)
+        case "vq" | "cosine" | "learnt":
+            metric = "cosine" if name == "cosine" else "euclidean"
+            return vq, vq.init(key, num_codes, dim, metric=metric, learnable=name == "learnt")
+        case "simvq":
+            return simvq, simvq.init(key, num_codes, dim)
         case "fsq":
-            return Quantiser(fsq, fsq.init(key, levels(num_codes), dim), *sizes, {}, {}, False)
+            return fsq, fsq.init(key, levels(num_codes), dim)
         case "fsp":
-            return Quantiser(fsp, fsp.init(key, levels(num_codes), dim), *sizes, {"moments": MOMENTS}, {}, True)
-        case "lfq":
-            weights = {"commitment": COMMITMENT, "entropy": ENTROPY}
-            if num_layers == 1:
-                return Quantiser(lfq, lfq.init(key, bits(num_codes), dim), *sizes, weights, {}, True)
-            state = residual.init_lfq(key, bits(num_codes), num_layers, dim)
-            return Quantiser(residual, state, *sizes, weights, {}, True)
+            return fsp, fsp.init(key, levels(num_codes), dim)
+        case "latent":
+            return latent, latent.init(key, levels(num_codes), dim)
+        case _:
+            return lfq, lfq.init(key, bits(num_codes), dim, spherical=name == "bsq")
+
+
+def _layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
+    match name:
+        case "vq" | "learnt":
+            return residual.init_books(key, num_codes, dim, num_layers, learnable=name == "learnt")
+        case "simvq":
+            return residual.init_simvq(key, num_codes, dim, num_layers)
+        case "implicit":
+            return residual.init_implicit(key, num_codes, dim, num_layers, depth=1)
+        case "fsq":
+            return residual.init_fsq(key, levels(num_codes), num_layers, dim)
+        case _:
+            return residual.init_lfq(key, bits(num_codes), num_layers, dim)
+
+
+def trained(quantiser: Quantiser, state: Any) -> dict[str, Tensor]:
+    """What gradients move of ``state``, by path."""
+    return {path: t for path, t in tree.items(state) if re.fullmatch(quantiser.trained, path)}
+
+
+def with_trained(state: Any, parts: dict[str, Tensor]) -> Any:
+    """``state`` with what :func:`trained` takes out replaced."""
+    return tree.map_with_path(lambda path, t: parts.get(path, t), state)
+
+
+def at_rows(state: Any, rows: Tensor, key: Tensor, where: Where, psum: Callable[[Any], Any]) -> Any:
+    """``state`` with its books at the k-means of ``rows`` f[... dim], or of what the layers before leave of them.
+
+    What has no plain books stays as it is.
+    """
+    if isinstance(state, vq.Book):
+        return vq.kmeans(state, rows, key, where=where, psum=psum)
+    if isinstance(state, grouped.Grouped):
+        parts = rows.split([group.dim for group in state.groups], -1)
+        each = enumerate(zip(state.groups, parts, strict=True))
+        return replace(state, groups=[at_rows(g, part, random.fold(key, i), where, psum) for i, (g, part) in each])
+    if not isinstance(state, Residual):
+        return state
+    layers = []
+    for i, layer in enumerate(state.layers):
+        if isinstance(layer, vq.Book):
+            layer = vq.kmeans(layer, rows, random.fold(key, i), where=where, psum=psum)
+            rows = rows - vq.decode(layer, vq.encode(layer, rows))
+        layers.append(layer)
+    return replace(state, layers=layers)
 
 
 def levels(num_codes: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 The heart is one captured step, which on one process and on many is the same but for its sums:
 
-    losses, out = autoencoder.loss(weights.net, state, share of the images, key)
+    losses, out = autoencoder.loss(net, state, share of the images, key)
     counts      = psum of the losses' counts                            # of all images
     grads       = grad of the sum of weight x sum / count
     grads       = reduce(grads)                                         # over ranks
@@ -36,7 +36,6 @@ from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 
-STATE = "state.safetensors"
 START_ROWS = 8  # a code, for k-means of the first latents
 BASELINE_ROWS = 64  # a code, for k-means of pixels
 
@@ -46,11 +45,13 @@ class Job:
     """What is trained, and on what; the same on every rank."""
 
     quantiser: Name = "vq"
-    """A codebook (of cosines), or scalars: finite, perturbed, or lookup-free."""
+    """How latents become codes; see above."""
     codes: int = 512
-    """How many a layer has: any number in a codebook, of fsq and fsp a product of numbers from 3 to 8, of lfq 2^n."""
+    """How many a layer has: any number in a codebook, of fsq, fsp, latent a product of 3 to 8, of lfq, bsq 2^n."""
     layers: int = 1
-    """Layers of fsq or lfq, each quantising what those before it leave."""
+    """Layers, each quantising what those before it leave (residual); of vq, learnt, simvq, implicit, fsq, lfq."""
+    groups: int = 1
+    """Parts of a latent, each of which has layers of its own (grouped residual); of the same."""
     dim: int = 32
     """Numbers in a latent, one for each 4 x 4 pixels."""
     hidden: int = 64
@@ -79,17 +80,17 @@ class Job:
 
 @tree.node
 class Weights:
-    """What gradients move: the autoencoder, and the quantiser's projections where it has any."""
+    """What gradients move: the autoencoder, and some of the quantiser's state, by path."""
 
     net: Autoencoder
-    quantiser: Any = None
+    quantiser: dict[str, Tensor]
 
 
 @tree.node
 class Training:
-    """What a step changes; ``quantiser`` is its state, whose projections are those of ``weights``."""
+    """What a step changes: the autoencoder, the quantiser's state, the optimiser's moments of :class:`Weights`."""
 
-    weights: Weights
+    net: Autoencoder
     quantiser: Any
     moments: Any
     done: Tensor  # i64[], steps
@@ -141,7 +142,7 @@ def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
     if job.patch % scale:
         raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
     key = random.fold(random.key(job.seed), "quantiser")
-    return found, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key)
+    return found, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
 
 
 def config(job: Job) -> AutoencoderConfig:
@@ -150,33 +151,32 @@ def config(job: Job) -> AutoencoderConfig:
 
 
 def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
-    """Meet the other ranks, compare what was given to each, and make what is trained.
+    """Meet the other ranks, compare what was given to each, and make what is trained, before :func:`begun`.
 
     Raises ValueError on every rank when one cannot, or when they disagree.
     """
     mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     found, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
     agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in found])})
-    key = random.key(job.seed)
-    weights = Weights(
-        autoencoder.init(config(job), random.fold(key, "autoencoder")), getattr(quantiser.state, "params", None)
-    )
+    net, state = autoencoder.init(config(job), random.fold(random.key(job.seed), "autoencoder")), quantiser.state
+    weights = Weights(net, quantisers.trained(quantiser, state))
     schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    step = jit(stepper(quantiser, opt, mesh, photographs.variance(parts)), donate=("weights", "state", "moments"))
+    step = jit(stepper(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
     run = Run(job, mesh, found, parts, quantiser, schedule, step)
-    state = first_book(run, weights) if isinstance(quantiser.state, vq.Book) else quantiser.state
-    return run, Training(weights, state, opt.init(weights), torch.tensor(0))
+    return run, Training(net, state, opt.init(weights), torch.tensor(0))
 
 
-def first_book(run: Run, weights: Weights) -> vq.Book:
-    """The book at the k-means of the latents that the first weights make of some patches."""
+def begun(run: Run, training: Training) -> Training:
+    """``training`` with its books at the k-means of the latents that the first weights make of some patches."""
     job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
+    if not run.quantiser.learns:
+        return training
     positions = (job.patch // config(job).scale) ** 2
     images, _, where = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
     with torch.no_grad():
-        latents = autoencoder.encode(weights.net, images)
-    return vq.kmeans(run.quantiser.state, latents, key, where=where, psum=psum(run.mesh))
+        latents = autoencoder.encode(training.net, images)
+    return replace(training, quantiser=quantisers.at_rows(training.quantiser, latents, key, where, psum(run.mesh)))
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -201,15 +201,16 @@ def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, varian
     scale = {"reconstruction": 1 / variance, **quantiser.weights}
 
     def step(
-        weights: Weights, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
-    ) -> tuple[Weights, Any, Any, dict[str, Tensor]]:
-        if isinstance(state, vq.Book):
+        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
+    ) -> tuple[Autoencoder, Any, Any, dict[str, Tensor]]:
+        if quantiser.learns:
             options: dict[str, Any] = {"key": key, "draw": True, "where": where}
         else:
             options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
 
         def objective(weights: Weights) -> tuple[Tensor, Any]:
-            losses, out = autoencoder.loss(weights.net, with_params(state, weights), images, verbs=verbs, **options)
+            moved = quantisers.with_trained(state, weights.quantiser)
+            losses, out = autoencoder.loss(weights.net, moved, images, verbs=verbs, **options)
             counts = summed({name: loss.count for name, loss in losses.items()})
             # Of layers each has a loss of its own.
             each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
@@ -219,19 +220,17 @@ def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, varian
                 quantisers.usage(out.codes, quantiser),
             )
 
+        weights = Weights(net, quantisers.trained(quantiser, state))
         grads, (value, found) = grad_and_value(objective, has_aux=True)(weights)
         grads = shard.reduce(grads, mesh)
         value, (reconstruction, stats, counts) = summed((value, found))
         updates, moments = opt.update(grads, moments, weights)
         measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
-        return optim.apply(weights, updates), verbs.update(state, stats, **quantiser.update), moments, measured
+        weights = optim.apply(weights, updates)
+        state = verbs.update(quantisers.with_trained(state, weights.quantiser), stats, **quantiser.update)
+        return weights.net, state, moments, measured
 
     return step
-
-
-def with_params(state: Any, weights: Weights) -> Any:
-    """The quantiser's state with the projections that are trained."""
-    return state if weights.quantiser is None else replace(state, params=weights.quantiser)
 
 
 def take(run: Run, training: Training) -> tuple[Training, Step]:
@@ -239,11 +238,11 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
     began, done = time.perf_counter(), int(training.done)
     key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
     given = batch(run, key, run.job.batch)
-    weights, state, moments, measured = run.step(training.weights, training.quantiser, training.moments, *given, key)
+    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *given, key)
     if not torch.isfinite(measured["loss"]):
         raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
     counts, lr = measured["counts"], float(run.schedule(training.done))
-    after = Training(weights, with_params(state, weights), moments, training.done + 1)
+    after = Training(net, state, moments, training.done + 1)
     return after, Step(
         done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
         quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
@@ -252,10 +251,10 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
 
 def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
     """What the held-out tiles tell, how often they use each code f32[layers codes], and the books of pixels."""
-    cfg, net, state, verbs = config(run.job), training.weights.net, training.quantiser, run.quantiser.verbs
+    cfg, net, state, verbs = config(run.job), training.net, training.quantiser, run.quantiser.verbs
     books = pixel_books(run)
     tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
-    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.job.layers, run.job.codes)
+    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.job.codes)
     for some in tiles.split(run.job.batch):
         with torch.no_grad():
             codes = autoencoder.to_codes(net, state, some, verbs)
@@ -264,7 +263,7 @@ def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]
         errors += torch.stack([(x - some).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
     errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
-    bits = run.job.layers * math.log2(run.job.codes) / cfg.scale**2
+    bits = run.quantiser.num_layers * math.log2(run.job.codes) / cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
     result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
     return result, counts, books
@@ -275,7 +274,7 @@ def pixel_books(run: Run) -> list[vq.Book]:
     job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
     images, _, where = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
     left, books = quantisers.blocks(images, scale), []
-    for i in range(job.layers):
+    for i in range(run.quantiser.num_layers):
         book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
         books.append(vq.kmeans(book, left, random.fold(key, i), where=where, psum=psum(run.mesh)))
         left = left - vq.decode(books[-1], vq.encode(books[-1], left))

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,7 @@ def test_again_the_same_bits(run, tmp_path, capfd):
 def trained(job, axes):
     """What the steps measured, what is trained after them, and what was found."""
     run, training = reconstruct.start(job, axes)
+    training = reconstruct.begun(run, training)
     steps = []
     for _ in range(job.steps):
         training, step = reconstruct.take(run, training)
@@ -190,6 +192,10 @@ def test_two_ranks_are_one_process(run):
         ("fsq", 2, {"dp": 2}),
         ("lfq", 2, {"dp": 2}),
         ("vq", 1, {"dp": 2, "fsdp": 2}),
+        ("learnt", 1, {"dp": 2}),
+        ("simvq", 2, {"dp": 2}),
+        ("implicit", 2, {"fsdp": 2}),
+        ("latent", 1, {"dp": 2}),
     ],
     ids=str,
 )
@@ -211,7 +217,8 @@ def test_help(capsys):
         vqvae.main(["--help"])
     printed = capsys.readouterr().out
     assert left.value.code == 0
-    for option in ("--quantiser", "--codes", "--patch", "--steps", "--batch", "--mesh", "--seed", "--out"):
+    assert all(f" {name}, " in printed for name in typing.get_args(quantisers.Name))  # and what each is
+    for option in ("--quantiser", "--codes", "--patch", "--steps", "--batch", "--mesh", "--seed", "--out", "--resume"):
         assert option in printed
 
 
@@ -239,7 +246,12 @@ BAD = {
     "--codes 1": "--codes is 1; wanted at least 2",
     "--codes 22 --quantiser fsq": "--codes is 22, no product",
     "--codes 20 --quantiser lfq": "--codes is 20; wanted a power of 2, use 16",
-    "--layers 2": "--layers is 2; wanted 1, or more of --quantiser fsq or lfq",
+    "--layers 2 --quantiser cosine": "--layers is 2; wanted 1, or more of --quantiser vq, learnt, simvq, ",
+    "--groups 2 --quantiser fsp": "--groups is 2; wanted 1, or more of --quantiser vq, ",
+    "--groups 3": "--groups is 3; wanted a number that divides --dim 4",
+    "--quantiser implicit": "--layers is 1; wanted 2 or more of --quantiser implicit",
+    "--save-every 0": "--save-every is 0; wanted at least 1",
+    "--resume elsewhere": "--resume continues in its own folder; leave out --out",
     "--mesh tp=2": "axis 'tp' is unknown",
     "--batch 1 --mesh dp=2": "--batch is 1 over 2 ranks",
 }
@@ -253,7 +265,7 @@ def test_bad_option(args, tmp_path, capsys):
 def test_folder_that_is_taken(tmp_path, capsys):
     (tmp_path / "mine").write_text("precious")
     assert vqvae.main([*TINY, "--out", str(tmp_path)]) == 2
-    assert "is not empty; choose another folder\n" in capsys.readouterr().err
+    assert "is not empty; choose another folder, or --resume" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
