@@ -15,6 +15,7 @@ from fquant import format, optim
 from shard.mesh import check_axes
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "vq2", "vq3"]
 HERE = Path(__file__).parent
 T = TypeVar("T")
 
@@ -33,10 +34,10 @@ class Options:
     """Llama folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     data: Path | None = None
     """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
-    format: Literal["nf4", "nf4_dq", "fp4", "int8"] = "nf4_dq"
-    """How base weights are packed."""
+    format: FormatName = "nf4_dq"
+    """How base weights are packed. vq2 and vq3 learn vectors of each weight first, slowly; these take 16 and 24 KiB."""
     block: int | None = None
-    """Weights that share a scale; default: the format's own."""
+    """Weights that share a scale; default: the format's own, of int8, vq2 and vq3 a row."""
     rank: int = 16
     """Rank of the adapters."""
     alpha: float = 32.0

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from examples import finetune
 from examples.devices import DEVICES, Bound, Device, bound
-from examples.options import TARGETS, axes_in, command_line, names_in
+from examples.options import TARGETS, FormatName, axes_in, command_line, names_in
 from examples.pricing import Job, Price, price
 from fquant import format
 from models import decoder, hf
@@ -57,10 +57,10 @@ class Options:
     """One or more, as in fsdp=8 or dp=2,fsdp=4: dp replicates the base, fsdp splits it; a row each."""
     device: str = "h200"
     """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x."""
-    format: Literal["nf4", "nf4_dq", "fp4", "int8"] = "nf4_dq"
-    """How base weights are packed."""
+    format: FormatName = "nf4_dq"
+    """How base weights are packed; vq2 and vq3 have vectors of each weight beside, of 16 and 24 KiB."""
     block: int | None = None
-    """Weights that share a scale; default: the format's own."""
+    """Weights that share a scale; default: the format's own, of int8, vq2 and vq3 a row."""
     rank: int = 16
     """Rank of the adapters."""
     targets: str = ",".join(TARGETS)

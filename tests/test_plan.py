@@ -14,7 +14,7 @@ from examples import finetune, plan, pricing
 from examples.devices import DEVICES, bound
 from examples.options import Options, axes_in
 from examples.pricing import Job, Price, price
-from fquant import NF4, NF4_DQ, jit, lora, quantize, random, tree
+from fquant import NF4, NF4_DQ, VQ3, jit, lora, quantize, random, tree
 from models import decoder
 from models.config import Config, to_hf
 
@@ -104,6 +104,13 @@ def test_kinds_are_what_they_are(alone):
     assert found.sent == (ids + rows + head + 2 * 2 * layer) // 2 + adapters + 4
     alone = price(job, {"fsdp": 1})
     assert (alone.sent, alone.gathered, alone.base) == (0, 0, 2 * found.base)
+
+
+def test_vectors_of_each_weight_are_in_the_base(alone):
+    job = dataclasses.replace(layers(JOB, 1), targets=("q",), format=VQ3)
+    rows = dict(q=(64, 64), k=(32, 64), v=(32, 64), o=(64, 64), gate=(128, 64), up=(128, 64), down=(64, 128))
+    packed = sum(out * (width // 8 * 3 + 4) + 3 * 256 * 8 * 4 for out, width in rows.values())
+    assert price(job, {"fsdp": 1}).base == 2 * 256 * 64 * 2 + 64 * 2 + packed + 2 * 64 * 2
 
 
 # --- against reality --------------------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from examples import qlora
+from examples import options, plan, qlora
 from examples.finetune import State
 from examples.options import HERE
 from fquant import lora, random
+from fquant.format import FORMATS
 from fquant.io import peft, safetensors
 from models import decoder, hf
 from models.config import Config
@@ -116,6 +118,23 @@ def test_ranks_and_what_blocks_keep_change_nothing(mesh, keep, whole, tmp_path):
     assert status == 0, err
     found, wanted = ([s["loss"] for s in steps(folder)] for folder in (tmp_path / "run", out))
     assert found == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("program", [options.Options, plan.Options], ids=["qlora", "plan"])
+def test_every_format_is_offered(program):
+    assert set(get_args(get_type_hints(program)["format"])) == set(FORMATS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["vq2", "vq3"])
+def test_vectors_are_learnt_alike_on_any_mesh(model, text, tmp_path, format):
+    losses = []
+    for mesh in ("fsdp=1", "fsdp=2", "dp=2"):
+        args = ("--model", model, "--data", text, *SMALL, "--format", format, "--mesh", mesh, "--out", tmp_path / mesh)
+        status, printed, err = finish(start(*args))
+        assert status == 0 and f"{format} base" in printed, err
+        losses.append([s["loss"] for s in steps(tmp_path / mesh)])
+        assert losses[-1] == pytest.approx(losses[0], abs=1e-5) and losses[0][-1] < losses[0][0]
 
 
 @together
