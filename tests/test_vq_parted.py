@@ -205,8 +205,7 @@ def test_more_rows_than_were_said_are_refused():
 
 PART, X = parted.part(whole("euclidean"), 3, 9), drawn(4, D)
 WRONG = {
-    "heads": (lambda: parted.part(vq.init(0, 4, 3, heads=2), 0, 2), ValueError, "the book has heads or is affine"),
-    "affine": (lambda: parted.part(vq.init(0, 4, 3, affine=True), 0, 2), ValueError, "the book has heads or is affine"),
+    "affine": (lambda: parted.part(vq.init(0, 4, 3, affine=True), 0, 2), ValueError, "the book is affine; wanted one"),
     "beyond": (lambda: parted.part(whole("cosine"), 20, 24), ValueError, "codes 20 to 24 of 23; wanted some that"),
     "none": (lambda: parted.part(whole("cosine"), 5, 5), ValueError, "codes 5 to 5 of 23"),
     "double": (lambda: parted.encode(PART, X.double()), TypeError, "x: got torch.float64; wanted float32 or narrower"),

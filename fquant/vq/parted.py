@@ -19,12 +19,16 @@ Since the rows of all are there, stats of a process's own codes need nothing mor
 to be told apart, an update sums a few numbers, in one collective of fixed shape. Collectives of a step: an all-gather,
 an all-reduce, a reduce-scatter, whatever the rows are; of an update an all-reduce.
 
+*Heads.* Of a book with heads each part has some codes of every head; a row [h D] travels whole, and what has D numbers
+above has h·D. Heads that share a book are more rows of it, as everywhere.
+
 A row has the code that it has in one process on all rows but where two codes are as near to within a rounding, which a
 matrix product of another shape may round differently.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,7 +40,7 @@ from .. import random
 from ..kernels.nearest import nearest
 from ..tree import node, static
 from . import rows
-from .book import Book, check_codes, codebook
+from .book import Book, check_codes, tables
 from .book import decode as decode_book
 from .gradient import Path, rotation
 from .losses import commitment
@@ -65,7 +69,7 @@ LOCAL = Across()
 
 @node
 class BookPart:
-    """The codes ``first``, ``first + 1`` ... of a book of ``num_codes``, as a ``book`` of their own."""
+    """The codes ``first``, ``first + 1`` ... of a book of ``num_codes``, of every head, as a ``book`` of their own."""
 
     book: Book
     first: int = static()
@@ -76,8 +80,8 @@ class BookPart:
 class PartStats:
     """What a part learns from the rows of all; ``own`` is local, and only ``kept`` and ``lost`` are still to be summed.
 
-    With a key, ``pool`` f32[N D] are the rows of all, and ``at`` i64[K] is where those drawn for dead codes are in it,
-    -1 where nothing was drawn.
+    With a key, ``pool`` f32[N D] (with heads [N h D]) are the rows of all, and ``at`` i64[K] or [h K] is where those
+    drawn for dead codes are in it, -1 where nothing was drawn.
     """
 
     own: Stats
@@ -86,39 +90,47 @@ class PartStats:
 
 
 def part(book: Book, first: int, stop: int) -> BookPart:
-    """The codes ``first`` to ``stop`` (without it) of a book.
+    """The codes ``first`` to ``stop`` (without it) of a book, with heads those of each.
 
-    Raises ValueError for a book with heads, an affine one, and codes that it does not have, or none.
+    Raises ValueError for an affine book, and codes that it does not have, or none.
     """
-    if book.codes.ndim == 3 or book.affine is not None:
-        raise ValueError("parted.part: the book has heads or is affine; wanted one codebook without")
-    num_codes = len(book.codes)
+    if book.affine is not None:
+        raise ValueError("parted.part: the book is affine; wanted one that is not")
+    num_codes = book.codes.shape[-2]
     if not 0 <= first < stop <= num_codes:
         raise ValueError(f"parted.part: codes {first} to {stop} of {num_codes}; wanted some that the book has")
-    cut = lambda t: t[first:stop].clone()
-    own = replace(book, codes=cut(book.codes), counts=cut(book.counts), sums=cut(book.sums))
+    codes, sums = (t[..., first:stop, :].clone() for t in (book.codes, book.sums))
+    own = replace(book, codes=codes, counts=book.counts[..., first:stop].clone(), sums=sums)
     return BookPart(own, first, num_codes)
 
 
 def encode(part: BookPart, x: Tensor, over: Across = LOCAL) -> Tensor:
-    """The nearest code of every row of ``x`` f[... D], of all parts': i64[...]; -1 for a row that is not finite.
+    """The nearest code of every row of ``x`` f[... D] (with heads [... h D]), of all parts': i64[...], -1 for a row
+    that is not finite.
 
     Two collectives: rows travel, and keys. Raises what ``encode`` of a Book does, and TypeError for float64.
     """
     _check(part, x)
-    flat = wide(x.detach()).reshape(-1, x.shape[-1])
+    flat = _flat(part, wide(x.detach()), 1)
     return over.mine(_search(part, over.gather(flat), over), len(flat)).reshape(x.shape[:-1])
 
 
 def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
-    """What ``codes`` i64[...] stand for, f32[... D]; zeros for -1. Two collectives: codes travel, and rows.
+    """What ``codes`` i64[...] (with heads [... h]) stand for, f32[... D]; zeros for -1. Two collectives: codes travel,
+    and rows.
 
-    Raises TypeError for another dtype, ValueError for codes beyond the book, where values can be seen.
+    Raises TypeError for another dtype, ValueError for another number of heads, and for codes beyond the book, where
+    values can be seen.
     """
     if codes.dtype is not torch.int64:
         raise TypeError(f"codes: got {codes.dtype}; wanted int64, as from encode")
+    heads = part.book.codes.shape[:-2]
+    if codes.shape[codes.ndim - len(heads) :] != heads:
+        raise ValueError(
+            f"codes: got shape {tuple(codes.shape)}; wanted [... {heads[0]}], a code for each of the heads"
+        )
     _check_codes(part, codes)
-    flat = codes.reshape(-1)
+    flat = _flat(part, codes)
     # Filled up with zeros, and so one is added for 0 to be none.
     asked = over.gather(flat + 1) - 1
     return over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
@@ -134,7 +146,8 @@ def apply(
     draw: bool = False,
     over: Across = LOCAL,
 ) -> Quantized:
-    """``x`` f[... D], this process's rows, quantised by all parts: what ``apply`` of a Book does, with PartStats.
+    """``x`` f[... D] (with heads [... h D]), this process's rows, quantised by all parts: what ``apply`` of a Book
+    does, with PartStats.
 
     Rows are numbered process after process, so there is no ``where``. The loss is the commitment of this process's
     rows. Three collectives. Raises what :func:`encode` does, and ValueError for want of a key.
@@ -144,10 +157,10 @@ def apply(
         raise ValueError("key is None with draw=True, which needs one")
     asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.asked(mask, x)
     point, live = rows.settle(wide(x), asked)
-    size, flat = point[..., 0].numel(), point.reshape(-1, x.shape[-1])
     # What is kept and not finite is told from what is masked: one is inf, the other, as what is filled up, nan.
-    marks = torch.where(asked, torch.inf, torch.nan).to(flat.dtype).reshape(-1, 1)
-    everyone = over.gather(torch.where(live.reshape(-1, 1), flat, marks).detach())
+    marks = torch.where(asked, torch.inf, torch.nan).to(point.dtype)[..., None]
+    sent = _flat(part, torch.where(live[..., None], point, marks).detach(), 1)
+    size, everyone = len(sent), over.gather(sent)  # [N D] or [N h D]
     there = ~everyone.isnan().any(-1)
     codes = _search(part, everyone, over)
     q = over.scatter(_lookup(part, codes))[:size].reshape(x.shape).to(point.dtype)
@@ -156,12 +169,10 @@ def apply(
     start = unit(point) if part.book.metric == "cosine" else point
     each = None
     if key is not None:
-        number = over.mine(there.cumsum(0) - 1, size)
-        each = rows.keys(random.fold(key, "gradient"), number[None]).reshape(x.shape[:-1])
+        number = rows.lay(part.book, over.mine(there.cumsum(0) - 1, size))
+        each = rows.back(part.book, rows.keys(random.fold(key, "gradient"), number), x)
     out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
-    own = codes - part.first
-    own = torch.where((own >= 0) & (own < len(part.book.codes)), own, -1)
-    found = stats_of(part.book, everyone, own)
+    found = stats_of(part.book, everyone, _own(part, codes))
     number = asked.sum().to(found.kept.dtype)
     found = PartStats(replace(found, kept=number, lost=number - live.sum()))
     if draw and key is not None:
@@ -188,38 +199,51 @@ def update(
     here, ranks = over.place
     dead = moved.counts < threshold
     place = torch.arange(ranks, device=dead.device) == here
-    total, each = over.sum((moved.counts.sum(), torch.where(place, dead.sum(), 0).to(moved.counts.dtype)))
+    mine = torch.where(place.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]
+    total, each = over.sum((moved.counts.sum(-1, keepdim=True), mine.to(moved.counts.dtype)))
     book = moved if moved.learnable else refresh(moved, eps, (total, part.num_codes))
     if threshold:
-        book = _expired(book, stats, dead, each[:here].sum().long(), threshold if reset is None else reset)
+        book = _expired(book, stats, dead, each[:here].sum(0).long()[..., None], threshold if reset is None else reset)
     return replace(part, book=book)
 
 
 def _expired(book: Book, stats: PartStats, dead: Tensor, before: Tensor, count: float) -> Book:
-    """``book`` with the dead codes, of which there are ``before`` in the parts before, at rows that were drawn."""
+    """``book`` with the dead codes, of which there are ``before`` [1] or [h 1] in the parts before, at rows drawn."""
     if stats.pool is None or stats.at is None:
         raise ValueError(
             "stats: got none drawn, wanted rows to start dead codes at; use apply with a key and draw=True"
         )
+    if not len(stats.pool):
+        return book
     hit = stats.at >= 0
-    order = torch.argsort(torch.where(hit, 0, 1), stable=True)  # first what was drawn
-    turn = before + dead.cumsum(0) - 1
-    fresh = dead & (turn < hit.sum())
-    row = stats.pool[stats.at[order[torch.where(fresh, turn, 0)]]].to(book.codes.dtype)
+    order = torch.argsort(torch.where(hit, 0, 1), stable=True, dim=-1)  # first what was drawn
+    turn = before + dead.cumsum(-1) - 1
+    fresh = dead & (turn < hit.sum(-1, keepdim=True))
+    at = stats.at.gather(-1, order.gather(-1, torch.where(fresh, turn, 0))).clamp(min=0)
+    pool = rows.lay(book, stats.pool, 1)  # [h N D]
+    row = pool.gather(1, at.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
+    row = row.to(book.codes.dtype)
     row = unit(row) if book.metric == "cosine" else row
     return replace(
         book,
-        codes=torch.where(fresh[:, None], row, book.codes),
+        codes=torch.where(fresh[..., None], row, book.codes),
         counts=torch.where(fresh, count, book.counts),
-        sums=torch.where(fresh[:, None], row * count, book.sums),
+        sums=torch.where(fresh[..., None], row * count, book.sums),
     )
 
 
+def _flat(part: BookPart, t: Tensor, dims: int = 0) -> Tensor:
+    """``t`` [... (h) *rest] as [n (h) *rest], ``rest`` having so many dims."""
+    lead = t.ndim - dims - (part.book.codes.ndim - 2)
+    return t.reshape(math.prod(t.shape[:lead]), *t.shape[lead:])
+
+
 def _search(part: BookPart, x: Tensor, over: Across) -> Tensor:
-    """The nearest code i64[N] of rows x f32[N D], of all parts."""
-    codes = codebook(part.book).detach()
-    half = codes.square().sum(-1) / 2 if part.book.metric == "euclidean" else torch.zeros_like(codes[:, 0])
-    which, score = (t[0, :, 0] for t in nearest(x[None], codes[None], half[None]))
+    """The nearest code i64[N] or [N h] of rows x f32[N D] or [N h D], of all parts."""
+    codes = tables(part.book).detach()
+    half = codes.square().sum(-1) / 2 if part.book.metric == "euclidean" else torch.zeros_like(codes[..., 0])
+    found = nearest(rows.lay(part.book, x, 1), codes, half)
+    which, score = (rows.back(part.book, t[..., 0], x) for t in found)
     bits = (score + 0.0).view(torch.int32).long()  # -0.0 is 0.0
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as the scores are
     key = torch.where(which < 0, NOTHING, (ordered << 32) + (LOW - which - part.first))
@@ -228,16 +252,22 @@ def _search(part: BookPart, x: Tensor, over: Across) -> Tensor:
 
 
 def _lookup(part: BookPart, codes: Tensor) -> Tensor:
-    """f32[N D] of codes i64[N]: those of this part, and zeros."""
+    """f32[N D] of codes i64[N], or [N h D] of [N h]: those of this part, and zeros."""
+    return decode_book(part.book, _own(part, codes))
+
+
+def _own(part: BookPart, codes: Tensor) -> Tensor:
+    """``codes`` as this part numbers them, -1 for those of others."""
     own = codes - part.first
-    return decode_book(part.book, torch.where((own >= 0) & (own < len(part.book.codes)), own, -1))
+    return torch.where((own >= 0) & (own < part.book.codes.shape[-2]), own, -1)
 
 
 def _drawn(part: BookPart, key: Tensor, x: Tensor, there: Tensor, live: Tensor) -> Tensor:
-    """Where in x [N D] the rows are that a Book of all codes would have drawn, i64[K]; -1 where none."""
-    index = torch.arange(len(x), dtype=torch.float64, device=x.device)[None, :, None]  # rows that are their own place
-    at, hits = rows.draw(key, part.num_codes, index, there[None], live[None], None)
-    return torch.where(hits[0] > 0, at[0, :, 0].long(), -1)
+    """Where in x [N D] or [N h D] the rows are that a Book of all codes would draw, i64[K] or [h K]; -1 for none."""
+    there, live = rows.lay(part.book, there), rows.lay(part.book, live)  # [h N]
+    index = torch.arange(len(x), dtype=torch.float64, device=x.device)  # rows that are their own place
+    at, hits = rows.draw(key, part.num_codes, index[:, None].expand(*there.shape, 1), there, live, None)
+    return torch.where(hits > 0, at[..., 0].long(), -1).reshape(*part.book.codes.shape[:-2], part.num_codes)
 
 
 def _check(part: BookPart, x: Tensor) -> None:
@@ -247,5 +277,5 @@ def _check(part: BookPart, x: Tensor) -> None:
 
 
 def _check_codes(part: BookPart, codes: Tensor) -> None:
-    whole = part.book.codes[:1].expand(part.num_codes, -1)
+    whole = part.book.codes[..., :1, :].expand(*part.book.codes.shape[:-2], part.num_codes, -1)
     check_codes(replace(part.book, codes=whole), codes)
