@@ -5,6 +5,12 @@ quantisation, codes that are learnt, networks: ``trained`` takes them out, and `
 other books are moved by statistics, which are summed over ranks after the gradient. The entropies of LFQ and the
 moments of FSP are no means over rows, and are summed within it, by the ``psum`` that ``apply`` is given.
 
+*Codes in use.* FSQ and FSP fill the levels of each scalar, but nothing asks scalars to be independent, so that products
+of levels stay empty: after 1500 steps of 16 patches FSQ's three scalars of 8 levels used 7.1, 7.5 and 7.3 of them
+(perplexity), and together 133 of 512 codes; of 8, 5, 5 and 5 levels 7.9, 4.7, 4.6 and 4.6, and 103 of 1000; FSP 111
+and 129. vector-quantize-pytorch gives the same latents the same codes, all 13,696. The number still grows when training
+ends; entropies (lfq, bsq) are the losses that ask for independence, and dead codes of a book start again.
+
 Of ``fquant.vq`` are left out ``projection``, through which no gradient passes, ``binary``, which makes 2^n numbers of
 n, and ``hierarchical``, whose codes are those of a map of one size, while photographs have any.
 """

@@ -1,16 +1,19 @@
 """examples.quantisers: every way to quantise that examples.vqvae offers trains."""
 
 import typing
+from dataclasses import replace
 
 import pytest
 import torch
+from vector_quantize_pytorch import FSQ
 
 from examples import quantisers, reconstruct
 from examples.reconstruct import Job
 from fquant import random, tree, vq
+from fquant.vq import fsp, fsq, radix
 
 from . import ranks
-from .peers import assert_close, drawn
+from .peers import assert_close, drawn, projections
 
 pytestmark = pytest.mark.xdist_group("ranks")
 STEPS = 8
@@ -84,6 +87,23 @@ def test_what_is_trained_is_put_back():
         for (path, a), b in zip(tree.items(made.state), tree.leaves(changed), strict=True):
             assert torch.equal(b, a + 1 if path in parts else a), (case, path)
         assert bool(parts) == (case.partition(",")[0] not in ("vq", "cosine")), case
+
+
+@pytest.mark.parametrize("num_codes", [27, 64, 512, 625, 1000, 4096])
+def test_every_level_is_used_where_rows_are_spread(num_codes):
+    """And as often as any other by FSP, which is told their distribution. Codes are the peer's."""
+    chosen = quantisers.levels(num_codes)
+    rows = torch.linspace(-4, 4, 401)[:, None].expand(-1, len(chosen))
+    for verbs in (fsq, fsp):
+        digits = radix.decode(verbs.encode(verbs.init(0, chosen), rows), chosen)
+        assert [len(each.unique()) for each in digits.unbind(-1)] == list(chosen), verbs.__name__
+    u = random.uniform(random.key(num_codes), (100 * num_codes, len(chosen)), torch.float64)
+    codes = fsp.encode(fsp.init(0, chosen), torch.atanh(2 * u - 1).clamp(-9, 9).float())
+    assert vq.perplexity(torch.bincount(codes, minlength=num_codes).float()) > 0.97 * num_codes
+    rows, peer = drawn(4000, 4), FSQ(list(chosen), dim=4)
+    state = replace(fsq.init(0, chosen, 4), params=projections(peer))
+    with torch.no_grad():
+        assert torch.equal(fsq.encode(state, rows), peer(rows[None])[1][0].long())
 
 
 def test_books_begin_at_what_the_layers_before_leave():
