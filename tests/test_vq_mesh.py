@@ -1,6 +1,6 @@
 """Codebooks on ranks: whatever the rows of each, all have the same book, and it is that of one process on all rows.
 
-The scenarios are those in which vector-quantize-pytorch hangs, aborts or silently diverges.
+Scenarios in which vector-quantize-pytorch hangs, aborts or silently diverges are in test_vq_scenarios.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.func import grad, grad_and_value
 
 import shard
-from fquant import jit, optim, random, remat, tree, vq
+from fquant import jit, optim, random, tree, vq
 
 from . import ranks
 
@@ -187,37 +187,6 @@ def test_kmeans_is_that_of_one_process(split, kind, masked):
     assert set(counts) == {1 + 1 + 5}  # the numbers of rows, the first rows, an iteration each
 
 
-def too_few(sizes):
-    mesh = shard.mesh(fsdp=len(sizes))
-    x = batch(0, n=sum(sizes))[cut_of(sizes)]
-    psum = partial(shard.psum, mesh=mesh, axes=AXES)
-    return vq.kmeans(vq.init(3, K, D), x, random.key(1), where=shard.rows(len(x), mesh, AXES), psum=psum)
-
-
-def test_kmeans_of_fewer_rows_than_codes_is_refused_on_all_ranks():
-    with pytest.raises(ranks.RankFailure) as caught:
-        ranks.run(2, too_few, (9, 3), timeout=10.0)
-    messages = [failure.message for failure in caught.value.failures.values()]
-    assert len(messages) == 2 and all("kmeans: got 12 rows for 16 codes" in message for message in messages)
-
-
-def unnumbered(sizes):
-    mesh = shard.mesh(fsdp=2)
-    book, x = vq.init(3, K, D), batch(0)[cut_of(sizes)]
-    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True).stats, mesh, AXES)
-    return vq.update(book, stats, threshold=2.0)
-
-
-def test_rows_that_were_not_numbered_over_the_ranks_are_refused_on_all():
-    with pytest.raises(ranks.RankFailure) as caught:
-        ranks.run(2, unnumbered, (30, 30), timeout=10.0)
-    messages = [failure.message for failure in caught.value.failures.values()]
-    assert len(messages) == 2 and all("rows of one number" in message for message in messages)
-
-
-# --- what hangs or diverges elsewhere
-
-
 def uneven_batches(batches):
     """Ranks with different numbers of batches: who has none left brings no rows."""
     mesh, rank = shard.mesh(fsdp=len(batches)), dist.get_rank()
@@ -237,95 +206,6 @@ def test_uneven_numbers_of_batches(batches):
         x = torch.cat([batch(10 * rank + i, n=20) for rank, n in enumerate(batches) if i < n])
         book = vq.update(book, vq.apply(book, x, random.fold(random.key(0), i), draw=True).stats, threshold=1.0)
     same(ranks.run(len(batches), uneven_batches, batches, timeout=10.0), book)
-
-
-def evaluated_on_one_rank(sizes):
-    """Rank 0 evaluates, encodes, and quantises once more than the others: nothing in these talks."""
-    mesh, book = shard.mesh(fsdp=2), spread(vq.init(3, K, D, affine=True))
-    x = batch(0)[cut_of(sizes)]
-    if dist.get_rank() == 0:
-        vq.decode(book, vq.encode(book, x, top=3))
-        vq.apply(book, x, random.key(5), draw=True, where=(0, ROWS), temperature=1.0)
-        vq.ema(book, vq.stats(book, x, vq.encode(book, x)))
-    stats = shard.psum(vq.apply(book, x).stats, mesh, AXES)
-    frozen = dist.get_rank() == 0  # keeps its book, and still brings what it has seen
-    return vq.ema(book, stats), book if frozen else vq.ema(book, stats)
-
-
-def test_evaluation_or_a_frozen_book_on_one_rank():
-    book = spread(vq.init(3, K, D, affine=True))
-    want = vq.ema(book, vq.apply(book, batch(0)).stats)
-    results = ranks.run(2, evaluated_on_one_rank, (41, 19), timeout=10.0)
-    same([one for one, _ in results], want)
-    assert torch.equal(results[0][1].codes, book.codes) and torch.equal(results[1][1].codes, results[1][0].codes)
-
-
-def branch_on_one_rank(sizes):
-    """The rows of one rank do not go through the codebook, or are all masked, while codes are dead."""
-    mesh, book = shard.mesh(fsdp=2), replace(spread(vq.init(3, K, D)), counts=torch.zeros(K))
-    x = batch(0)[cut_of(sizes)]
-    mask = torch.full((len(x),), dist.get_rank() == 1)
-    where = shard.rows(mask.sum(), mesh, AXES)
-    stats = shard.psum(vq.apply(book, x, random.key(0), mask=mask, draw=True, where=where).stats, mesh, AXES)
-    return vq.update(book, stats, threshold=2.0)
-
-
-def test_a_mask_that_is_empty_on_one_rank_while_codes_are_dead():
-    book, x = replace(spread(vq.init(3, K, D)), counts=torch.zeros(K)), batch(0)[41:]
-    want = vq.update(book, vq.apply(book, x, random.key(0), draw=True).stats, threshold=2.0)
-    assert (want.counts == 2).sum() > K // 2
-    same(ranks.run(2, branch_on_one_rank, (41, 19), timeout=10.0), want)
-
-
-def accumulated(sizes):
-    mesh, book, cut = shard.mesh(fsdp=len(sizes)), spread(vq.init(3, K, D)), cut_of(sizes)
-    x = batch(0)[cut]
-    parts = [vq.apply(book, part).stats for part in x.tensor_split(3)]  # without a collective
-    return vq.ema(book, shard.psum(vq.add(*parts), mesh, AXES))
-
-
-@pytest.mark.parametrize("sizes", [(41, 19), (50, 0, 10)])
-def test_accumulated_batches_are_one(sizes):
-    book = spread(vq.init(3, K, D))
-    same(ranks.run(len(sizes), accumulated, sizes, timeout=10.0), vq.ema(book, vq.apply(book, batch(0)).stats))
-
-
-def recomputed(sizes):
-    """A quantiser inside of what is computed again in the backward: its stats are counted once."""
-    mesh, book, x = shard.mesh(fsdp=2), spread(vq.init(3, K, D)), batch(0)[cut_of(sizes)]
-
-    def block(w, book, x):
-        out = vq.apply(book, x @ w)
-        return vq.mean(out.losses["commitment"]), out.stats
-
-    loss = lambda w, book, x: remat(block)(w, book, x)
-    g, stats = grad(loss, has_aux=True)(torch.eye(D), book, x)
-    plain, _ = grad(block, has_aux=True)(torch.eye(D), book, x)
-    assert torch.equal(g, plain)
-    return vq.ema(book, shard.psum(stats, mesh, AXES))
-
-
-def test_a_recompute_counts_nothing_twice():
-    book = spread(vq.init(3, K, D))
-    same(ranks.run(2, recomputed, (41, 19), timeout=10.0), vq.ema(book, vq.apply(book, batch(0)).stats))
-
-
-def swapped(sizes):
-    """Two quantisers that ranks come to in different order: sums are taken where both are done."""
-    mesh, books = shard.mesh(fsdp=2), {name: spread(vq.init(seed, K, D)) for seed, name in enumerate("ab")}
-    xs = {name: batch(seed)[cut_of(sizes)] for seed, name in enumerate("ab")}
-    order = "ab" if dist.get_rank() == 0 else "ba"
-    stats = {name: vq.apply(books[name], xs[name]).stats for name in order}
-    with shard.traffic() as traffic:
-        stats = shard.psum([stats["a"], stats["b"]], mesh, AXES)
-    assert traffic.count("all_reduce") == 1
-    return [vq.ema(books[name], s) for name, s in zip("ab", stats, strict=True)]
-
-
-def test_quantisers_in_another_order():
-    books = [spread(vq.init(seed, K, D)) for seed in range(2)]
-    want = [vq.ema(book, vq.apply(book, batch(seed)).stats) for seed, book in enumerate(books)]
-    same(ranks.run(2, swapped, (41, 19), timeout=10.0), want)
 
 
 def replicas():
