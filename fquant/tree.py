@@ -84,7 +84,8 @@ def node(cls: type[T]) -> type[T]:
         return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        self = object.__new__(cls)  # transforms put placeholders in the fields, so nothing is checked here
+        # Dynamo knows no class of a closure. Transforms put placeholders in the fields, so nothing is checked here.
+        self = object.__new__(NODES[name_of(cls)] if torch.compiler.is_dynamo_compiling() else cls)
         for name in children:
             object.__setattr__(self, name, None)
         for name, leaf in zip(context[0], leaves, strict=True):

@@ -309,3 +309,17 @@ def test_map_over_paths_and_over_two_trees():
     assert out.layers[1].bias == "layers.1.bias (2,)" and out.kind == (1, 2)
     x, y = {"a": 1, "b": 2}, {"b": 20, "a": 10}
     assert tree.map(lambda p, q: p + q, x, y) == {"a": 11, "b": 22}  # by key, not by order
+
+
+def test_a_compiled_function_gives_nodes_back():
+    """In one graph: those that it has made, mapped, and those that a transform has put together again."""
+
+    def step(x):
+        made = TreeLeafy(x, x[0], "made")
+        slope, kept = grad(lambda t: (t.weight.square().sum() + t.bias.sum(), t), has_aux=True)(made)
+        return tree.map(lambda a, b: a + b, slope, kept), dataclasses.replace(kept, bias=None)
+
+    torch._dynamo.reset()
+    got, wanted = torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(2, 3)), step(torch.ones(2, 3))
+    assert tree.structure(got) == tree.structure(wanted) and type(got[0]) is TreeLeafy
+    assert all(torch.equal(*both) for both in zip(tree.leaves(got), tree.leaves(wanted), strict=True))
