@@ -187,6 +187,16 @@ def test_the_distances_are_not_kept_for_the_backward(name, monkeypatch):
 BAD = {
     "among of floats": (lambda: vq.orthogonal(book(), torch.ones(K)), r"among: got torch.float32 \(9,\); wanted bool"),
     "among of another size": (lambda: vq.orthogonal(book(), torch.ones(3).bool()), r"among: got torch.bool \(3,\)"),
+    "codes of some": (
+        lambda: vq.cross_entropy(book(), draw("x", 3, D), torch.zeros(2).long()),
+        r"codes: got torch.int64 \(2,\) for x \(3, 4\); wanted int64, one for each row",
+    ),
+    "narrow codes": (lambda: vq.cross_entropy(book(), draw("x", 3, D), torch.zeros(3).int()), "codes: got torch.int32"),
+    "codes beyond": (
+        lambda: vq.cross_entropy(book(), draw("x", 3, D), torch.full((3,), K)),
+        "codes: got 9 for a book of 9",
+    ),
+    "codes below": (lambda: vq.cross_entropy(book(), draw("x", 3, D), torch.full((3,), -2)), "codes: got -2 for a"),
     "last dim": (lambda: vq.diversity(book(), draw("x", 3, 5)), r"x: got shape \(3, 5\)"),
 }
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.func import grad
+from torch.func import grad, jvp, vmap
 
 import shard
 from fquant import jit, random, tree, vq
@@ -15,6 +15,8 @@ from fquant.vq import mean, parted
 from . import ranks
 from .peers import assert_close, drawn
 
+# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 K, D, N = 23, 5, 30
 BOOKS = {
     "euclidean": {},
@@ -173,6 +175,33 @@ def test_alone_it_is_the_book(name):
     assert torch.equal(parted.encode(part, x.reshape(2, 15, D)), vq.encode(part.book, x.reshape(2, 15, D)))
     low = parted.apply(part, x.bfloat16())
     assert low.x.dtype is torch.bfloat16 and low.stats.own.sums.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_alone_under_transforms(name):
+    """Mapped it is a loop, captured equal to the bit, and forwards what it is backwards."""
+    part, (x, mask) = parted.part(whole(name), 3, 17), data()
+    x, mask, keys = x.reshape(3, 10, D), mask.reshape(3, 10), random.fold(random.key(0), torch.arange(3))
+
+    def step(part, x, key, mask):
+        got = parted.apply(part, x, key, mask=mask, draw=True, gradient=vq.directional)
+        known = replace(got.stats, pool=got.stats.pool.nan_to_num())  # what marks rows that have no code
+        return (*got[:3], known), parted.update(part, got.stats, threshold=1.5), parted.encode(part, x)
+
+    loop = tree.map(lambda *t: torch.stack(t), *(step(part, *one) for one in zip(x, keys, mask, strict=True)))
+    assert_close(vmap(step, (None, 0, 0, 0))(part, x, keys, mask), loop, 1e-6)
+    captured, eager = jit(step)(part, x[0], keys[0], mask[0]), step(part, x[0], keys[0], mask[0])
+    assert all(torch.equal(*both) for both in zip(tree.leaves(captured), tree.leaves(eager), strict=True))
+    loss = lambda codes, x: slopes_of(replace(part, book=replace(part.book, codes=codes)), x)
+    v = drawn(14, D, seed=7), drawn(10, D, seed=8)
+    backwards = grad(loss, (0, 1))(part.book.codes, drawn(10, D, seed=9))
+    forwards = jvp(loss, (part.book.codes, drawn(10, D, seed=9)), v)[1]
+    assert_close(forwards, sum((a * b).sum() for a, b in zip(backwards, v, strict=True)), 1e-5)
+
+
+def slopes_of(part, x):
+    got = parted.apply(part, x)
+    return (got.x * torch.linspace(-1, 1, D)).sin().sum() + mean(got.losses["commitment"])
 
 
 def spans(ranks_of):

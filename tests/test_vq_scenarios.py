@@ -49,8 +49,7 @@ def total(here, x, axes=AXES):
 
 def mine(here, x):
     """Of x, which may be shorter than all rows are, this rank's part."""
-    size = len(x)
-    return x[here.cut.start * size // ROWS : here.cut.stop * size // ROWS]
+    return x[here.cut.start * len(x) // ROWS : here.cut.stop * len(x) // ROWS]
 
 
 def learn(here, book, x, step=0, mask=None, axes=AXES):
@@ -146,8 +145,7 @@ def two_books(here, sizes):
     books = {name: spread(vq.init(i, size, D)) for i, (name, size) in enumerate(zip("ab", sizes, strict=True))}
     stats = {}
     for i in (0, 1) if here.rank == 0 else (1, 0):
-        name = "ab"[i]
-        stats[name] = vq.apply(books[name], mine(here, batch(i))).stats
+        stats["ab"[i]] = vq.apply(books["ab"[i]], mine(here, batch(i))).stats
     with shard.traffic() as traffic:
         found = total(here, [stats["a"], stats["b"]])
     assert here.mesh is None or traffic.count("all_reduce") == 1
@@ -251,8 +249,7 @@ def implicit_and_dropout(here):
 
         slope, stats = total(here, grad(loss, has_aux=True)(state))
         state = residual.update(state, stats)
-        moved = tree.map(lambda t, g: t - 0.1 * g, state, tree.map(torch.zeros_like, slope))
-        state = tree.map(lambda t, g: t - 0.1 * g, moved, slope)
+        state = tree.map(lambda t, g: t - 0.1 * g, state, slope)
     assert len(depths) > 1
     return state
 

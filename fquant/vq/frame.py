@@ -26,6 +26,7 @@ from torch import Tensor
 from .. import random, tree
 from ..linear import linear
 from . import radix, rows
+from .exact import exact
 
 
 @tree.node
@@ -114,31 +115,37 @@ def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
 
 def enter(x: Tensor, kept: Tensor, params: Projections | None, num_codebooks: int) -> tuple[Tensor, Tensor]:
     """x [... dim] -> z [... c d], settled."""
-    z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
+    with exact(x):
+        z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
     return rows.settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept, 2)
 
 
 def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
     """x [... dim] -> z [... c d], the cosines of the angles between x and the rows of the weight, a Tensor."""
-    z = linear(rows.direction(x), rows.direction(params.enter.weight))
+    with exact(x):
+        z = linear(rows.direction(x), rows.direction(params.enter.weight))
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
 def leave(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
     """z [... c d] -> x [... dim], of the codes that are ``known`` bool[... c]; without one it is zero."""
     flat = rearrange(torch.where(known[..., None], z, 0.0), "... c d -> ... (c d)")
-    x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
+    with exact(z):
+        x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
 
 def turn(z: Tensor, rotation: Tensor | None) -> Tensor:
     """z [... d] times the rotation f32[d d], if there is one."""
-    return z if rotation is None else z @ rotation.to(z.dtype)
+    if rotation is None:
+        return z
+    with exact(z):
+        return z @ rotation.to(z.dtype)
 
 
 def turn_back(z: Tensor, rotation: Tensor | None) -> Tensor:
     """What :func:`turn` has turned, as it was."""
-    return z if rotation is None else z @ rotation.to(z.dtype).mT
+    return turn(z, None if rotation is None else rotation.mT)
 
 
 def joined(codes: Tensor, kept: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .. import random
 from . import rows
 from .book import Book, tables
 from .encode import logits
+from .exact import exact
 from .rows import SMALLEST, unit
 
 Path = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
@@ -98,7 +99,9 @@ def gumbel(
     metric = book.metric
 
     def mean(x: Tensor, codes: Tensor) -> Tensor:
-        return (logits(x, codes, metric) / temperature).softmax(-1) @ codes.detach()
+        likely = (logits(x, codes, metric) / temperature).softmax(-1)
+        with exact(x):
+            return likely @ codes.detach()
 
     pairs = zip(rows.lay(book, x, 1), tables(book).to(x.dtype), strict=True)
     soft = rows.back(book, torch.stack([rows.by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)

@@ -39,6 +39,7 @@ from . import book as books
 from . import frame
 from .apply import apply as apply_book
 from .book import Book, Metric
+from .exact import exact
 from .gradient import Path, straight_through
 from .quantized import Quantized, beside
 from .rows import Where
@@ -268,7 +269,8 @@ def _full(state: Hierarchical, i: int, q: Tensor, size: tuple[int, ...]) -> Tens
         return q
     of = state.params[round(i / max(len(state.scales) - 1, 1) * (len(state.params) - 1))]
     weight, bias = of.weight.to(q.dtype), of.bias.to(q.dtype)
-    return torch.lerp(q, CONV[len(size) - 1](q, weight, bias, padding=1), state.blend)
+    with exact(q):
+        return torch.lerp(q, CONV[len(size) - 1](q, weight, bias, padding=1), state.blend)
 
 
 def _over(live: Tensor, like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from . import book as books
 from . import frame, rows
 from .book import Book, Metric
 from .encode import encode_among
+from .exact import exact
 from .frame import Dense
 from .gradient import Path, rotation
 from .losses import commitment
@@ -95,9 +96,10 @@ def through(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
     """What ``codes`` f[... D] of the book become beside ``before`` f[... D], both of which broadcast: f[... D]."""
     net = layer.net
     x = torch.cat(torch.broadcast_tensors(before, codes), -1)
-    x = linear(x, net.enter.weight, net.enter.bias)
-    for block in net.blocks:
-        x = x + linear(silu(linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
+    with exact(x):
+        x = linear(x, net.enter.weight, net.enter.bias)
+        for block in net.blocks:
+            x = x + linear(silu(linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
     return unit(x) if layer.book.metric == "cosine" else x
 
 

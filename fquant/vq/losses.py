@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .book import Book, tables
+from .book import Book, check_codes, tables
 from .encode import logits
+from .exact import exact
 from .quantized import Mean, Psum, alone
 from .rows import unit, wide
 
@@ -41,9 +42,14 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
 def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
     """The mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...], -1 being no term.
 
-    Logits are minus the distances to all codes, or for cosine the inner products.
+    Logits are minus the distances to all codes, or for cosine the inner products. Raises ValueError for codes that are
+    not one int64 for each row, or that the book does not have, where values can be seen.
     """
     laid, table, live = _laid(book, x, mask)
+    if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
+        got = f"{codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}"
+        raise ValueError(f"codes: got {got}; wanted int64, one for each row")
+    check_codes(book, codes)
     which, metric = rows.lay(book, codes), book.metric
     live = live & (which >= 0)
 
@@ -104,7 +110,8 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
         among = among.expand(codes.shape[:2])
         codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
     # The squares of C·Cᵀ sum to those of Cᵀ·C, which is [D D] and not [K K].
-    return Mean((codes.mT @ codes).square().sum() - number.sum(), number.square().sum())
+    with exact(codes):
+        return Mean((codes.mT @ codes).square().sum() - number.sum(), number.square().sum())
 
 
 def _laid(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

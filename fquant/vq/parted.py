@@ -39,7 +39,7 @@ from torch import Tensor
 from .. import random
 from ..kernels.nearest import nearest
 from ..tree import node, static
-from . import rows
+from . import radix, rows
 from .book import Book, check_codes, tables
 from .book import decode as decode_book
 from .gradient import Path, rotation
@@ -130,7 +130,7 @@ def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
             f"codes: got shape {tuple(codes.shape)}; wanted [... {heads[0]}], a code for each of the heads"
         )
     _check_codes(part, codes)
-    flat = _flat(part, codes)
+    flat = _flat(part, radix.within(codes, part.num_codes))  # else no part would have it, and it would be zero
     # Filled up with zeros, and so one is added for 0 to be none.
     asked = over.gather(flat + 1) - 1
     return over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import random, tree
 from ..kernels.nearest import nearest
 from . import frame
+from .exact import exact
 from .frame import RowCounts
 from .quantized import Quantized
 from .rows import direction, settle
@@ -80,7 +81,8 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
     z, _, _ = _enter("projection.logits", state, x, None)
-    return torch.einsum("...he,hke->...hk", direction(z), state.vectors.to(z.dtype))
+    with exact(z):
+        return torch.einsum("...he,hke->...hk", direction(z), state.vectors.to(z.dtype))
 
 
 def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
@@ -93,7 +95,9 @@ def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -
     x, kept = frame.start(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    z, kept = settle(torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype)), kept, 2)
+    with exact(x):
+        z = torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype))
+    z, kept = settle(z, kept, 2)
     return z, kept, frame.counted(kept, mask)
 
 

@@ -44,8 +44,8 @@ def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
 def checked(name: str, codes: Tensor, size: int) -> Tensor:
     """``codes`` as int64.
 
-    Raises TypeError for what are no integers, and IndexError for a code that is neither in [0, size) nor -1. On CUDA
-    that is an assertion on the device; inside a transform or a trace values are not looked at.
+    Raises TypeError for what are no integers, and IndexError for a code that is neither in [0, size) nor -1: on CUDA
+    by an assertion on the device, and inside a transform or a trace when it is run.
     """
     if not isinstance(codes, Tensor) or codes.dtype is torch.bool or codes.is_floating_point() or codes.is_complex():
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
@@ -58,7 +58,14 @@ def checked(name: str, codes: Tensor, size: int) -> Tensor:
         elif wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
             raise IndexError(f"{name}: the code at {at} is {int(codes[at])}; {wanted}: is it of this state?")
-    return codes.long()
+        return codes.long()
+    return within(codes.long(), size)
+
+
+def within(codes: Tensor, size: int) -> Tensor:
+    """``codes`` i64[...], to be looked up where nobody can see their values: that of one beyond ``size`` fails."""
+    wrong = (codes < NONE) | (codes >= size)
+    return codes + torch.zeros(1, dtype=torch.int64, device=codes.device)[wrong.long()]
 
 
 def _weights(levels: tuple[int, ...], like: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from . import frame
 from .book import Book
 from .book import decode as decode_book
 from .encode import encode as encode_book
+from .exact import exact
 from .frame import Dense, RowCounts
 from .gradient import Path, rotation
 from .losses import commitment
@@ -108,8 +109,9 @@ def update(state: SimVQ, stats: RowCounts) -> SimVQ:
 
 
 def _mapped(state: SimVQ, codes: Tensor) -> Tensor:
-    for i, layer in enumerate(state.params):
-        codes = linear(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
+    with exact(codes):
+        for i, layer in enumerate(state.params):
+            codes = linear(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
     return codes
 
 
