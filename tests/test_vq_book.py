@@ -104,6 +104,36 @@ def test_cosine_codes_and_rows_are_of_unit_length():
     assert torch.equal(vq.encode(free, x), vq.encode(b, x))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-5, 1.0, 1e10, 1e25, 1e37])
+def test_a_row_of_any_length_has_its_direction(size):
+    """One shorter than 1e-6 counts as that long; squares of long ones are no float32."""
+    b, x = book(metric="cosine"), rows(40, D)
+    x = x / x.double().norm(dim=-1, keepdim=True).float()
+    out = vq.apply(b, size * x)
+    assert torch.equal(out.codes, vq.encode(b, x))
+    one, many = (vq.stats(b, t, torch.arange(40) % K) for t in (x, size * x))
+    torch.testing.assert_close(many.sums, min(1.0, size / 1e-6) * one.sums, rtol=1e-5, atol=1e-6)
+    if size >= 1e-6:
+        torch.testing.assert_close(vq.mean(out.losses["commitment"]), vq.mean(vq.apply(b, x).losses["commitment"]))
+        slope = torch.func.grad(lambda x: vq.mean(vq.apply(b, x).losses["commitment"]))
+        torch.testing.assert_close(size * slope(size * x), slope(x), rtol=1e-4, atol=1e-6)
+
+
+def test_affine_dims_that_hardly_vary_have_a_variance_all_the_same():
+    b, x = book(affine=True), rows(400, D)
+    x[:, 1], b.codes[:, 2] = 3.0, 0.5
+    b = vq.shift(b, vq.moments(b, x))
+    seen, spread = vq.codebook(b), b.codes.double().std(0, correction=0)
+    assert (seen[:, 1].double().std(correction=0) / 1e-5**0.5 - 1).abs() < 1e-4
+    torch.testing.assert_close(seen[:, 1].mean(), torch.tensor(3.0))
+    torch.testing.assert_close(seen[:, 2], x[:, 2].mean().expand(K), rtol=1e-4, atol=1e-4)
+    row, codes = vq.codebook(b)[3], b.codes[3].clone()
+    codes[2] += 1e-4  # beside a spread of zero, which counts as that of 1e-5
+    moved = vq.codebook(replace(b, codes=b.codes.index_copy(0, torch.tensor([3]), codes[None])))[3]
+    torch.testing.assert_close((moved - row)[2] / 1e-4, x[:, 2].std(correction=0) / 1e-5**0.5, rtol=1e-2, atol=0)
+    assert (spread[[0, 1, 3, 4]] > 0.1).all()
+
+
 def test_affine_codes_have_the_mean_and_variance_of_rows():
     b = book(affine=True)
     assert torch.equal(vq.codebook(b), b.codes)  # until they have been seen
@@ -214,6 +244,10 @@ def test_the_best_few_of_a_codebook_of_each_row():
     for i in range(9):
         assert few[i].tolist() == nearest(f(b.codes, given[i]), x[i], "euclidean", 4)
     assert torch.equal(few[:, 0], vq.encode_among(b, x, f, given))
+    x[2, 1], x[5] = NAN, INF
+    for top in (None, 3):
+        gone = (vq.encode_among(b, x, f, given, top=top).reshape(9, -1) == -1).all(1)
+        assert gone.nonzero()[:, 0].tolist() == [2, 5]
 
 
 BAD_INIT = {

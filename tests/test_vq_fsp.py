@@ -64,6 +64,13 @@ def total(got, weight):
     return (got.x * weight).sum() + sum(10 * mean(loss) for loss in got.losses.values())
 
 
+def test_the_highest_and_the_lowest_of_every_scalar():
+    for distribution in fsp.DISTRIBUTIONS:
+        state = fsp.init(0, (8, 5, 5, 5), distribution=distribution)
+        ends = torch.tensor([[1e30], [-1e30]]).expand(2, 4)
+        assert fsp.encode(state, ends).tolist() == fsp.apply(state, ends).codes.tolist() == [999, 0]
+
+
 @pytest.mark.parametrize("name", fsp.DISTRIBUTIONS)
 def test_distributions_are_what_they_are_called(name):
     """The function is that of the distribution in float64, with its density as the gradient, at 0 too."""

@@ -77,6 +77,18 @@ def test_cross_entropy(heads, metric, tiles):
     assert got.count == counted.sum() and got.count.dtype == x.dtype
 
 
+def test_a_row_that_is_a_code_has_a_gradient():
+    """Of the length of nothing there is none."""
+    b = replace(book(), codes=torch.arange(1.0 * K * D, dtype=torch.float64).reshape(K, D))
+    x, codes = b.codes[:4].clone(), torch.tensor([0, 1, 2, 5])
+    for f in (
+        lambda x: vq.mean(vq.cross_entropy(b, x, codes)),
+        lambda x: vq.mean(vq.diversity(b, x, 1.0)),
+        lambda x: vq.gumbel(x, b.codes[:4], b).square().sum(),
+    ):
+        assert grad(f)(x).isfinite().all() and hessian(f)(x).isfinite().all()
+
+
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_diversity(heads, metric, tiles):

@@ -180,13 +180,14 @@ def test_twenty_steps(name):
     step = {"decay": options["decay"], "eps": options["eps"]}
     for i in range(20):
         x = rows(B, N, D * options.get("heads", 1), seed=i) + 0.005 * i
-        theirs, codes, _ = them(x)
+        theirs, codes, loss = them(x)
         given = split(x, options.get("heads"))
         if options.get("affine"):
             book = vq.shift(book, vq.moments(book, given))
         out = vq.apply(book, given)
         assert torch.equal(out.codes, codes), i
         torch.testing.assert_close(out.x.flatten(2), theirs.detach(), **CLOSE)
+        torch.testing.assert_close(vq.mean(out.losses["commitment"]), loss.detach().reshape(()), **CLOSE)
         book = vq.update(book, out.stats, **step)
         same_state(book, them)
     assert vq.perplexity(out.stats.counts).min() > 5  # the steps had something to choose
@@ -332,6 +333,42 @@ def test_kmeans_from_the_same_rows(metric):
     got = vq.kmeans(book, x, key, 7, split=False)
     assert (counts > 0).all() and torch.equal(got.counts, counts[0].float())
     torch.testing.assert_close(got.codes, means[0], **CLOSE)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_the_step_after_a_start_by_kmeans(metric):
+    """What it leaves is averaged once there, before the first step."""
+    x, key, book = rows(400, D), random.key(4), vq.init(0, K, D, metric=metric)
+    with warnings.catch_warnings(action="ignore"):
+        them: Any = peer.VectorQuantize(
+            D, K, kmeans_init=True, kmeans_iters=7, use_cosine_sim=metric == "cosine", rotation_trick=False
+        )
+    start = vq.stats(book, x, torch.zeros(400, dtype=torch.int64), key=random.fold(key, "start")).drawn
+    them._codebook.sample_fn = lambda samples, num: start[None]
+    wanted, codes, loss = them.train()(x[None])
+    book = vq.refresh(vq.kmeans(book, x, key, 7, split=False))
+    out = vq.apply(book, x)
+    assert torch.equal(out.codes, codes[0]) and len(codes.unique()) == K
+    torch.testing.assert_close(out.x, wanted[0].detach(), **CLOSE)
+    torch.testing.assert_close(vq.mean(out.losses["commitment"]), loss.detach().reshape(()), **CLOSE)
+    same_state(vq.update(book, out.stats), them)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_dead_codes_that_start_at_the_same_rows(metric):
+    book, them = pair(metric=metric, rotation_trick=False, threshold_ema_dead_code=2.0)
+    for i in range(4):
+        x = rows(B, N, D, seed=i)
+        out = vq.apply(book, x, random.key(i), draw=True)
+        them._codebook.replace_sample_fn = lambda samples, num, drawn=out.stats.drawn: drawn[None, :num]
+        wanted, codes, _ = them(x)
+        assert torch.equal(out.codes, codes)
+        torch.testing.assert_close(out.x, vq.decode(book, codes), **CLOSE)
+        torch.testing.assert_close(out.x, wanted.detach(), **CLOSE)
+        dead = int((vq.ema(book, out.stats).counts < 2).sum())
+        book = vq.update(book, out.stats, threshold=2.0)
+        assert 0 < dead < K
+        same_state(book, them)
 
 
 def test_the_start_is_as_wide_as_theirs():

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.func import grad
-from vector_quantize_pytorch import ResidualFSQ, ResidualLFQ
+from vector_quantize_pytorch import GroupedResidualFSQ, GroupedResidualLFQ, ResidualFSQ, ResidualLFQ
 
 from fquant import random, tree
-from fquant.vq import frame, fsq, lfq, mean, residual
+from fquant.vq import frame, fsq, grouped, lfq, mean, residual
 
 from .peers import assert_close, drawn, ours, projections, theirs
 
@@ -96,6 +96,36 @@ def test_lfq_is_the_peers(options, named):
 def warm(layer):
     forward = layer.forward
     return lambda x, mask=None: forward(x, inv_temperature=0.5, mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["fsq", "lfq"])
+def test_groups_are_the_peers(kind):
+    torch.manual_seed(1)
+    if kind == "fsq":
+        them = GroupedResidualFSQ(dim=14, groups=2, levels=list(LEVELS), num_quantizers=3)
+        each, warmth = [residual.init_fsq(i, LEVELS, 3, 7) for i in (0, 1)], {}
+    else:
+        weights = {"entropy_loss_weight": 1.0, "commitment_loss_weight": 2.0}
+        them = GroupedResidualLFQ(dim=14, groups=2, codebook_size=32, num_quantizers=3, **weights)
+        each, warmth = [residual.init_lfq(i, 5, 3, 7) for i in (0, 1)], {"inv_temperature": 0.5}
+        for layer in [layer for one in them.rvqs for layer in one.layers]:
+            layer.forward = warm(layer)
+    state = grouped.init([replace(one, params=projections(of)) for one, of in zip(each, them.rvqs, strict=True)])
+    x, weight = drawn(3, 40, 14, size=0.7), drawn(3, 40, 14, seed=3)
+    there = x.clone().requires_grad_()
+    wanted, codes, *losses = them(there)
+    ((wanted * weight).sum() + sum(loss.sum() for loss in losses)).backward()
+
+    def total(x):
+        got = grouped.apply(state, x, **warmth)
+        found = [mean(got.losses["entropy"]) + 2 * mean(got.losses["commitment"])] if got.losses else []
+        return (got.x * weight).sum() + sum(loss.sum() for loss in found), (got, found)
+
+    slope, (got, found) = grad(total, has_aux=True)(x)
+    assert torch.equal(got.codes.movedim(-2, 0), codes.long()) and torch.equal(grouped.encode(state, x), got.codes)
+    assert_close((got.x, grouped.decode(state, got.codes)), (wanted.detach(), wanted.detach()))
+    assert_close((slope, found), (there.grad, [loss.detach() for loss in losses]))
+    assert grouped.update(state, got.stats).groups == state.groups
 
 
 STATES = {
@@ -212,6 +242,8 @@ def test_contradictions_are_refused(options, error, message):
 def test_contradictions_of_constructors_are_refused():
     with pytest.raises(ValueError, match="residual.init_fsq: clamp beside hard_clamp, .* use hard_clamp=False"):
         residual.init_fsq(0, LEVELS, 3, clamp=1.0)
+    with pytest.raises(ValueError, match=r"fsq.init: levels are \(5, 1\); wanted one number a scalar, each from 2 to"):
+        residual.init_fsq(0, (5, 1), 3)
     with pytest.raises(ValueError, match=r"residual.decode: codes are \(3, 5\); wanted 1 to 4 in the last dim"):
         residual.decode(STATES["fsq"](), torch.zeros(3, 5, dtype=torch.int64))
     with pytest.raises(IndexError, match=r"lfq.decode: the code at \(2,\) is 32; wanted one in \[0, 32\)"):

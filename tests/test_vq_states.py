@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.func import grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from fquant import jit, random, tree, vq
 from fquant.io import safetensors
@@ -112,6 +112,21 @@ def test_narrow_rows_leave_state_as_wide_as_it_was(name, dtype):
     after = case.update(case.state, out.stats, threshold=1.5)
     assert [t.dtype for t in tree.leaves(after)] == [t.dtype for t in tree.leaves(case.state)]
     equal(after, case.update(case.state, wide.stats, threshold=1.5))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "projection"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_narrow_rows_are_those_of_wide_ones_rounded(name, dtype):
+    case, x = CASES[name], rows(name).to(dtype)
+
+    def loss(x):
+        out = case.apply(case.state, x, KEY)
+        weight = torch.linspace(-1, 1, out.x.shape[-1])
+        return (out.x.float() * weight).sum() + sum(vq.mean(one).sum() for one in out.losses.values())
+
+    got, wanted = grad(loss)(x), grad(loss)(x.float())
+    assert got.dtype is dtype and got.isfinite().all() and wanted.any()
+    assert (got.float() - wanted).norm() < 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
 @pytest.mark.parametrize("name", CASES)

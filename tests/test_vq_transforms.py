@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import jit, random, tree, vq
@@ -169,6 +169,26 @@ def test_captured_gradients_are_equal_to_the_bit(path):
     each = vmap(g, (None, 0, None, None))
     two = torch.stack([x, 2 * x])
     equal(jit(each)(b.codes, two, b, key), each(b.codes, two, b, key))
+
+
+@pytest.mark.parametrize("kind", ["plain", "cosine", "affine"])
+def test_a_book_that_is_written_over_has_the_gradients_of_what_it_was(kind):
+    """vector-quantize-pytorch writes its average over what autograd has saved: the same loss, other gradients."""
+    given, x, key = book(kind), rows(kind), random.key(3)
+    given = replace(given, learnable=False)
+
+    def step(book, x, key):
+        def loss(x):
+            out = vq.apply(book, x, key, losses=LOSSES)
+            return sum((vq.mean(one) for one in out.losses.values()), out.x.sin().sum()), out
+
+        slope, (value, out) = grad_and_value(loss, has_aux=True)(x)
+        return vq.update(book, out.stats, decay=0.5), slope, value
+
+    wanted, old = step(given, x, key), given.codes.clone()
+    got = jit(step, donate=("book",))(given, x, key)
+    equal(got, wanted)
+    assert got[0].codes.data_ptr() == given.codes.data_ptr() and not torch.equal(given.codes, old)
 
 
 def test_traced_and_compiled():

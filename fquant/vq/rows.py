@@ -70,6 +70,7 @@ def wide(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """``x`` over its length, along the last dim; what is shorter than 1e-6 is taken to be that long."""
+    x = x / x.detach().abs().amax(-1, keepdim=True).clamp(min=1)  # else squares of what is large would be inf
     # Of the square, since a length has no second derivative at zero.
     return x * x.square().sum(-1, keepdim=True).clamp(min=SMALLEST**2).rsqrt()
 
