@@ -208,6 +208,25 @@ def test_a_sample_depends_on_the_number_of_the_row_and_not_on_the_rows_beside_it
     assert torch.equal(whole, vq.sample(b, x, key))
 
 
+def test_codes_that_are_set_stay():
+    """The next step of vector-quantize-pytorch throws them away, for its sums are of the codes before."""
+    for options in ({}, {"metric": "cosine"}, {"heads": 2}):
+        b = vq.init(1, K, D, **options)
+        x, new = rows(200, *b.codes.shape[:-2], D), rows(*b.codes.shape, seed=4)
+        b = vq.ema(b, vq.apply(b, x).stats)
+        got = vq.restart(b, new)
+        new = torch.nn.functional.normalize(new, dim=-1) if "metric" in options else new
+        torch.testing.assert_close(got.codes, new)
+        after = vq.ema(got, vq.apply(got, x[:0]).stats)
+        torch.testing.assert_close(after.codes, new, rtol=1e-5, atol=1e-6)
+        gone = vq.ema(replace(b, codes=new), vq.apply(b, x[:0]).stats)
+        assert (gone.codes - new).abs().max() > 0.1
+        again = vq.ema(got, vq.apply(got, x).stats)
+        fresh = vq.Book(new, torch.ones(new.shape[:-1]), new, b.metric)
+        torch.testing.assert_close(again.codes, vq.ema(fresh, vq.apply(fresh, x).stats).codes)
+    assert vq.restart(b, new.double()).codes.dtype is torch.float32
+
+
 def test_round_trip_through_a_file(tmp_path):
     for b in (book(), book(2, metric="cosine"), book(learnable=True, affine=True)):
         part = vq.apply(b, rows(9, *b.codes.shape[:-2], D), random.key(1), draw=True).stats
@@ -339,6 +358,11 @@ BAD = {
     ),
     "top among": (lambda: vq.encode_among(book(), X, max, X, top=0), ValueError, "top is 0 for a book of 13 codes"),
     "no key": (lambda: vq.apply(book(), X, draw=True), ValueError, "key is None with draw=True and temperature=0.0"),
+    "codes to start at": (
+        lambda: vq.restart(book(), rows(4, D)),
+        ValueError,
+        r"codes: got shape \(4, 5\); wanted \(13, 5\), as the",
+    ),
     "mask": (
         lambda: vq.apply(book(), X, mask=torch.ones(3).bool()),
         ValueError,

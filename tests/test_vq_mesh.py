@@ -115,8 +115,9 @@ def same(results, want):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda m, p=path: f"{p}: {m}")
 
 
+QUICK = ("2 uneven", "3, one empty")
 RUNS = [
-    pytest.param(split, kind, marks=[] if kind == "plain" or split == "2 uneven" else pytest.mark.slow)
+    pytest.param(split, kind, marks=[] if kind == "plain" or split in QUICK else pytest.mark.slow)
     for split in SPLITS
     for kind in KINDS
 ]

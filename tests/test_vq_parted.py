@@ -173,6 +173,11 @@ def test_alone_it_is_the_book(name):
     assert_close(got, seen, 0.0)
     assert_close(part.book, book, 1e-6)
     assert torch.equal(parted.encode(part, x.reshape(2, 15, D)), vq.encode(part.book, x.reshape(2, 15, D)))
+    drawn_too = {"key": random.key(0), "draw": True}
+    mine, theirs = parted.apply(part, x, **drawn_too).stats, vq.apply(part.book, x, **drawn_too).stats
+    threshold = float(theirs.counts.median())  # which some have got exactly
+    wanted = vq.update(part.book, theirs, decay=0.0, threshold=threshold)
+    assert_close(parted.update(part, mine, decay=0.0, threshold=threshold).book, wanted, 1e-6)
     low = parted.apply(part, x.bfloat16())
     assert low.x.dtype is torch.bfloat16 and low.stats.own.sums.dtype is torch.float32
 

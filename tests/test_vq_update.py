@@ -191,6 +191,16 @@ def test_dead_codes_start_at_rows_of_the_batch(heads, metric, learnable):
     assert torch.equal(again.sums[dead], 5 * after.codes[dead])
 
 
+def test_a_code_that_has_got_the_threshold_lives():
+    b, x = book(), rows(40, D)
+    stats = vq.apply(b, x, random.key(1), draw=True).stats
+    least = float(stats.counts.median())
+    plain, after = vq.update(b, stats, decay=0.0), vq.update(b, stats, decay=0.0, threshold=least)
+    moved = (after.codes != plain.codes).any(-1)
+    assert torch.equal(moved, stats.counts < least) and (stats.counts == least).any() and moved.any()
+    assert torch.equal(after.counts, stats.counts.clamp(min=least))
+
+
 def test_more_dead_codes_than_rows_wait():
     """As many are replaced as there are rows, each by another; vector-quantize-pytorch repeats rows on a mesh."""
     b = replace(book(), counts=torch.zeros(K))

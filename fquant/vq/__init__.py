@@ -3,7 +3,7 @@
 from . import beam, binary, fsp, fsq, grouped, hierarchical, implicit, latent, lfq, parted, projection, residual, simvq
 from .affine import Affine, Moments, moments, shift
 from .apply import apply
-from .book import Book, codebook, decode, init
+from .book import Book, codebook, decode, init, restart
 from .encode import encode, encode_among, sample
 from .gradient import direct, directional, gumbel, rotation, straight_through
 from .kmeans import kmeans
@@ -18,5 +18,5 @@ __all__ = [
     "commitment", "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among",
     "expire", "fsp", "fsq", "grouped", "gumbel", "hierarchical", "implicit", "init", "kmeans", "latent", "lfq",
     "mask", "mean", "moments", "move", "orthogonal", "parted", "perplexity", "projection", "refresh", "residual",
-    "rotation", "sample", "shift", "simvq", "stats", "straight_through", "update",
+    "restart", "rotation", "sample", "shift", "simvq", "stats", "straight_through", "update",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ The invariants of a Book of K codes of D numbers:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -97,6 +98,19 @@ def init(
         zero, one = (make(*front, dim, device=codes.device) for make in (torch.zeros, torch.ones))
         start = Affine(zero, one, zero.clone(), one.clone(), torch.zeros((), device=codes.device))
     return Book(codes, torch.ones(codes.shape[:-1], device=codes.device), codes.clone(), metric, learnable, start)
+
+
+def restart(book: Book, codes: Tensor) -> Book:
+    """``book`` begun again at ``codes`` f[K D] (with heads [h K D]): with counts of one, and sums at them.
+
+    With the sums that it had, the next average would put the codes back where they were. Codes of metric cosine are
+    made of unit length; an affine book keeps its averages. Raises ValueError for another shape.
+    """
+    if codes.shape != book.codes.shape:
+        raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
+    codes = codes.detach().to(book.codes.dtype)
+    codes = unit(codes) if book.metric == "cosine" else codes.clone()
+    return replace(book, codes=codes, counts=torch.ones_like(book.counts), sums=codes.clone())
 
 
 def codebook(book: Book) -> Tensor:

@@ -46,7 +46,7 @@ from .gradient import Path, rotation
 from .losses import commitment
 from .quantized import Quantized, alone
 from .rows import unit, wide
-from .update import DECAY, EPS, Stats, move, refresh
+from .update import DECAY, EPS, Stats, check_wide, move, refresh
 from .update import stats as stats_of
 
 NOTHING = -(2**63)  # the key of a row that has no code
@@ -272,6 +272,7 @@ def _drawn(part: BookPart, key: Tensor, x: Tensor, there: Tensor, live: Tensor) 
 
 def _check(part: BookPart, x: Tensor) -> None:
     rows.check(part.book, x)
+    check_wide(part.book)
     if x.dtype is torch.float64:
         raise TypeError("x: got torch.float64; wanted float32 or narrower, whose scores are compared whole")
 

@@ -63,9 +63,11 @@ def stats(
     With a ``key``, the same on every rank, rows to start dead codes at are drawn; ``where`` says which numbers this
     rank's rows have among all (``rows.py``).
 
-    Raises TypeError for other dtypes, ValueError for other shapes, ``where`` without a key or not within its total.
+    Raises TypeError for other dtypes, of the book too, ValueError for other shapes, ``where`` without a key or not
+    within its total.
     """
     rows.check(book, x)
+    check_wide(book)
     if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
         raise ValueError(
             f"codes: got {codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row"
@@ -116,7 +118,7 @@ def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None =
     """``book`` with counts and sums moved towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
     ``weight`` f32[K] or [h K] says how much each code follows: 0 not at all, 1 as without it. Raises ValueError for a
-    decay outside of [0, 1), or stats or weights of another shape.
+    decay outside of [0, 1), or stats or weights of another shape, TypeError for a book that is not of float32.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")
@@ -231,6 +233,15 @@ def perplexity(counts: Tensor) -> Tensor:
     return torch.exp(-torch.xlogy(share, share).sum(-1))
 
 
+def check_wide(book: Book) -> None:
+    """Raise TypeError for a book that is not of float32, or float64."""
+    wanted = (torch.float32, torch.float64)
+    for name, t in (("codes", book.codes), ("counts", book.counts), ("sums", book.sums)):
+        if t.dtype not in wanted:  # of bfloat16, 256 and one are 256
+            raise TypeError(f"book: {name} are {t.dtype}; wanted float32, leave a Book out where a model is cast")
+
+
 def _check_stats(book: Book, stats: Stats) -> None:
+    check_wide(book)
     if stats.sums.shape != book.sums.shape:
         raise ValueError(f"stats: got sums {tuple(stats.sums.shape)}; wanted {tuple(book.sums.shape)}, as the book's")
