@@ -92,6 +92,18 @@ def test_splitting_moves_two_apart_and_leaves_the_rest():
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_what_is_split_is_of_unit_length_and_nothing_is_after_the_last_iteration(metric):
+    x, book = torch.cat([rows(1, D).expand(30, D), rows(6, D, seed=1)]), vq.init(0, 12, D, metric=metric)
+    once, kept = (vq.kmeans(book, x, random.key(2), 1, split=split) for split in (True, False))
+    assert torch.equal(once.codes, kept.codes) and (vq.stats(kept, x, vq.encode(kept, x)).counts == 0).any()
+    found = vq.stats(book, x, torch.zeros(36, dtype=torch.int64))
+    moved = MODULE._moved(book, found, split=True).codes
+    assert ((moved - book.codes).abs().amax(-1) > 1e-5).sum() == 2
+    if metric == "cosine":
+        torch.testing.assert_close(moved.norm(dim=-1), torch.ones(12), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_masked_and_broken_rows_do_not_count(metric):
     x, mask, key = rows(12, 10, D), vq.mask(torch.arange(12) % 11, 10), random.key(3)
     book = vq.init(0, 6, D, metric=metric)
