@@ -344,6 +344,7 @@ def test_the_step_after_a_start_by_kmeans(metric):
             D, K, kmeans_init=True, kmeans_iters=7, use_cosine_sim=metric == "cosine", rotation_trick=False
         )
     start = vq.stats(book, x, torch.zeros(400, dtype=torch.int64), key=random.fold(key, "start")).drawn
+    assert start is not None
     them._codebook.sample_fn = lambda samples, num: start[None]
     wanted, codes, loss = them.train()(x[None])
     book = vq.refresh(vq.kmeans(book, x, key, 7, split=False))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def warm(layer):
 def test_groups_are_the_peers(kind):
     torch.manual_seed(1)
     if kind == "fsq":
-        them = GroupedResidualFSQ(dim=14, groups=2, levels=list(LEVELS), num_quantizers=3)
+        them: Any = GroupedResidualFSQ(dim=14, groups=2, levels=list(LEVELS), num_quantizers=3)
         each, warmth = [residual.init_fsq(i, LEVELS, 3, 7) for i in (0, 1)], {}
     else:
         weights = {"entropy_loss_weight": 1.0, "commitment_loss_weight": 2.0}

@@ -114,6 +114,28 @@ def test_narrow_rows_leave_state_as_wide_as_it_was(name, dtype):
     equal(after, case.update(case.state, wide.stats, threshold=1.5))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [name for name in LEARN if name != "a part"] + ["residual, outer"])
+def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
+    """Of examples that are split, each part is what it is in the whole: codes, noise, and rows for dead codes."""
+    name, _, outer = name.partition(", outer") if "outer" in name else (name, "", None)
+    case, x = CASES[name], rows(name)
+    mask = torch.arange(20).reshape(4, 5) % 7 != 2 if masked else torch.ones(4, 5, dtype=torch.bool)
+    more: dict = {"gradient": vq.directional} if outer is None else {"gradient": vq.direct, "outer": vq.directional}
+    more |= {"draw": True} | ({} if name == "implicit" else {"temperature": 0.5})
+
+    def step(some):
+        size = lambda t: len(t) if "hierarchical" in name else int(t.sum())  # which numbers examples
+        where = size(mask[: some.start]), size(mask)
+        return case.apply(case.state, x[some], KEY, mask[some] if masked else None, where=where, **more)
+
+    whole, parts = step(slice(0, 4)), [step(slice(*at)) for at in ((0, 1), (1, 1), (1, 4))]
+    codes = tree.map(lambda *t: torch.cat(t), *(part.codes for part in parts))
+    equal(codes, whole.codes)
+    assert_close(torch.cat([part.x for part in parts]), whole.x, 1e-5)
+    assert_close(tree.map(lambda *t: sum(t), *(part.stats for part in parts)), whole.stats, 1e-5)
+
+
 @pytest.mark.parametrize("name", LEARN)
 def test_a_narrow_state_is_refused(name):
     """A model's cast may reach it: after 200 steps codes of bfloat16 are an eighth off in vector-quantize-pytorch."""
