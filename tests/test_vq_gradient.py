@@ -100,6 +100,20 @@ def test_directional_gives_every_row_noise_of_its_own():
     assert 0 < off.min() and off.max() < 0.5
 
 
+def test_every_head_of_every_row_draws_for_itself():
+    """Of heads with the same codes and the same rows, and of rows that are alike."""
+    book = vq.init(0, 7, D, heads=3)
+    codes = draw("heads", 7, D).float().expand(3, 7, D).clone()
+    book = vq.Book(codes, book.counts, codes.clone())
+    x = draw("alike", D).float().expand(50, 3, D)
+    got = vq.apply(book, x, random.key(2), gradient=vq.directional)
+    assert len({tuple(row) for row in got.x.reshape(-1, D).tolist()}) == 150
+    drawn = vq.sample(book, x, random.key(2), temperature=5.0)
+    share = [(drawn[:, i] == drawn[:, j]).float().mean() for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert max(share) < 0.5  # of seven codes that are about as likely
+    assert max((drawn[1:, i] == drawn[:-1, j]).float().mean() for i in range(3) for j in range(3)) < 0.5
+
+
 @pytest.mark.parametrize("learnable", [False, True])
 @pytest.mark.parametrize("heads, metric", [(None, "euclidean"), (None, "cosine"), (2, "euclidean")])
 def test_gumbel_is_the_softmax_of_all_codes(heads, metric, learnable, monkeypatch):
