@@ -155,6 +155,17 @@ def test_rows_are_drawn_once_each_and_about_as_often(total):
         assert not torch.equal(*drawn)  # heads draw each for itself
 
 
+@pytest.mark.parametrize("total", [K, 7, 110])
+def test_any_code_may_get_any_row(total):
+    """Where few codes are dead, or rows, these are not always the first."""
+    x, live = torch.arange(1.0, total + 1)[:, None].expand(1, total, D), torch.ones(1, total, dtype=torch.bool)
+    first = [module.draw(random.key(i), K, x, None, live, None)[0][0, :, 0] for i in range(60)]
+    for code in (0, K - 1):
+        rows = torch.stack(first)[:, code]
+        assert rows.max() > 0.8 * total and rows[rows > 0].min() < 1 + 0.2 * total
+        assert (rows == 0).any() == (total < K)
+
+
 def test_a_draw_is_that_of_all_rows_whichever_way_they_are_split():
     x, kept = rows(1, 40, D), torch.rand(1, 40, generator=torch.Generator().manual_seed(1)) > 0.4
     live = kept & (torch.arange(40) % 9 != 0)
