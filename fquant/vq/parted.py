@@ -131,8 +131,7 @@ def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
         )
     _check_codes(part, codes)
     flat = _flat(part, radix.within(codes, part.num_codes))  # else no part would have it, and it would be zero
-    # Filled up with zeros, and so one is added for 0 to be none.
-    asked = over.gather(flat + 1) - 1
+    asked = over.gather(flat)  # filled up with zeros, whose rows are left out again
     return over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
 
 
