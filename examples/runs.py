@@ -190,7 +190,7 @@ def _load(options: Options, like: Any) -> Any:
 
 def _check_resumed(resume: Path, options: Options) -> None:
     """Raise ValueError for a folder where no run saved its state, or one that was started with other options."""
-    for name in (RUN, STATE):
+    for name in (STATE, RUN):
         if not (resume / name).is_file():
             raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
     safetensors.header(resume / STATE)

@@ -242,7 +242,7 @@ BAD = {
     "--seq 65": "--seq is 65; wanted at most 64",
     "--data missing.txt": "missing.txt",
     "--model missing": "missing",
-    "--resume missing": "there is no run.json",
+    "--resume missing": "there is no state.safetensors",
 }
 
 

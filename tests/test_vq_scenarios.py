@@ -70,7 +70,7 @@ def evaluate(book, x):
         vq.decode(book, vq.encode(book, x, top=3))
         out = vq.apply(book, x, random.key(5), draw=True, where=(0, ROWS), temperature=1.0)
         vq.update(book, out.stats, threshold=2.0)
-        vq.perplexity(out.stats)
+        vq.perplexity(out.stats.counts)
         if book.affine is not None:
             vq.shift(book, vq.moments(book, x))
     assert not traffic.calls
