@@ -117,7 +117,11 @@ def padded(block, n):
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"fsdp": 3}, {"fsdp": 5}, {"dp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 3}, {"dp": 2, "fsdp": 2}, *(pytest.param({"fsdp": n}, marks=pytest.mark.slow) for n in (2, 5))],
+    ids=str,
+)
 def test_one_all_gather_a_block_forward_and_one_in_the_recompute(axes, tied, order):
     n = axes["fsdp"]
     _, base, _ = model(tied)

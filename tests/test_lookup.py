@@ -100,7 +100,7 @@ def dims_of(table):
     return {path: " ".join(f"d{i}" for i in range(t.ndim)) for path, t in tree.items(table)}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 @named("name", TABLES)
 def test_rows_are_those_of_the_table(name, n):
     row = sum(t.nbytes // t.shape[0] for t in tree.leaves(TABLES[name]()) if t.ndim)

@@ -66,7 +66,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("qlora, remat", "qlora, f32 adapters") else n for n in STEPS],
+)
 def test_bits_are_the_same_and_the_peak_is_lower(name):
     f, args = STEPS[name]
     kept, made = jit(f, recompute=False), jit(f)
