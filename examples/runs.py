@@ -158,7 +158,15 @@ def save(options: Options, state: Any) -> None:
 
 def load(options: Options, like: Any) -> Any:
     """The state that :func:`save` wrote, a tree ``like`` this; ValueError on every rank when it is another."""
-    return agree.attempt("resume", lambda: _load(options, like))
+    path = folder(options) / STATE
+
+    def read() -> Any:
+        state = safetensors.load(path)
+        if tree.structure(state) != tree.structure(like):
+            raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
+        return state
+
+    return agree.attempt("resume", read)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -178,14 +186,6 @@ def free_folder(out: Path | None, default: str) -> Path:
         n += 1
         out = Path(f"{default}-{n}")
     return out
-
-
-def _load(options: Options, like: Any) -> Any:
-    path = folder(options) / STATE
-    state = safetensors.load(path)
-    if tree.structure(state) != tree.structure(like):
-        raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
-    return state
 
 
 def _check_resumed(resume: Path, options: Options) -> None:

@@ -42,32 +42,55 @@ def data(rows=N, dim=D):
     return x, torch.arange(rows) % 6 > 0
 
 
-def steps(book, apply, update, x, mask):
+def steps(book, apply, update, x, mask, threshold):
     """Three steps, the last starting dead codes again: what each gives, and the book."""
     seen = []
     for i in range(3):
-        got = apply(book, x + 0.1 * i, random.key(i), mask=mask, draw=True, gradient=vq.directional)
+        got = apply(book, x + 0.1 * i, random.key(i), mask, draw=True, gradient=vq.directional)
         seen.append((got.x, got.codes, got.losses["commitment"]))
-        book = update(book, got.stats, eps=0.1, threshold=1.5 if i == 2 else 0.0)  # so that the smoothing shows
+        book = update(book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0)  # so that the smoothing shows
     return seen, book
 
 
-def on_a_rank(name, split):
+def on_a_rank(book, x, mask, split, threshold, abreast):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
-    x, mask = (t[start : start + split[rank]] for t in data())
-    over = vq.Across(*shard.across(mesh, "fsdp", most=max(split)))
-    part = parted.part(whole(name), *shard.span(K, mesh, "fsdp"))
+    x, mask = (t[start : start + split[rank]] for t in (x, mask))
+    over = vq.Across(*shard.across(mesh, "fsdp", most=max(split) * abreast))
+    part = parted.part(book, *shard.span(book.codes.shape[-2], mesh, "fsdp"))
     with shard.traffic() as one:
-        got = parted.apply(part, x, random.key(0), mask=mask, draw=True, over=over)
+        got = parted.apply(part, x, random.key(0), mask, draw=True, over=over)
     with shard.traffic() as two:
-        parted.update(part, got.stats, threshold=1.5, over=over)
-    seen, after = steps(part, partial(parted.apply, over=over), partial(parted.update, over=over), x, mask)
+        parted.update(part, got.stats, threshold=threshold, over=over)
+    seen, after = steps(part, partial(parted.apply, over=over), partial(parted.update, over=over), x, mask, threshold)
     seen = [(out, codes, shard.psum(loss, mesh, ("fsdp",))) for out, codes, loss in seen]
     codes = parted.encode(part, x, over)
     counted = shard.psum((got.stats.own.kept, got.stats.own.lost), mesh, ("fsdp",))
     traffic = [sorted(call[0] for call in t.calls) for t in (one, two)]
     return seen, after.book, codes, parted.decode(part, codes, over), traffic, counted
+
+
+def one_book(book, x, mask, split, threshold, abreast=1):
+    """``book`` after the steps, which its parts on ranks with ``split`` rows take alike.
+
+    ``abreast`` is how many rows that the book sees are one of x, of which heads may share it.
+    """
+    start, (seen, book) = book, steps(book, vq.apply, vq.update, x, mask, threshold)
+    got = ranks.run(len(split), on_a_rank, start, x, mask, split, threshold, abreast)
+    for i, (out, codes, loss) in enumerate(seen):
+        assert_close(torch.cat([found[0][i][0] for found in got]), out, 1e-6)
+        assert torch.equal(torch.cat([found[0][i][1] for found in got]), codes)
+        assert all(abs(mean(found[0][i][2]) - mean(loss)) < 1e-6 for found in got)
+    for field, dim in {"codes": -2, "sums": -2, "counts": -1}.items():
+        assert_close(torch.cat([getattr(found[1], field) for found in got], dim), getattr(book, field), 1e-6)
+    codes = vq.encode(start, x)
+    assert torch.equal(torch.cat([found[2] for found in got]), codes)
+    assert torch.equal(torch.cat([found[3] for found in got]), vq.decode(start, codes))
+    stats = vq.apply(start, x, mask=mask).stats
+    for found in got:
+        assert found[4] == [["all_gather", "all_reduce", "reduce_scatter"], ["all_reduce"]]
+        assert found[5] == (stats.kept, stats.lost)
+    return book
 
 
 @pytest.mark.xdist_group("ranks")
@@ -76,36 +99,8 @@ def on_a_rank(name, split):
 )
 @pytest.mark.parametrize("name", BOOKS)
 def test_parts_are_one_book(name, split):
-    x, mask = data()
-    seen, book = steps(whole(name), vq.apply, vq.update, x, mask)
-    got = ranks.run(len(split), on_a_rank, name, split)
-    for i, (out, codes, loss) in enumerate(seen):
-        assert_close(torch.cat([found[0][i][0] for found in got]), out, 1e-6)
-        assert torch.equal(torch.cat([found[0][i][1] for found in got]), codes)
-        assert all(abs(mean(found[0][i][2]) - mean(loss)) < 1e-6 for found in got)
-    joined = tree.map(lambda *parts: torch.cat(parts), *(found[1] for found in got))
-    assert_close(joined, book, 1e-6)
+    book = one_book(whole(name), *data(), split, 1.5)
     assert (book.counts == 1.5).sum() > 3  # codes started again
-    codes = vq.encode(whole(name), x)
-    assert torch.equal(torch.cat([found[2] for found in got]), codes)
-    assert torch.equal(torch.cat([found[3] for found in got]), vq.decode(whole(name), codes))
-    stats = vq.apply(whole(name), x, mask=mask).stats
-    for found in got:
-        assert found[4] == [["all_gather", "all_reduce", "reduce_scatter"], ["all_reduce"]]
-        assert found[5] == (stats.kept, stats.lost)
-
-
-def slopes_on_a_rank(split):
-    mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
-    start = sum(split[:rank])
-    x, weight = drawn(N, D, seed=1)[start : start + split[rank]], drawn(N, D, seed=2)[start : start + split[rank]]
-    over = vq.Across(*shard.across(mesh, "fsdp", most=max(split)))
-    part = parted.part(whole("learnable"), *shard.span(K, mesh, "fsdp"))
-    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(parted.apply, over=over)))
-    eager = slopes(part, x, weight, partial(parted.apply, over=over))
-    captured = step(part, x, weight)
-    assert all(torch.equal(*both) for both in zip(tree.leaves(eager), tree.leaves(captured), strict=True))
-    return eager[0].book.codes, eager[1]
 
 
 def slopes(state, x, weight, apply):
@@ -117,13 +112,32 @@ def slopes(state, x, weight, apply):
     return grad(loss, (0, 1))(state, x)
 
 
+def slopes_on_a_rank(book, x, weight, split):
+    mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
+    start = sum(split[:rank])
+    x, weight = (t[start : start + split[rank]] for t in (x, weight))
+    over = vq.Across(*shard.across(mesh, "fsdp", most=max(split)))
+    part = parted.part(book, *shard.span(book.codes.shape[-2], mesh, "fsdp"))
+    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(parted.apply, over=over)))
+    eager = slopes(part, x, weight, partial(parted.apply, over=over))
+    captured = step(part, x, weight)
+    assert all(torch.equal(*both) for both in zip(tree.leaves(eager), tree.leaves(captured), strict=True))
+    return eager[0].book.codes, eager[1]
+
+
+def gradients_are_those_of_all_rows(book, rows, split):
+    """Gradients of ``book`` and of so many ``rows``, on ranks with ``split`` of them, and in one process."""
+    x, weight = drawn(*rows, seed=1), drawn(*rows, seed=2)
+    by_book, by_x = slopes(book, x, weight, vq.apply)
+    got = ranks.run(len(split), slopes_on_a_rank, book, x, weight, split)
+    assert_close(torch.cat([found[0] for found in got], -2), by_book.codes, 1e-6)
+    assert_close(torch.cat([found[1] for found in got]), by_x, 1e-6)
+
+
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("split", [[20, 10], [7, 0, 23]], ids=str)
 def test_gradients_of_codes_are_those_of_all_rows(split):
-    by_book, by_x = slopes(whole("learnable"), drawn(N, D, seed=1), drawn(N, D, seed=2), vq.apply)
-    got = ranks.run(len(split), slopes_on_a_rank, split)
-    assert_close(torch.cat([found[0] for found in got]), by_book.codes, 1e-6)
-    assert_close(torch.cat([found[1] for found in got]), by_x, 1e-6)
+    gradients_are_those_of_all_rows(whole("learnable"), (N, D), split)
 
 
 def large(rows, codes, dim):
@@ -168,8 +182,8 @@ def test_of_equally_near_codes_the_lowest_number_counts():
 @pytest.mark.parametrize("name", BOOKS)
 def test_alone_it_is_the_book(name):
     x, mask = data()
-    seen, book = steps(whole(name), vq.apply, vq.update, x, mask)
-    got, part = steps(parted.part(whole(name), 0, K), parted.apply, parted.update, x, mask)
+    seen, book = steps(whole(name), vq.apply, vq.update, x, mask, 1.5)
+    got, part = steps(parted.part(whole(name), 0, K), parted.apply, parted.update, x, mask, 1.5)
     assert_close(got, seen, 0.0)
     assert_close(part.book, book, 1e-6)
     assert torch.equal(parted.encode(part, x.reshape(2, 15, D)), vq.encode(part.book, x.reshape(2, 15, D)))
