@@ -40,13 +40,16 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     Raises TypeError for another kind of weight, ValueError where the sizes do not fit.
     """
     match w:
+        case Packed():
+            _check(x, w.shape)
+            given, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
+            if x.ndim == 2 and kernels.is_direct(x, *given):  # a row's product is not much longer than the way to it
+                y = kernels.product("matmul", x, given, spec)
+            else:
+                y = _matmul(x, _How(spec), *given, *[None] * (4 - len(given)))
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
-        case Packed():
-            _check(x, w.shape)
-            given = buffers(w)
-            y = _matmul(x, _How(Spec(w.format, w.shape, w.dtype)), *given, *[None] * (4 - len(given)))
         case Adapted():
             y = _adapted(x, w)
         case _:

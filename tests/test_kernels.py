@@ -26,7 +26,8 @@ X = {"matmul": torch.ones(3, 128), "matmul_t": torch.ones(3, 24)}
 @pytest.fixture
 def fresh():
     """What is looked up once is looked up anew, in the test and after it."""
-    caches = (kernels._load, kernels._warn_once, cpu_library.load, cpu_library.isas, cpu_library._index)
+    of_kernels = kernels._load, kernels._backend, kernels._warn_once
+    caches = (*of_kernels, cpu_library.load, cpu_library.isas, cpu_library._index)
     for cached in caches:
         cached.cache_clear()
     yield

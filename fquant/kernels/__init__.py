@@ -42,6 +42,7 @@ VARIABLE = "FQUANT_KERNELS"
 BACKENDS = ("reference", "cpu", "triton")
 BY_DEVICE = {"cpu": "cpu", "cuda": "triton"}
 
+_COMPUTED = (*FLOATS, torch.float64)
 _PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
 SCHEMAS = {
     "encode": "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)",
@@ -64,14 +65,14 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out] in x's dtype."""
     if is_direct(x, *buffers):
-        return _compute("matmul", x, buffers, spec)
+        return product("matmul", x, buffers, spec)
     return _OPS["matmul"](x, buffers, spec.format.text, spec.shape, spec.dtype)
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in] in g's dtype."""
     if is_direct(g, *buffers):
-        return _compute("matmul_t", g, buffers, spec)
+        return product("matmul_t", g, buffers, spec)
     return _OPS["matmul_t"](g, buffers, spec.format.text, spec.shape, spec.dtype)
 
 
@@ -87,7 +88,10 @@ def is_direct(*tensors: Tensor) -> bool:
     if forward_ad._current_level >= 0 or torch.autograd._profiler_enabled():
         return False
     wanted = torch.is_grad_enabled()
-    return all(type(t) is Tensor and not _is_wrapped(t) and not (wanted and t.requires_grad) for t in tensors)
+    for t in tensors:  # a loop, as `all` of a generator takes three times as long
+        if type(t) is not Tensor or _is_wrapped(t) or (wanted and t.requires_grad):
+            return False
+    return True
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]  # as those that a vjp keeps
@@ -99,7 +103,11 @@ def backend(device: str) -> tuple[str, ModuleType]:
     Raises ValueError where FQUANT_KERNELS names no backend, or one that cannot compute there, and RuntimeError where
     the one it names cannot be had.
     """
-    asked = os.environ.get(VARIABLE)
+    return _backend(os.environ.get(VARIABLE), device)
+
+
+@cache
+def _backend(asked: str | None, device: str) -> tuple[str, ModuleType]:
     if asked is None:
         name = BY_DEVICE.get(device, "reference")
         found = _load(name)
@@ -173,10 +181,11 @@ def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: to
 def _product(
     name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, **out: Tensor
 ) -> Tensor:
-    return _compute(name, x, buffers, Spec(read(format), tuple(shape), dtype), **out)
+    return product(name, x, buffers, Spec(read(format), tuple(shape), dtype), **out)
 
 
-def _compute(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
+def product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
+    """The op ``name``, a product, computed without the dispatcher; right only where :func:`is_direct` holds."""
     _check_product(name, x, buffers, spec)
     return getattr(_of(spec.format, x.device), name)(x, buffers, spec, **out)
 
@@ -196,13 +205,13 @@ def _check_rows(rows: Tensor, format: Format) -> None:
 
 
 def _check_decode(spec: Spec, buffers: list[Tensor], out: torch.dtype) -> tuple[int, ...]:
-    if out not in (*FLOATS, torch.float64):
+    if out not in _COMPUTED:
         raise TypeError(f"decode got {out}; wanted f32, bf16, f16 or f64")
     return check(spec, buffers)
 
 
 def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> None:
-    if len(spec.shape) != 2 or x.dtype not in (*FLOATS, torch.float64) or x.ndim < 2:
+    if len(spec.shape) != 2 or x.dtype not in _COMPUTED or x.ndim < 2:
         raise TypeError(
             f"{name} got x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}; wanted f[*stack m n], 2 dims"
         )
