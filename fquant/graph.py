@@ -28,6 +28,7 @@ _aten = torch.ops.aten
 _WAIT = "_c10d_functional.wait_tensor.default"  # by name: not every build of torch has it
 IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
 CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
+_PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
 _FUNCTIONAL = "_c10d_functional."
 _ISSUES = {  # of the others of torch the name is the op's
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
@@ -61,7 +62,7 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
 
 
 def tidy(graph: Graph) -> None:
-    """Take out nodes that nobody uses, views that are there already, and reads of what is asked for its shape only.
+    """Take out nodes that nobody uses, views that are there already, products with 1, and reads for a shape only.
 
     A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
     wait gives the tensor that was issued, for which the trace has another.
@@ -77,6 +78,7 @@ def tidy(graph: Graph) -> None:
         elif is_wait(node) and collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _see_once(graph)
+    _without_ones(graph)
     graph.eliminate_dead_code()
 
 
@@ -98,6 +100,23 @@ def _see_once(graph: Graph) -> None:
         first = known.setdefault(storage, {}).setdefault(place, node)
         if first is not node and is_view(node) and not is_wait(node):
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
+
+
+def _without_ones(graph: Graph) -> None:
+    """Take out products with the number 1, as of an adapter whose alpha is its rank, where nobody could tell.
+
+    Somebody could if one of the two were written over, or if an argument became a result.
+    """
+    outer = [node for node in graph.nodes if node.op == "placeholder"] + outputs(graph)
+    seen = {storage for node in outer for storage in storages(node)}
+    seen |= {storage for node in graph.nodes if node.op == "call_function" for storage in written(node)}
+    for node in list(graph.nodes):
+        if node.target not in _PRODUCTS or type(node.args[1]) not in (int, float) or node.args[1] != 1:
+            continue
+        (same,) = node.all_input_nodes
+        if kind(same) == kind(node) and not seen & (storages(same) | storages(node)):
+            substitute(node, same)
+            graph.erase_node(node)
 
 
 def _without_argument(graph: Graph, node: Node, fill: float) -> None:

@@ -69,10 +69,10 @@ def adamw(
         step = state.step + 1
         mean = tree.map(lambda m, g: b1 * m + (1 - b1) * g.float(), state.mean, grads)
         square = tree.map(lambda v, g: b2 * v + (1 - b2) * g.float() ** 2, state.square, grads)
-        seen1, seen2, now = _seen(b1, step), _seen(b2, step), rate(state.step)
+        seen1, seen2, down = _seen(b1, step), _seen(b2, step), -rate(state.step)
 
         def change(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            return -now * ((m / seen1) / ((v / seen2).sqrt() + eps) + weight_decay * p.float())
+            return down * ((m / seen1) / ((v / seen2).sqrt() + eps) + weight_decay * p.float())
 
         return tree.map(change, mean, square, params), AdamState(step, mean, square)
 
@@ -92,12 +92,12 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
 
     def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
         _check_like(grads, params)
-        now, kept = rate(state.step), None
+        down, kept = -rate(state.step), None
         way = tree.map(lambda g, p: g.float() + weight_decay * p.float(), grads, params)
         if momentum:
             kept = tree.map(lambda m, d: momentum * m + d, state.momentum, way)
             way = tree.map(lambda d, m: d + momentum * m, way, kept) if nesterov else kept
-        return tree.map(lambda d: -now * d, way), MomentumState(state.step + 1, kept)
+        return tree.map(lambda d: down * d, way), MomentumState(state.step + 1, kept)
 
     return Optimizer(init, update)
 
@@ -113,10 +113,10 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
 
     def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
         _check_like(grads, params)
-        now = rate(state.step)
+        down = -rate(state.step)
 
         def change(m: Tensor, g: Tensor, p: Tensor) -> Tensor:
-            return -now * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
+            return down * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
 
         kept = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
         return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, kept)

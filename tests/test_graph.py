@@ -136,6 +136,33 @@ def test_a_view_is_made_once(case):
     assert {name: names.count(name) for name in left} == left
 
 
+ONES = {  # products with 1, and how many are left
+    "between": (lambda x: (x.exp() * 1).sin() + (1.0 * x.exp()).cos(), 0),
+    "seen": (lambda x: (x.exp() * 1.0).view(12).sin() + (x.exp() * 1).mT[1:].reshape(-1).sum(), 0),
+    "another number": (lambda x: (x.exp() * 2).sin(), 1),
+    "another dtype": (lambda x: (x.isnan() * 1.0).sin(), 1),
+    "other strides": (lambda x: (x[:1].exp().expand(4, 3) * 1).sin(), 1),
+    "an argument": (lambda x: x * 1, 1),
+    "seen of an argument": (lambda x: (x.view(12) * 1).view(3, 4), 1),
+    "returned": (lambda x: (y := x.exp(), y * 1), 1),
+    "written": (lambda x: (y := x.exp(), z := y * 1, y.add_(1), z.sin() + y), 1),
+}
+
+
+@pytest.mark.parametrize("case", ONES)
+def test_products_with_one_are_taken_out_where_nobody_can_tell(case):
+    f, left = ONES[case]
+    x = torch.tensor([-0.0, 0.0, float("inf"), -float("inf"), float("nan"), 1e-40, *range(6)]).view(4, 3)
+    captured = jit(f, fuse=False)
+    got, wanted = tree.leaves(captured(x)), tree.leaves(f(x))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    pieces = lambda leaves: len({t.untyped_storage()._cdata for t in (x, *leaves)})
+    assert pieces(got) == pieces(wanted)
+    (traced,) = captured.traced.values()
+    assert [node.target for node in traced.module.graph.nodes].count(torch.ops.aten.mul.Tensor) == left
+
+
 @pytest.mark.parametrize("shape", [(4, 3, 1, 1), (1, 5)], ids=str)
 def test_strides_of_single_elements_do_not_matter(shape):
     """As those of the gradient of a convolution of one pixel."""
