@@ -166,6 +166,21 @@ def test_x_may_lie_anywhere_and_is_left_alone(op, place):
                 assert all(map(alike, (x, *buffers), before))
 
 
+def test_many_wide_rows_that_begin_within_a_word():
+    """Of these x is not copied but read by words, unless it does not lie at one; then there is a copy."""
+    spec, rows = Spec(NF4_DQ, (4096, 64), torch.bfloat16), 800
+    buffers, x = draw(spec), rows_of_x(rows, 4096, torch.bfloat16)
+    within = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+    assert x.data_ptr() % 4 == 0 and within.data_ptr() % 4 == 2
+    room = {}
+    for which, g in {"at a word": x, "within": within}.items():
+        with Peak() as peak:
+            room[which] = cpu.matmul_t(g, buffers, spec), peak.most
+    assert alike(room["within"][0], room["at a word"][0])
+    if ISAS[-1] == "cpu:avx512_bf16":
+        assert room["at a word"][1] + (2 << 20) < room["within"][1] < 8 << 20
+
+
 @each_op
 @each_kind
 def test_stacks(format, op):

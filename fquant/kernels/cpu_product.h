@@ -53,7 +53,7 @@ static Plan plan(int isa, int threads, int transposed, const Packed *w, const vo
     work->group = group_of(w->rows, threads);
     int64_t row = (transposed ? slabs_of(work->words) * APART : work->words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
-    int whole = dtype == F32 || (work->half && work->inner % 2 == 0);
+    int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work->half && work->inner % 2 == 0));
     if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* x as it is, since its words are there */
     int64_t chunks = (m + most - 1) / most;
     p.chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
