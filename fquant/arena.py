@@ -37,6 +37,7 @@ from torch.fx.node import map_arg
 
 from . import graph as graphs
 from . import heap
+from .kernels import direct
 from .kernels.pointwise import OP
 from .kernels.program import parse
 
@@ -113,6 +114,8 @@ def place(graph: Graph) -> Placed | None:
                 copies[node] = fixed(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
+    for node in new.nodes:
+        node.target = direct.of(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return Placed(GraphModule(root, new), nbytes, tensors)

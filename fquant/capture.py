@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import arena, blame, graph, heap, order, tree
 from .donate import donate as donated
+from .forward import is_dual
 from .fuse import fuse as fused
 from .recompute import recompute as recomputed
 from .reuse import reuse
@@ -237,7 +238,7 @@ def _is_inside(tensors: list[Tensor]) -> bool:
         torch.compiler.is_dynamo_compiling()
         or torch._C._are_functorch_transforms_active()
         or get_proxy_mode() is not None
-        or any(isinstance(t, FakeTensor) for t in tensors)
+        or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
     )
 
 

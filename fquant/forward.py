@@ -20,3 +20,8 @@ def forward(saved: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Forward mode as outside of the Function; gives the primals of the tensors ``saved``."""
     with forward_ad._set_fwd_grad_enabled(True):  # type: ignore[attr-defined]
         yield [forward_ad.unpack_dual(t).primal for t in saved]
+
+
+def is_dual(t: Tensor) -> bool:
+    """Whether a tensor has a tangent, in a ``dual_level``."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 from fquant import arena, cost, graph, heap, jit
+from fquant.kernels import direct
 from tests.bench.timing import extra_bytes
 
 from . import ranks
@@ -62,6 +64,17 @@ def test_a_step_takes_what_its_graph_says_and_hardly_more(monkeypatch):
         if laid_out:
             assert 0.9 < laid_out / (told.peak - told.arguments) < 1.05
     assert taken["keep"] < 1.1 * taken["system"]  # with what ops need inside
+
+
+def test_ours_are_called_without_torch_unless_a_profiler_is_there():
+    given, f = (*start(), tokens_of(0)), jit(step)
+    wanted = f(*given)
+    ops = [node.target for node in placed(f).module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert ops and not [op for op in ops if op.name() in direct._FUNCTIONS]
+    with profile() as seen:
+        got = f(*given)
+    assert equal(got, wanted)
+    assert {"fquant::pointwise", "fquant::matmul", "fquant::rms_norm"} <= {one.key for one in seen.key_averages()}
 
 
 def test_what_is_returned_is_the_caller_s():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp
 
-from fquant import NF4, dequantize, linear, quantize, remat
+from fquant import NF4, dequantize, jit, linear, quantize, remat
 from fquant.kernels.reference_attention import dense
 from models import blocks, head
 from models.attention import attention
@@ -59,3 +60,16 @@ def test_forward_mode_around_forward_mode(case, mode):
             MODES[mode](ours)(t)
     else:
         torch.testing.assert_close(MODES[mode](ours)(t), wanted)
+
+
+def test_a_captured_function_of_dual_tensors_is_the_function_itself():
+    """A replay writes into memory that is laid out, which no tangent would follow."""
+    f = lambda x: ((x * 2 + 1).sin() @ x, F.silu(x * 3).sum())
+    x, dx = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    captured, (wanted, tangents) = jit(f), jvp(f, (x,), (dx,))
+    captured(x)
+    with forward_ad.dual_level():
+        duals = [forward_ad.unpack_dual(t) for t in captured(forward_ad.make_dual(x, dx))]
+        plain = [forward_ad.unpack_dual(t) for t in captured(x)]
+    torch.testing.assert_close([(dual.primal, dual.tangent) for dual in duals], [*zip(wanted, tangents, strict=True)])
+    assert all(t.tangent is None for t in plain) and len(captured.traced) == 1

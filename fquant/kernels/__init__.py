@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format, num_blocks, num_bytes, read
-from . import reference, vectors
+from . import direct, reference, vectors
 from .spec import FLOATS, Spec, check, code_dtype
 
 VARIABLE = "FQUANT_KERNELS"
@@ -256,14 +256,15 @@ def into(library: torch.library.Library, name: str, schema: str, real: Callable[
 
     def compute(*args: Any, **named: Any) -> None:
         out: list[Tensor] = [named.pop(one) for one in names]
-        direct = backend("cpu")[0] == "cpu" and all(t.dtype is not torch.float64 for t in out)
-        told = {"out": out if len(out) != 1 else out[0]} if direct else {}
+        in_c = backend("cpu")[0] == "cpu" and all(t.dtype is not torch.float64 for t in out)
+        told = {"out": out if len(out) != 1 else out[0]} if in_c else {}
         results = real(*args, **named, **told)
         for t, result in zip(out, [results] if isinstance(results, Tensor) else results, strict=True):
             if result.data_ptr() != t.data_ptr():
                 t.copy_(result)
 
     library.impl(f"{name}.out", compute, "CPU")
+    direct.add(f"fquant::{name}.out", compute)
 
 
 _FIX = (

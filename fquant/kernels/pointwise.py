@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend, constant
+from . import backend, constant, direct
 from .program import DTYPES, Program, dtypes, parse
 
 SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
@@ -44,6 +44,10 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program)
 
 def _pointwise(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
     _check(read, write, text)
+    return _compute(read, write, text)
+
+
+def _compute(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
     return backend(read[0].device.type)[1].pointwise(read, write, text)
 
 
@@ -111,6 +115,7 @@ _FIX = "it is what a captured graph runs; differentiate the function, and captur
 def _register() -> Callable[..., Any]:
     _LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl("pointwise", _pointwise, "CompositeExplicitAutograd")
+    direct.add("fquant::pointwise", _compute)
     _LIBRARY.impl("pointwise", partial(constant, "pointwise", _FIX), "Autograd", with_keyset=True)
     torch.library.register_fake("fquant::pointwise", _fake, lib=_LIBRARY)
     return torch.ops.fquant.pointwise.default
