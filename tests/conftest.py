@@ -1,14 +1,47 @@
-"""One thread a process (two xdist workers on two cores), no network, deterministic hypothesis."""
+"""One thread a process (two xdist workers on two cores), no network, deterministic hypothesis, and who runs what.
 
+A worker takes whole files, so that what the tests of a file share is made once; files that name the same group,
+``pytest.mark.xdist_group("ranks")``, go to one worker together, so that there is one pool of ranks. (xdist's own
+``--dist loadgroup`` writes the group into the name of a test, which from pytest 9.2 on has no effect: its issue 1386.)
+"""
+
+import gc
 import os
+import re
+from functools import cache
+
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
-import torch
 
-torch.set_num_threads(1)
-hypothesis.settings.register_profile("fquant", deadline=None, derandomize=True, database=None, max_examples=25)
-hypothesis.settings.load_profile("fquant")
+def pytest_configure(config):
+    if config.getoption("dist") == "no":  # this process runs tests, and does not only hand them out
+        import hypothesis
+        import torch
+
+        torch.set_num_threads(1)
+        hypothesis.settings.register_profile("fquant", deadline=None, derandomize=True, database=None, max_examples=25)
+        hypothesis.settings.load_profile("fquant")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests: not for every collection to walk
+
+
+class LoadGroups(LoadFileScheduling):
+    def _split_scope(self, nodeid):
+        return group(self.config.rootpath / super()._split_scope(nodeid))
+
+
+@cache
+def group(path):
+    """What ``path`` is run with: the group that it names, or itself."""
+    found = re.search(r'xdist_group\("(\w+)"\)', path.read_text())
+    return found[1] if found else str(path)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return LoadGroups(config, log) if config.getoption("dist") == "loadfile" else None

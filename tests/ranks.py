@@ -14,7 +14,7 @@ up the name of whoever connects, for seconds where a name server is slow. A rank
 as a real one would by exiting, so that its peers fail instead of waiting. A rank that has not answered in time is
 killed with the whole pool, and the message holds its stack.
 
-Ranks are forked from a server that has imported torch and has no threads ("forkserver"), so a new one costs
+Ranks are forked from a server that has imported torch and us and has no threads ("forkserver"), so a new one costs
 milliseconds rather than the seconds of the import. Calls and results travel pickled by value.
 """
 
@@ -44,6 +44,8 @@ import torch.distributed as dist
 
 START = 120.0  # seconds for a new process to start, for a test module to be imported in it, or to join a group
 LEAVE = 10.0  # seconds to leave a group
+# What the calls of most tests import, and what torch imports at first use.
+PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "shard", "examples.qlora", "tests.test_packed"]
 
 
 class Failure(NamedTuple):
@@ -160,7 +162,7 @@ def ask(members: list[Rank], messages: list[Any], seconds: float) -> dict[int, A
 def grow(n: int) -> list[Rank]:
     """The first ``n`` members of the pool, started where there is none or it has died."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOAD)
     for rank in range(n):
         if rank < len(POOL) and POOL[rank].process.is_alive():
             continue
@@ -197,12 +199,12 @@ def where(member: Rank) -> str:
 def serve(pipe: Connection, stack: Path) -> None:
     """Answer calls until the test process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # what the server imported: not for the collection of every leave to walk
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     with stack.open("w") as file, contextlib.suppress(EOFError, BrokenPipeError):
         faulthandler.register(signal.SIGUSR1, file)
         while True:
             call, *group = pipe.recv()
+            gc.freeze()  # what the server and the calls before imported: not for the collection of every leave to walk
             torch.set_num_threads(1)  # whatever the call before has set
             go = True  # false once any rank has failed: then all leave
             try:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from . import ranks
+from .conftest import group
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -224,3 +226,11 @@ def test_function_that_a_rank_cannot_import(monkeypatch):
     with pytest.raises(ranks.RankFailure, match="nowhere") as raised:
         ranks.run(2, total, 1.0)
     assert [f.type for f in raised.value.failures.values()] == ["AttributeError"] * 2
+
+
+def test_there_is_one_pool():
+    """Whoever uses it is run by one worker."""
+    here = Path(__file__).parent
+    users = [path for path in here.glob("test_*.py") if "ranks.run(" in path.read_text()]
+    assert len(users) > 20 and {group(path) for path in users} == {"ranks"}
+    assert group(here / "test_tree.py") != group(here / "test_comm.py")
