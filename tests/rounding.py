@@ -18,6 +18,8 @@ The bound is attained within a few percent. Rounding a float32's weights to bflo
 twice to x's dtype exceeds it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,11 +43,19 @@ def bound(x: Tensor, w: Tensor) -> Tensor:
 
 def assert_product(got: Tensor, x: Tensor, w: Tensor, note: object = "") -> None:
     """``got`` f[... m k] is ``x · w``, in x's dtype and within its rounding: x f[... m n], w [... n k]."""
-    exact = x.double() @ w.double()
-    assert got.dtype == x.dtype and got.shape == exact.shape, (note, got.dtype, got.shape)
-    error, allowed = (got.double() - exact).abs(), bound(x, w)
-    wrong = ~(error <= allowed)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        found = f"{got[at].item():g}, exactly {exact[at].item():g}, may be off by {allowed[at].item():g}"
-        raise AssertionError(f"{note}: {int(wrong.sum())} of {wrong.numel()} are wrong, the first at {at}: {found}")
+    product_of(x, w)(got, note)
+
+
+def product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, object], None]:
+    """``assert_product`` of these factors, for many that computed it: what is exact is computed once."""
+    exact, allowed, dtype = x.double() @ w.double(), bound(x, w), x.dtype
+
+    def check(got: Tensor, note: object) -> None:
+        assert got.dtype == dtype and got.shape == exact.shape, (note, got.dtype, got.shape)
+        wrong = ~((got.double() - exact).abs() <= allowed)
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            found = f"{got[at].item():g}, exactly {exact[at].item():g}, may be off by {allowed[at].item():g}"
+            raise AssertionError(f"{note}: {int(wrong.sum())} of {wrong.numel()} are wrong, the first at {at}: {found}")
+
+    return check

@@ -29,7 +29,8 @@ ALL = [
     if transform not in ("make_fx", "make_fx_vmap", "compile") and (verb, transform) not in table.REFUSED
     if not (transform == "vmap_jvp" and verb.startswith("forward"))  # see test_a_mapped_forward_derivative
 ]
-FEW = {"forward": ("grad",), "forward_remat": ("grad", "vmap_all")}  # what CI takes of verbs that take seconds
+# What CI takes of verbs that take seconds.
+FEW = {"forward": ("grad",), "forward_remat": ("grad", "vmap_all"), "forward_remat2": ("grad_grad",)}
 SOME = ("grad", "vmap_all", "jvp", "grad_grad")
 ROWS = [
     pytest.param(

@@ -82,11 +82,10 @@ FEW = {  # what CI takes, on 2 and on 3 ranks; the rest is slow
     (2, "linear"): SOME,
     (2, "paired"): SOME,
     (2, "dropout"): ("grad", "vmap_all"),
-    (2, "forward_remat2"): ("grad_grad",),
+    (2, "remat2"): ("grad_grad",),
     (3, "remat"): ("grad", "vmap_all", "jvp"),
     (3, "gathered"): ("grad",),
     (3, "scattered"): ("vmap_all",),
-    (3, "forward_remat"): ("grad",),
 }
 ROWS = [
     pytest.param(
@@ -258,9 +257,9 @@ def held():
 
 def test_what_one_rank_still_holds_is_not_written_there():
     """Ranks then replay different graphs, with the same collectives."""
-    (written, views, total), *others = ranks.run(3, held, timeout=60)
+    (written, views, total), other = ranks.run(2, held, timeout=60)
     assert views and written == total - views
-    assert others == [(total, 0, total)] * 2
+    assert other == (total, 0, total)
 
 
 def of_a_mesh():

@@ -1,7 +1,7 @@
 """cost: what the graph says is what a replay does: memory, FLOPs, bytes and collectives."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from models import decoder
 from . import ranks
 from .live import Peak
 from .test_capture import CFG, loss, start, step, tokens_of
+from .test_packed import named
 
 STEPS = {
     "step": (step, lambda: (*start(), tokens_of(0))),
@@ -28,7 +29,7 @@ STEPS = {
     "views": (lambda x: (x.mT[:5] + 1).reshape(-1)[::2].sum(), lambda: (torch.ones(40, 30),)),
     "argument returned": (lambda x: {"same": x, "view": x[:3], "new": x + 1}, lambda: (torch.ones(40, 30),)),
 }
-each_step = pytest.mark.parametrize("f, args", STEPS.values(), ids=STEPS)
+each_step = named("name", STEPS)
 
 
 class Bytes(TorchDispatchMode):
@@ -48,17 +49,18 @@ class Bytes(TorchDispatchMode):
         return out
 
 
-def captured(f, args):
-    """``f`` captured and run once, so that the next call is a replay."""
-    replay = jit(f)
+@cache
+def captured(name):
+    """The step, captured and run once, so that the next call is a replay; its arguments; what it is said to cost."""
+    f, args = STEPS[name]
+    replay, args = jit(f), args()
     replay(*args)
-    return replay
+    return replay, args, cost(f, *args)
 
 
 @each_step
-def test_peak_is_what_a_replay_holds(f, args):
-    args = args()
-    replay, told = captured(f, args), cost(f, *args)
+def test_peak_is_what_a_replay_holds(name):
+    replay, args, told = captured(name)
     with Peak() as peak:
         result = replay(*args)
     assert told.arguments == tree.nbytes(args) and told.peak == told.arguments + peak.most
@@ -89,12 +91,11 @@ def test_donation_and_remat_need_less():
 
 
 @each_step
-def test_flops_are_torchs_count(f, args):
-    args = args()
-    replay = captured(f, args)
+def test_flops_are_torchs_count(name):
+    replay, args, told = captured(name)
     with FlopCounterMode(display=False) as counter:
         replay(*args)
-    assert cost(f, *args).flops == counter.get_total_flops()
+    assert told.flops == counter.get_total_flops()
 
 
 def test_flops_of_a_packed_product():
@@ -107,9 +108,8 @@ def test_flops_of_a_packed_product():
 
 
 @each_step
-def test_bytes_are_those_of_all_ops(f, args):
-    args = args()
-    replay, told = captured(f, args), cost(f, *args)
+def test_bytes_are_those_of_all_ops(name):
+    replay, args, told = captured(name)
     with Bytes() as seen:
         replay(*args)
     assert (told.read, told.written, told.nodes >= seen.ops) == (seen.read, seen.written, True)
@@ -140,10 +140,10 @@ def test_attention_counts():
 
 
 @each_step
-def test_shapes_suffice(f, args):
-    args = args()
+def test_shapes_suffice(name):
+    _, args, told = captured(name)
     meta = tree.map(lambda t: t.to("meta"), args)
-    assert cost(f, *meta) == cost(f, *args)
+    assert cost(STEPS[name][0], *meta) == told
 
 
 # --- on a mesh --------------------------------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ def start():
     return adapters, OPT.init(adapters), base, random.permutation(random.key(3), 64)[:34].reshape(2, 17)
 
 
-@pytest.mark.parametrize("backend", [*ISAS, "reference"])
+@pytest.mark.parametrize(
+    "backend", [*ISAS[:1], *ISAS[-1:], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:-1]), "reference"]
+)
 def test_a_step_of_training_has_the_same_bits(backend):
     with forced(backend):
         plain, fused = (jit(step, donate=("adapters", "state"), fuse=fuse) for fuse in (False, True))
@@ -247,9 +249,10 @@ def some_arguments(seed):
     return [randn(4, 6, seed=seed), randn(4, 6, seed=seed + 1), randn(4, 6, seed=2, dtype=BF16), randn(6, seed=3)]
 
 
-def test_any_function():
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 150), marks=pytest.mark.slow)], ids=str)
+def test_any_function(seeds):
     shorter = 0
-    for seed in range(150):
+    for seed in seeds:
         f = any_function(dice.Random(seed))
         args, wanted_args = some_arguments(seed), some_arguments(seed)
         wanted = f(*wanted_args)
@@ -257,7 +260,7 @@ def test_any_function():
         assert equal((fused(*args), args), (wanted, wanted_args)), seed
         shorter += len(fused.module.graph.nodes) < len(plain.module.graph.nodes)
         assert graph.peak(fused.module.graph).nbytes <= 1.3 * graph.peak(plain.module.graph).nbytes, seed
-    assert shorter > 75
+    assert shorter > len(seeds) / 2
 
 
 def test_what_nobody_reads_any_more_is_written_over():

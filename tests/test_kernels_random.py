@@ -4,7 +4,6 @@ What is marked ``interpreted`` is computed by the Triton kernels in Triton's int
 """
 
 import ctypes
-import itertools
 import math
 from importlib.util import find_spec
 
@@ -271,7 +270,8 @@ def test_what_is_said_of_the_ops_to_torch_is_true():
         ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
     check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=every)
-    for backend, key in itertools.product(("reference", *ISAS[-1:]), (KEYS, KEYS.mT, KEYS[0, 0], KEYS[:0])):
+    keys = [("reference", key) for key in (KEYS, KEYS.mT, KEYS[0, 0], KEYS[:0])]
+    for backend, key in (*keys, *((isa, KEYS.mT) for isa in ISAS[-1:])):  # what is faked is the same for all backends
         with forced(backend):
             check(ops.fold, key, torch.tensor(3))
             check(ops.fold, key[..., None], torch.arange(4))

@@ -8,6 +8,7 @@ from torch.func import grad_and_value
 import shard
 from fquant import cost, jit, lora, tree
 from fquant.capture import trace
+from fquant.cost import of
 from models import decoder
 from shard.schedule import gathers, keep, prefetch, show
 
@@ -47,10 +48,10 @@ def steps():
         assert equal(step(*args), wanted), name
         with shard.traffic() as traffic, Peak() as peak:
             assert equal(step(*args), wanted), name
-        told = cost(f, *args, passes=passes)
+        (captured,) = step.traced.values()
+        told = of(captured)
         assert told.peak - told.arguments == peak.most
         assert sum(c.sent for c in told.collectives) == traffic.sent
-        (captured,) = step.traced.values()
         rows = [(row.name, row.of, row.nbytes) for row in show(captured)]
         assert {s for s in map(str, captured.module.graph.nodes) if s.startswith("get_attr")} == set()
         found[name] = rows, told.peak, told.flops
