@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -96,8 +97,8 @@ def _made(
     name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int
 ) -> tuple[ModuleType, Any]:
     if num_groups > 1:
-        each = [_layers(name, num_codes, num_layers, dim // num_groups, random.fold(key, i)) for i in range(num_groups)]
-        return grouped, grouped.init(each)
+        one = partial(_layers, name, num_codes, num_layers, dim // num_groups)
+        return grouped, grouped.init(key, [one] * num_groups)
     if num_layers > 1:
         return residual, _layers(name, num_codes, num_layers, dim, key)
     match name:

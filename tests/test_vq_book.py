@@ -298,13 +298,13 @@ BAD = {
     "top 0": (lambda: vq.encode(book(), X, top=0), ValueError, "top is 0"),
     "code": (
         lambda: vq.decode(book(), torch.tensor([3, 13])),
-        ValueError,
+        IndexError,
         "codes: got 13 for a book of 13; wanted 0 to 12",
     ),
-    "below": (lambda: vq.decode(book(), torch.tensor([-2])), ValueError, "codes: got -2 for a book of 13"),
+    "below": (lambda: vq.decode(book(), torch.tensor([-2])), IndexError, "codes: got -2 for a book of 13"),
     "code of heads": (
         lambda: vq.decode(book(2), torch.tensor([[0, 13]])),
-        ValueError,
+        IndexError,
         "codes: got 13 for a book of 13",
     ),
     "one head": (

@@ -36,7 +36,9 @@ STATES = {
     "implicit": (residual, lambda: spread(residual.init_implicit(0, 7, 4, 3, dim=DIM, depth=1))),
     "simvq": (simvq, lambda: spread(simvq.init(0, 7, DIM, hidden=(5,)))),
     "residual simvq": (residual, lambda: spread(residual.init_simvq(0, 7, 4, 3, dim=DIM, dropout=True))),
-    "grouped": (grouped, lambda: grouped.init([spread(residual.init_books(i, 7, 3, 2, dropout=True)) for i in (0, 1)])),
+    "grouped": (
+        grouped, lambda: spread(grouped.init(0, 2 * [lambda key: residual.init_books(key, 7, 3, 2, dropout=True)]))
+    ),
     "hierarchical": (hierarchical, lambda: spread(hierarchical.init(0, 7, DIM, (1, 3, 5)))),
     "hierarchical, dropout": (
         hierarchical, lambda: spread(hierarchical.init(0, 7, DIM, (1, 3, 5), shared=False, dropout=0.7))

@@ -262,7 +262,6 @@ WRONG = {
     "key": (lambda: hierarchical.apply(STATE, drawn(2, 12, D), torch.zeros(2).long()), r"key is \(2,\)"),
     "codes": (lambda: hierarchical.decode(STATE, [torch.zeros(2, 1).long(), torch.zeros(2, 3).long()]), r"codes.1 are"),
     "many": (lambda: hierarchical.decode(STATE, [torch.zeros(2, 1).long()] * 5), "got codes of 5 scales for places"),
-    "beyond": (lambda: hierarchical.decode(STATE, [torch.full((2, 1), K)]), "codes: got 9 for a book of 9"),
     "stats": (lambda: hierarchical.update(STATE, hierarchical.Levels([], torch.zeros(()))), "got stats of 0 books"),
 }  # fmt: skip
 

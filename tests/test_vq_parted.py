@@ -64,10 +64,10 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
         parted.update(part, got.stats, threshold=threshold, over=over)
     seen, after = steps(part, partial(parted.apply, over=over), partial(parted.update, over=over), x, mask, threshold)
     seen = [(out, codes, shard.psum(loss, mesh, ("fsdp",))) for out, codes, loss in seen]
-    codes = parted.encode(part, x, over)
+    codes = parted.encode(part, x, over=over)
     counted = shard.psum((got.stats.own.kept, got.stats.own.lost), mesh, ("fsdp",))
     traffic = [sorted(call[0] for call in t.calls) for t in (one, two)]
-    return seen, after.book, codes, parted.decode(part, codes, over), traffic, counted
+    return seen, after.book, codes, parted.decode(part, codes, over=over), traffic, counted
 
 
 def one_book(book, x, mask, split, threshold, abreast=1):
@@ -169,7 +169,7 @@ def ties(split):
     codes = torch.arange(12.0).remainder(4)[:, None].expand(12, 3)  # each three times, here and elsewhere
     book = replace(vq.init(0, 12, 3), codes=codes.contiguous())
     x = torch.tensor([[0.0] * 3, [1.0] * 3, [1.5] * 3, [9.0] * 3, [-0.0, 0, 0], [3e38] * 3, [-5.0] * 3])
-    return parted.encode(parted.part(book, *shard.span(12, mesh, "fsdp")), x[: split[rank]], over)
+    return parted.encode(parted.part(book, *shard.span(12, mesh, "fsdp")), x[: split[rank]], over=over)
 
 
 @pytest.mark.xdist_group("ranks")
@@ -242,7 +242,7 @@ def test_every_code_lies_on_one_rank():
 
 def too_many():
     over = vq.Across(*shard.across(shard.mesh(fsdp=2), "fsdp", most=4))
-    parted.encode(parted.part(whole("euclidean"), 0, K), drawn(5, D), over)
+    parted.encode(parted.part(whole("euclidean"), 0, K), drawn(5, D), over=over)
 
 
 @pytest.mark.xdist_group("ranks")
@@ -258,7 +258,7 @@ WRONG = {
     "none": (lambda: parted.part(whole("cosine"), 5, 5), ValueError, "codes 5 to 5 of 23"),
     "double": (lambda: parted.encode(PART, X.double()), TypeError, "x: got torch.float64; wanted float32 or narrower"),
     "last dim": (lambda: parted.apply(PART, drawn(2, 3)), ValueError, r"x: got shape \(2, 3\) for a book of 5"),
-    "code": (lambda: parted.decode(PART, torch.tensor([23])), ValueError, "codes: got 23 for a book of 23"),
+    "code": (lambda: parted.decode(PART, torch.tensor([23])), IndexError, "codes: got 23 for a book of 23"),
     "floats": (lambda: parted.decode(PART, torch.zeros(2)), TypeError, "codes: got torch.float32; wanted int64"),
     "key": (lambda: parted.apply(PART, X, draw=True), ValueError, "key is None with draw=True"),
     "undrawn": (

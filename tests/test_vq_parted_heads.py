@@ -86,5 +86,5 @@ def test_contradictions_are_refused():
         parted.decode(part, torch.zeros(4, 2).long())
     with pytest.raises(ValueError, match=r"x: got shape \(4, 2, 5\) for a book of 5 dims; wanted \[... 3 5\]"):
         parted.encode(part, torch.zeros(4, 2, D))
-    with pytest.raises(ValueError, match="codes: got 11 for a book of 11"):
+    with pytest.raises(IndexError, match="codes: got 11 for a book of 11"):
         parted.decode(part, torch.full((4, HEADS), 11))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,14 +105,14 @@ def test_groups_are_the_peers(kind):
     torch.manual_seed(1)
     if kind == "fsq":
         them: Any = GroupedResidualFSQ(dim=14, groups=2, levels=list(LEVELS), num_quantizers=3)
-        each, warmth = [residual.init_fsq(i, LEVELS, 3, 7) for i in (0, 1)], {}
+        one, warmth = partial(residual.init_fsq, levels=LEVELS, num_layers=3, dim=7), {}
     else:
         weights = {"entropy_loss_weight": 1.0, "commitment_loss_weight": 2.0}
         them = GroupedResidualLFQ(dim=14, groups=2, codebook_size=32, num_quantizers=3, **weights)
-        each, warmth = [residual.init_lfq(i, 5, 3, 7) for i in (0, 1)], {"inv_temperature": 0.5}
+        one, warmth = partial(residual.init_lfq, bits=5, num_layers=3, dim=7), {"inv_temperature": 0.5}
         for layer in [layer for one in them.rvqs for layer in one.layers]:
             layer.forward = warm(layer)
-    state = grouped.init([replace(one, params=projections(of)) for one, of in zip(each, them.rvqs, strict=True)])
+    state = grouped.init(0, [lambda key, of=of: replace(one(key), params=projections(of)) for of in them.rvqs])
     x, weight = drawn(3, 40, 14, size=0.7), drawn(3, 40, 14, seed=3)
     there = x.clone().requires_grad_()
     wanted, codes, *losses = them(there)

@@ -358,7 +358,6 @@ WRONG = {
         TypeError,
         "layers.0 is a LFQ; wanted a Book",
     ),
-    "codes": (lambda: residual.decode(STATE, torch.full((3, 4), 12)), ValueError, "codes: got 12 for a book of 12"),
     "last dim": (lambda: residual.apply(STATE, drawn(2, 5)), ValueError, r"residual.apply: x is \(2, 5\); wanted 6"),
 }  # fmt: skip
 

@@ -204,11 +204,11 @@ def evaluated_before_kmeans(here):
 
 def groups(here):
     """Rank 0 runs what draws a depth and quantises, for itself."""
-    books = [residual.init_books(i, 7, D // 2, 3, dropout=True) for i in (0, 1)]
-    books = [tree.map_at(r"layers\.\d+\.codes", lambda t: 30 * t, group) for group in books]
-    scalars = [residual.init_fsq(i, (5, 3), 3, dropout=True) for i in (0, 1)]
+    books = grouped.init(0, [partial(residual.init_books, num_codes=7, width=D // 2, num_layers=3, dropout=True)] * 2)
+    books = tree.map_at(r"groups\.\d+\.layers\.\d+\.codes", lambda t: 30 * t, books)
+    scalars = grouped.init(1, [partial(residual.init_fsq, levels=(5, 3), num_layers=3, dropout=True)] * 2)
     found, x, key = [], mine(here, batch(0)), random.key(4)
-    for state in (grouped.init(books), grouped.init(scalars)):
+    for state in (books, scalars):
         if here.rank == 0:
             with shard.traffic() as traffic:
                 grouped.apply(state, x, random.key(8))

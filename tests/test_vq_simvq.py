@@ -137,10 +137,12 @@ def test_a_large_codebook_is_never_beside_all_rows():
 
 
 def groups(**options):
-    made = [residual.init_books(i, 9, 4, 3, **options) for i in range(2)]
-    return grouped.init(
-        [tree.map(lambda t, i=i: t + 0.5 * drawn(*t.shape, seed=i) * (t.ndim > 1), g) for i, g in enumerate(made)]
-    )
+    made = [lambda key, i=i: scattered(residual.init_books(key, 9, 4, 3, **options), i) for i in range(2)]
+    return grouped.init(0, made)
+
+
+def scattered(state, seed):
+    return tree.map(lambda t: t + 0.5 * drawn(*t.shape, seed=seed) * (t.ndim > 1), state)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -177,7 +179,7 @@ def test_groups_are_dropped_together_and_drawn_apart():
         assert torch.equal((got.codes >= 0).sum(-1), torch.full((40, 2), depth))
         assert torch.equal(grouped.decode(state, got.codes), got.x)
     assert seen == {1, 2, 3}
-    same = grouped.init([state.groups[0]] * 2)
+    same = grouped.Grouped([state.groups[0]] * 2)
     twice = grouped.apply(same, torch.cat([x[:, :4]] * 2, -1), random.key(0), temperature=1.0, depth=torch.tensor(3))
     assert not torch.equal(twice.codes[:, 0], twice.codes[:, 1])
     given = grouped.apply(state, x, codes=twice.codes)
@@ -193,20 +195,21 @@ def test_round_trip_through_a_file(tmp_path):
         assert torch.equal(verbs.encode(back, x), verbs.encode(state, x))
 
 
-SIM, PAIR, BOOKS = simvq.init(0, K, D), groups(), residual.init_books(0, 4, 3, 2)
+SIM, PAIR, BOOKS = simvq.init(0, K, D), groups(), lambda key: residual.init_books(key, 4, 3, 2)
 WRONG = {
     "codes": (lambda: simvq.init(0, 0, D), ValueError, r"num_codes is 0 and widths are \(6, 6\); wanted at least 1"),
     "hidden": (lambda: simvq.init(0, K, D, hidden=(0,)), ValueError, r"widths are \(6, 0, 6\)"),
     "last dim": (lambda: simvq.apply(SIM, drawn(2, 5)), ValueError, r"simvq.apply: x is \(2, 5\); wanted 6"),
     "last dim, encode": (lambda: simvq.encode(SIM, drawn(2, 5)), ValueError, r"x: got shape \(2, 5\) for a book of 6"),
-    "code": (lambda: simvq.decode(SIM, torch.tensor([20])), ValueError, "codes: got 20 for a book of 20"),
     "given": (
         lambda: simvq.apply(SIM, drawn(2, D), codes=torch.zeros(3).long()), ValueError, r"codes are \(3,\) for x"
     ),
-    "no groups": (lambda: grouped.init([]), ValueError, "there are no groups; wanted at least 1"),
-    "a book": (lambda: grouped.init([BOOKS, vq.init(0, 3, 3)]), TypeError, "groups.1 is a Book; wanted a Residual"),
+    "no groups": (lambda: grouped.init(0, []), ValueError, "there are no groups; wanted at least 1"),
+    "a book": (
+        lambda: grouped.init(0, [BOOKS, lambda key: vq.init(key, 3, 3)]), TypeError, "groups.1 is a Book; wanted a Re"
+    ),
     "layers": (
-        lambda: grouped.init([BOOKS, residual.init_books(0, 4, 3, 3)]), ValueError,
+        lambda: grouped.init(0, [BOOKS, lambda key: residual.init_books(key, 4, 3, 3)]), ValueError,
         r"groups.1 has \(layers, dropout, cutoff, multiple\) \(3, False, 0, 1\); wanted those of the first, \(2, False"
     ),
     "groups of x": (lambda: grouped.encode(PAIR, drawn(2, 7)), ValueError, r"x is \(2, 7\); wanted 8 .* \[4, 4\] of"),

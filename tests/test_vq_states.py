@@ -250,7 +250,7 @@ def test_wrong_rows_and_codes_are_refused(name):
     codes = case.encode(case.state, x)
     size = size_of(name)
     for wrong in (size, -2):
-        with pytest.raises(ValueError, match=f"codes: got {wrong} for a book of {size}; wanted 0 to {size - 1}, or -1"):
+        with pytest.raises(IndexError, match=f"codes: got {wrong} for a book of {size}; wanted 0 to {size - 1}, or -1"):
             case.decode(case.state, tree.map(lambda c: torch.full_like(c, wrong), codes))  # noqa: B023
     with pytest.raises(TypeError, match="codes: got torch.float32; wanted int64"):
         case.decode(case.state, tree.map(lambda c: c.float(), codes))

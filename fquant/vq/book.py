@@ -142,8 +142,8 @@ def unmapped(book: Book, rows: Tensor) -> Tensor:
 def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, ValueError for codes beyond the book, where values can be seen: neither in a
-    transform nor in a capture, where the lookup itself fails, when it is run.
+    Raises TypeError for another dtype, IndexError for codes beyond the book: in a transform and in a capture, where
+    values cannot be seen, when the lookup is run.
     """
     num_codes, dim = book.codes.shape[-2:]
     if not isinstance(codes, Tensor) or codes.dtype is not torch.int64:
@@ -152,7 +152,7 @@ def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tenso
     heads = book.codes.shape[0] if book.codes.ndim == 3 else None
     if heads is not None and codes.shape[-1:] != (heads,):
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted [... {heads}], a code for each of the heads")
-    check_codes(book, codes)
+    check_codes(num_codes, codes)
     table = codebook(book).reshape(-1, dim)
     # What is beyond is left to fail in the lookup, and must not be found among the codes of the next head.
     beyond = torch.where(codes == -1, 0, len(table))
@@ -161,14 +161,13 @@ def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return torch.where((codes == -1)[..., None], 0.0, F.embedding(at, table)).to(dtype or table.dtype)
 
 
-def check_codes(book: Book, codes: Tensor) -> None:
-    """Raise ValueError for codes that the book does not have, where values can be seen."""
-    num_codes = book.codes.shape[-2]
+def check_codes(num_codes: int, codes: Tensor) -> None:
+    """Raise IndexError for codes that a book of so many does not have, where values can be seen."""
     if kernels.is_direct(codes) and codes.numel():
         least, most = (int(t) for t in codes.aminmax())
         if least < -1 or most >= num_codes:
             wrong = least if least < -1 else most
-            raise ValueError(
+            raise IndexError(
                 f"codes: got {wrong} for a book of {num_codes}; wanted 0 to {num_codes - 1}, or -1 for none"
             )
 

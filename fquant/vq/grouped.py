@@ -1,6 +1,7 @@
 """Grouped residuals: the numbers of a row in groups, each of which a residual quantises (Yang et al. 2023).
 
-    state = grouped.init([residual.init_books(random.fold(key, i), 1024, 32, num_layers=4) for i in range(2)])
+    one   = partial(residual.init_books, num_codes=1024, width=32, num_layers=4)
+    state = grouped.init(key, [one, one])
 
 Codes are [... groups layers], losses Means of [groups layers] numbers, and statistics those of each group, which one
 sum over ranks serves as it serves one. All groups of a row are dropped at one depth.
@@ -8,7 +9,7 @@ sum over ranks serves as it serves one. All groups of a row are dropped at one d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,22 +29,23 @@ class Grouped:
     groups: list[Residual]
 
 
-def init(groups: Sequence[Residual]) -> Grouped:
-    """A state for x f[... dim], dim being the sum of those of the groups.
+def init(key: int | Tensor, groups: Sequence[Callable[[Tensor], Residual]]) -> Grouped:
+    """A state for x f[... dim], dim being the sum of those of the groups, each of which is made of a key of its own.
 
-    Raises TypeError for groups that are no Residual, ValueError for none, and for groups of different numbers of
-    layers, or other options of dropout.
+    Raises TypeError for what makes no Residual, ValueError for no groups, and for groups of different numbers of
+    layers, or other options of dropout; and what making one raises.
     """
-    groups = list(groups)
     if not groups:
         raise ValueError("grouped.init: there are no groups; wanted at least 1")
-    for i, group in enumerate(groups):
+    key = random.key(key)
+    made = [make(random.fold(key, i)) for i, make in enumerate(groups)]
+    for i, group in enumerate(made):
         if not isinstance(group, Residual):
             raise TypeError(f"grouped.init: groups.{i} is a {type(group).__name__}; wanted a Residual")
-        if (got := _depths(group)) != (wanted := _depths(groups[0])):
+        if (got := _depths(group)) != (wanted := _depths(made[0])):
             shown = "(layers, dropout, cutoff, multiple)"
             raise ValueError(f"grouped.init: groups.{i} has {shown} {got}; wanted those of the first, {wanted}")
-    return Grouped(groups)
+    return Grouped(made)
 
 
 def encode(state: Grouped, x: Tensor) -> Tensor:

@@ -43,13 +43,13 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
     """The mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...], -1 being no term.
 
     Logits are minus the distances to all codes, or for cosine the inner products. Raises ValueError for codes that are
-    not one int64 for each row, or that the book does not have, where values can be seen.
+    not one int64 for each row, IndexError for those that the book does not have, where values can be seen.
     """
     laid, table, live = _laid(book, x, mask)
     if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
         got = f"{codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}"
         raise ValueError(f"codes: got {got}; wanted int64, one for each row")
-    check_codes(book, codes)
+    check_codes(book.codes.shape[-2], codes)
     which, metric = rows.lay(book, codes), book.metric
     live = live & (which >= 0)
 

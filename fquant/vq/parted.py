@@ -1,7 +1,7 @@
 """parted: a book too large for one process, of which each has some of the codes, and some of the rows.
 
-    over = vq.Across(*shard.across(mesh, "fsdp", most=len(x)))         # what travels, as functions
-    part = parted.part(book, *shard.span(65536, mesh, "fsdp"))         # the codes from first to stop
+    over = vq.Across(*shard.across(mesh, "fsdp", most=len(x)))                 # what travels, as functions
+    part = parted.init(key, 65536, 256, *shard.span(65536, mesh, "fsdp"))      # the codes from first to stop
     x, codes, losses, stats = parted.apply(part, x, key, over=over)
     part = parted.update(part, stats, over=over)
 
@@ -39,9 +39,9 @@ from torch import Tensor
 from .. import random
 from ..kernels.nearest import nearest
 from ..tree import node, static
+from . import book as books
 from . import radix, rows
-from .book import Book, check_codes, tables
-from .book import decode as decode_book
+from .book import Book, Metric, check_codes, tables
 from .gradient import Path, rotation
 from .losses import commitment
 from .quantized import Quantized, alone
@@ -89,6 +89,25 @@ class PartStats:
     at: Tensor | None = None
 
 
+def init(
+    key: int | Tensor,
+    num_codes: int,
+    dim: int,
+    first: int = 0,
+    stop: int | None = None,
+    *,
+    heads: int | None = None,
+    metric: Metric = "euclidean",
+    learnable: bool = False,
+) -> BookPart:
+    """The codes ``first`` to ``stop`` (without it), by default all, of the book that ``init`` of a Book makes of these.
+
+    All codes are drawn for it, and the others forgotten. Raises what ``init`` of a Book and :func:`part` do.
+    """
+    book = books.init(key, num_codes, dim, heads=heads, metric=metric, learnable=learnable)
+    return part(book, first, num_codes if stop is None else stop)
+
+
 def part(book: Book, first: int, stop: int) -> BookPart:
     """The codes ``first`` to ``stop`` (without it) of a book, with heads those of each.
 
@@ -104,7 +123,7 @@ def part(book: Book, first: int, stop: int) -> BookPart:
     return BookPart(own, first, num_codes)
 
 
-def encode(part: BookPart, x: Tensor, over: Across = LOCAL) -> Tensor:
+def encode(part: BookPart, x: Tensor, *, over: Across = LOCAL) -> Tensor:
     """The nearest code of every row of ``x`` f[... D] (with heads [... h D]), of all parts': i64[...], -1 for a row
     that is not finite.
 
@@ -115,12 +134,11 @@ def encode(part: BookPart, x: Tensor, over: Across = LOCAL) -> Tensor:
     return over.mine(_search(part, over.gather(flat), over), len(flat)).reshape(x.shape[:-1])
 
 
-def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
-    """What ``codes`` i64[...] (with heads [... h]) stand for, f32[... D]; zeros for -1. Two collectives: codes travel,
-    and rows.
+def decode(part: BookPart, codes: Tensor, dtype: torch.dtype | None = None, *, over: Across = LOCAL) -> Tensor:
+    """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1. Two
+    collectives: codes travel, and rows.
 
-    Raises TypeError for another dtype, ValueError for another number of heads, and for codes beyond the book, where
-    values can be seen.
+    Raises TypeError for another dtype, ValueError for another number of heads, IndexError for codes beyond the book.
     """
     if codes.dtype is not torch.int64:
         raise TypeError(f"codes: got {codes.dtype}; wanted int64, as from encode")
@@ -129,10 +147,11 @@ def decode(part: BookPart, codes: Tensor, over: Across = LOCAL) -> Tensor:
         raise ValueError(
             f"codes: got shape {tuple(codes.shape)}; wanted [... {heads[0]}], a code for each of the heads"
         )
-    _check_codes(part, codes)
+    check_codes(part.num_codes, codes)
     flat = _flat(part, radix.within(codes, part.num_codes))  # else no part would have it, and it would be zero
     asked = over.gather(flat)  # filled up with zeros, whose rows are left out again
-    return over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
+    found = over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
+    return found if dtype is None else found.to(dtype)
 
 
 def apply(
@@ -252,7 +271,7 @@ def _search(part: BookPart, x: Tensor, over: Across) -> Tensor:
 
 def _lookup(part: BookPart, codes: Tensor) -> Tensor:
     """f32[N D] of codes i64[N], or [N h D] of [N h]: those of this part, and zeros."""
-    return decode_book(part.book, _own(part, codes))
+    return books.decode(part.book, _own(part, codes))
 
 
 def _own(part: BookPart, codes: Tensor) -> Tensor:
@@ -274,8 +293,3 @@ def _check(part: BookPart, x: Tensor) -> None:
     check_wide(part.book)
     if x.dtype is torch.float64:
         raise TypeError("x: got torch.float64; wanted float32 or narrower, whose scores are compared whole")
-
-
-def _check_codes(part: BookPart, codes: Tensor) -> None:
-    whole = part.book.codes[..., :1, :].expand(*part.book.codes.shape[:-2], part.num_codes, -1)
-    check_codes(replace(part.book, codes=whole), codes)

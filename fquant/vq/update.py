@@ -64,7 +64,7 @@ def stats(
     rank's rows have among all (``rows.py``).
 
     Raises TypeError for other dtypes, of the book too, ValueError for other shapes, ``where`` without a key or not
-    within its total.
+    within its total, IndexError for codes that the book does not have, where values can be seen.
     """
     rows.check(book, x)
     check_wide(book)
@@ -74,7 +74,7 @@ def stats(
         )
     if where is not None and key is None:
         raise ValueError("where: got numbers of rows, which only drawing needs, and no key; give both or none")
-    check_codes(book, codes)
+    check_codes(book.codes.shape[-2], codes)
     laid = wide(rows.lay(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
     which, kept = rows.lay(book, codes), rows.laid_mask(book, mask, x)
     laid, live = rows.settle(laid, which >= 0 if kept is None else (which >= 0) & kept)
