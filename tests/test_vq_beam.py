@@ -99,6 +99,33 @@ def test_it_is_the_peers(of, width, train):
         assert (residual.decode(state, found) - x).square().mean() < (plain - x).square().mean()
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_frozen_books_stay_and_are_searched_alike(name):
+    """Frozen is what is not updated. Under a beam vector-quantize-pytorch moves frozen codes all the same."""
+    state = spread(name)
+    before, x = tree.map(torch.clone, state), drawn(40, state.dim)
+    codes = beam.encode(state, x, 3)
+    drawing = {} if name == "simvq" else {"draw": True}
+    got = residual.apply(state, x, random.key(2), codes=codes, **drawing)
+    after = residual.update(state, got.stats, **({} if name == "simvq" else {"threshold": 1.5}))
+    assert_close(state, before, 0.0)
+    assert torch.equal(got.codes, codes) and torch.equal(beam.encode(state, x, 3), codes)
+    assert_close(got.x, residual.decode(before, codes))
+    if name != "simvq":  # which nothing but gradients moves
+        assert not torch.equal(beam.encode(after, x, 3), codes)
+
+
+def test_a_frozen_step_is_the_peers():
+    state, them = pair(named=STE | {"beam_size": 3})
+    x = drawn(3, 11, state.dim)
+    out, codes, losses = them(x, freeze_codebook=True)
+    found = beam.encode(state, x, 3)
+    got = residual.apply(state, x, codes=found, **STRAIGHT)
+    assert torch.equal(found, codes)
+    assert_close((got.x, mean(got.losses["commitment"])), (out.detach(), losses.detach()))
+    assert not torch.equal(them.layers[0]._codebook.embed[0], state.layers[0].codes)  # it has moved all the same
+
+
 def test_rows_are_searched_some_at_a_time(monkeypatch):
     state, x = spread("implicit"), drawn(3, 40, D)
     x[1, 2, 3] = torch.nan
