@@ -24,6 +24,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ROOT = Path(__file__).parent.parent
 # Of seven patches one rank of two has one more.
 TINY = "--codes 8 --dim 4 --hidden 8 --patch 8 --steps 3 --batch 7".split()
+TRACED = 300.0  # seconds: ranks trace a step, several on one core
 FILES = {"codebook.png", "metrics.jsonl", "reconstruction.png", "result.json", "run.json", "state.safetensors"}
 
 
@@ -200,9 +201,12 @@ def test_two_ranks_are_one_process(run):
     ids=str,
 )
 def test_a_mesh_is_one_process(quantiser, layers, axes):
-    job = Job(quantiser, codes=8, layers=layers, dim=4, hidden=8, patch=8, steps=3, batch=7)
-    ((steps, training, (result, counts, books)),) = ranks.run(1, trained, job, {})
-    for found, other, (figures, usage, again) in ranks.run(math.prod(axes.values()), trained, job, axes):
+    job, size = (
+        Job(quantiser, codes=8, layers=layers, dim=4, hidden=8, patch=8, steps=3, batch=7),
+        math.prod(axes.values()),
+    )
+    ((steps, training, (result, counts, books)),) = ranks.run(1, trained, job, {}, timeout=TRACED)
+    for found, other, (figures, usage, again) in ranks.run(size, trained, job, axes, timeout=TRACED):
         assert_close((other, again), (training, books), 1e-5)
         assert (usage - counts).abs().sum() <= 4  # a row that is as near to two codes, to all digits, may have either
         assert [step.loss for step in found] == pytest.approx([step.loss for step in steps], abs=1e-5)
