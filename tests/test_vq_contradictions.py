@@ -16,7 +16,7 @@ from shard import agree
 
 from . import ranks
 from .test_vq_mesh import AXES, D, K, batch, cut_of, spread
-from .test_vq_scenarios import SIZES, Here, book_of, learn, mine, total
+from .test_vq_scenarios import SIZES, Here, book_of, learn, mine, total, worlds
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
@@ -123,8 +123,7 @@ def refused_on_a_rank(name, sizes):
     return REFUSED[name][0](Here(shard.mesh(fsdp=len(sizes)), dist.get_rank(), cut_of(sizes), sizes))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name, size", worlds(REFUSED))
 def test_contradictions_raise_on_all_ranks(name, size):
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(size, refused_on_a_rank, name, SIZES[size], timeout=10.0)

@@ -102,12 +102,15 @@ def cut_of(sizes):
     return slice(first, first + sizes[dist.get_rank()])
 
 
-def ranked(sizes, options, **how):
-    return run(shard.mesh(fsdp=len(sizes)), cut_of(sizes), options, **how)
+def ranked(sizes, kinds, **how):
+    """What :func:`run` gives of each of ``kinds``."""
+    mesh = shard.mesh(fsdp=len(sizes))
+    return {kind: run(mesh, cut_of(sizes), KINDS[kind], **how) for kind in kinds}
 
 
 def same(results, want):
     """Equal between ranks to the bit, and to one process within 1e-6."""
+    assert tree.structure(results[0]) == tree.structure(want)
     for got in results[1:]:
         for one, other in zip(tree.leaves(got), tree.leaves(results[0]), strict=True):
             assert torch.equal(one, other)
@@ -116,40 +119,42 @@ def same(results, want):
 
 
 QUICK = ("2 uneven", "3, one empty")
-RUNS = [
-    pytest.param(split, kind, marks=[] if kind == "plain" or split in QUICK else pytest.mark.slow)
-    for split in SPLITS
-    for kind in KINDS
-]
 
 
-@pytest.mark.parametrize("split, kind", RUNS)
-def test_training_is_that_of_one_process(split, kind):
-    want, _ = run(None, slice(None), KINDS[kind])
-    results, counts = zip(*ranks.run(len(SPLITS[split]), ranked, SPLITS[split], KINDS[kind], timeout=10.0), strict=True)
-    same(results, want)
-    assert (want["stats"].hits > 0).all() and (want["book"].codes - spread(vq.init(3, K, D, **KINDS[kind])).codes).any()
-    heads = KINDS[kind].get("heads", 1)
-    for calls in [call for one in counts for call in one]:
-        first, *rest = calls
-        grads = heads * K * D
-        assert first == ("all_reduce", 4 * (heads * K * (2 * D + 2) + 2 + grads + 1))
-        assert len(rest) == (kind == "affine")
+@pytest.fixture(scope="module")
+def alone():
+    """What one process has of each kind."""
+    return {kind: run(None, slice(None), options)[0] for kind, options in KINDS.items()}
+
+
+@pytest.mark.parametrize("split", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SPLITS])
+def test_training_is_that_of_one_process(split, alone):
+    each = ranks.run(len(SPLITS[split]), ranked, SPLITS[split], list(KINDS), timeout=20.0)
+    for kind, want in alone.items():
+        results, counts = zip(*(found[kind] for found in each), strict=True)
+        same([{kind: one} for one in results], {kind: want})
+        start, heads = spread(vq.init(3, K, D, **KINDS[kind])), KINDS[kind].get("heads", 1)
+        assert (want["stats"].hits > 0).all() and (want["book"].codes - start.codes).any()
+        for calls in [call for one in counts for call in one]:
+            first, *rest = calls
+            grads = heads * K * D
+            assert first == ("all_reduce", 4 * (heads * K * (2 * D + 2) + 2 + grads + 1))
+            assert len(rest) == (kind == "affine")
 
 
 @pytest.mark.parametrize("split", ["2 uneven", "3, one empty"])
 def test_masks_and_broken_rows(split):
-    for kind in ("plain", "heads"):
+    kinds = ("plain", "heads")
+    each = ranks.run(len(SPLITS[split]), partial(ranked, masked=True), SPLITS[split], kinds, timeout=10.0)
+    for kind in kinds:
         want, _ = run(None, slice(None), KINDS[kind], masked=True)
         assert want["stats"].lost > 0 and want["stats"].kept < 50 * KINDS[kind].get("heads", 1)
-        results = ranks.run(len(SPLITS[split]), partial(ranked, masked=True), SPLITS[split], KINDS[kind], timeout=10.0)
-        same([one for one, _ in results], want)
+        same([found[kind][0] for found in each], want)
 
 
-def test_captured_steps_are_those_of_one_process_too():
-    want, _ = run(None, slice(None), {})
-    results = ranks.run(2, partial(ranked, captured=True), (41, 19), {}, timeout=30.0)
-    same([one for one, _ in results], want)
+def test_captured_steps_are_those_of_one_process_too(alone):
+    results = [found["plain"] for found in ranks.run(2, partial(ranked, captured=True), (41, 19), ["plain"])]
+    same([one for one, _ in results], alone["plain"])
     assert all(len(calls) == 1 for _, counts in results for calls in counts)
 
 
@@ -165,27 +170,31 @@ def test_an_update_is_one_sum_of_counts_and_sums():
     assert ranks.run(2, plain_bytes, (30, 30)) == [[("all_reduce", 4 * (K * (D + 1) + 2), 2)]] * 2
 
 
-def clustered(sizes, options, masked):
-    mesh, cut = shard.mesh(fsdp=len(sizes)), cut_of(sizes)
-    x, mask = batch(0, options.get("heads"))[cut], kept(0)[cut] if masked else None
-    with shard.traffic() as traffic:
-        where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
-        psum = partial(shard.psum, mesh=mesh, axes=AXES)
-        book = vq.kmeans(vq.init(3, K, D, **options), x, random.key(1), 5, mask=mask, where=where, psum=psum)
-    return book, traffic.count("all_reduce")
+CLUSTERED = [(kind, masked) for kind in ("plain", "cosine", "heads") for masked in (False, True)]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "cosine", "heads"])
+def clustered(sizes):
+    mesh, cut, found = shard.mesh(fsdp=len(sizes)), cut_of(sizes), []
+    for kind, masked in CLUSTERED:
+        x, mask = batch(0, KINDS[kind].get("heads"))[cut], kept(0)[cut] if masked else None
+        with shard.traffic() as traffic:
+            where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
+            psum = partial(shard.psum, mesh=mesh, axes=AXES)
+            book = vq.kmeans(vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask, where=where, psum=psum)
+        found.append((book, traffic.count("all_reduce")))
+    return found
+
+
 @pytest.mark.parametrize("split", ["2, the first empty", "3, one empty"])
-def test_kmeans_is_that_of_one_process(split, kind, masked):
+def test_kmeans_is_that_of_one_process(split):
     """Its start too, which is another draw of rows in vector-quantize-pytorch, and an error with heads."""
-    options, mask = KINDS[kind], kept(0) if masked else None
-    x = batch(0, options.get("heads"))
-    want = vq.kmeans(vq.init(3, K, D, **options), x, random.key(1), 5, mask=mask)
-    results, counts = zip(*ranks.run(len(SPLITS[split]), clustered, SPLITS[split], options, masked), strict=True)
-    same(results, want)
-    assert set(counts) == {1 + 1 + 5}  # the numbers of rows, the first rows, an iteration each
+    each = ranks.run(len(SPLITS[split]), clustered, SPLITS[split])
+    for (kind, masked), *of_ranks in zip(CLUSTERED, *each, strict=True):
+        x, mask = batch(0, KINDS[kind].get("heads")), kept(0) if masked else None
+        want = vq.kmeans(vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask)
+        results, counts = zip(*of_ranks, strict=True)
+        same([{kind: one} for one in results], {kind: want})
+        assert set(counts) == {1 + 1 + 5}  # the numbers of rows, the first rows, an iteration each
 
 
 def uneven_batches(batches):

@@ -208,7 +208,12 @@ def test_forward_and_reverse_agree_and_the_second_derivative_is_that_of_the_firs
     torch.testing.assert_close(jvp(along, (x,), (v,))[1], (twice * v).sum(), rtol=1e-9, atol=1e-9)
 
 
-@every
+QUICK = ("fsq, noisy", "fsp, projected", "lfq, projected", "residual lfq", "binary")  # the rest adds little
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_captured_is_uncaptured_to_the_bit_on_any_rows(name):
     """Traced once, on rows that are all there; replayed with others, bad ones and masked ones among them."""
     _, state, _ = CASES[name]

@@ -223,7 +223,22 @@ def size_of(name):
     return max(int(t.shape[-2]) for path, t in tree.items(CASES[name].state) if path.endswith(("codes", "frozen")))
 
 
-@pytest.mark.parametrize("name", CASES)
+BEYOND = (
+    "book",
+    "heads",
+    "affine",
+    "a part",
+    "residual",
+    "implicit",
+    "grouped",
+    "hierarchical",
+    "simvq",
+    "fsq",
+    "binary",
+)
+
+
+@pytest.mark.parametrize("name", [n if n in BEYOND else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_codes_beyond_fail_in_a_capture_and_in_a_map_too(name):
     """Where nobody looks at values, what is looked up with them does; nothing wraps around."""
     case, size = CASES[name], size_of(name)
