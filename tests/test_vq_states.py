@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, jvp, vmap
 
 from fquant import jit, random, tree, vq
 from fquant.io import safetensors
@@ -165,7 +165,7 @@ def test_gradients_of_narrow_rows_are_those_of_wide_ones_rounded(name, dtype):
 
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_changes_nothing(name):
-    """Of vector-quantize-pytorch one code in seventy is another. Gradients are taken outside, as torch advises."""
+    """Of vector-quantize-pytorch one code in seventy is another. Gradients are taken outside, as torch advises, too."""
     case, x = CASES[name], rows(name).requires_grad_()
     more = {"losses": LOSSES, "gradient": vq.gumbel, "temperature": 0.5} if name in BOOKS else {}
     more |= {"draw": True} if case.learns else {}
@@ -181,6 +181,30 @@ def test_autocast_changes_nothing(name):
         loss, got = step()
     equal(got, wanted)
     equal(torch.autograd.grad(loss, x) if loss.requires_grad else (), slope)
+
+
+PRODUCTS = ("heads", "residual", "implicit", "simvq", "fsq, projected", "lfq", "binary")  # each takes others
+
+
+@pytest.mark.parametrize("name", [n if n in PRODUCTS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_derivatives_within_autocast_are_those_outside(name):
+    """As bfloat16 would have them they are up to a fiftieth off."""
+    case, x = CASES[name], rows(name)
+    more = {"losses": LOSSES, "gradient": vq.gumbel, "temperature": 0.5} if name in BOOKS else {}
+    v = drawn(*x.shape, seed=3)
+
+    def derivatives():
+        loss = lambda state, x: total(case.apply(state, x, KEY, **more))
+        each = vmap(grad(lambda x: loss(case.state, x)))(torch.stack([x, x.roll(1)])) if name not in BOOKS else ()
+        slope = grad(lambda x: loss(case.state, x))
+        twice = grad(lambda x: (slope(x) * v).sum())(x)
+        return grad(loss)(case.state, x), slope(x), each, twice, jvp(lambda x: loss(case.state, x), (x,), (v,))[1]
+
+    wanted = derivatives()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = derivatives()
+    for one, other in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm()
 
 
 @pytest.mark.parametrize("name", LEARN)

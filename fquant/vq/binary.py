@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import random, tree
 from . import frame, radix
-from .exact import exact
+from .exact import product
 from .frame import RowCounts
 from .gradient import straight_through
 from .quantized import Mean, Quantized
@@ -110,8 +110,7 @@ def _join(state: Binary, ones: Tensor, kept: Tensor) -> Tensor:
 def _log_p(state: Binary, logits: Tensor) -> Tensor:
     """Of every pattern: [... bits] -> [... 2^bits]."""
     ones = radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
-    with exact(logits):
-        return F.logsigmoid(logits) @ ones.T + F.logsigmoid(-logits) @ (1.0 - ones).T
+    return product(F.logsigmoid(logits), ones.T) + product(F.logsigmoid(-logits), (1.0 - ones).T)
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .. import random
 from ..kernels.nearest import nearest
 from . import rows
 from .book import Book, codebook, tables
-from .exact import exact
+from .exact import product
 from .rows import unit, wide
 
 LEAST = 1e-8  # of a squared distance whose root is taken
@@ -104,8 +104,7 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
 
 def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
     """How near rows [... n D] are to codes [... K D], [... n K]: minus the distance, for cosine the inner product."""
-    with exact(x):
-        inner = x @ codes.mT
+    inner = product(x, codes.mT)
     if metric == "cosine":
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]

@@ -11,7 +11,7 @@ sizes fit without: a tree of floats, to be differentiated as an argument:
 
     grads = grad(lambda params: loss(replace(state, params=params)))(state.params)
 
-They are applied by ``fquant.linear``, so a weight may be Packed or Adapted, too.
+They are applied as ``fquant.linear`` applies weights, so one may be Packed or Adapted, too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import random, tree
-from ..linear import linear
 from . import radix, rows
-from .exact import exact
+from .exact import product, times
 
 
 @tree.node
@@ -115,23 +114,20 @@ def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
 
 def enter(x: Tensor, kept: Tensor, params: Projections | None, num_codebooks: int) -> tuple[Tensor, Tensor]:
     """x [... dim] -> z [... c d], settled."""
-    with exact(x):
-        z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
+    z = x if params is None else times(x, params.enter.weight, params.enter.bias)
     return rows.settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept, 2)
 
 
 def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
     """x [... dim] -> z [... c d], the cosines of the angles between x and the rows of the weight, a Tensor."""
-    with exact(x):
-        z = linear(rows.direction(x), rows.direction(params.enter.weight))
+    z = times(rows.direction(x), rows.direction(params.enter.weight))
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
 def leave(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
     """z [... c d] -> x [... dim], of the codes that are ``known`` bool[... c]; without one it is zero."""
     flat = rearrange(torch.where(known[..., None], z, 0.0), "... c d -> ... (c d)")
-    with exact(z):
-        x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
+    x = flat if params is None else times(flat, params.leave.weight, params.leave.bias)
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
 
@@ -139,8 +135,7 @@ def turn(z: Tensor, rotation: Tensor | None) -> Tensor:
     """z [... d] times the rotation f32[d d], if there is one."""
     if rotation is None:
         return z
-    with exact(z):
-        return z @ rotation.to(z.dtype)
+    return product(z, rotation.to(z.dtype))
 
 
 def turn_back(z: Tensor, rotation: Tensor | None) -> Tensor:

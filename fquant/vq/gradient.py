@@ -26,7 +26,7 @@ from .. import random
 from . import rows
 from .book import Book, tables
 from .encode import logits
-from .exact import exact
+from .exact import product
 from .rows import SMALLEST, unit
 
 Path = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
@@ -100,8 +100,7 @@ def gumbel(
 
     def mean(x: Tensor, codes: Tensor) -> Tensor:
         likely = (logits(x, codes, metric) / temperature).softmax(-1)
-        with exact(x):
-            return likely @ codes.detach()
+        return product(likely, codes.detach())
 
     pairs = zip(rows.lay(book, x, 1), tables(book).to(x.dtype), strict=True)
     soft = rows.back(book, torch.stack([rows.by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)

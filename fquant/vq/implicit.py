@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .. import random, tree
-from ..linear import linear
 from . import book as books
 from . import frame, rows
 from .book import Book, Metric
 from .encode import encode_among
-from .exact import exact
+from .exact import times
 from .frame import Dense
 from .gradient import Path, rotation
 from .losses import commitment
@@ -96,10 +95,9 @@ def through(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
     """What ``codes`` f[... D] of the book become beside ``before`` f[... D], both of which broadcast: f[... D]."""
     net = layer.net
     x = torch.cat(torch.broadcast_tensors(before, codes), -1)
-    with exact(x):
-        x = linear(x, net.enter.weight, net.enter.bias)
-        for block in net.blocks:
-            x = x + linear(silu(linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
+    x = times(x, net.enter.weight, net.enter.bias)
+    for block in net.blocks:
+        x = x + times(silu(times(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
     return unit(x) if layer.book.metric == "cosine" else x
 
 

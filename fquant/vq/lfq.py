@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .. import random, tree
 from . import frame, radix, rows
-from .exact import exact
+from .exact import product
 from .frame import Projections, RowCounts
 from .gradient import straight_through
 from .quantized import Mean, Psum, Quantized, alone
@@ -226,8 +226,7 @@ def _entropies(
     on, off = torch.sigmoid(a), torch.sigmoid(-a)
     each = -(on * F.logsigmoid(a) + off * F.logsigmoid(-a)).sum((0, 2))  # [n]
     high, low = (_patterns(*half) for half in zip(_halves(off), _halves(on), strict=True))  # [(c g) n 2^(b/2)]
-    with exact(z):
-        sums = torch.einsum("cni,cnj->cij", high * weight[:, None], low).flatten(1)  # of p, [(c g) 2^b]
+    sums = product((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
     here = weight.sum()
     sums, each, n = psum((sums, (each * weight).sum(), here))
     n = n.clamp(min=1.0)

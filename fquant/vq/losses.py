@@ -19,7 +19,7 @@ from torch import Tensor
 from . import rows
 from .book import Book, check_codes, tables
 from .encode import logits
-from .exact import exact
+from .exact import product
 from .quantized import Mean, Psum, alone
 from .rows import unit, wide
 
@@ -110,8 +110,7 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
         among = among.expand(codes.shape[:2])
         codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
     # The squares of C·Cᵀ sum to those of Cᵀ·C, which is [D D] and not [K K].
-    with exact(codes):
-        return Mean((codes.mT @ codes).square().sum() - number.sum(), number.square().sum())
+    return Mean(product(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 
 
 def _laid(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

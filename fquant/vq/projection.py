@@ -10,6 +10,8 @@ out, and what codes decode to, are vectors of that codebook, of length 1.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from .. import random, tree
 from ..kernels.nearest import nearest
 from . import frame
-from .exact import exact
+from .exact import product
 from .frame import RowCounts
 from .quantized import Quantized
 from .rows import direction, settle
@@ -81,8 +83,8 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
     z, _, _ = _enter("projection.logits", state, x, None)
-    with exact(z):
-        return torch.einsum("...he,hke->...hk", direction(z), state.vectors.to(z.dtype))
+    each = product(_by_head(direction(z)), state.vectors.to(z.dtype).mT)  # [heads n codes]
+    return each.transpose(0, 1).reshape(*z.shape[:-1], each.shape[-1])
 
 
 def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
@@ -95,8 +97,7 @@ def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -
     x, kept = frame.start(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    with exact(x):
-        z = torch.einsum("...d,hed->...he", x, state.weight.to(x.dtype))
+    z = product(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
     z, kept = settle(z, kept, 2)
     return z, kept, frame.counted(kept, mask)
 
@@ -104,6 +105,10 @@ def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
     """The code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
     vectors = state.vectors.detach().to(z.dtype)
-    flat = direction(z.detach()).reshape(-1, *z.shape[-2:]).transpose(0, 1)  # [heads n width]
-    which, _ = nearest(flat, vectors, torch.zeros_like(vectors[..., 0]))
+    which, _ = nearest(_by_head(direction(z.detach())), vectors, torch.zeros_like(vectors[..., 0]))
     return which.squeeze(-1).transpose(0, 1).reshape(z.shape[:-1])
+
+
+def _by_head(z: Tensor) -> Tensor:
+    """z [... heads width] as [heads n width]."""
+    return z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]).transpose(0, 1)

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..linear import linear
 from . import frame
 from .book import Book
 from .book import decode as decode_book
 from .encode import encode as encode_book
-from .exact import exact
+from .exact import times
 from .frame import Dense, RowCounts
 from .gradient import Path, rotation
 from .losses import commitment
@@ -109,9 +108,8 @@ def update(state: SimVQ, stats: RowCounts) -> SimVQ:
 
 
 def _mapped(state: SimVQ, codes: Tensor) -> Tensor:
-    with exact(codes):
-        for i, layer in enumerate(state.params):
-            codes = linear(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
+    for i, layer in enumerate(state.params):
+        codes = times(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
     return codes
 
 
