@@ -112,7 +112,8 @@ class _How(NamedTuple):
 
     def split(self, *rows: Tensor) -> Any:
         """The chunks of all ``rows`` side by side; one that is empty where there are none."""
-        return zip(*(t.split(self.chunk) for t in rows), strict=True)
+        # torch 2.11 cannot trace the split of none.
+        return zip(*(t.split(self.chunk) if len(t) else (t,) for t in rows), strict=True)
 
 
 class _Loss(NamedTuple):

@@ -71,7 +71,7 @@ def test_ours_are_called_without_torch_unless_a_profiler_is_there():
     wanted = f(*given)
     ops = [node.target for node in placed(f).module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     assert ops and not [op for op in ops if op.name() in direct._FUNCTIONS]
-    with profile() as seen:
+    with profile(acc_events=True) as seen:
         got = f(*given)
     assert equal(got, wanted)
     assert {"fquant::pointwise", "fquant::matmul", "fquant::rms_norm"} <= {one.key for one in seen.key_averages()}

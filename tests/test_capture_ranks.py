@@ -102,6 +102,8 @@ ROWS = [
 
 @pytest.mark.parametrize("world, verb, transform", ROWS)
 def test_captured_is_eager(world, verb, transform):
+    if transform == "vmap_all" and torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 cannot vmap view(dtype)")
     ranks.run(world, row, verb, transform, timeout=120)
 
 

@@ -172,7 +172,7 @@ def extra_bytes(call: Callable[[], Any]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr whenever it starts
     from torch.profiler import ProfilerActivity, _utils, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         result = call()
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
     events = _utils.traverse_dfs(seen.profiler.kineto_results.experimental_event_tree())
