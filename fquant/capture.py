@@ -187,7 +187,7 @@ def trace(
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         donated(module.graph, over)
-        graph.run(module.graph, (fused, reuse) if fuse else ())
+        graph.run(module.graph, (fused, reuse, graph.without_ones) if fuse else (graph.without_ones,))
         module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)

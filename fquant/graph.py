@@ -62,7 +62,7 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
 
 
 def tidy(graph: Graph) -> None:
-    """Take out nodes that nobody uses, views that are there already, products with 1, and reads for a shape only.
+    """Take out nodes that nobody uses, views that are there already, and reads of what is asked for its shape only.
 
     A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
     wait gives the tensor that was issued, for which the trace has another.
@@ -78,7 +78,6 @@ def tidy(graph: Graph) -> None:
         elif is_wait(node) and collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _see_once(graph)
-    _without_ones(graph)
     graph.eliminate_dead_code()
 
 
@@ -102,10 +101,11 @@ def _see_once(graph: Graph) -> None:
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
 
 
-def _without_ones(graph: Graph) -> None:
+def without_ones(graph: Graph) -> None:
     """Take out products with the number 1, as of an adapter whose alpha is its rank, where nobody could tell.
 
-    Somebody could if one of the two were written over, or if an argument became a result.
+    Somebody could if one of the two were written over, or if an argument became a result. To be called last: a step of
+    few layers, from which examples/plan.py infers one of many, must not be fused or recomputed otherwise for it.
     """
     outer = [node for node in graph.nodes if node.op == "placeholder"] + outputs(graph)
     seen = {storage for node in outer for storage in storages(node)}
