@@ -35,13 +35,13 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format, num_blocks, num_bytes, read
+from ..forward import is_dual
 from . import direct, reference, vectors
 from .spec import FLOATS, Spec, check, code_dtype
 
 VARIABLE = "FQUANT_KERNELS"
 BACKENDS = ("reference", "cpu", "triton")
 BY_DEVICE = {"cpu": "cpu", "cuda": "triton"}
-
 _COMPUTED = (*FLOATS, torch.float64)
 _PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
 SCHEMAS = {
@@ -237,7 +237,7 @@ def constant(name: str, fix: str, keys: Any, *args: Any) -> Any:
     for t in [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]:
         if t.requires_grad and torch.is_grad_enabled():
             raise TypeError(f"a gradient through {name} was asked for; {fix}")
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        if is_dual(t):
             raise TypeError(f"a tangent through {name} was asked for; {fix}")
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.fquant, name).default.redispatch(keys & torch._C._after_autograd_keyset, *args)

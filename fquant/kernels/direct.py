@@ -1,6 +1,6 @@
 """direct: our ops as they are computed on CPUs, without what torch does around them.
 
-    call = direct.of(torch.ops.fquant.matmul.out)        # the same to the bit, and a few microseconds instead of thirty
+    call = direct.of(torch.ops.fquant.matmul.out)        # the same to the bit, and a third of the time beside the work
 
 Called through torch, an op is looked for by device, asked whether somebody wants its derivative, and given arguments
 that are checked once more; of a graph that is replayed, in which an op may be an optimiser's few thousand elements,
