@@ -8,6 +8,7 @@ from torch.func import grad, hessian, jacfwd, jvp
 
 from fquant import NF4, dequantize, jit, linear, quantize, remat
 from fquant.kernels.reference_attention import dense
+from fquant.vq.exact import product
 from models import blocks, head
 from models.attention import attention
 
@@ -21,6 +22,7 @@ W = dequantize(PACKED).double()
 X, G, TARGETS = normal(5, 64, seed=1), normal(64, seed=2), torch.arange(5)
 Q, K, V = (normal(2, 5, 2, 4, seed=seed) for seed in (3, 4, 5))
 turned = lambda *tensors: [t.transpose(1, 2) for t in tensors]
+autocast = torch.autocast("cpu", torch.bfloat16)
 wave = lambda x: (x.sin() @ W.mT).square()
 
 CASES = {  # a function of a number t, and the same in plain tensor operations
@@ -35,6 +37,7 @@ CASES = {  # a function of a number t, and the same in plain tensor operations
         lambda t: head.cross_entropy(t * t * X, W * t, TARGETS),
         lambda t: F.cross_entropy(t * t * X @ (W * t).mT, TARGETS),
     ),
+    "within autocast": (autocast(lambda t: product(t * t * X, W.mT * t)), lambda t: t * t * X @ (W.mT * t)),
     "remat": (lambda t: remat(wave)(t * t * X), lambda t: wave(t * t * X)),
     "remat, order 2": (lambda t: remat(wave, order=2)(t * t * X), lambda t: wave(t * t * X)),
 }

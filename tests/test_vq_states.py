@@ -11,6 +11,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 from fquant import jit, random, tree, vq
 from fquant.io import safetensors
 from fquant.vq import parted
+from fquant.vq.exact import product
 
 from . import test_vq_family as family
 from . import test_vq_scalar as scalar
@@ -205,6 +206,21 @@ def test_derivatives_within_autocast_are_those_outside(name):
         got = derivatives()
     for one, other in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
         assert (one - other).norm() <= 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (1, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((3, 4), (2, 4, 5)), ((2, 3, 4), (1, 4, 5))])
+def test_products_are_mapped_within_autocast(shapes, in_dims):
+    a, b = (
+        drawn(*shape, seed=i) if at is None else drawn(6, *shape, seed=i).movedim(0, at)
+        for i, (shape, at) in enumerate(zip(shapes, in_dims, strict=True))
+    )
+    derivatives = lambda f: vmap(lambda a, b: (f(a, b), grad(lambda a, b: f(a, b).sin().sum(), (0, 1))(a, b)), in_dims)
+    wanted = derivatives(torch.matmul)(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = derivatives(product)(a, b)
+    for one, other in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", LEARN)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..forward import forward
 from ..linear import Weight, linear
 
 
@@ -60,8 +61,6 @@ def times(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
 class _Product(torch.autograd.Function):
     """``a @ b`` without autocast, and so are its derivatives, of every order."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
         with exact(a):
@@ -78,9 +77,16 @@ class _Product(torch.autograd.Function):
         return product(g, b.mT).sum_to_size(a.shape), product(a.mT, g).sum_to_size(b.shape)
 
     @staticmethod
+    def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+        given = tuple(zip((a, b), in_dims, strict=True))
+        most = max(t.ndim - (at is not None) for t, at in given)  # dims beside the mapped one, aligned at the last
+        front = lambda t, at: t.movedim(at, 0)[:, *[None] * (most + 1 - t.ndim)]
+        return product(*(t if at is None else front(t, at) for t, at in given)), 0
+
+    @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
-        a, b = ctx.saved_tensors
-        return product(da, b) + product(a, db)
+        with forward(ctx.saved_tensors) as (a, b):
+            return product(da, b) + product(a, db)
 
 
 def _cast(x: Tensor) -> bool:
