@@ -13,7 +13,7 @@ An op is placed by its variant that writes into tensors it is given, whose bits 
 that compute so, our own (``kernels.into``), programs (``fquant/fuse.py``), and casts, which are copies. A view of what
 is placed is then always the same tensor, and is made once. Not placed, and allocated as ever, are results of other ops,
 what the graph returns, which is the caller's, and what a collective sends or receives, which may be under way when an
-error ends a replay.
+error ends a replay. A collective that can lend its result, rather than make it, is called so where nobody could tell.
 
 All captured functions of a process share the memory, as large as the largest of them wants: between replays nothing
 in it is alive. It is in pages of 2 MiB where the system gives them. A replay while another thread is in one does not
@@ -92,6 +92,7 @@ def place(graph: Graph) -> Placed | None:
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
+    lent = _lent(graph)
 
     def fixed(name: str, what: Slot | View) -> Node:
         tensors[name] = what
@@ -114,6 +115,8 @@ def place(graph: Graph) -> Placed | None:
                 copies[node] = fixed(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
+            if node in lent:
+                copies[node].target = node.target.overloadpacket.lent
     for node in new.nodes:
         node.target = direct.of(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
@@ -230,6 +233,17 @@ def _can_be_told(node: Node) -> bool:
     if node.target in _COPIES:
         return set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
     return node.target is OP or _into(node) is not None
+
+
+def _lent(graph: Graph) -> set[Node]:
+    """The nodes whose op has a variant that lends its result, which is not written here, nor given to the caller."""
+    declare = lambda node: isinstance(node.target, torch._ops.OpOverload)
+    found = {n for n in graph.nodes if declare(n) and "lent" in n.target.overloadpacket.overloads()}
+    if not found:
+        return found
+    outside = {storage for node in graphs.outputs(graph) for storage in graphs.storages(node)}
+    outside |= {storage for node in graph.nodes for storage in graphs.written(node)}
+    return {node for node in found if not any(graphs.storages(near) & outside for near in (node, *node.users))}
 
 
 def _is_seen(node: Node) -> bool:

@@ -33,7 +33,8 @@ _FUNCTIONAL = "_c10d_functional."
 _ISSUES = {  # of the others of torch the name is the op's
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
     _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
-    "fquant.all_gather": "all_gather",  # of shard.gloo
+    "fquant.all_gather": "all_gather",  # of shard.gloo, as the next
+    "fquant.reduce_scatter": "reduce_scatter",
 }
 
 

@@ -8,8 +8,8 @@ Each has a dual, and the backward of one is the other (the transpose of a gather
 
 They are autograd Functions over torch's functional collectives, with setup_context, a vmap rule and a jvp, so grad,
 vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*: a raw collective there
-gives silent zeros. Groups are arguments; nothing here looks at global state. Over gloo gathers are our own op, that of
-shard/gloo.py.
+gives silent zeros. Groups are arguments; nothing here looks at global state. Over gloo gathers and scattered sums are
+our own ops, those of shard/gloo.py.
 
 ``traffic`` counts what is sent while it is open.
 """
@@ -97,6 +97,8 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: str, ranks: int) -> Tensor:
+        if gloo.is_used(x, _named(group)):
+            return _ops.wait_tensor(gloo.reduce_scatter(x.contiguous(), ranks, group))
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group))
 
     @staticmethod

@@ -1,9 +1,11 @@
-"""The gather over gloo: torch's own result of any dtype and shape, in one piece of memory, under way together, failing
-loudly."""
+"""The gather and the scattered sum over gloo: torch's own results of any dtype and shape, in one piece of memory, under
+way together, failing loudly, where ranks share memory (more of that in test_shared.py) and where parts travel."""
 
+import contextlib
 import datetime
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.func import vmap
 import shard
 from fquant import cost, graph, jit
 from fquant.capture import trace
-from shard import bundle, gloo
+from shard import bundle, gloo, shared
 from shard.schedule import prefetch
 
 from . import ranks
@@ -44,6 +46,20 @@ def drawn(rank, shape, dtype):
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=draw).view(dtype).reshape(shape)
 
 
+def travelling():
+    """Ranks as if they were on different machines."""
+    return mock.patch.object(shared, "of", lambda group: None)
+
+
+def every_way(check):
+    """What ``check()`` gives where ranks share memory and where they do not, which is the same."""
+    assert shared.of(dist.group.WORLD) is not None or dist.get_world_size() == 1
+    result = check()
+    with travelling():
+        assert check() == result
+    return result
+
+
 def every_kind():
     n, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     for dtype in DTYPES:
@@ -55,9 +71,42 @@ def every_kind():
     return len(DTYPES) * len(SHAPES)
 
 
+def every_sum():
+    """Numbers of every dtype and shape, whose sum is exact in any order; of bools there is none."""
+    n, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    kinds = [d for d in DTYPES if d not in (torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn)]
+    for dtype in kinds:
+        for name, shape in SHAPES.items():
+            every = torch.randint(0, 9, (n, n * shape[0], *shape[1:]), generator=torch.Generator().manual_seed(3))
+            got = shard.reduce_scatter(every[rank].to(dtype), group)
+            want = every.sum(0).to(dtype).unflatten(0, (n, shape[0]))[rank]
+            assert got.dtype == dtype and got.is_contiguous() and torch.equal(got, want), (name, dtype)
+    return len(kinds)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_sum(n):
+    assert ranks.run(n, every_way, every_sum) == [8] * n
+
+
+def rounded():
+    """A sum is made in the order of ranks, on every rank alike, whatever the numbers."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    every = torch.randn(n, n * 50, 7, generator=torch.Generator().manual_seed(4)).bfloat16()
+    got = shard.reduce_scatter(every[rank], dist.group.WORLD)
+    want = every[0]
+    for x in every[1:]:
+        want = want + x
+    return torch.equal(got, want.unflatten(0, (n, 50))[rank])
+
+
+def test_sums_are_in_the_order_of_ranks():
+    assert ranks.run(3, rounded) == [True] * 3
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_every_dtype_and_shape(n):
-    assert ranks.run(n, every_kind) == [len(DTYPES) * len(SHAPES)] * n
+    assert ranks.run(n, every_way, every_kind) == [len(DTYPES) * len(SHAPES)] * n
 
 
 def strided():
@@ -82,7 +131,7 @@ def strided():
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_strided_and_mapped(n):
-    ranks.run(n, strided)
+    ranks.run(n, every_way, strided)
 
 
 def together():
@@ -105,7 +154,7 @@ def together():
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_many_at_once(n):
-    ranks.run(n, together)
+    ranks.run(n, every_way, together)
 
 
 def among_others():
@@ -123,7 +172,7 @@ def among_others():
 
 
 def test_messages_of_others():
-    ranks.run(2, among_others)
+    ranks.run(2, every_way, among_others)
 
 
 # --- in a graph
@@ -160,7 +209,7 @@ def in_a_step():
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_in_a_step(n):
-    ranks.run(n, in_a_step)
+    ranks.run(n, every_way, in_a_step)
 
 
 def compiled():
@@ -199,17 +248,19 @@ def test_other_backends_have_their_own():
 # --- failures
 
 
-def alone():
+def alone(travels):
     """Rank 1 leaves instead of gathering; what the others raise, and where."""
     if dist.get_rank() == 1:
         raise KeyError("gone")
-    FUNCTIONAL.wait_tensor(issued(torch.ones(1 << 18)))
+    with travelling() if travels else contextlib.nullcontext():
+        FUNCTIONAL.wait_tensor(issued(torch.ones(1 << 18)))
 
 
+@pytest.mark.parametrize("travels", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_that_has_gone(n):
+def test_a_rank_that_has_gone(n, travels):
     with pytest.raises(ranks.RankFailure) as caught:
-        ranks.run(n, alone, timeout=30)
+        ranks.run(n, alone, travels, timeout=30)
     kinds = {rank: failure.type for rank, failure in caught.value.failures.items()}
     assert kinds == {rank: "KeyError" if rank == 1 else "RuntimeError" for rank in range(n)}
     assert "onnection" in caught.value.failures[0].message
@@ -220,7 +271,8 @@ def late():
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=1))
     seen = None
     if dist.get_rank() == 0:
-        out = gloo.all_gather(torch.ones(8), 2, group.group_name)
+        with travelling():
+            out = gloo.all_gather(torch.ones(8), 2, group.group_name)
         with pytest.raises(RuntimeError) as caught:
             FUNCTIONAL.wait_tensor(out)
         seen = str(caught.value)
