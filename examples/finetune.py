@@ -159,7 +159,7 @@ def capture(options: Options, mesh: DeviceMesh, rules: shard.Rules) -> tuple[Com
     keep, tokens = options.keep, shard.most(options.batch, mesh, rules) * options.seq
     comm = shard.comm(mesh, rules, recompute=keep == "inputs", tokens=tokens)
     passes = (shard.schedule.prefetch(),) if keep == "inputs" else (shard.regather(), shard.schedule.prefetch())
-    return comm, jit(grad_and_value(loss), passes=passes, recompute=keep != "all")
+    return comm, jit(grad_and_value(loss), passes=passes, recompute=keep == "selected")
 
 
 def loss(

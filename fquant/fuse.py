@@ -8,8 +8,9 @@ through its arguments once and holds what is between in the nearest cache. Its b
 A group of nodes may run as one where its last member stands if nobody else has used a member before that. So nodes are
 looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
 takes no more. Neither does one whose arguments are about to be written over, nor one that would hold too much: run
-later, it holds its arguments for longer, all the terms of a sum for instance, and the peak of memory is not to rise.
-By the same rules a group then runs with a later one that reads what it reads: the two gradients of a product, say.
+later, it holds its arguments for longer, all the terms of a sum for instance, and the most that is held nearby is not
+to rise. (So neither does the peak, and equal layers are fused alike, however far from it they are.) By the same rules a
+group then runs with a later one that reads what it reads: the two gradients of a product, say.
 
 A donated argument is written by the program that makes its new value, which is then nowhere else.
 
@@ -33,7 +34,8 @@ from .kernels.program import Program, Step
 from .steps import COPY, FULL, SQUARE, constant, step_of
 
 NEVER = sys.maxsize  # a place behind all others
-SLACK = 2**16  # bytes that a group may hold in addition at the peak
+SLACK = 2**16  # bytes that a group may hold in addition where the most is held
+ABOUT = 256  # nodes before and behind a group, of which the most that is held is not to rise
 READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
 
 _aten = torch.ops.aten
@@ -107,7 +109,6 @@ class _Groups:
         self.writing = dict[int, _Group]()
         self.last = graphs.last_uses(graph)
         self.now = torch.tensor([now for _, now, _ in graphs.memory(graph)])  # bytes while each node runs
-        self.peak = int(self.now.max())
 
     def add(self, node: Node, place: int) -> None:
         """Let a node join groups, or begin one, and close those that it comes in the way of."""
@@ -155,8 +156,8 @@ class _Groups:
         held = {storage: size for storage, size in reads.items() if self.last[storage] < place}
         made = [_made(member) for member, step in group.members.items() if step is not None]
         more = sum(held.values()) - sum(n for sizes in made for s, n in sizes.items() if self.last[s] >= place)
-        between = self.now[group.place + 1 : place]
-        if len(between) and more > SLACK and int(between.max()) + more > self.peak:
+        between, about = self.now[group.place + 1 : place], self.now[max(0, group.place - ABOUT) : place + ABOUT]
+        if len(between) and more > SLACK and int(between.max()) + more > int(about.max()):
             return False
         between += max(more, 0)
         self.last |= dict.fromkeys(held, place)

@@ -169,10 +169,10 @@ GRAPHS = {  # of x f32[4], on a mesh of dp=2 and fsdp=2
     "shape": (psum_of(size=5), ["all_reduce sum float32[5] over 4"]),
     "group": (psum_of(axes=("dp",)), ["all_reduce sum float32[3] over 2"]),
     "gather": (over_fsdp(shard.all_gather), ["all_gather 2 float32[8] over 2"]),
-    "scatter": (over_fsdp(shard.reduce_scatter), ["reduce_scatter sum 2 float32[4] over 2"]),
+    "scatter": (over_fsdp(shard.reduce_scatter), ["reduce_scatter 2 float32[4] over 2"]),
     "backward": (
         grad(lambda x, mesh: shard.all_gather(x, mesh.get_group("fsdp")).sin().sum()),
-        ["all_gather 2 float32[8] over 2", "reduce_scatter sum 2 float32[8] over 2"],
+        ["all_gather 2 float32[8] over 2", "reduce_scatter 2 float32[8] over 2"],
     ),
     "largest": (
         lambda x, mesh: torch.ops._c10d_functional.wait_tensor(
