@@ -151,7 +151,8 @@ class Shared:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         pages, self._end = mmap.mmap(self._file, size, offset=self._end), self._end + size
         if instead is not None:
-            instead.pages.madvise(mmap.MADV_REMOVE)
+            with contextlib.suppress(OSError):  # a system that cannot return them keeps them
+                instead.pages.madvise(mmap.MADV_REMOVE)
             instead.pages = pages
             return instead
         self._slots.append(Slot(len(self._slots), pages, self._given_back))
