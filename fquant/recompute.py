@@ -4,7 +4,9 @@ A step holds the most where its forward ends: everything that the backward will 
 matrix product, a collective or an attention, and worth its bytes. The rest are norms, activations, casts and sums,
 which one pass over what they were made from makes again: a gated MLP keeps two products of its own and, because of
 autograd, two more tensors of that size. This pass finds these in a captured graph, and puts their ops once more before
-their first use behind the peak. The same ops of the same values: results stay what they were, to the bit.
+their first use behind the peak. The same ops of the same values: results stay what they were, to the bit. If nobody
+waits for that use, a gradient of an adapter for instance, it is put off until what they are made from is read for
+another purpose, and last: then one pass over that does both.
 
 So of three choices that a block has, one is made here, for any model and without a word in it:
 
@@ -52,15 +54,17 @@ class _Round:
 
     def __init__(self, graph: Graph, peak: graphs.Peak) -> None:
         self.graph, self.peak, self.nodes = graph, peak, list(graph.nodes)
-        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.place: dict[Node, float] = {node: i for i, node in enumerate(self.nodes)}
         self.held = set(peak.holding)
-        self.fixed = set[int]().union(*map(graphs.storages, graphs.outputs(graph)))  # returned, or written in place
+        self.last = graphs.last_uses(graph)
+        # Returned, or written in place: it is not made again, nor is anything that was made from what is written.
+        self.written = set[int]().union(*map(graphs.written, self.nodes))
+        self.fixed = self.written.union(*map(graphs.storages, graphs.outputs(graph)))
         self.before = dict[int, int]()  # the last use before the peak of every storage
         self.readers = dict[int, list[tuple[Node, Node]]]()  # and who reads it behind the peak, by which node
         self.later = dict[int, list[Node]]()  # what lies in it behind the peak
         self.copies = dict[Node, Node]()
         for i, node in enumerate(self.nodes):
-            self.fixed |= graphs.written(node)
             if i > peak.place:
                 for storage in graphs.storages(node):
                     self.later.setdefault(storage, []).append(node)
@@ -76,9 +80,26 @@ class _Round:
         made = {storage: self.place[maker] for storage, maker in self.peak.holding.items()}
         # What is decided of a tensor holds for what is made from it; what is used first is made again first.
         wanted = [storage for storage in sorted(made, key=made.__getitem__) if self._is_wanted(storage)]
-        for storage in sorted(wanted, key=lambda storage: self.place[self.readers[storage][0][0]]):
+        for storage in wanted:
+            self._put_off(storage)
+        for storage in sorted(wanted, key=self._first):
             self._once_more(storage)
         return bool(wanted)
+
+    def _put_off(self, storage: int) -> None:
+        """Move those who read it, if nobody waits for them, to where what it is made from is read last."""
+        sources = {source: None for _, near in self.readers[storage] for source in self._sources(near)}
+        places = [self.last[s] for source in sources for s in graphs.storages(source)]
+        behind = max(places, default=0) + 1
+        if behind == len(self.nodes):
+            return  # one of them is returned
+        while self._is_cheap(self.nodes[behind]) and not graphs.is_view(self.nodes[behind]):
+            behind += 1  # the passes that begin there stay together, and run as one (fuse.py)
+        early = [reader for reader, _ in self.readers[storage] if self.place[reader] < behind]
+        if all(self._may_move(reader, storage, behind) for reader in early):
+            for reader in early:
+                self.nodes[behind].prepend(reader)
+                self.place[reader] = behind - 0.5
 
     def _is_wanted(self, storage: int) -> bool:
         """Whether less is held if it is made again; then it counts as not held, and what it is made from as held."""
@@ -110,6 +131,8 @@ class _Round:
         target = node.target
         if node.op != "call_function" or graphs.storages(node) & self.fixed:
             return False
+        if any(graphs.storages(near) & self.written for near in node.all_input_nodes):
+            return False  # it may read something else by then
         if target is operator.getitem:
             return True
         if not isinstance(target, torch._ops.OpOverload):
@@ -118,8 +141,30 @@ class _Round:
             return False
         return target in _CHEAP or torch.Tag.pointwise in target.tags or graphs.is_view(node)
 
+    def _sources(self, node: Node) -> dict[Node, None]:
+        """What ``node`` is made from again."""
+        if node.op == "placeholder":
+            return {}
+        if graphs.storages(node) <= self.held:
+            return {node: None}
+        return {source: None for near in node.all_input_nodes for source in self._sources(near)}
+
+    def _may_move(self, reader: Node, storage: int, behind: int) -> bool:
+        """Whether a node may run later, holding less for that than ``storage``."""
+        if not isinstance(reader.target, torch._ops.OpOverload) or graphs.collective(reader) or graphs.is_wait(reader):
+            return False
+        memory = set().union(*map(graphs.storages, (reader, *reader.all_input_nodes)))
+        if memory & self.written or any(self.place[user] < behind for user in reader.users):
+            return False
+        ending = [near for near in reader.all_input_nodes if near.op != "placeholder"]
+        sizes = {s: n for near in ending for s, n in graphs.sizes(near).items() if self.last[s] < behind}
+        return sum(n for s, n in sizes.items() if s != storage) < self._nbytes(storage)
+
+    def _first(self, storage: int) -> float:
+        return min(self.place[reader] for reader, _ in self.readers[storage])
+
     def _once_more(self, storage: int) -> None:
-        at = self.readers[storage][0][0]
+        at = min((reader for reader, _ in self.readers[storage]), key=self.place.__getitem__)
         for reader, near in self.readers[storage]:
             reader.replace_input_with(near, self._copy(near, at))
         for node in self.later.get(storage, ()):  # views of it lie in the new memory now

@@ -10,6 +10,8 @@ from torch.func import grad, grad_and_value, vmap
 from fquant import LOCAL, NF4_DQ, cost, graph, jit, lora, quantize, random, recompute, remat, tree
 from fquant.capture import trace
 from fquant.kernels import norm
+from fquant.kernels.pointwise import OP as POINTWISE
+from fquant.kernels.program import parse
 from models import decoder
 from models.config import Config
 
@@ -125,6 +127,82 @@ def test_what_is_returned_or_random_or_written_is_kept():
     assert sum("rand" in target for target in targets) == 1
     assert sum("exp" in target for target in targets) == 1
     assert sum("cos" in target for target in targets) == 1
+
+
+def test_what_is_written_over_is_no_source():
+    """What is made of a tensor, before that is written in place, cannot be made of it again."""
+
+    def f(x, w):
+        a = x @ w
+        b = a.exp()
+        a.add_(1.0)
+        y = x
+        for _ in range(12):
+            y = torch.tanh(y @ w)
+        return torch.cat([y, y, y, y]).sum(), (y * b).sum(), a.sum()
+
+    x, w = (0.1 * random.normal(random.key(i), (48, 48)) for i in (0, 1))
+    assert equal(jit(f)(x, w), f(x, w))
+
+
+def places(f, *args):
+    """Where the calls of ``f`` captured are that ``exp`` is in the name of, and the products."""
+    nodes = [n for n in trace(lambda a: f(*a), args, fuse=False).module.graph.nodes if n.op == "call_function"]
+    of = lambda name: [i for i, n in enumerate(nodes) if getattr(n.target, "_opname", "") == name]
+    return of("exp"), of("mm"), of("tanh")
+
+
+def deep(x, w):
+    """Something between, at whose end most is held."""
+    for _ in range(12):
+        x = torch.tanh(x @ w)
+    return torch.cat([x, x, x, x]).sum(), x
+
+
+def test_who_is_not_waited_for_reads_it_where_its_source_is_read():
+    """The product with what is made again of ``a`` is put off until ``a`` is read for the last time."""
+
+    def f(x, w):
+        a = x @ w
+        b = a.exp()
+        s, y = deep(b, w)
+        early = w @ b
+        z = y
+        for _ in range(10):
+            z = torch.tanh(z @ w)
+        return s, z @ (a * 2 + z), early * 1.0
+
+    x, w = (0.1 * random.normal(random.key(i), (48, 48)) for i in (0, 1))
+    exps, products, tanhs = places(f, x, w)
+    assert len(exps) == 2 and tanhs[-1] < exps[1] < products[-2]  # behind all, beside the other reader of a
+    assert equal(jit(f)(x, w), f(x, w))
+
+
+@pytest.mark.parametrize("case", ["a reader that is read", "one that would hold more", "a source that is returned"])
+def test_who_is_waited_for_reads_it_at_once(case):
+    def f(x, w):
+        a = x @ w
+        b = a.exp()
+        s, y = deep(b, w)
+        large = torch.sin(torch.cat([y, y], 1)) if case == "one that would hold more" else y
+        early = large.mT @ b
+        z = early[:48] if case == "a reader that is read" else y
+        for _ in range(10):
+            z = torch.tanh(z @ w)
+        return s, z @ (a * 2 + z), early * 1.0, a if case == "a source that is returned" else s
+
+    x, w = (0.1 * random.normal(random.key(i), (48, 48)) for i in (0, 1))
+    exps, _, tanhs = places(f, x, w)
+    assert len(exps) == 2 and exps[1] < tanhs[12]
+    assert equal(jit(f)(x, w), f(x, w))
+
+
+def test_a_gated_product_is_made_again_by_the_program_of_its_slopes():
+    f, args = STEPS["qlora"]
+    texts = [str(n.args[2]) for n in trace(lambda a: f(*a), args).module.graph.nodes if n.target is POINTWISE]
+    slopes = [text for text in texts if "silu_slope" in text]
+    assert len(slopes) == CFG.num_layers and sum("silu.bfloat16" in text for text in texts) == 2 * CFG.num_layers
+    assert sum(len(parse(text).new) + len(parse(text).over) == 3 for text in slopes) >= CFG.num_layers - 1
 
 
 def test_views_of_what_is_made_again_are_views_of_it():
