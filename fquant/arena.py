@@ -52,7 +52,7 @@ _INTO: dict[Any, Any] = {  # torch's that compute there: of many ops the variant
 }  # fmt: skip
 OURS = (
     "matmul", "matmul_t", "nll", "nll_slope", "rms_norm", "rms_norm_slope", "attention", "attention_slope", "silu",
-    "silu_slope",
+    "silu_slope", "turn",
 )  # fmt: skip
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
 _RUNNING = threading.Lock()  # held while a replay uses the memory

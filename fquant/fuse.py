@@ -5,6 +5,8 @@ casts, sums of gradients, the optimiser. Each reads its arguments from memory an
 most results are read once, by the next. Here such a chain becomes a program (fquant/kernels/pointwise.py), which runs
 through its arguments once and holds what is between in the nearest cache. Its bits are those of its nodes.
 
+What only stands between such nodes is put aside before (fquant/untangle.py).
+
 A group of nodes may run as one where its last member stands if nobody else has used a member before that. So nodes are
 looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
 takes no more. Neither does one whose arguments are about to be written over, nor one that would hold too much: run
@@ -31,27 +33,20 @@ from . import graph as graphs
 from .kernels import VARIABLE, backend
 from .kernels.pointwise import OP
 from .kernels.program import Program, Step
-from .steps import COPY, FULL, SQUARE, constant, step_of
+from .steps import COPY, SQUARE, constant, step_of
+from .untangle import untangle
 
 NEVER = sys.maxsize  # a place behind all others
 SLACK = 2**16  # bytes that a group may hold in addition where the most is held
 ABOUT = 256  # nodes before and behind a group, of which the most that is held is not to rise
 READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
 
-_aten = torch.ops.aten
-_IN_PLACE: dict[Any, Any] = {
-    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
-    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
-}  # fmt: skip
-_FILL = _aten.fill_.Scalar
-
 
 def fuse(graph: Graph) -> None:
     """Replace chains of elementwise nodes by one node each, where C computes them."""
     if not _in_c():
         return
-    _unwrite(graph)
-    _spread(graph)
+    untangle(graph)
     groups = _Groups(graph)
     for place, node in enumerate(graph.nodes):
         groups.add(node, place)
@@ -196,43 +191,6 @@ def _shape(node: Node) -> torch.Size:
 def _made(node: Node) -> dict[int, int]:
     """Bytes of each storage of a node that is no argument."""
     return {} if node.op == "placeholder" else graphs.sizes(node)
-
-
-def _unwrite(graph: Graph) -> None:
-    """Give results memory of their own where they were written over what nobody else reads."""
-    for node in list(graph.nodes):
-        first = node.args[0] if node.args else None
-        if not isinstance(first, Node) or first.op != "call_function" or len(first.users) > 1:
-            continue
-        if any(graphs.storages(first) & graphs.storages(near) for near in first.all_input_nodes):
-            continue  # its memory is another's
-        if node.target is _FILL:
-            (t,) = graphs.tensors(node)
-            if t.is_contiguous():
-                kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-                node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
-                graph.erase_node(first)
-        elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node):
-            with graph.inserting_before(node):
-                new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
-            new.meta["val"] = node.meta["val"]
-            graphs.revalue(new)
-            graphs.substitute(node, new)
-            graph.erase_node(node)
-
-
-def _spread(graph: Graph) -> None:
-    """Widen again for every step that reads a widened tensor: a program does it on the way, and reads half as much."""
-    for node in list(graph.nodes):
-        if node.target is not _aten._to_copy.default or step_of(node) is None:
-            continue
-        (narrow,), (wide,) = graphs.tensors(node.all_input_nodes[0]), graphs.tensors(node)
-        if narrow.itemsize < wide.itemsize and all(step_of(user) not in (None, "copy") for user in node.users):
-            for user in list(node.users)[1:]:
-                with graph.inserting_before(user):
-                    again = graph.node_copy(node)
-                graphs.revalue(again)
-                user.replace_input_with(node, again)
 
 
 def _emit(graph: Graph, group: _Group) -> None:

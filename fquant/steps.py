@@ -15,6 +15,7 @@ from torch.fx import Node
 from . import graph as graphs
 from .kernels.program import DTYPES, Step
 from .kernels.silu import OPS as SILU
+from .kernels.turn import OP as TURN
 
 _aten = torch.ops.aten
 _FLOATS = tuple(DTYPES.values())
@@ -22,7 +23,7 @@ _OPS: dict[Any, str] = {
     _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
     _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
     _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal",
-    _aten._to_copy.default: "to", _aten.where.self: "where", **{op: name for name, op in SILU.items()},
+    _aten._to_copy.default: "to", _aten.where.self: "where", TURN: "turn", **{op: name for name, op in SILU.items()},
 }  # fmt: skip
 SQUARE, COPY, FULL = _aten.pow.Tensor_Scalar, _aten.copy_.default, _aten.full.default
 
@@ -40,7 +41,7 @@ def step_of(node: Node) -> Step | str | None:
     if op is None or not _is_ours(node) or not node.all_input_nodes:  # vmap casts numbers, and they stay
         return None
     (t,) = graphs.tensors(node)
-    allowed = {"dtype", "device"} if op == "to" else set()
+    allowed = {"dtype", "device", "layout"} if op == "to" else set()  # autograd tells the layout, which is the same
     if set(node.kwargs) - allowed or (node.target is SQUARE and node.args[1] != 2):
         return None
     args = node.args[:1] if node.target is SQUARE else node.args

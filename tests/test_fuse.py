@@ -131,6 +131,18 @@ JOINED = {  # what is one program, and what is none: programs with the number of
     "filled": (lambda x, y: torch.full_like(x, 0.3).sub_(y) * x, [2], []),
     "the shape of a constant": (lambda x, y: torch.full((6, 6), 2.0) * x[0] + 1, [], ["add", "full", "mul", "select"]),
     "a number beside mapped scalars": (lambda x, y: vmap(lambda t: 0.5 * t.sum())(x) + 1, [2], ["_to_copy", "sum"]),
+    "seen otherwise between": (lambda x, y: (x + y).view(4, 9) * y.view(4, 9) - 1, [3], ["view"] * 3),
+    "seen otherwise, and read as it is": (
+        lambda x, y: ((z := x * y).view(4, 9) * 2 + 1, z),
+        [2],
+        ["mul", "view"],
+    ),
+    "seen otherwise, of rows": (lambda x, y: (x + y[0]).view(4, 9) * 2 + 1, [2], ["add", "select", "view"]),
+    "halves turned": (
+        lambda x, y: torch.cat([-(z := (x * y)[:, :4])[:, 2:], z[:, :2]], -1) * 2 + x[:, :4],
+        [3],
+        ["mul", "slice", "slice"],
+    ),
     "transposed": (lambda x, y: x.mT * 2 + y.mT, [], ["add", "mul", "transpose", "transpose"]),
     "too long": (lambda x, y: sum([x * i for i in range(60)], y), [STEPS, STEPS - 1, 119 - 2 * STEPS, 2], []),
 }
@@ -204,7 +216,7 @@ def test_a_value_is_not_read_before_it_is_there_nor_after_it_is_gone():
 
 def any_function(draw):
     """A random function: elementwise ops of several shapes and dtypes, products, views, writes to what may be."""
-    script = [(draw.choice("aaaammmmtcvseqwxrdn"), draw.random(), draw.random()) for _ in range(draw.randint(5, 40))]
+    script = [(draw.choice("aaaammmmtcvvseqwxrdnhh"), draw.random(), draw.random()) for _ in range(draw.randint(5, 40))]
 
     def f(*args):
         values, out = list(args), []
@@ -228,6 +240,9 @@ def any_function(draw):
                     values.append(x.sum())
                 case "e":
                     values.append(x.sigmoid())
+                case "h":
+                    parts = x.chunk(2, -1) if x.ndim and x.shape[-1] % 2 == 0 else ()
+                    values.append(torch.cat([-parts[1], parts[0]] if j < 0.5 else [*parts[::-1]], -1) if parts else -x)
                 case "q":
                     values.append(silu(x) if j < 0.5 else silu_slope(x))
                 case "w":

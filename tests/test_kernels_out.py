@@ -25,6 +25,7 @@ def arguments(name, dtype):
         "matmul": (x, *told), "matmul_t": (g, *told), "nll": (x, targets, -100), "nll_slope": (x, targets, -100, None),
         "rms_norm": (x, x[0], 1e-5), "rms_norm_slope": (x.flip(0), x, x[0], scale), "silu": (x,), "silu_slope": (x,),
         "attention": (q, k, v, None), "attention_slope": (q.flip(0), y, lse, q, k, v, None),
+        "turn": (x, 32),
     }[name]  # fmt: skip
 
 

@@ -11,14 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fquant.kernels import cpu_pointwise, reference, silu
 from fquant.kernels.pointwise import pointwise
-from fquant.kernels.program import ARITY, DTYPES, OWN, Program, Step, parse
+from fquant.kernels.program import ARITY, DTYPES, OWN, PIECE, Program, Step, parse
+from fquant.kernels.turn import turn
 
 from .formats import ISAS, alike, forced, shifted, strided
 from .test_packed import rng
 
 FLOATS = tuple(DTYPES.values())
 BACKENDS = ("reference", *ISAS)
-TORCHS = tuple(op for op in ARITY if op not in OWN)
+TORCHS = tuple(op for op in ARITY if op not in (*OWN, "turn"))
 OPS = tuple(op for op in TORCHS if op not in ("to", "where"))
 NUMBERS = (0.0, -0.0, 1.0, 0.1, -3.7, 1e-5, 1e-30, 2.0**20)
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3e38, -3e38, 65504.0, 1e-8, 1 / 3)
@@ -74,8 +75,9 @@ def test_where_chooses_by_a_mask(dtype, backend):
 
 
 @st.composite
-def programs(draw, reads, ops):
-    """A program of any steps of ``ops`` on ``reads`` values, of which the first is a mask."""
+def programs(draw, reads, ops, width):
+    """A program of any steps of ``ops`` on ``reads`` values, of which the first is a mask, with rows of ``width``."""
+    ops = (*ops, "turn") if width % 2 == 0 and PIECE % max(1, width) == 0 else ops
     kinds, steps = [torch.bool, *(draw(st.sampled_from(FLOATS)) for _ in range(reads - 1))], []
     for _ in range(draw(st.integers(0, 30))):
         op, dtype = draw(st.sampled_from(ops)), draw(st.sampled_from(FLOATS))
@@ -87,7 +89,9 @@ def programs(draw, reads, ops):
             continue
         elif op == "where":
             args[0] = 0
-        if ARITY[op] == 2 and draw(st.booleans()):
+        if op == "turn":
+            args[1] = draw(st.sampled_from((0.5, -0.5))) * width
+        elif ARITY[op] == 2 and draw(st.booleans()):
             args[1] = draw(st.sampled_from(NUMBERS))
         steps.append(Step(op, dtype, tuple(args)))
         kinds.append(dtype)
@@ -96,14 +100,14 @@ def programs(draw, reads, ops):
 
 
 PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)
-SIZES = st.sampled_from([1, 2, 3, 16, 31, 512, 513, 1025]) | st.integers(0, 40)
+SIZES = st.sampled_from([1, 2, 3, 16, 31, 64, 512, 513, 1025]) | st.integers(0, 40)
 
 
 @st.composite
 def cases(draw, ops=TORCHS):
     reads = draw(st.integers(2, 5))
-    kinds, all_kinds, program = draw(programs(reads, ops))
     shape = draw(st.lists(SIZES, max_size=4).filter(lambda s: math.prod(s) < 5000))
+    kinds, all_kinds, program = draw(programs(reads, ops, shape[-1] if shape else 1))
     tensors = []
     for i, kind in enumerate(kinds):
         own = [1 if i > 1 and draw(st.integers(0, 3)) == 0 else size for size in shape]
@@ -127,7 +131,7 @@ def test_any_program_on_any_tensors(case, backend):
 
 
 @settings(deadline=None, max_examples=50)
-@given(case=cases(tuple(ARITY) + 4 * OWN), backend=st.sampled_from(BACKENDS))
+@given(case=cases(TORCHS + 5 * OWN), backend=st.sampled_from(BACKENDS))
 def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
     """Each as a program of its own, and steps that are no operation of torch as the ops that they are."""
     reads, over, program = case
@@ -137,6 +141,8 @@ def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
         for op, dtype, args in program.steps:
             if op in OWN:
                 values.append(getattr(silu, op)(values[args[0]].to(dtype)))
+            elif op == "turn":
+                values.append(turn(values[args[0]].to(dtype), int(args[1])))
             else:
                 alone = Program((Step(op, dtype, args),), (len(values),), ())
                 values += pointwise(values, [], alone)
@@ -212,6 +218,14 @@ BAD = {
     ),
     "mask": (([X, X], [], Program((Step("where", F32, (0, 1, 1)),), (2,), ())), TypeError, "step 0 .*bool"),
     "unknown": (([X, X], [], ADD._replace(new=(3,))), ValueError, "wants a value that is not there"),
+    "turned": (([X], [], Program((Step("turn", F32, (0, 2.0)),), (1,), ())), ValueError, r"\(4, 3\); wanted .* half"),
+    "odd": (([X], [], Program((Step("turn", F32, (0, 1.5)),), (1,), ())), ValueError, "by which 512 can be divided"),
+    "a number turned": (
+        ([X[:, :2]], [], Program((Step("turn", F32, (1.0, 1.0)),), (1,), ())),
+        ValueError,
+        "wanted a value",
+    ),
+    "of no dims": (([X[0, 0]], [], Program((Step("turn", F32, (0, 1.0)),), (1,), ())), ValueError, "half of a last"),
     "room": (([X, X], [X[0]], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
     "dtype": (([X, X], [X.half()], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
     "lies": (([X, X], [X.mT.contiguous().mT], ADD._replace(new=(), over=(2,))), ValueError, "wanted contiguous"),

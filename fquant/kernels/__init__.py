@@ -13,10 +13,10 @@ Who computes is a table, device -> backend: ``cpu`` (cpu.c, all there is in C) f
 tensors, and ``reference`` (plain torch, the definition of right) on any other device, or where a backend cannot be
 had, which is said once. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and
 ``cpu:avx2`` one instruction set of it. The ops of random words, in ``threefry.py``, those of a loss of logits, in
-``nll.py``, of norms, in ``norm.py``, of attention, in ``attention.py``, of silu, in ``silu.py``, and the elementwise
-programs of captured graphs, in ``pointwise.py``, go by the same table. The op of the nearest of many rows, in
-``nearest.py``, is torch's matrix product in tiles on every device; so are products with arrays of learned vectors, in
-``vectors.py``.
+``nll.py``, of norms, in ``norm.py``, of attention, in ``attention.py``, of silu, in ``silu.py``, and the programs of
+captured graphs, in ``pointwise.py``, to which ``turn.py`` belongs, go by the same table. The op of the nearest of
+many rows, in ``nearest.py``, is torch's matrix product in tiles on every device; so are products with arrays of
+learned vectors, in ``vectors.py``.
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ INLINE uint16_t to_bf16(float x) { /* to nearest even */
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 INLINE float from_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
+INLINE float rounded_to_bf16(float x) { /* from_bf16(to_bf16(x)), in fewer instructions */
+    uint32_t u = bits_of(x), rounded = (u + 0x7fff + (u >> 16 & 1)) & 0xffff0000;
+    return x != x ? float_of(0x7fc00000) : float_of(rounded);
+}
 
 INLINE uint16_t to_f16(float x) { /* to nearest even, denormals and overflow included (the recipe of Maratyszcza's FP16) */
     uint32_t u = bits_of(x), doubled = u + u, bias = doubled & 0xff000000;
@@ -174,10 +178,11 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* --- what Python calls ------------------------------------------------------------------------------------------- */
 
-/* The sizes of the structures that Python has as well, and how many operations a step may be: both have to agree. */
+/* The sizes of the structures that Python has as well, how many operations a step may be, and of how many elements a
+   program handles a piece: all have to agree. */
 EXPORT int fquant_sizes(int which) {
     const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
-                            sizeof(Attention), OPS};
+                            sizeof(Attention), OPS, TILE};
     return (int)sizes[which];
 }
 

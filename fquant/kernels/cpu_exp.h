@@ -23,16 +23,17 @@ INLINE NAME(Lanes) NAME(exponential)(NAME(Lanes) x) {
 
 /* Of s, the logistic function of x: x * s, and its derivative s + x * s * (1 - s). Where s or 1 - s is small it is made
    of e = exp(-|x|), so that no digits are lost. */
+INLINE NAME(Lanes) NAME(decay)(NAME(Lanes) x) {
+    return NAME(exponential)((NAME(Lanes))((NAME(Bits))x | 0x80000000));
+}
 INLINE NAME(Lanes) NAME(either)(NAME(Bits) mask, NAME(Lanes) a, NAME(Lanes) b) {
     return (NAME(Lanes))((mask & (NAME(Bits))a) | (~mask & (NAME(Bits))b));
 }
-INLINE NAME(Lanes) NAME(silu)(NAME(Lanes) x) {
-    NAME(Lanes) e = NAME(exponential)((NAME(Lanes))((NAME(Bits))x | 0x80000000));
+INLINE NAME(Lanes) NAME(silu)(NAME(Lanes) x, NAME(Lanes) e) {
     return NAME(either)(-((NAME(Bits))x >> 31), x * e, x) / (1.0f + e);
 }
-INLINE NAME(Lanes) NAME(silu_slope)(NAME(Lanes) x) {
+INLINE NAME(Lanes) NAME(silu_slope)(NAME(Lanes) x, NAME(Lanes) e) {
     NAME(Bits) below = -((NAME(Bits))x >> 31);
-    NAME(Lanes) e = NAME(exponential)((NAME(Lanes))((NAME(Bits))x | 0x80000000)), large = 1.0f / (1.0f + e);
-    NAME(Lanes) small = e * large;
+    NAME(Lanes) large = 1.0f / (1.0f + e), small = e * large;
     return NAME(either)(below, small, large) * (1.0f + x * NAME(either)(below, large, small));
 }

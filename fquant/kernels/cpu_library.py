@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .program import PIECE
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 LARGE = 4 << 20  # bytes
@@ -50,7 +52,8 @@ class Encoding(ctypes.Structure):
 
 DIMS = 6  # of what an elementwise program reads, once dims that lie as one are one
 OPS = (
-    "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "silu", "silu_slope",
+    "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
+    "silu", "silu_slope",
 )  # fmt: skip
 
 
@@ -110,7 +113,7 @@ def load() -> ctypes.CDLL:
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }
-    agreed = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS)]
+    agreed = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS), PIECE]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
     known = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not known or [sizes(i) for i in range(len(agreed))] != agreed:

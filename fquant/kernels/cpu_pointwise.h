@@ -34,6 +34,9 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
                 out[i] = one;
             }
         }
+        if (last && !r->stride[last - 1] && k == p->size[last]) /* the same along a dim: copied */
+            for (; n >= 2 * k && index[last - 1] + 1 < p->size[last - 1]; n -= k, out += k, index[last - 1]++)
+                _Pragma("GCC ivdep") for (int64_t i = 0; i < k; i++) out[k + i] = out[i];
         offset += (k - 1) * stride;
         index[last] += k - 1;
         for (int64_t d = last; d >= 0; d--) { /* on to the next element, with carries */
@@ -44,6 +47,24 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     }
 }
 
+/* n floats, which are rounded already, to x + at. */
+static void NAME(write)(const float *restrict a, int64_t n, int dtype, void *x, int64_t at) {
+    uint16_t *restrict h = (uint16_t *)x + at;
+    if (dtype == BF16) for (int64_t i = 0; i < n; i++) h[i] = (uint16_t)(bits_of(a[i]) >> 16);
+    else NAME(halves)(a, n, dtype, x, at);
+}
+
+/* TURN: of every `half` and the `half` behind it the second, negated, and the first; or, for half < 0, the way back. */
+static void NAME(turn_halves)(const float *restrict a, int half, float *restrict to) {
+    int h = abs(half);
+    for (int i = 0; i < TILE; i += 2 * h) {
+        if (half > 0)
+            for (int k = i; k < i + h; k++) to[k] = -a[k + h], to[k + h] = a[k];
+        else
+            for (int k = i; k < i + h; k++) to[k] = a[k + h], to[k + h] = -a[k];
+    }
+}
+
 #define EACH(TO, VALUE)                                                \
     _Pragma("GCC ivdep") for (int i = 0; i < TILE; i++) to[i] = TO(VALUE);
 #define ROUNDED(VALUE)                                                 \
@@ -51,15 +72,16 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     else if (s->dtype == BF16) { EACH(AS_BF16, VALUE) }                \
     else { EACH(AS_F16, VALUE) }                                       \
     break;
-#define VECTORS(OF)                                    \
+#define VECTORS(...)                                   \
     for (int i = 0; i < TILE; i += NAME(LANES)) {      \
-        NAME(Lanes) v;                                 \
-        memcpy(&v, a + i, sizeof v);                   \
-        v = OF(v);                                     \
-        memcpy(to + i, &v, sizeof v);                  \
+        NAME(Lanes) x, e;                              \
+        memcpy(&x, a + i, sizeof x);                   \
+        memcpy(&e, b + i, sizeof e);                   \
+        x = __VA_ARGS__;                               \
+        memcpy(to + i, &x, sizeof x);                  \
     }
 #define AS_IS(x) (x)
-#define AS_BF16(x) from_bf16(to_bf16(x))
+#define AS_BF16(x) rounded_to_bf16(x)
 #define AS_F16(x) from_f16(to_f16(x))
 
 static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
@@ -71,7 +93,7 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
         const float *a = registers + s->a * TILE, *b = registers + s->b * TILE, *c = registers + s->c * TILE;
         switch (s->op) {
         case READ: NAME(read)(p, s->a, start, n, to); break;
-        case WRITE: NAME(halves)(a, n, s->dtype, p->at[s->b], start); break;
+        case WRITE: NAME(write)(a, n, s->dtype, p->at[s->b], start); break;
         case CONSTANT: for (int i = 0; i < TILE; i++) to[i] = s->value; break;
         case ADD: ROUNDED(a[i] + b[i])
         case SUB: ROUNDED(a[i] - b[i])
@@ -80,8 +102,10 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
         case NEG: ROUNDED(-a[i])
         case RECIPROCAL: ROUNDED(1.0f / a[i])
         case TO: ROUNDED(a[i])
-        case SILU: VECTORS(NAME(silu)) ROUNDED(to[i])
-        case SILU_SLOPE: VECTORS(NAME(silu_slope)) ROUNDED(to[i])
+        case TURN: NAME(turn_halves)(a, (int)s->value, to); break;
+        case DECAY: VECTORS(NAME(decay)(x)) break;
+        case SILU: VECTORS(NAME(silu)(x, e)) ROUNDED(to[i])
+        case SILU_SLOPE: VECTORS(NAME(silu_slope)(x, e)) ROUNDED(to[i])
         case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
         }
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import reference
 from .cpu_library import DIMS, DTYPES, OPS, Pointwise, Read, Step, call, empty, result
-from .program import Program, dtypes, parse
+from .program import OWN, Program, dtypes, parse
 
 _KINDS = {**DTYPES, torch.bool: 3}
 
@@ -124,6 +124,7 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
     last = {value: i for i, step in enumerate(program.steps) for value in step.args if isinstance(value, int)}
     last |= dict.fromkeys(program.over, len(program.steps))  # what they are written over may be read before
     steps, held, free = list[Step](), dict[int, int](), list[int]()
+    decays = dict[str, int]()
     most = 0
 
     def take() -> int:
@@ -146,7 +147,8 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
             made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
     for i, (op, dtype, args) in enumerate(program.steps):
         registers, constants = list[int](), list[int]()
-        for value in args:
+        half = args[1] if op == "turn" else 0.0
+        for value in args[: 1 if half else None]:
             if isinstance(value, float):
                 constants.append(take())
                 narrow = dtype if op in ("add", "sub") else torch.float32  # as torch takes a number in such an op
@@ -155,8 +157,17 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
             elif value not in held:
                 made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
             registers.append(constants[-1] if isinstance(value, float) else held[value])
-        free += constants + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
-        made(first + i, Step(OPS.index(op), _KINDS[dtype], 0, *registers))
+        if op in OWN:  # those of one value share their exponential
+            if repr(args) not in decays:
+                decays[repr(args)] = take()
+                steps.append(Step(OPS.index("decay"), 0, decays[repr(args)], *registers))
+            registers.append(decays[repr(args)])
+            if all(later.op not in OWN or later.args != args for later in program.steps[i + 1 :]):
+                constants.append(decays.pop(repr(args)))
+        gone = constants + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
+        free += () if half else gone  # what is turned is not read in the order in which it is written
+        made(first + i, Step(OPS.index(op), _KINDS[dtype], 0, *registers, value=half))
+        free += gone if half else ()
     for place, value in enumerate(program.over):
         steps.append(_write(held[value], kinds[value], first + len(program.new) + place))
     return steps, most

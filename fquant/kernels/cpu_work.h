@@ -79,8 +79,8 @@ typedef struct {
 } Attention;
 
 /* An elementwise program; cpu_pointwise.py has the same, and numbers the operations so. */
-enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, SILU, SILU_SLOPE, OPS };
-enum { TILE = 512, MAX_DIMS = 6 };
+enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, DECAY, SILU, SILU_SLOPE, OPS };
+enum { TILE = 512, MAX_DIMS = 6 }; /* program.py has the TILE as PIECE */
 enum { ALONE = 8192 }; /* elements up to which another thread is not worth waking */
 typedef struct { int32_t op, dtype, to, a, b, c; float value; } Step; /* registers, and of READ and WRITE what of `at` */
 typedef struct { int64_t stride[MAX_DIMS]; int32_t dtype, whole; } Read; /* whole: as the result lies in memory */

@@ -9,6 +9,7 @@ Every step is rounded to its dtype, so that a chain gives the same bits as its s
 
 * Those named as operations of torch give the bits of these. They are what IEEE 754 defines to the last bit: no
   exponentials, and no square roots either, which torch leaves to libraries that need not round as IEEE 754 wants.
+  (``turn`` is a ``neg`` and a ``cat``.)
 * ``silu`` and ``silu_slope`` are ours, the ops of ``silu.py``, which says how near to the exact value they are. Alone
   such an op is the program of that one step, so its bits are those of the step in any other program on the machine. No
   operation of torch is ever replaced by one of these.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import backend, constant, direct
-from .program import DTYPES, Program, dtypes, parse
+from .program import DTYPES, PIECE, Program, dtypes, parse
 
 SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
@@ -85,7 +86,13 @@ def _check_kinds(
     program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape in read))
     kinds = dtypes([dtype for dtype, _ in read], program)
     for i, (op, dtype, args) in enumerate(program.steps):
-        _check_step(f"step {i} of {text!r}", op, dtype, args, kinds[: len(read) + i])
+        name = f"step {i} of {text!r}"
+        _check_step(name, op, dtype, args, kinds[: len(read) + i])
+        if op == "turn" and not (shape and _turns(args, shape[-1])):
+            raise ValueError(
+                f"pointwise: {name} turns what is {tuple(shape)}; wanted a value, and half of a last dim by which "
+                f"{PIECE} can be divided"
+            )
     if not all(0 <= i < len(kinds) for i in (*program.new, *program.over)):
         raise ValueError(f"pointwise: {text!r} wants a value that is not there")
     if write != (wanted := tuple((kinds[i], shape, True) for i in program.over)):
@@ -103,6 +110,11 @@ def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], k
     given = {kinds[a] for a in (args[1:] if op == "where" else args) if isinstance(a, int)}
     if op != "to" and not given <= ({*DTYPES.values()} if dtype == torch.float32 else {dtype}):
         raise TypeError(f"pointwise: {name} takes {given}; wanted {dtype}, or cast before")
+
+
+def _turns(args: Sequence[float], width: int) -> bool:
+    x, half = args
+    return isinstance(x, int) and isinstance(half, float) and 2 * abs(half) == width and PIECE % max(1, width) == 0
 
 
 def _place(t: Tensor) -> object:

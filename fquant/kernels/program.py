@@ -5,6 +5,9 @@
 Values are numbered: first what is read, then what each step makes. A step is an operation, the dtype that its result is
 rounded to, and its arguments: numbers of values, or constants, in hexadecimal. At the end it is told which values are
 wanted in new tensors, and which are written over tensors that are given.
+
+All operations are elementwise but ``turn x h``, which is what rotary embeddings do to the halves of a last dim of 2|h|:
+[-second, first] for h > 0, and its transpose [second, -first] for h < 0.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OWN = ("silu", "silu_slope")  # operations that are no other's to the last bit; all others are torch's
+PIECE = 512  # elements of a value that are there at a time (TILE of cpu.c); what is turned divides it
 ARITY = {
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, **dict.fromkeys(OWN, 1),
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, "turn": 2,
+    **dict.fromkeys(OWN, 1),
 }  # fmt: skip
 
 

@@ -237,6 +237,12 @@ def silu_slope(x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(x.new_ones(()).expand_as(x), x).contiguous()
 
 
+def turn(x: Tensor, forth: bool) -> Tensor:
+    """x [... 2h] with its halves turned: [-second, first], or [second, -first] for the way back."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first] if forth else [second, -first], -1)
+
+
 _OWN = {"silu": silu, "silu_slope": silu_slope}
 
 
@@ -258,6 +264,9 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
         given = [values[a] if isinstance(a, int) else a for a in args]
         if op == "to":
             values.append(given[0].to(dtype))  # type: ignore[union-attr]
+            continue
+        if op == "turn":
+            values.append(turn(given[0].to(dtype).expand(shape), given[1] > 0))  # type: ignore[union-attr]
             continue
         cast = [a.to(dtype) if isinstance(a, Tensor) and a.dtype is not torch.bool else a for a in given]
         values.append(_OWN[op](*cast) if op in _OWN else getattr(torch, op)(*cast))  # type: ignore[arg-type]
