@@ -54,7 +54,7 @@ def take(nbytes: int) -> mmap.mmap:
     global _memory
     if _memory is None or len(_memory) < nbytes:
         _forget()
-        _memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE)
+        _memory = _mapped(-(-nbytes // _PAGE) * _PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 _memory.madvise(mmap.MADV_HUGEPAGE)
@@ -65,6 +65,13 @@ def release() -> bool:
     """Return the memory that is free now to the system; whether there was any. What comes next is kept again."""
     libc, taken = _libc(), _forget()
     return bool(libc is not None and libc.malloc_trim(0)) or taken
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone, as Python's would be one that a forked process writes into as well."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)  # a system without fork
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _forget() -> bool:

@@ -56,10 +56,36 @@ print(eager, captured, min(mapped), held - resident(), int(heap.keep()))
 """
 
 
-def run(**variables: str) -> list[int]:
-    """MiB that stay of a tensor, before and after a capture; mapped by a replay; given back; and whether it is kept."""
+FORKED = """
+import os, torch
+from fquant import heap, jit
+
+torch.set_num_threads(1)
+
+@jit(fuse=False)
+def step(x):
+    return (x * 2 + 1).sum()
+
+x = torch.ones(2**20)
+step(x)
+before = bytes(heap.take(0))
+child = os.fork()
+if not child:
+    step(3 * x)
+    os._exit(bytes(heap.take(0)) == before)
+failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(int(bytes(heap.take(0)) == before), int(any(before)), 1 - failed)
+"""
+
+
+def run(program: str = PROGRAM, **variables: str) -> list[int]:
+    """The numbers that a program prints.
+
+    ``PROGRAM``: MiB that stay of a tensor, before and after a capture; mapped by a replay; given back; and whether it
+    is kept.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | variables, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
@@ -75,6 +101,11 @@ def test_a_replay_finds_the_memory_of_the_one_before():
 def test_the_system_s_own_way_is_left_alone_on_demand():
     eager, captured, *_, kept = run(FQUANT_HEAP="system")
     assert eager < 2 and captured < 2 and not kept
+
+
+def test_a_forked_process_replays_in_memory_of_its_own():
+    unchanged, written, changed_in_child = run(FORKED, FQUANT_HEAP="keep")
+    assert written and changed_in_child and unchanged
 
 
 def test_another_way_is_refused(monkeypatch):
