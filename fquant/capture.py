@@ -124,7 +124,7 @@ def jit(
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _is_inside(tensors):
             return fn(*args, **kwargs)
-        over = written_over(bound, donate)
+        over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
         key = (structure, tuple(map(_kind, leaves)), tuple(id(t) in over for t in tensors) if donate else ())
         try:
             found = traced.get(key)
@@ -250,8 +250,9 @@ def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
     """The ids of the donated tensors whose memory no other, an argument or not, shares, as far as torch knows."""
     if not donate:
         return set()
-    times = Counter(map(id, _tensors(bound)))
-    donated = [t for name in donate if name in bound for t in _tensors(bound[name])]
+    given = {name: _tensors(x) for name, x in bound.items()}
+    times = Counter(id(t) for tensors in given.values() for t in tensors)
+    donated = [t for name in donate for t in given.get(name, ())]
     return {id(t) for t in donated if times[id(t)] == 1 and (t.is_meta or _holders(t) == 1)}
 
 

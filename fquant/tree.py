@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -75,9 +76,14 @@ def node(cls: type[T]) -> type[T]:
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
     def flatten(self: Any) -> tuple[list[Any], Any]:
-        present = tuple(name for name in children if getattr(self, name) is not None)
-        context = (present, tuple(getattr(self, name) for name in statics))
-        return [getattr(self, name) for name in present], context
+        present: list[str] = []
+        inner: list[Any] = []
+        for name in children:  # a loop, since every call of a captured function flattens every node
+            child = getattr(self, name)
+            if child is not None:
+                present.append(name)
+                inner.append(child)
+        return inner, (tuple(present), tuple([getattr(self, name) for name in statics]))
 
     def flatten_with_keys(self: Any) -> tuple[list[Any], Any]:
         leaves, context = flatten(self)
@@ -142,6 +148,12 @@ map = pytree.tree_map
 def unflatten(structure: Structure, leaves: Any) -> Any:
     """The tree of ``structure`` with ``leaves``, in the order of :func:`flatten`."""
     return pytree.tree_unflatten(leaves, structure)
+
+
+def parts(structure: Structure, leaves: list[Any]) -> list[list[Any]]:
+    """``leaves`` of a tree of ``structure``, cut into those of each of its children."""
+    ends = list(itertools.accumulate(child.num_leaves for child in structure.children()))
+    return [leaves[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def path_of(keys: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import graph as graphs
-from .kernels.program import DTYPES, PIECE
+from .kernels.program import DTYPES, is_turned
 from .kernels.turn import OP
 
 _aten = torch.ops.aten
@@ -41,13 +41,15 @@ def _found(cat: Node) -> tuple[Node, int] | None:
     t = cat.meta["val"]
     if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):  # type: ignore[arg-type]
         return None
-    if t.dtype not in _FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0 or PIECE % t.shape[-1]:
+    if t.dtype not in _FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0:
+        return None
+    if not is_turned(t.shape, half := t.shape[-1] // 2):
         return None
     negated = [part.target is _aten.neg.default for part in parts]  # type: ignore[union-attr]
     if negated[0] == negated[1]:
         return None
     halves = [part.args[0] if minus else part for part, minus in zip(parts, negated, strict=True)]  # type: ignore
-    whole, half = _whole(halves[0]), t.shape[-1] // 2
+    whole = _whole(halves[0])
     if whole is None or whole is not _whole(halves[1]) or graphs.tensors(whole)[0].shape != t.shape:
         return None
     (x,) = graphs.tensors(whole)

@@ -146,25 +146,25 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
         if value < first and value not in held and (value not in last or value in program.over):
             made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
     for i, (op, dtype, args) in enumerate(program.steps):
-        registers, constants = list[int](), list[int]()
+        registers, spent = list[int](), list[int]()
         half = args[1] if op == "turn" else 0.0
         for value in args[: 1 if half else None]:
             if isinstance(value, float):
-                constants.append(take())
+                spent.append(take())
                 narrow = dtype if op in ("add", "sub") else torch.float32  # as torch takes a number in such an op
                 rounded = float(torch.tensor(value, dtype=narrow))
-                steps.append(Step(OPS.index("constant"), 0, constants[-1], value=rounded))
+                steps.append(Step(OPS.index("constant"), 0, spent[-1], value=rounded))
             elif value not in held:
                 made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))
-            registers.append(constants[-1] if isinstance(value, float) else held[value])
+            registers.append(spent[-1] if isinstance(value, float) else held[value])
         if op in OWN:  # those of one value share their exponential
             if repr(args) not in decays:
                 decays[repr(args)] = take()
                 steps.append(Step(OPS.index("decay"), 0, decays[repr(args)], *registers))
             registers.append(decays[repr(args)])
             if all(later.op not in OWN or later.args != args for later in program.steps[i + 1 :]):
-                constants.append(decays.pop(repr(args)))
-        gone = constants + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
+                spent.append(decays.pop(repr(args)))
+        gone = spent + [held.pop(value) for value in {*args} if isinstance(value, int) and last[value] == i]
         free += () if half else gone  # what is turned is not read in the order in which it is written
         made(first + i, Step(OPS.index(op), _KINDS[dtype], 0, *registers, value=half))
         free += gone if half else ()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import backend, constant, direct
-from .program import DTYPES, PIECE, Program, dtypes, parse
+from .program import DTYPES, PIECE, Program, dtypes, is_turned, parse
 
 SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
@@ -88,7 +88,7 @@ def _check_kinds(
     for i, (op, dtype, args) in enumerate(program.steps):
         name = f"step {i} of {text!r}"
         _check_step(name, op, dtype, args, kinds[: len(read) + i])
-        if op == "turn" and not (shape and _turns(args, shape[-1])):
+        if op == "turn" and not (isinstance(args[0], int) and isinstance(args[1], float) and is_turned(shape, args[1])):
             raise ValueError(
                 f"pointwise: {name} turns what is {tuple(shape)}; wanted a value, and half of a last dim by which "
                 f"{PIECE} can be divided"
@@ -110,11 +110,6 @@ def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], k
     given = {kinds[a] for a in (args[1:] if op == "where" else args) if isinstance(a, int)}
     if op != "to" and not given <= ({*DTYPES.values()} if dtype == torch.float32 else {dtype}):
         raise TypeError(f"pointwise: {name} takes {given}; wanted {dtype}, or cast before")
-
-
-def _turns(args: Sequence[float], width: int) -> bool:
-    x, half = args
-    return isinstance(x, int) and isinstance(half, float) and 2 * abs(half) == width and PIECE % max(1, width) == 0
 
 
 def _place(t: Tensor) -> object:

@@ -69,6 +69,11 @@ def dtypes(read: Sequence[torch.dtype], program: Program) -> list[torch.dtype]:
     return [*read, *(step.dtype for step in program.steps)]
 
 
+def is_turned(shape: Sequence[int], half: int | float) -> bool:
+    """Whether the last dim of ``shape`` can be turned, forth or back, by ``half``: 2|half| is it, and divides PIECE."""
+    return bool(shape) and shape[-1] == 2 * abs(half) != 0 and PIECE % shape[-1] == 0
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import reference
 from .cpu_library import result
 from .pointwise import OP as POINTWISE
-from .program import PIECE
+from .program import PIECE, is_turned
 from .register import register
 from .spec import FLOATS
 
@@ -51,8 +51,7 @@ def _fake(x: Tensor, half: int) -> Tensor:
 def _check(x: Tensor, half: int) -> None:
     if x.dtype not in (*FLOATS, torch.float64):
         raise TypeError(f"turn got {x.dtype} {tuple(x.shape)}; wanted f32, bf16, f16 or f64")
-    width = 2 * abs(half)
-    if x.shape[-1:] != (width,) or PIECE % max(1, width):
+    if not is_turned(x.shape, half):
         raise ValueError(
             f"turn got x {tuple(x.shape)} and a half of {half}; wanted half of its last dim, "
             f"by which {PIECE} can be divided"

@@ -236,7 +236,9 @@ def judge(figures: dict[str, Figures]) -> list[Wanted]:
         out.append(at_most("of the floor's step", ours.step / floor.step, 1 / 0.9))
     if ours and (eager := figures.get("fquant eager")):
         out.append(at_most("of the eager step's peak over loaded", ours.over / eager.over, 0.3))
-        out.append(at_most("of the eager step", ours.step / eager.step, 0.8))
+        shared = figures.get("floor, our attention")
+        told = "" if shared is None else f", of which products and attention alone take {shared.step / eager.step:.3g}"
+        out.append(at_most(f"of the eager step{told}", ours.step / eager.step, 0.8))
     sharded = figures.get("fquant fsdp=2")
     if sharded and (torchao := figures.get("torchao fsdp=2")):
         out.append(at_most("of the step of PEFT, FSDP2 and torchao, fsdp=2", sharded.step / torchao.step, 1 / 1.7))
