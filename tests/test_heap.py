@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,22 @@ failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(int(bytes(heap.take(0)) == before), int(any(before)), 1 - failed)
 """
 
+FLAGS = """
+import torch
+from pathlib import Path
+from fquant import heap
+
+place = torch.frombuffer(heap.take(8 * 2**20), dtype=torch.uint8).data_ptr()
+flags = []
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    head = line.split()[0]
+    if "-" in head:
+        begin, end = (int(address, 16) for address in head.split("-"))
+    elif head == "VmFlags:" and begin <= place < end:
+        flags = line.split()[1:]
+print(len(flags), int("sh" not in flags), int("hg" in flags))
+"""
+
 
 def run(program: str = PROGRAM, **variables: str) -> list[int]:
     """The numbers that a program prints.
@@ -106,6 +123,13 @@ def test_the_system_s_own_way_is_left_alone_on_demand():
 def test_a_forked_process_replays_in_memory_of_its_own():
     unchanged, written, changed_in_child = run(FORKED, FQUANT_HEAP="keep")
     assert written and changed_in_child and unchanged
+
+
+def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
+    told, private, large = run(FLAGS, FQUANT_HEAP="keep")
+    if not told or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the system has no large pages, or does not say who has them")
+    assert private and large  # those of shared memory are others, which few systems give
 
 
 def test_another_way_is_refused(monkeypatch):
