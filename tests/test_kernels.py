@@ -5,6 +5,7 @@ import shutil
 import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,13 @@ def test_the_library_is_built_wherever_there_is_a_compiler():
 
 
 @built
+def test_threads_are_those_that_torch_has():
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or "gomp" not in maps.read_text():
+        pytest.skip("this torch computes without GNU's OpenMP runtime, or the system does not tell")
+    assert cpu_library._team() is not None
+
+
 def test_the_table(monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     assert kernels.backend("cpu") == ("cpu", cpu)

@@ -52,7 +52,8 @@ INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float se
     v[1] = _mm512_permutexvar_epi16(low, t);
     v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), t);
     v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), t);
-    __builtin_prefetch(codes + AHEAD, 0, 0); /* they are read once */
+    __builtin_prefetch(codes + 2 * AHEAD, 0, 2); /* to the second cache, as too few reads to the first may be under way */
+    __builtin_prefetch(codes + 512);             /* from there to the first */
 }
 
 /* The scales of n elements of a row from `column`, both multiples of 64, one for each 64 elements; room for 63 more. */
@@ -71,16 +72,20 @@ INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int col
         for (int m = 0; m < columns; m++)
             for (int j = 0; j < 2; j++) sums[r][m][j] = _mm512_setzero_ps();
     for (int64_t column = 0; column < w->width; column += PIECE) {
-        float scales[4][PIECE / 64 + 64];
+        float scales[4 * PIECE / 64 + 64];
         int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
-        for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales[r]);
+        if (w->block == 64 && n == w->width) NAME(scales)(w, row * (n / 64), rows * (n / 64), scales);
+        else for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales + r * (n / 64));
         const uint8_t *codes = w->codes + row * next + column / 2;
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++)
-                NAME(deal)(codes + i / 2 + r * next, table, scales[r][i / 64], scales[r][i / 64 + 1], v[r]);
+            {
+                const float *scale = scales + (r * n + i) / 64;
+                NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
+            }
 #pragma GCC unroll 4
             for (int m = 0; m < columns; m++)
 #pragma GCC unroll 4

@@ -179,8 +179,11 @@ def _index(asked: str | None) -> int:
 
 
 def _team() -> int | None:
-    """Where the OpenMP runtime that torch has loaded starts its threads; None if it has none."""
+    """Where the OpenMP runtime that torch has loaded starts its threads; None if it has none.
+
+    It is looked for among what torch itself needs: not every build shows it to the whole process.
+    """
     try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError):
         return None
