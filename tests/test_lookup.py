@@ -264,6 +264,7 @@ def both_ways(embed, tied, dora, names):
 
 
 FEW = ("grad", "examples", "jvp", "regather")
+MAPPED = ("examples", "adapters", "both")
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,8 @@ FEW = ("grad", "examples", "jvp", "regather")
     ],
 )
 def test_every_transform(n, embed, tied, dora, names):
+    if torch.__version__ < "2.13":  # which cannot vmap view(dtype)
+        names = tuple(name for name in names if name not in MAPPED)
     ranks.run(n, both_ways, embed, tied, dora, names, timeout=240)
 
 
