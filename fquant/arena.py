@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import mmap
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,7 +54,6 @@ OURS = (
     "silu_slope", "turn",
 )  # fmt: skip
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
-_RUNNING = threading.Lock()  # held while a replay uses the memory
 
 
 class Slot(NamedTuple):
@@ -126,7 +124,7 @@ def place(graph: Graph) -> Placed | None:
 
 def run(placed: Placed, plain: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """What ``placed`` computes of ``tensors``; by ``plain``, the same, where that is not to be."""
-    if torch._C._len_torch_dispatch_stack() or not _RUNNING.acquire(blocking=False):
+    if torch._C._len_torch_dispatch_stack() or not heap.USED.acquire(blocking=False):
         return plain(*tensors)
     try:
         memory = heap.take(placed.nbytes)
@@ -134,7 +132,7 @@ def run(placed: Placed, plain: Callable[..., Any], tensors: Sequence[Tensor]) ->
             _bind(placed, memory)
         return placed.module(*tensors)
     finally:
-        _RUNNING.release()
+        heap.USED.release()
 
 
 def _bind(placed: Placed, memory: mmap.mmap) -> None:
@@ -209,7 +207,7 @@ def offsets_of(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     The largest first, each into the smallest gap that is large enough.
     """
     order = sorted(range(len(spans)), key=lambda i: (-spans[i][2], spans[i][0]))
-    known, offsets, total = torch.empty(4, len(spans), dtype=torch.int64), [0] * len(spans), 0
+    known, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device="cpu"), [0] * len(spans), 0
     for count, i in enumerate(order):
         first, last, nbytes = spans[i]
         size = -(-nbytes // ALIGNED) * ALIGNED
@@ -221,7 +219,7 @@ def offsets_of(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
         room = torch.where(gaps >= size, gaps, torch.iinfo(torch.int64).max)
         best = int(room.argmin()) if (gaps >= size).any() else -1
         offsets[i] = int(reached[best])
-        known[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size])
+        known[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device="cpu")
         total = max(total, offsets[i] + size)
     return offsets, total
 

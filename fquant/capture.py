@@ -13,7 +13,8 @@ collectives, the optimiser, dropout. Results are those of the function itself, t
 
 Arguments and results are trees. Tensors are what a replay is given; everything else (structure, static fields, numbers,
 configurations, functions) is part of what is traced and has to be hashable. A call whose structure, static parts,
-shapes, dtypes, strides or devices were not seen before is traced again, up to a number of times.
+shapes, dtypes, strides or devices were not seen before is traced again, up to a number of times, and so is one under
+another default dtype or autocast (see fquant.key). One thread traces at a time, whoever comes meanwhile waits.
 
 So the function must be pure: it may not use a tensor that is not an argument, nor ask for a tensor's value, and what it
 does beside computing happens when it is traced only.
@@ -27,7 +28,7 @@ On CPUs results lie where they were laid out before (fquant.arena), in memory th
 
 *Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
 
-Inside another capture or transform a captured function is the function itself.
+Inside another capture or transform, and where autograd looks for anomalies, a captured function is the function itself.
 
 A captured function that communicates is called by every rank, in the same order; ranks compare what they are about to
 run before each replay, and raise rather than wait for each other (see fquant.order).
@@ -38,6 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -53,10 +55,12 @@ from . import arena, blame, graph, heap, order, tree
 from .donate import donate as donated
 from .forward import is_dual
 from .fuse import fuse as fused
+from .key import Key, key_of, wants_gradient
 from .recompute import recompute as recomputed
 from .reuse import reuse
 
 MOST = 8  # traces of one function, unless it is told otherwise
+_TRACING = threading.RLock()  # torch's tracer is one for all threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +107,9 @@ def jit(
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
     decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
-    gradient, for a collective in place; ValueError for a donated tensor that no result can take the place of;
-    RuntimeError for more than ``most`` traces, saying what changed, or for ranks that are about to run different
-    functions, saying which.
+    gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for a donated
+    tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what changed, or for
+    ranks that are about to run different functions, saying which.
     """
     if fn is None:
         options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
@@ -115,7 +119,7 @@ def jit(
     if unknown := [name for name in donate if name not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
     graph.check(passes)
-    traced: dict[Any, Captured] = {}
+    traced: dict[Key, Captured] = {}
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -125,21 +129,25 @@ def jit(
         if _is_inside(tensors):
             return fn(*args, **kwargs)
         over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
-        key = (structure, tuple(map(_kind, leaves)), tuple(id(t) in over for t in tensors) if donate else ())
+        key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else ())
         try:
             found = traced.get(key)
         except TypeError:
             raise _unhashable(fn, bound) from None
         if found is None:
-            _check(fn, bound)
-            if len(traced) == most:
-                raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
-            captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
-            backend = "inductor" if compile is True else compile
-            found = traced[key] = _compiled(captured, backend) if backend else _placed(captured, tensors)
+            with _TRACING:
+                found = traced[key] = traced.get(key) or first(bound, tensors, over, key)
         order.agree(fn_name(fn), found.collectives)
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
             return found(*tensors)
+
+    def first(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Captured:
+        _check(fn, bound)
+        if len(traced) == most:
+            raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
+        captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
+        backend = "inductor" if compile is True else compile
+        return _compiled(captured, backend) if backend else _placed(captured, tensors)
 
     call.traced = traced  # type: ignore[attr-defined]
     return call
@@ -165,21 +173,17 @@ def trace(
     def flat(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors)
         out = f(tree.unflatten(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+        blame.check_result(out)
         result[:] = tree.flatten(out)
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or FakeTensorMode()
-    try:
-        # Who counts ops is not to count those of a trace, and in inference mode torch 2.11's gradients are zero.
-        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            fakes = [_fake(t, mode) for _, t in named]
-            with mode:
-                module = make_fx(flat)(*fakes)
-    except (AssertionError, RuntimeError) as error:
-        told = blame.told(error)
-        if told is None:
-            raise
-        raise told from error
+    # Who counts ops is not to count those of a trace, and in inference mode torch 2.11's gradients are zero.
+    with _TRACING, blame.told(), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        fakes = [_fake(t, mode) for _, t in named]
+        with mode:
+            module = make_fx(flat)(*fakes)
+    blame.check_draws(module.graph)
     with _disable_current_modes():
         graph.tidy(module.graph)
         graph.run(module.graph, passes)
@@ -233,11 +237,12 @@ def _compiled(captured: Captured, backend: str) -> Captured:
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:
-    """Whether a transform or another capture is at work, to which this function is part of its own."""
+    """Whether a transform or another capture is at work, to which this function is part of its own, or a search."""
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch._C._are_functorch_transforms_active()
         or get_proxy_mode() is not None
+        or torch.is_anomaly_enabled()
         or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
     )
 
@@ -262,24 +267,13 @@ def _holders(t: Tensor) -> int:
     return count - 1  # without the handle that was made to ask
 
 
-def _kind(leaf: Any) -> Any:
-    """What of a leaf a trace holds for: of a tensor all but its values, of anything else itself."""
-    if isinstance(leaf, Tensor):
-        return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, _wants_gradient(leaf))
-    return (type(leaf), leaf.hex() if type(leaf) is float else leaf)  # 1, 1.0 and True are equal, and 0.0 and -0.0
-
-
-def _wants_gradient(t: Tensor) -> bool:
-    return t.requires_grad and torch.is_grad_enabled()
-
-
 def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
     for path, leaf in tree.items(bound):
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{path} is a {type(leaf).__name__}; pass plain tensors, of a mesh shard.local(base)")
-        if _wants_gradient(leaf):
+        if wants_gradient(leaf):
             raise TypeError(
                 f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
                 f"jit(grad({fn_name(fn)}))"
@@ -289,7 +283,7 @@ def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
 def _unhashable(fn: Callable[..., Any], bound: dict[str, Any]) -> TypeError:
     for path, leaf in tree.items(bound):
         try:
-            hash(_kind(leaf))
+            hash(leaf)
         except TypeError:
             return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
     return TypeError(f"{fn_name(fn)}: the structure of the arguments is not hashable")

@@ -22,12 +22,14 @@ import ctypes
 import mmap
 import os
 import platform
+import threading
 from functools import cache
 
 VARIABLE = "FQUANT_HEAP"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _PAGE = 2 << 20  # bytes
 _memory: mmap.mmap | None = None  # in which replays compute
+USED = threading.Lock()  # held while one does
 
 
 def is_kept() -> bool:
@@ -49,7 +51,8 @@ def keep() -> bool:
 def take(nbytes: int) -> mmap.mmap:
     """Memory for a replay, of at least so many bytes, in pages of 2 MiB where the system has them.
 
-    It is the same for all replays of the process, and another where a larger one is asked for.
+    It is the same for all replays of the process, and another where a larger one is asked for. Who takes it holds
+    ``USED`` until done.
     """
     global _memory
     if _memory is None or len(_memory) < nbytes:
@@ -62,8 +65,12 @@ def take(nbytes: int) -> mmap.mmap:
 
 
 def release() -> bool:
-    """Return the memory that is free now to the system; whether there was any. What comes next is kept again."""
-    libc, taken = _libc(), _forget()
+    """Return the memory that is free now to the system; whether there was any. What comes next is kept again.
+
+    Waits for a replay that another thread is in.
+    """
+    with USED:
+        libc, taken = _libc(), _forget()
     return bool(libc is not None and libc.malloc_trim(0)) or taken
 
 

@@ -126,7 +126,7 @@ def test_a_second_thread_does_without():
     want, got, names = f(x), [], set(placed(f).tensors)
     before = placed(f).memory
     placed(f).memory = None  # whoever uses it now would make its tensors anew
-    with arena._RUNNING:
+    with heap.USED:
         thread = threading.Thread(target=lambda: got.append(f(x)))
         thread.start()
         thread.join(60)
@@ -150,7 +150,7 @@ def test_an_error_leaves_the_memory_to_the_next():
     want = f(x, good)
     with pytest.raises(IndexError, match="target 9 in row 0"):
         f(x, good + 9)
-    assert not arena._RUNNING.locked() and torch.equal(f(x, good), want)
+    assert not heap.USED.locked() and torch.equal(f(x, good), want)
 
 
 def test_only_what_is_known_to_be_a_view_is_made_once():
