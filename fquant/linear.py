@@ -15,6 +15,7 @@ of derivative exists; its vmap keeps weights that are shared shared.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from .kernels.spec import Spec
 from .packed import Packed, buffers, dequantize
 
 Weight = Tensor | Packed | Adapted
+SLOTS = 8  # the most buffers of a packed weight: codes, scales of scales, an offset each
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -46,7 +48,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             if x.ndim == 2 and kernels.is_direct(x, *given):  # a row's product is not much longer than the way to it
                 y = kernels.product("matmul", x, given, spec)
             else:
-                y = _matmul(x, _How(spec), *given, *[None] * (4 - len(given)))
+                y = _matmul(x, _How(spec), *_slots(given))
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
@@ -140,6 +142,14 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return w.detach().to(dtype).square().sum(-1)
 
 
+def _slots(buffers: Sequence[Tensor]) -> list[Tensor | None]:
+    if len(buffers) > SLOTS:
+        raise ValueError(
+            f"linear got a weight of {len(buffers)} buffers; wanted at most {SLOTS}: nest scales less deep"
+        )
+    return [*buffers, *[None] * (SLOTS - len(buffers))]
+
+
 class _How(NamedTuple):
     """The static half of a product: what the packed weight is, which way round, how many dims are stacked.
 
@@ -154,12 +164,23 @@ class _How(NamedTuple):
 class _Reverse(torch.autograd.Function):
     """x f[*stack ... in] and the buffers of a Packed [*stack out in] to ``x · Wᵀ`` f[*stack ... out], or ``x · W``.
 
-    Exactly four buffers, the absent ones None: torch.compile miscounts the arguments of a variadic forward.
+    Exactly ``SLOTS`` buffers, the absent ones None: torch.compile miscounts the arguments of a variadic forward.
     """
 
     @staticmethod
-    def forward(x: Tensor, how: _How, b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None) -> Tensor:
-        given = [b for b in (b0, b1, b2, b3) if b is not None]
+    def forward(
+        x: Tensor,
+        how: _How,
+        b0: Tensor,
+        b1: Tensor,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        b4: Tensor | None,
+        b5: Tensor | None,
+        b6: Tensor | None,
+        b7: Tensor | None,
+    ) -> Tensor:
+        given = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
         product = kernels.matmul_t if how.transposed else kernels.matmul
         if x.ndim == how.stacked + 2:
             return product(x, given, how.spec)
@@ -179,9 +200,9 @@ class _Reverse(torch.autograd.Function):
         if any(ctx.needs_input_grad[2:]):
             raise TypeError(_CONSTANT.format("gradient"))
         if g is None:
-            return (None,) * 6
+            return (None,) * (2 + SLOTS)
         how = ctx.how._replace(transposed=not ctx.how.transposed)
-        return _matmul(g, how, *ctx.saved_tensors), None, None, None, None, None
+        return _matmul(g, how, *ctx.saved_tensors), *(None,) * (1 + SLOTS)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, how: _How, *buffers: Tensor | None) -> tuple[Tensor, int]:
@@ -213,7 +234,7 @@ def _matmul(x: Tensor, *rest: Any) -> Tensor:
     Where nothing is being differentiated or mapped it is not applied at all: that takes as long as a row's product.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _Reverse.apply(x, *rest)
+        return _Reverse.apply(x.view_as(x), *rest)  # whose own x, under grad, torch.compile takes for a constant
     plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
     if plain and not torch._C._are_functorch_transforms_active():
         return _Reverse.forward(x, *rest)

@@ -26,6 +26,8 @@ FORMATS = {
     "int8 in blocks": replace(INT8, block=32),
     "flat": replace(NF4_DQ, flat=True),
     "centred": replace(NF4, name="centred", center=True),
+    "of five buffers": replace(NF4_DQ, name="flat_centred", flat=True, center=True),
+    "nested twice": replace(NF4, name="scale_twice", scale=replace(DYNAMIC8, name="dynamic8_dq", scale=DYNAMIC8)),
     "vq2": VQ2,
     "vq3 in blocks": replace(VQ3, block=32),
 }
@@ -68,7 +70,9 @@ def test_linear_is_a_product_with_the_decoded_weight(format, shape, dtype):
 def test_embedding_decodes_rows(format, tokens):
     w = quantize(draw("w", 24, 100, dtype=torch.bfloat16), format)
     if format.flat:
-        with pytest.raises(ValueError, match="nf4_dq's blocks straddle rows, so rows cannot be picked; dequantize it"):
+        with pytest.raises(
+            ValueError, match=rf"{format.name}'s blocks straddle rows, so rows cannot be picked; dequantize"
+        ):
             embedding(tokens, w)
         return
     assert torch.equal(embedding(tokens, w), dequantize(w)[tokens])
@@ -158,6 +162,10 @@ def test_norms(format):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 W = quantize(draw("w", 24, 64), NF4)
+DEEP = DYNAMIC8
+for _ in range(3):
+    DEEP = replace(DYNAMIC8, scale=DEEP)
+DEEP = quantize(draw("w", 24, 64), replace(NF4, name="deep", scale=DEEP))
 BAD = {
     "width": (lambda: linear(draw("x", 3, 65), W), ValueError, r"x \(3, 65\) and a weight \(24, 64\); x's last dim mu"),
     "dense width": (lambda: linear(draw("x", 63), draw("w", 24, 64)), ValueError, "x's last dim must be 64"),
@@ -165,6 +173,10 @@ BAD = {
     "integers": (lambda: linear(torch.ones(64, dtype=torch.int64), W), TypeError, "got x of torch.int64; wanted a f"),
     "vector": (lambda: linear(draw("x", 24), draw("w", 24)), ValueError, r"weight of shape \(24,\); wanted \[out in\]"),
     "stack": (lambda: linear(draw("x", 4), quantize(draw("w", 2, 3, 4), NF4)), ValueError, r"shape \(2, 3, 4\); want"),
+    "buffers": (
+        lambda: grad(lambda x: linear(x, DEEP).sum())(draw("x", 64)), ValueError,
+        "weight of 10 buffers; wanted at most 8: nest scales less deep",
+    ),
     "kind": (lambda: linear(draw("x", 4), {"w": 1}), TypeError, "weight of type dict; wanted Tensor, Packed or"),
     "embedding": (lambda: embedding(torch.tensor(1), [1]), TypeError, "embedding got a weight of type list; wanted"),
 }  # fmt: skip
@@ -281,6 +293,15 @@ def test_adapters_keep_activations_and_no_weight(format, options):
     assert sum(sizes) <= 12 * T * (OUT + WIDTH) * 4 < DENSE / 4
     del out, pull
     assert live.sizes() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
+def test_compiled_gradient_of_x_itself(shape):
+    """torch.compile takes the very argument of grad for one that needs none, where a Function is given it."""
+    torch._dynamo.reset()
+    f, x = grad(lambda x, w: linear(x, w).sin().sum()), draw("x", *shape)
+    assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x, W), f(x, W))
 
 
 def test_the_count_sees_a_dense_weight():
