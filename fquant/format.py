@@ -128,7 +128,7 @@ def _dynamic_map() -> tuple[float, ...]:
     """The signed dynamic map: for each decade 1e-6 .. 1, twice as many evenly spaced values as for the one before."""
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
         values += middles.tolist() + (-middles).tolist()
     return tuple(sorted(values))

@@ -78,7 +78,7 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     if rows.is_meta:
         codes = rows.new_empty(len(rows), num_bytes(format, rows.shape[-1]), dtype=torch.uint8)
         return codes, rows.new_empty(sizes.stages * CODES * sizes.dim, dtype=torch.float32)
-    key = random.fold(random.key(0), format.text).to(rows.device)
+    key = random.fold(torch.zeros((), dtype=torch.int64, device=rows.device), format.text)
     pick = lambda number: _pick(number, rows, scale, format, importance)
     vectors = _vectors(pick(_sample(key, total)), sizes.stages, key)
     codes = torch.empty(total, sizes.stages, dtype=torch.uint8, device=rows.device)

@@ -52,7 +52,8 @@ def init(
     """An adapter that changes nothing yet, for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is ``init``: "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank); ``b`` is zero.
-    Values depend on ``key`` and the path alone. ``base`` may be of meta tensors or Lazy, except for ``dora``.
+    Values depend on ``key`` and the path alone, and lie where the key does. ``base`` may be of meta tensors or Lazy,
+    except for ``dora``.
 
     Raises ValueError when nothing matches, a match is not a weight [out in], or an option is out of range.
     """
@@ -79,7 +80,14 @@ def init(
             else:
                 a = random.normal(mine, (rank, width)) / rank
             magnitude = _magnitude(w).to(dtype) if dora else None
-            return Lora(a.to(dtype), torch.zeros(out, rank, dtype=dtype), magnitude, alpha, rank_stabilised, dropout)
+            return Lora(
+                a.to(dtype),
+                torch.zeros(out, rank, dtype=dtype, device=a.device),
+                magnitude,
+                alpha,
+                rank_stabilised,
+                dropout,
+            )
 
     return {path: one(path, w) for path, w in chosen.items()}
 

@@ -33,13 +33,13 @@ from .kernels import threefry
 
 
 def key(seed: int | Tensor) -> Tensor:
-    """The key of an integer seed, int64 []; a key is its own."""
+    """The key of an integer seed, int64 [], on torch's default device, as what is drawn from it; a key is its own."""
     if isinstance(seed, Tensor):
         _check_key(seed)
         return seed
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed: got {type(seed).__name__}, wanted an int")
-    return torch.tensor(_int64("seed", seed))
+    return torch.tensor(_int64("seed", seed), dtype=torch.int64)
 
 
 def fold(key: Tensor, data: int | str | Tensor) -> Tensor:

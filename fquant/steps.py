@@ -71,5 +71,5 @@ def constant(argument: Any) -> float | None:
         (t,) = graphs.tensors(argument)
         number = argument.args[argument.target is FULL]
         known = isinstance(number, int | float) and t.dtype in _FLOATS
-        return float(torch.tensor(number, dtype=t.dtype)) if known else None
+        return float(torch.tensor(number, dtype=t.dtype, device="cpu")) if known else None
     return None

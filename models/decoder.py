@@ -209,6 +209,6 @@ def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params
     def leaf(path: str, like: Tensor) -> Tensor:
         if like.dim() == 2:
             return (INIT_STD * random.normal(random.fold(key, path), tuple(like.shape))).to(dtype)
-        return torch.full(like.shape, 1.0 if path.endswith("norm") else 0.0, dtype=dtype)
+        return torch.full(like.shape, 1.0 if path.endswith("norm") else 0.0, dtype=dtype, device=key.device)
 
     return tree.map_with_path(leaf, shapes(cfg, dtype))

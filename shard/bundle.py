@@ -77,7 +77,7 @@ def plan(block: Any, ranks: int) -> Layout:
 
 def write(block: Any, layout: Layout) -> Tensor:
     """The bytes u8[size] of ``block``; padding is zero."""
-    out = torch.zeros(layout.size, dtype=torch.uint8)
+    out = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
     for buffer, t in zip(layout.buffers, tree.leaves(block), strict=True):
         out[buffer.offset : buffer.offset + buffer.nbytes] = raw(t)
     return out

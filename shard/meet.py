@@ -107,7 +107,7 @@ def _close(sockets: Iterable[socket.socket | None], file: int) -> None:
 
 def _exchange(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """The numbers of every rank, by rank."""
-    t = torch.tensor(mine, dtype=torch.int64)
+    t = torch.tensor(mine, dtype=torch.int64, device="cpu")
     out = [torch.empty_like(t) for _ in range(group.size())]
     dist.all_gather(out, t, group=group)
     return [each.tolist() for each in out]

@@ -88,7 +88,7 @@ def _sizes(axes: dict[str, int]) -> tuple[int, ...]:
 
 
 def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
-    grid = torch.arange(math.prod(sizes)).reshape(sizes)
+    grid = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     along = [_groups_along(grid, dim, timeout) for dim in range(len(sizes))]
     return DeviceMesh.from_group(along, "cpu", mesh=grid, mesh_dim_names=AXES)
 

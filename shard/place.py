@@ -63,7 +63,9 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     agree.same("place", agree.attempt("place", given))
     layouts, ranks = _layouts(base, dims, rules, mesh)
     part = mesh[rules.block].get_local_rank() if rules.block else 0
-    parts = {path: torch.zeros(layout.size // ranks, dtype=torch.uint8) for path, layout in layouts.items()}
+    parts = {
+        path: torch.zeros(layout.size // ranks, dtype=torch.uint8, device="cpu") for path, layout in layouts.items()
+    }
     fill = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
     fill(base, layouts, lambda path, offset, sent: _keep(parts[path], part * parts[path].numel(), offset, sent))
     axes = mesh.mesh_dim_names or ()
@@ -146,7 +148,7 @@ def _send(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
 def _first(x: Any, path: str, layout: Layout) -> Tensor:
     """The bytes of ``x`` on rank 0, and room for them on the others."""
     if dist.get_rank():
-        return torch.empty(layout.size, dtype=torch.uint8)
+        return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     for name, leaf in tree.items(x):
         if leaf.is_meta:
             where = ".".join(part for part in (path, name) if part)
@@ -185,7 +187,7 @@ def _turn(turn: list[tuple[str, str, Any, tuple[Buffer, ...]]], keep: Keep) -> N
             if owner == rank and own is not None:
                 piece = own[offset - begin : offset - begin + size]
             else:
-                piece = torch.empty(size, dtype=torch.uint8)
+                piece = torch.empty(size, dtype=torch.uint8, device="cpu")
             dist.broadcast(piece, owner)
             keep(block, offset, piece)
 
@@ -209,7 +211,7 @@ def _span(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         raise ValueError(f"read {got}; wanted {wanted} as announced")
     if len(leaves) == 1:
         return bundle.raw(leaves[0])  # as it is: a copy would be a second tensor
-    out = torch.zeros(buffers[-1].offset + buffers[-1].nbytes - first, dtype=torch.uint8)
+    out = torch.zeros(buffers[-1].offset + buffers[-1].nbytes - first, dtype=torch.uint8, device="cpu")
     for buffer, t in zip(buffers, leaves, strict=True):
         out[buffer.offset - first : buffer.offset - first + buffer.nbytes] = bundle.raw(t)
     return out

@@ -17,7 +17,7 @@ from fquant.kernels.spec import layout
 
 BY_ROWS8 = replace(DYNAMIC8, name="dynamic8_rows", flat=False, center=False)
 _nf4, _dynamic8 = NF4.table or (), DYNAMIC8.table or ()
-_shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(0)).tolist()
+_shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(0), device="cpu").tolist()
 UNSORTED = replace(NF4, name="unsorted", table=tuple(_nf4[i * 7 % 16] for i in range(16)))
 CODECS = (  # every way of making codes
     NF4,

@@ -88,7 +88,7 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
             out |= {"absmax": nested.codes, "nested_absmax": nested.scale, "nested_quant_map": _table(DYNAMIC8)}
             state |= {"nested_blocksize": DYNAMIC8.block, "nested_dtype": "float32", "nested_offset": offset.item()}
         out["absmax"] = out["absmax"].reshape(-1)
-        out[_STATE + kinds[0]] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        out[_STATE + kinds[0]] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu")
         return {f"{name}.{part}".rstrip("."): t for part, t in out.items()}
 
 
@@ -155,7 +155,7 @@ def _save8(packed: Packed, name: str) -> dict[str, Tensor]:
         got = f"{packed.format} of codes {tuple(packed.codes.shape)}"
         raise ValueError(f"bitsandbytes keeps 8-bit weights as int8 [out in] with one scale a row; got {got}")
     assert isinstance(packed.scale, Tensor)
-    kind = torch.tensor(0, dtype=torch.uint8)
+    kind = torch.tensor(0, dtype=torch.uint8, device="cpu")
     return {
         name: packed.codes,
         _sibling(name, "SCB"): packed.scale.reshape(-1),
@@ -207,7 +207,7 @@ def _check_table(parts: Mapping[str, Tensor], key: str, format: Format) -> None:
 
 
 def _table(format: Format) -> Tensor:
-    return torch.tensor(format.table, dtype=torch.float32)
+    return torch.tensor(format.table, dtype=torch.float32, device="cpu")
 
 
 def _check_size(what: str, got: Tensor, wanted: int) -> None:

@@ -114,7 +114,7 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
             first, last = _bounds(name, rows, shape)
             start += first * math.prod(shape[1:]) * entry.dtype.itemsize
             shape = (last - first, *shape[1:])
-        out = torch.empty(shape, dtype=entry.dtype)
+        out = torch.empty(shape, dtype=entry.dtype, device="cpu")
         left = _bytes(out)
         with header.path.open("rb", buffering=0) as file:
             file.seek(start)

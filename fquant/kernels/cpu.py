@@ -148,14 +148,14 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         x = x.contiguous()
         args = (w, x.data_ptr(), rows, y.data_ptr(), DTYPES[x.dtype])
         if size := call(name, *args, None):
-            room = torch.empty(size, dtype=torch.uint8)
+            room = torch.empty(size, dtype=torch.uint8, device="cpu")
             call(name, *args, room.data_ptr())
     elif name == "matmul":
         for start, stop, tile in _tiles(w, spec, x.dtype):
             torch.mm(x, tile.mT, out=y[:, start:stop])
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
-        total = torch.zeros(y.shape, dtype=wide)
+        total = torch.zeros(y.shape, dtype=wide, device="cpu")
         for start, stop, tile in _tiles(w, spec, x.dtype):
             total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
         y.copy_(total)
@@ -168,7 +168,7 @@ def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int
     out, width = spec.shape
     decoded = dtype if dtype in DTYPES else spec.dtype
     step = min(out, max(1, TILE // (width * max(decoded.itemsize, dtype.itemsize))))
-    tile = torch.empty(step * width + ALIGNED, dtype=decoded)
+    tile = torch.empty(step * width + ALIGNED, dtype=decoded, device="cpu")
     for start in range(0, out, step):
         stop = min(out, start + step)
         if w.width == width:
@@ -239,7 +239,7 @@ def _in_one_pass(scale: Format) -> bool:
 
 @lru_cache(maxsize=256)
 def _table(format: Format) -> Tensor | None:
-    return None if format.table is None else torch.tensor(format.table)
+    return None if format.table is None else torch.tensor(format.table, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=256)
@@ -249,7 +249,7 @@ def _encoding(format: Format) -> tuple[bytes, tuple[Tensor, ...]]:
     tables: tuple[Tensor, ...] = ()
     if format.bits == 4:
         order, middles = reference.midpoints(format)
-        tables = (middles, torch.tensor(order, dtype=torch.uint8))
+        tables = (middles, torch.tensor(order, dtype=torch.uint8, device="cpu"))
         how.middles, how.order, how.sorted = tables[0].data_ptr(), tables[1].data_ptr(), order == sorted(order)
     elif format.table is not None:
         tables = (reference.grid(format),)

@@ -69,7 +69,7 @@ def _call(runs: Tensor | None, lse: Tensor, **tensors: Tensor) -> None:
 
 def _labels(runs: Tensor) -> Tensor:
     """The first token of each token's document, i32[b t + PANEL]."""
-    place = torch.arange(runs.shape[1])
+    place = torch.arange(runs.shape[1], device="cpu")
     if bool((runs[:, 1:] >= runs[:, :-1]).all()):  # sorted, as models.blocks.runs are
         order, sorted_runs = place.expand_as(runs), runs
     else:

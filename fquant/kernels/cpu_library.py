@@ -139,7 +139,7 @@ def isas() -> tuple[str, ...]:
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """``torch.empty`` on the CPU, in pages of 2 MiB where it is large and the system gives them."""
-    t = torch.empty(shape, dtype=dtype)
+    t = torch.empty(shape, dtype=dtype, device="cpu")
     if t.nbytes >= LARGE:
         load().fquant_large_pages(t.data_ptr(), t.nbytes)
     return t

@@ -152,7 +152,7 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
             if isinstance(value, float):
                 spent.append(take())
                 narrow = dtype if op in ("add", "sub") else torch.float32  # as torch takes a number in such an op
-                rounded = float(torch.tensor(value, dtype=narrow))
+                rounded = float(torch.tensor(value, dtype=narrow, device="cpu"))
                 steps.append(Step(OPS.index("constant"), 0, spent[-1], value=rounded))
             elif value not in held:
                 made(value, Step(OPS.index("read"), _KINDS[kinds[value]], 0, value))

@@ -108,11 +108,13 @@ def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> T
     if format.table is None:
         values = codes.float()
     elif format.bits == 8:
-        values = torch.tensor(format.table, device=codes.device)[codes.int()]
+        values = torch.tensor(format.table, dtype=torch.float32, device=codes.device)[codes.int()]
     else:
         # Both values of a byte at once: half as many look-ups, and no unpacked indices.
         pairs = [(high, low) for high in format.table for low in format.table]
-        values = F.embedding(codes.int(), torch.tensor(pairs, device=codes.device)).flatten(-2)[..., :width]
+        values = F.embedding(codes.int(), torch.tensor(pairs, dtype=torch.float32, device=codes.device)).flatten(-2)[
+            ..., :width
+        ]
     values = times_scale(values, absmax, format, width)
     return values * (1 / 127) if format.table is None else values
 
@@ -140,7 +142,7 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
     order, middles = midpoints(format)
     index = torch.bucketize(x.contiguous(), middles.to(x.device), out_int32=True)
     if order != sorted(order):
-        index = torch.tensor(order, device=x.device)[index]
+        index = torch.tensor(order, dtype=torch.int64, device=x.device)[index]
     return index.to(torch.uint8)
 
 
@@ -149,7 +151,7 @@ def midpoints(format: Format) -> tuple[list[int], Tensor]:
     """The codes in the order of their values, and what lies halfway between those values, f32[codes - 1]."""
     assert format.table is not None
     order = sorted(range(len(format.table)), key=format.table.__getitem__)
-    table = torch.tensor([format.table[i] for i in order])
+    table = torch.tensor([format.table[i] for i in order], dtype=torch.float32, device="cpu")
     return order, (table[:-1] + table[1:]) / 2
 
 
@@ -157,8 +159,8 @@ def midpoints(format: Format) -> tuple[list[int], Tensor]:
 def grid(format: Format) -> Tensor:
     """The code nearest to every one of 65536 points in [-1, 1], u8."""
     order, middles = midpoints(format)
-    points = torch.arange(65536, dtype=torch.float32) * 2.0 / 65535.0 - 1.0
-    return torch.tensor(order, dtype=torch.uint8)[torch.bucketize(points, middles)]
+    points = torch.arange(65536, dtype=torch.float32, device="cpu") * 2.0 / 65535.0 - 1.0
+    return torch.tensor(order, dtype=torch.uint8, device="cpu")[torch.bucketize(points, middles)]
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:

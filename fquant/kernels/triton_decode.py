@@ -140,7 +140,7 @@ def constants(w: Rows) -> tuple[Any, ...]:
 @lru_cache(maxsize=256)
 def lookup(format: Format, device: torch.device) -> Tensor | None:
     """The table of ``format`` on ``device``."""
-    return None if format.table is None else torch.tensor(format.table, device=device)
+    return None if format.table is None else torch.tensor(format.table, dtype=torch.float32, device=device)
 
 
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:

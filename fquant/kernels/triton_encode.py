@@ -24,7 +24,7 @@ from . import reference
 from .triton_decode import EXACT, MOST, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program holds
-TINY = tl.constexpr(int(torch.tensor(reference.TINY).view(torch.int32)))  # its bits
+TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device="cpu").view(torch.int32)))  # its bits
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:

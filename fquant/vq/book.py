@@ -95,9 +95,9 @@ def init(
         codes = unit(codes)
     start = None
     if affine:
-        zero, one = (make(*front, dim, device=codes.device) for make in (torch.zeros, torch.ones))
-        start = Affine(zero, one, zero.clone(), one.clone(), torch.zeros((), device=codes.device))
-    return Book(codes, torch.ones(codes.shape[:-1], device=codes.device), codes.clone(), metric, learnable, start)
+        zero, one = (make(*front, dim) for make in (codes.new_zeros, codes.new_ones))
+        start = Affine(zero, one, zero.clone(), one.clone(), codes.new_zeros(()))
+    return Book(codes, codes.new_ones(codes.shape[:-1]), codes.clone(), metric, learnable, start)
 
 
 def restart(book: Book, codes: Tensor) -> Book:

@@ -149,7 +149,7 @@ def decode(
     if not 1 <= len(codes) <= len(state.scales) or len(size) != spatial or min(size) < 1:
         got = f"codes of {len(codes)} scales for places {size}"
         raise ValueError(f"hierarchical.decode: got {got}; wanted 1 to {len(state.scales)}, and {spatial} sizes")
-    lead, out = codes[0].shape[:-spatial], torch.zeros(())
+    lead, out = codes[0].shape[:-spatial], state.books[0].codes.new_zeros(())
     for i, (some, scale) in enumerate(zip(codes, state.scales, strict=False)):
         if some.shape != (*lead, *scale):
             raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(some.shape)}; wanted {(*lead, *scale)}")

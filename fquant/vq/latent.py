@@ -15,6 +15,7 @@ looks up the values as they are now.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,10 @@ def init(
     out. Raises ValueError for levels below 2, sizes below 1, and ``bias`` where nothing is projected.
     """
     levels = radix.check("latent.init", levels, 2**16)  # each row is compared with so many
-    dim, ends = frame.init("latent.init", random.key(key), dim, num_codebooks, len(levels), bias)
-    values = [torch.linspace(-0.5, 0.5, n) if n % 2 else torch.arange(n) / n - 0.5 for n in levels]
+    key = random.key(key)
+    dim, ends = frame.init("latent.init", key, dim, num_codebooks, len(levels), bias)
+    kind: Any = {"dtype": torch.float32, "device": key.device}
+    values = [torch.linspace(-0.5, 0.5, n, **kind) if n % 2 else torch.arange(n, **kind) / n - 0.5 for n in levels]
     return Latent(LatentParams(values, ends), levels, dim, num_codebooks)
 
 

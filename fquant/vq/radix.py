@@ -37,7 +37,7 @@ def encode(digits: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
     """codes i64[...] -> digits i64[... d]."""
-    sizes = torch.tensor(levels, device=codes.device)
+    sizes = torch.tensor(levels, dtype=torch.int64, device=codes.device)
     return codes[..., None].div(_weights(levels, codes), rounding_mode="floor") % sizes
 
 
@@ -69,4 +69,4 @@ def within(codes: Tensor, size: int) -> Tensor:
 
 
 def _weights(levels: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.tensor([1, *itertools.accumulate(levels[:-1], operator.mul)], device=like.device)
+    return torch.tensor([1, *itertools.accumulate(levels[:-1], operator.mul)], dtype=torch.int64, device=like.device)
