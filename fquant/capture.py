@@ -237,7 +237,7 @@ def _compiled(captured: Captured, backend: str) -> Captured:
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:
-    """Whether a transform or another capture is at work, to which this function is part of its own, or a search."""
+    """Whether a transform or another capture is at work, of which this call is a part, or a search for anomalies."""
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch._C._are_functorch_transforms_active()

@@ -103,9 +103,8 @@ class _Groups:
         self.using = dict[int, list[_Group]]()  # who reads or writes a storage
         self.writing = dict[int, _Group]()
         self.last = graphs.last_uses(graph)
-        self.now = torch.tensor(
-            [now for _, now, _ in graphs.memory(graph)], dtype=torch.int64, device="cpu"
-        )  # bytes while each node runs
+        now = [now for _, now, _ in graphs.memory(graph)]  # bytes while each node runs
+        self.now = torch.tensor(now, dtype=torch.int64, device="cpu")
 
     def add(self, node: Node, place: int) -> None:
         """Let a node join groups, or begin one, and close those that it comes in the way of."""

@@ -80,14 +80,8 @@ def init(
             else:
                 a = random.normal(mine, (rank, width)) / rank
             magnitude = _magnitude(w).to(dtype) if dora else None
-            return Lora(
-                a.to(dtype),
-                torch.zeros(out, rank, dtype=dtype, device=a.device),
-                magnitude,
-                alpha,
-                rank_stabilised,
-                dropout,
-            )
+            b = a.new_zeros(out, rank, dtype=dtype)
+            return Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
 
     return {path: one(path, w) for path, w in chosen.items()}
 

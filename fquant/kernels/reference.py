@@ -112,9 +112,8 @@ def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> T
     else:
         # Both values of a byte at once: half as many look-ups, and no unpacked indices.
         pairs = [(high, low) for high in format.table for low in format.table]
-        values = F.embedding(codes.int(), torch.tensor(pairs, dtype=torch.float32, device=codes.device)).flatten(-2)[
-            ..., :width
-        ]
+        table = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
+        values = F.embedding(codes.int(), table).flatten(-2)[..., :width]
     values = times_scale(values, absmax, format, width)
     return values * (1 / 127) if format.table is None else values
 
