@@ -35,6 +35,7 @@ from examples import data, finetune
 from fquant import capture, graph, lora, optim, quantize, tree
 from fquant.cost import Collective
 from fquant.cost import of as cost_of
+from fquant.donate import written_over
 from fquant.format import Format
 from models import decoder
 from models.config import Config
@@ -111,7 +112,7 @@ def figures(job: Job, axes: Mapping[str, int]) -> Figures:
     """Everything that is known of a step as it is written in ``job``, by name; no figure is derived from another."""
     with shard.imagined(**axes) as mesh:
         given = arguments(job, mesh)
-        over = capture.written_over(given, DONATED)
+        over = written_over(given, DONATED)
         captured = capture.trace(partial(capture.apply, step(job, mesh)), given, over, PASSES, recompute=False)
         told = cost_of(captured)
         out: Figures = {("flops",): told.flops, ("read",): told.read, ("written",): told.written}

@@ -111,12 +111,14 @@ def place(graph: Graph) -> Placed | None:
             if given and _is_seen(node) and all(near.target in tensors for near in given):
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = fixed(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
+                copies[node].meta = node.meta
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
             if node in lent:
                 copies[node].target = node.target.overloadpacket.lent
     for node in new.nodes:
-        node.target = direct.of(node.target) or node.target
+        if not any(direct.is_lazy(t) for near in node.all_input_nodes for t in graphs.tensors(near)):
+            node.target = direct.of(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return Placed(GraphModule(root, new), nbytes, tensors)

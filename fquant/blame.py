@@ -20,7 +20,9 @@ from torch.fx import Graph
 from . import graph, tree
 from .key import Key, changes
 
-_OURS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("blame.py", "capture.py", "cost.py"))
+_OURS = tuple(
+    os.path.join(os.path.dirname(__file__), name) for name in ("blame.py", "capture.py", "cost.py", "fake.py")
+)
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
 _HERE = (os.path.dirname(torch.__file__) + os.sep, *_OURS)

@@ -40,7 +40,6 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -51,10 +50,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import arena, blame, graph, heap, order, tree
+from . import arena, blame, first, graph, heap, order, tree
 from .donate import donate as donated
+from .donate import written_over
+from .fake import Fake
 from .forward import is_dual
 from .fuse import fuse as fused
+from .kernels.direct import is_lazy
 from .key import Key, key_of, wants_gradient
 from .recompute import recompute as recomputed
 from .reuse import reuse
@@ -73,9 +75,13 @@ class Captured:
     leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
     collectives: tuple[str, ...]  # what ranks have to have in common
     placed: arena.Placed | None = None  # the graph once more, its results in memory that is laid out
+    is_first: bool = False  # whether nothing has been computed by it yet
 
     def __call__(self, *tensors: Tensor) -> Any:
-        found = iter(arena.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
+        if self.is_first:
+            found = iter(first.run(self.module, tensors))
+        else:
+            found = iter(arena.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
         return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
@@ -128,6 +134,10 @@ def jit(
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _is_inside(tensors):
             return fn(*args, **kwargs)
+        if any(map(is_lazy, tensors)):
+            plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
+            given = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
+            return call(*given.args, **given.kwargs)
         over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
         key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else ())
         try:
@@ -136,18 +146,27 @@ def jit(
             raise _unhashable(fn, bound) from None
         if found is None:
             with _TRACING:
-                found = traced[key] = traced.get(key) or first(bound, tensors, over, key)
+                if key not in traced:
+                    return first_call(bound, tensors, over, key)
+                found = traced[key]
+        return replay(found, tensors)
+
+    def replay(found: Captured, tensors: list[Tensor]) -> Any:
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
             return found(*tensors)
 
-    def first(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Captured:
+    def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
         _check(fn, bound)
         if len(traced) == most:
             raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
         captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
-        backend = "inductor" if compile is True else compile
-        return _compiled(captured, backend) if backend else _placed(captured, tensors)
+        if compile:
+            traced[key] = _compiled(captured, "inductor" if compile is True else compile)
+            return replay(traced[key], tensors)
+        result = replay(dataclasses.replace(captured, is_first=True), tensors)
+        traced[key] = _placed(captured, tensors)
+        return result
 
     call.traced = traced  # type: ignore[attr-defined]
     return call
@@ -177,7 +196,7 @@ def trace(
         result[:] = tree.flatten(out)
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
-    mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or FakeTensorMode()
+    mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or Fake()
     # Who counts ops is not to count those of a trace, and in inference mode torch 2.11's gradients are zero.
     with _TRACING, blame.told(), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         fakes = [_fake(t, mode) for _, t in named]
@@ -245,26 +264,6 @@ def _is_inside(tensors: list[Tensor]) -> bool:
         or torch.is_anomaly_enabled()
         or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
     )
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
-
-
-def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
-    """The ids of the donated tensors whose memory no other, an argument or not, shares, as far as torch knows."""
-    if not donate:
-        return set()
-    given = {name: _tensors(x) for name, x in bound.items()}
-    times = Counter(id(t) for tensors in given.values() for t in tensors)
-    donated = [t for name in donate for t in given.get(name, ())]
-    return {id(t) for t in donated if times[id(t)] == 1 and (t.is_meta or _holders(t) == 1)}
-
-
-def _holders(t: Tensor) -> int:
-    """How many tensors share the memory of ``t``, itself included."""
-    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return count - 1  # without the handle that was made to ask
 
 
 def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:

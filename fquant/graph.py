@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -203,15 +203,16 @@ def written(node: Node) -> set[int]:
     return found
 
 
-def substitute(old: Node, new: Node) -> None:
-    """Let ``new`` be used wherever ``old`` was, which is not written; what was a view of ``old`` is one of ``new``."""
-    memory, users = storages(old), deque(old.users)
-    old.replace_all_uses_with(new)
-    while users:
-        node = users.popleft()
+def substitute(old: Node, new: Node, users: Iterable[Node] | None = None) -> None:
+    """Let ``new`` be used wherever ``old`` was, or by ``users``; what was a view of ``old`` is one of ``new``."""
+    memory, left = storages(old), deque(old.users if users is None else users)
+    for node in left:
+        node.replace_input_with(old, new)
+    while left:
+        node = left.popleft()
         if memory & storages(node):
             revalue(node)
-            users.extend(node.users)
+            left.extend(node.users)
 
 
 def revalue(node: Node) -> None:

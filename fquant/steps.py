@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import graph as graphs
+from .kernels.direct import is_lazy
 from .kernels.program import DTYPES, Step
 from .kernels.silu import OPS as SILU
 from .kernels.turn import OP as TURN
@@ -52,7 +53,7 @@ def _fits(argument: Any, dtype: torch.dtype, op: str, place: int) -> bool:
     """Whether C takes an argument of a step as torch does."""
     if not isinstance(argument, Node):
         return type(argument) in (int, float) and abs(argument) < 2**24
-    kinds = {t.dtype for t in graphs.tensors(argument) if t.is_cpu}
+    kinds = {t.dtype for t in graphs.tensors(argument) if t.is_cpu and not is_lazy(t)}
     if op == "where" and place == 0:
         return kinds == {torch.bool}
     return kinds == {dtype} or (len(kinds) == 1 and kinds < {*_FLOATS} and (op == "to" or dtype is torch.float32))
@@ -60,7 +61,9 @@ def _fits(argument: Any, dtype: torch.dtype, op: str, place: int) -> bool:
 
 def _is_ours(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_cpu and value.dtype in _FLOATS and value.is_contiguous()
+    if not isinstance(value, Tensor) or is_lazy(value):
+        return False
+    return value.is_cpu and value.dtype in _FLOATS and value.is_contiguous()
 
 
 def constant(argument: Any) -> float | None:

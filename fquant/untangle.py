@@ -48,13 +48,20 @@ def _unwrite(graph: Graph) -> None:
                 kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
                 node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
                 graph.erase_node(first)
-        elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node):
+        elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node) and _is_kept(node):
             with graph.inserting_before(node):
                 new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
             new.meta["val"] = node.meta["val"]
             graphs.revalue(new)
             graphs.substitute(node, new)
             graph.erase_node(node)
+
+
+def _is_kept(node: Node) -> bool:
+    """Whether an op in place would give what it writes over, dtype and layout, if it wrote elsewhere."""
+    values: list[Any] = [graphs.tensors(x)[0] if isinstance(x, Node) else x for x in node.args[:2]]
+    into, other = values
+    return into.is_contiguous() and torch.result_type(into, other) == into.dtype
 
 
 def _spread(graph: Graph) -> None:

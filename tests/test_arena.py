@@ -17,6 +17,8 @@ from . import ranks
 from .test_capture import copied, equal, start, step, tokens_of
 from .test_fuse import randn
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 Span = st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 500)).map(lambda s: (s[0], s[0] + s[1], s[2]))
 
 
@@ -124,6 +126,7 @@ def test_functions_share_the_memory():
 def test_a_second_thread_does_without():
     f, x = jit(chain), randn(16, 16).abs()
     want, got, names = f(x), [], set(placed(f).tensors)
+    assert torch.equal(f(x), want)
     before = placed(f).memory
     placed(f).memory = None  # whoever uses it now would make its tensors anew
     with heap.USED:

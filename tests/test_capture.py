@@ -18,7 +18,7 @@ from . import test_transforms as table
 from .formats import alike
 from .test_packed import named
 
-pytestmark = table.pytestmark
+pytestmark = [*table.pytestmark, pytest.mark.usefixtures("twice")]
 
 # --- every row of the transform table ---------------------------------------------------------------------------------
 
@@ -175,6 +175,28 @@ def test_a_result_waits_for_the_last_reader(reader):
 
     a = torch.arange(16.0).reshape(4, 4).clone()
     wanted, got = f(a.clone()), jit(f, donate=("a",))(a)
+    assert equal(got, wanted) and got[0] is a
+
+
+WRITERS = {  # of the result that takes the place of the old value, once it has been made
+    "a part of it": lambda y: y[:1].mul_(3),
+    "itself": lambda y: y.add_(1),
+    "as rows": lambda y: y.view(-1)[1:].sub_(2),
+    "twice": lambda y: y.mT.add_(y[0].clone()).mul_(2),
+}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@named("writer", WRITERS)
+def test_a_result_that_is_written_is_what_it_is_in_the_end(writer, fuse):
+    def f(a):
+        result = a.exp()
+        seen = result[1:]
+        WRITERS[writer](result)
+        return result, seen * 2 + 1
+
+    a = torch.arange(16.0).reshape(4, 4).clone() / 16
+    wanted, got = f(a.clone()), jit(f, donate=("a",), fuse=fuse)(a)
     assert equal(got, wanted) and got[0] is a
 
 

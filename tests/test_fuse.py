@@ -20,6 +20,8 @@ from .formats import ISAS, alike, forced
 from .live import Peak
 from .test_packed import rng
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 CFG = Config(vocab=64, dim=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, hidden=96)
 OPT = optim.adamw(1e-2)
 BF16 = torch.bfloat16
@@ -327,6 +329,25 @@ def test_nothing_is_put_off_that_would_hold_more():
             trace(lambda args, f=f: f(*args), (randn(256, 256), randn(256, 256)), fuse=fuse) for fuse in (False, True)
         )
         assert graph.peak(fused.module.graph).nbytes <= graph.peak(plain.module.graph).nbytes, f
+
+
+IN_PLACE = {  # over what is made, and what is of another dtype or layout
+    "double": lambda x, y: (x * 2).add_(y.double()).mul(2),
+    "half": lambda x, y: (x * 2).half().add_(y).mul_(y).sub(1),
+    "bfloat16": lambda x, y: (x * 2).bfloat16().div_(y + 5).mul_(0.5),
+    "a number of a wider dtype": lambda x, y: (x * 2).bfloat16().add_(y.sum()).mul(2),
+    "one number": lambda x, y: (x * 2).bfloat16().sub_(torch.full((1,), 2.5)).mul(2),
+    "columns": lambda x, y: (x.mT * 2).add_(y).mul_(2) + 1,
+    "columns over rows": lambda x, y: (x * 2).add_(y.mT).mul_(x.mT) + 1,
+    "broadcast": lambda x, y: (x * 2).add_(y[0]).mul_(y[:, :1]) + 1,
+}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_ops_in_place_keep_dtype_and_layout(case):
+    x, y, f = randn(8, 8), randn(8, 8, seed=1), IN_PLACE[case]
+    wanted, got = f(x, y), jit(f)(x, y)
+    assert alike(got, wanted) and got.stride() == wanted.stride()
 
 
 def test_neither_arguments_nor_results_nor_views_are_written_over():

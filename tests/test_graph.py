@@ -7,6 +7,8 @@ from torch.fx import Graph
 from fquant import cost, graph, jit, tree
 from fquant.capture import trace
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 X = torch.arange(6.0).reshape(2, 3)
 
 

@@ -10,6 +10,8 @@ from fquant import NF4_DQ, jit, linear, quantize
 
 from .test_capture import X, equal
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 W = torch.linspace(-1, 1, 9).reshape(3, 3)
 PACKED = quantize(torch.linspace(-1, 1, 4 * 64).reshape(4, 64), NF4_DQ)
 

@@ -18,6 +18,8 @@ from models.config import Config
 from .formats import alike
 from .live import Peak
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 CFG = Config(vocab=64, dim=64, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32, hidden=256)
 
 

@@ -17,6 +17,8 @@ from .test_fuse import same
 from .test_kernels_pointwise import values
 from .test_packed import rng
 
+pytestmark = pytest.mark.usefixtures("twice")
+
 BACKENDS = ("reference", *ISAS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

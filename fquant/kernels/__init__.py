@@ -77,7 +77,7 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody but the kernel has to see a call on these: no derivative, transform, mode, subclass or profiler.
+    """Whether nobody but the kernel has to see a call on these: no derivative, transform, mode, subclass, profiler.
 
     A product of one row is then not sent through torch's dispatcher, which takes a tenth as long as the product.
     """
@@ -89,7 +89,7 @@ def is_direct(*tensors: Tensor) -> bool:
         return False
     wanted = torch.is_grad_enabled()
     for t in tensors:  # a loop, as `all` of a generator takes three times as long
-        if type(t) is not Tensor or _is_wrapped(t) or (wanted and t.requires_grad):
+        if type(t) is not Tensor or _is_wrapped(t) or (wanted and t.requires_grad) or direct.is_lazy(t):
             return False
     return True
 

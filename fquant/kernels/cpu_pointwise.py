@@ -25,7 +25,12 @@ _KINDS = {**DTYPES, torch.bool: 3}
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
     """See ``fquant.kernels.pointwise``."""
-    plan = _plan(text, tuple((t.dtype, t.shape, t.stride()) for t in read))
+    plan = _plan(text, _kinds(read))
+    if plan is None:
+        shape = torch.broadcast_shapes(*(t.shape for t in read))
+        read = [t.expand(shape).contiguous() for t in read]
+        plan = _plan(text, _kinds(read))
+        assert plan is not None, "what is contiguous lies in one dim"
     new = [empty(*plan.shape, dtype=dtype) for dtype in plan.new]
     if plan.program is not None:
         tensors = (*read, *new, *write)
@@ -61,9 +66,16 @@ class _Plan(NamedTuple):
     keep: tuple[object, ...]  # what the program points to
 
 
+_Kinds = tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]
+
+
+def _kinds(read: Sequence[Tensor]) -> _Kinds:
+    return tuple((t.dtype, t.shape, t.stride()) for t in read)
+
+
 @lru_cache(maxsize=4096)
-def _plan(text: str, reads: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]) -> _Plan:
-    """The plan for a program, kept by its text: as numbers 0.0 and -0.0 are equal."""
+def _plan(text: str, reads: _Kinds) -> _Plan | None:
+    """The plan for a program, kept by its text, as numbers 0.0 and -0.0 are equal; None for more dims than C takes."""
     program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape, _ in reads))
     kinds = dtypes([dtype for dtype, *_ in reads], program)
     new = tuple(kinds[i] for i in program.new)
@@ -71,7 +83,7 @@ def _plan(text: str, reads: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]
         return _Plan(shape, new, None, ())
     sizes, strides = _collapsed(tuple(shape), [_expanded(shape, own, stride) for _, own, stride in reads])
     if len(sizes) > DIMS:
-        raise ValueError(f"pointwise got tensors that lie in {len(sizes)} dims; wanted {DIMS} at most")
+        return None
     whole = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
     accesses = (Read * len(reads))(
         *(
