@@ -23,7 +23,8 @@ does beside computing happens when it is traced only.
 the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
-On CPUs results lie where they were laid out before (fquant.arena), in memory that stays for the next replay
+The first call computes node by node, and holds every op to what the trace said that it gives (fquant.first). Later ones
+replay: on CPUs results lie where they were laid out before (fquant.arena), in memory that stays for the next replay
 (fquant.heap). Under a mode of torch that sees every op, a counter of FLOPs for instance, they are tensors of their own.
 
 *Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
@@ -115,7 +116,8 @@ def jit(
     decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
     gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for a donated
     tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what changed, or for
-    ranks that are about to run different functions, saying which.
+    ranks that are about to run different functions, saying which, or for an op that gives another dtype or shape than torch
+    says where nothing is computed.
     """
     if fn is None:
         options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
