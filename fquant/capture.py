@@ -116,8 +116,7 @@ def jit(
     decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
     gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for a donated
     tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what changed, or for
-    ranks that are about to run different functions, saying which, or for an op that gives another dtype or shape than torch
-    says where nothing is computed.
+    ranks that are about to run different functions, saying which, or an op that gives what torch does not say it does.
     """
     if fn is None:
         options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
@@ -166,6 +165,8 @@ def jit(
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)
+        if _in_heap(tensors):
+            heap.release()  # what tracing leaves behind
         result = replay(dataclasses.replace(captured, is_first=True), tensors)
         traced[key] = _placed(captured, tensors)
         return result
@@ -244,13 +245,17 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _placed(captured: Captured, tensors: list[Tensor]) -> Captured:
     """``captured`` as it is replayed on CPUs, if memory is to be kept there."""
-    if any(t.device.type != "cpu" for t in tensors) or not heap.is_kept():
+    if not _in_heap(tensors):
         return captured
     with _disable_current_modes():
         placed = arena.place(captured.module.graph)
     if heap.keep():
-        heap.release()  # what tracing leaves behind
+        heap.release()  # what the first replay leaves behind, which was not placed
     return dataclasses.replace(captured, placed=placed)
+
+
+def _in_heap(tensors: list[Tensor]) -> bool:
+    return heap.is_kept() and all(t.device.type == "cpu" for t in tensors)
 
 
 def _compiled(captured: Captured, backend: str) -> Captured:
