@@ -77,7 +77,7 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody but the kernel has to see a call on these: no derivative, transform, mode, subclass, profiler.
+    """Whether only the kernel has to see a call: no derivative, transform, mode, subclass, profiler or lazy tensor.
 
     A product of one row is then not sent through torch's dispatcher, which takes a tenth as long as the product.
     """
