@@ -43,7 +43,7 @@ from .kernels.program import parse
 ALIGNED = 64  # bytes: a line of a cache, and what torch aligns tensors to
 
 _aten = torch.ops.aten
-_INTO: dict[Any, Any] = {  # torch's that compute there: of many ops the variant computes elsewhere, and copies
+INTO: dict[Any, Any] = {  # torch's that compute there: of many ops the variant computes elsewhere, and copies
     _aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out, _aten.addmm.default: _aten.addmm.out,
     _aten.add.Tensor: _aten.add.out, _aten.sub.Tensor: _aten.sub.out, _aten.mul.Tensor: _aten.mul.out,
     _aten.div.Tensor: _aten.div.out, _aten.neg.default: _aten.neg.out, _aten.sqrt.default: _aten.sqrt.out,
@@ -76,11 +76,15 @@ class View(NamedTuple):
 
 @dataclass
 class Placed:
-    """A graph that computes into places, what these are, in order, and the memory in which they are at present."""
+    """A graph that computes into places, what these are, in order, and the memory in which they are at present.
+
+    ``origin`` has of the nodes that are not placed those of the graph before.
+    """
 
     module: GraphModule
     nbytes: int
     tensors: dict[str, Slot | View]
+    origin: dict[Node, Node]
     memory: mmap.mmap | None = None
 
 
@@ -121,18 +125,26 @@ def place(graph: Graph) -> Placed | None:
             node.target = direct.of(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
-    return Placed(GraphModule(root, new), nbytes, tensors)
+    return Placed(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
 
 
-def run(placed: Placed, plain: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """What ``placed`` computes of ``tensors``; by ``plain``, the same, where that is not to be."""
+def run(
+    placed: Placed,
+    plain: GraphModule,
+    tensors: Sequence[Tensor],
+    by: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
+) -> Any:
+    """What ``placed`` computes of ``tensors``; by ``plain``, the same, where that is not to be.
+
+    ``by`` makes of either what computes it.
+    """
     if torch._C._len_torch_dispatch_stack() or not heap.USED.acquire(blocking=False):
-        return plain(*tensors)
+        return by(plain)(*tensors)
     try:
         memory = heap.take(placed.nbytes)
         if placed.memory is not memory:
             _bind(placed, memory)
-        return placed.module(*tensors)
+        return by(placed.module)(*tensors)
     finally:
         heap.USED.release()
 
@@ -173,8 +185,8 @@ def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
 
 def _into(node: Node) -> Any:
     """The variant of a node's op that writes where it is told to; None where there is none."""
-    if node.target in _INTO:
-        return _INTO[node.target]
+    if node.target in INTO:
+        return INTO[node.target]
     ours = str(node.target).removeprefix("fquant.").removesuffix(".default")
     return (
         getattr(torch.ops.fquant, ours).out if str(node.target) == f"fquant.{ours}.default" and ours in OURS else None

@@ -23,9 +23,9 @@ does beside computing happens when it is traced only.
 the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
 keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
 
-The first call computes node by node, and holds every op to what the trace said that it gives (fquant.first). Later ones
-replay: on CPUs results lie where they were laid out before (fquant.arena), in memory that stays for the next replay
+On CPUs results lie where they were laid out before (fquant.arena), in memory that stays for the next replay
 (fquant.heap). Under a mode of torch that sees every op, a counter of FLOPs for instance, they are tensors of their own.
+The first replay is node by node, and holds every op to what the trace said that it gives (fquant.first).
 
 *Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
 
@@ -76,13 +76,24 @@ class Captured:
     leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
     collectives: tuple[str, ...]  # what ranks have to have in common
     placed: arena.Placed | None = None  # the graph once more, its results in memory that is laid out
-    is_first: bool = False  # whether nothing has been computed by it yet
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self.is_first:
-            found = iter(first.run(self.module, tensors))
-        else:
-            found = iter(arena.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
+        """What it gives of ``tensors``."""
+        return self.result(arena.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
+
+    def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
+        """What it gives of ``tensors``, held to what was traced, and itself, put right where that was wrong."""
+        out, right = first.run(self.module, self.placed, tensors)
+        return self.result(out), self if right or self.placed is None else self.laid_out()
+
+    def laid_out(self) -> Captured:
+        """Itself with memory in which it is to be replayed, on CPUs."""
+        with _disable_current_modes():
+            return dataclasses.replace(self, placed=arena.place(self.module.graph))
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """The tree of what its graph gives."""
+        found = iter(tensors)
         return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
@@ -152,10 +163,10 @@ def jit(
                 found = traced[key]
         return replay(found, tensors)
 
-    def replay(found: Captured, tensors: list[Tensor]) -> Any:
+    def replay(found: Captured, tensors: list[Tensor], by: Callable[..., Any] = Captured.__call__) -> Any:
         order.agree(fn_name(fn), found.collectives)
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
-            return found(*tensors)
+            return by(found, *tensors)
 
     def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
         _check(fn, bound)
@@ -165,10 +176,11 @@ def jit(
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)
-        if _in_heap(tensors):
+        if heap.is_kept() and all(t.device.type == "cpu" for t in tensors):
+            captured = captured.laid_out()
+            heap.keep()
             heap.release()  # what tracing leaves behind
-        result = replay(dataclasses.replace(captured, is_first=True), tensors)
-        traced[key] = _placed(captured, tensors)
+        result, traced[key] = replay(captured, tensors, Captured.first)
         return result
 
     call.traced = traced  # type: ignore[attr-defined]
@@ -241,21 +253,6 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
         with mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
     return mode.from_tensor(t.detach())
-
-
-def _placed(captured: Captured, tensors: list[Tensor]) -> Captured:
-    """``captured`` as it is replayed on CPUs, if memory is to be kept there."""
-    if not _in_heap(tensors):
-        return captured
-    with _disable_current_modes():
-        placed = arena.place(captured.module.graph)
-    if heap.keep():
-        heap.release()  # what the first replay leaves behind, which was not placed
-    return dataclasses.replace(captured, placed=placed)
-
-
-def _in_heap(tensors: list[Tensor]) -> bool:
-    return heap.is_kept() and all(t.device.type == "cpu" for t in tensors)
 
 
 def _compiled(captured: Captured, backend: str) -> Captured:

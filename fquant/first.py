@@ -5,57 +5,68 @@ they disagree about how a result lies in memory, or whether it is there at all, 
 as was said, and so does every replay that follows: what was planned on the word of the trace holds. Where they disagree
 about a dtype or a shape, or about how memory is seen, the first replay raises.
 
-It is node by node, without memory that was laid out. A node gives what it gives whatever its arguments' values are, so
-once is enough.
+It is node by node, in the memory that is laid out for all of them (fquant/arena.py), where there is. An op that is told
+where to write, and would cast its result to what lies there, is computed as it was traced, and copied. A node gives
+what it gives whatever its arguments' values are, so once is enough.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from . import arena
 from . import graph as graphs
 from .kernels.direct import is_lazy
 
 _aten = torch.ops.aten
+_STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # which write no other dtype than theirs
+_TRACED = {into: op for op, into in arena.INTO.items() if op not in _STRICT}  # of what is told where to write
 
 
-def run(module: GraphModule, tensors: Sequence[Tensor]) -> Any:
-    """What ``module`` gives of ``tensors``, its graph put right where a result lies otherwise than was said.
+def run(module: GraphModule, placed: arena.Placed | None, tensors: Sequence[Tensor]) -> tuple[Any, bool]:
+    """What ``module`` gives of ``tensors``, computed by ``placed`` where there is, and whether its graph was right.
 
+    Where a result lies otherwise than was said, the graph of ``module`` is put right, and ``placed`` is out of date.
     Raises RuntimeError for an op that gives another dtype, shape or view than was said.
     """
-    first = _First(module)
-    result = first.run(*tensors)
-    if first.wrong:
-        for node in first.wrong:
-            _relay(node)
+    wrong = list[Node]()
+    if placed is None:
+        result = _First(module, {}, wrong).run(*tensors)
+    else:
+        origin = placed.origin
+        result = arena.run(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
+    for node in wrong:
+        _relay(node)
+    if wrong:
         module.graph.lint()
         module.recompile()
-    return result
+    return result, not wrong
 
 
 class _First(Interpreter):
-    """Computes node by node, and notes the nodes whose results lie otherwise than was said."""
+    """Computes node by node, and notes in ``wrong`` the nodes whose results lie otherwise than was said."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, origin: Mapping[Node, Node], wrong: list[Node]) -> None:
         super().__init__(module)
         self.extra_traceback = False  # errors are those of the ops
-        self.wrong: list[Node] = []
+        self.origin, self.wrong = origin, wrong
 
     def run_node(self, node: Node) -> Any:
         """What ``node`` gives, as was said."""
         result, said = super().run_node(node), node.meta.get("val")
-        if node.op != "call_function" or not isinstance(said, Tensor):
-            return result
+        if node.op not in ("call_function", "get_attr") or not isinstance(said, Tensor) or result is None:
+            return result  # of ours that write where they are told nothing
+        into = self.env[node.kwargs["out"]] if node.target in _TRACED else None
         alike = _kind(result) == _kind(said)
         if alike and is_lazy(result) <= is_lazy(said):
-            return result
+            return result if into is None else into.copy_(result)
+        node = self.origin.get(node, node)
         maker = node.all_input_nodes[0] if node.target is operator.getitem else node
         fits = result.shape == said.shape and result.dtype == said.dtype
         if not alike and (not fits or graphs.is_view(maker) or graphs.written(maker)):
@@ -63,8 +74,16 @@ class _First(Interpreter):
                 f"{maker.target} gives {_kind(result)}, and torch says, where nothing is computed, {_kind(said)}, by "
                 "which a graph goes wrong; let its arguments be of one dtype and contiguous"
             )
+        if into is not None:
+            return into.copy_(result)
         self.wrong.append(node)
         return torch.empty_strided(said.shape, said.stride(), dtype=said.dtype, device=result.device).copy_(result)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``target`` gives, before it is written anywhere."""
+        if target in _TRACED:
+            target, kwargs = _TRACED[target], {name: value for name, value in kwargs.items() if name != "out"}
+        return super().call_function(target, args, kwargs)
 
 
 def _kind(t: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:

@@ -5,7 +5,6 @@ A worker takes whole files, so that what the tests of a file share is made once;
 ``--dist loadgroup`` writes the group into the name of a test, which from pytest 9.2 on has no effect: its issue 1386.)
 """
 
-import dataclasses
 import gc
 import os
 import re
@@ -54,25 +53,25 @@ def twice(monkeypatch):
     """What a captured function computes at its first call, node by node, is what it computes at every other."""
     import torch
 
-    from fquant import capture, tree
+    from fquant import tree
+    from fquant.capture import Captured
     from tests.formats import alike
 
-    replay = capture.Captured.__call__
+    first = Captured.first
 
     def both(captured, *tensors):
-        if not captured.is_first or torch._C._len_torch_dispatch_stack():
-            return replay(captured, *tensors)
+        if torch._C._len_torch_dispatch_stack():
+            return first(captured, *tensors)
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         copies = {where: storage.clone() for where, storage in storages.items()}
         same = [(copies[t.untyped_storage()._cdata], t.storage_offset(), t.shape, t.stride()) for t in tensors]
         drawn = torch.get_rng_state()
-        first = replay(captured, *(t.new_empty(0).set_(*lies) for t, lies in zip(tensors, same, strict=True)))
+        gave, captured = first(captured, *(t.new_empty(0).set_(*lies) for t, lies in zip(tensors, same, strict=True)))
         torch.set_rng_state(drawn)
-        later = capture._placed(dataclasses.replace(captured, is_first=False), list(tensors))
-        got = replay(later, *tensors)
-        assert tree.structure(got) == tree.structure(first)
-        for now, before in zip(tree.leaves(got), tree.leaves(first), strict=True):
+        got = captured(*tensors)
+        assert tree.structure(got) == tree.structure(gave)
+        for now, before in zip(tree.leaves(got), tree.leaves(gave), strict=True):
             assert alike(now, before) if isinstance(now, torch.Tensor) else now is before
-        return got
+        return got, captured
 
-    monkeypatch.setattr(capture.Captured, "__call__", both)
+    monkeypatch.setattr(Captured, "first", both)

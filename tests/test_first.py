@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fquant import jit
+from fquant import first, jit
 
 from .formats import alike
 
@@ -77,6 +78,32 @@ def test_one_result_of_several():
 def test_another_dtype_shape_or_view_raises(op):
     with pytest.raises(RuntimeError, match=f"{op} gives .* and torch says, where nothing is computed, "):
         jit(lambda x: op(x * 2) * 3)(torch.randn(5, 7))
+
+
+@pytest.mark.parametrize("op", ["mm", "bmm", "addmm", "add", "sub", "mul", "div", "neg", "sqrt", "exp", "cat"])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypatch):
+    """Of an op that torch said to give f32, and that gives f64, nobody sees the cast to where it is told to write."""
+    lie, args = FakeTensorMode.dispatch, {"neg": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
+
+    def lying(self, func, types, args=(), kwargs=None):
+        made = lie(self, func, types, args, kwargs)
+        return made.float() if func._overloadpacket is getattr(torch.ops.aten, op) else made
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lying)
+    xs = [torch.randn((2,) * (2 + (op == "bmm")), dtype=torch.float64).abs() for _ in range(args)]
+    f = jit(lambda *xs: (torch.cat(xs) if op == "cat" else getattr(torch, op)(*xs)).mT.float().softmax(-1), fuse=fuse)
+    with pytest.raises(RuntimeError, match=r"gives .*float64.* torch says|to have dtype double, but got float"):
+        f(*xs)
+
+
+def test_the_first_replay_is_in_memory_that_is_laid_out(monkeypatch):
+    seen, run = [], first._First.run
+    monkeypatch.setattr(first._First, "run", lambda self, *tensors: seen.append(self.module) or run(self, *tensors))
+    f, x = jit(lambda x: ((x @ x) @ x).softmax(-1)), torch.randn(8, 8)
+    assert alike(f(x), f.__wrapped__(x))
+    (found,) = f.traced.values()
+    assert seen == [found.placed.module]
 
 
 def test_an_honest_graph_is_as_it_was_traced():
