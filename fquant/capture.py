@@ -61,6 +61,7 @@ from .kernels.direct import is_lazy
 from .key import Key, key_of, wants_gradient
 from .recompute import recompute as recomputed
 from .reuse import reuse
+from .tidy import tidy, without_ones
 
 MOST = 8  # traces of one function, unless it is told otherwise
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
@@ -219,13 +220,13 @@ def trace(
             module = make_fx(flat)(*fakes)
     blame.check_draws(module.graph)
     with _disable_current_modes():
-        graph.tidy(module.graph)
+        tidy(module.graph)
         graph.run(module.graph, passes)
         graph.run(module.graph, (recomputed,) if recompute else ())
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         donated(module.graph, over)
-        graph.run(module.graph, (fused, reuse, graph.without_ones) if fuse else (graph.without_ones,))
+        graph.run(module.graph, (fused, reuse, without_ones) if fuse else (without_ones,))
         module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)

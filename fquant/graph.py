@@ -1,4 +1,4 @@
-"""Passes over a captured graph: what its nodes do, which share memory, what can go, what can be written in place.
+"""What the nodes of a captured graph do, which share memory, and how passes change it.
 
 A graph is torch.fx's: a list of nodes in the order in which they run, each a call of one op with the results of earlier
 ones. ``meta["val"]`` of a node is a fake tensor, or a list of them: shape, dtype, strides and, by its storage, which
@@ -26,9 +26,6 @@ Pass = Callable[[Graph], None]  # changes a graph in place, but for its inputs a
 
 _aten = torch.ops.aten
 _WAIT = "_c10d_functional.wait_tensor.default"  # by name: not every build of torch has it
-IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
-CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
-_PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
 _FUNCTIONAL = "_c10d_functional."
 _ISSUES = {  # of the others of torch the name is the op's
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
@@ -60,77 +57,6 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
                 f"passes[{i}] returned a {type(returned).__name__}; wanted None, the graph being changed in place"
             )
         graph.lint()
-
-
-def tidy(graph: Graph) -> None:
-    """Take out nodes that nobody uses, views that are there already, and reads of what is asked for its shape only.
-
-    A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
-    wait gives the tensor that was issued, for which the trace has another.
-    """
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.op == "call_function" and node.target in CONSTANTS:
-            _without_argument(graph, node, CONSTANTS[node.target])
-        elif node.target is _aten.full_like.default and isinstance(node.args[1], int | float):
-            _without_argument(graph, node, node.args[1])
-        elif is_wait(node) and collective(node.all_input_nodes[0]):
-            node.all_input_nodes[0].meta["val"] = node.meta["val"]
-    _see_once(graph)
-    graph.eliminate_dead_code()
-
-
-def _see_once(graph: Graph) -> None:
-    """Let every view of some memory, by place, shape and strides, be made once, until the memory is written."""
-    known = dict[int, dict[object, Node]]()  # by storage
-    for node in list(graph.nodes):
-        if node.op not in ("call_function", "placeholder") or (node.op == "call_function" and collective(node)):
-            continue  # what is in flight is not to be seen
-        if node.op == "call_function" and node.target is not operator.getitem:
-            declared = isinstance(node.target, torch._ops.OpOverload)
-            for storage in written(node) if declared else list(known):
-                known.pop(storage, None)
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            continue
-        (storage,) = storages(node)
-        place = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
-        first = known.setdefault(storage, {}).setdefault(place, node)
-        if first is not node and is_view(node) and not is_wait(node):
-            node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
-
-
-def without_ones(graph: Graph) -> None:
-    """Take out products with the number 1, as of an adapter whose alpha is its rank, where nobody could tell.
-
-    Somebody could if one of the two were written over, or if an argument became a result. To be called last: a step of
-    few layers, from which examples/plan.py infers one of many, must not be fused or recomputed otherwise for it.
-    """
-    outer = [node for node in graph.nodes if node.op == "placeholder"] + outputs(graph)
-    seen = {storage for node in outer for storage in storages(node)}
-    seen |= {storage for node in graph.nodes if node.op == "call_function" for storage in written(node)}
-    for node in list(graph.nodes):
-        if node.target not in _PRODUCTS or type(node.args[1]) not in (int, float) or node.args[1] != 1:
-            continue
-        (same,) = node.all_input_nodes
-        if kind(same) == kind(node) and not seen & (storages(same) | storages(node)):
-            substitute(node, same)
-            graph.erase_node(node)
-
-
-def _without_argument(graph: Graph, node: Node, fill: float) -> None:
-    (t,) = tensors(node)
-    if not t.is_contiguous() or t.layout != torch.strided:
-        return
-    with graph.inserting_before(node):
-        full = graph.call_function(
-            _aten.full.default, (list(t.shape), fill), {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-        )
-    full.meta["val"] = t
-    node.replace_all_uses_with(full)
-    graph.erase_node(node)
 
 
 def tensors(node: Node) -> list[Tensor]:
