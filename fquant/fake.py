@@ -29,7 +29,7 @@ class Fake(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What ``func`` gives."""
-        out = super().dispatch(func, types, args, kwargs)
+        out = self._told(func, types, args, kwargs)
         if func in _VIEWS and isinstance(out, FakeTensor):  # of its own shape, told by a shorter way
             (t, *_) = args
             strides = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").view(out.shape).stride()
@@ -37,49 +37,83 @@ class Fake(FakeTensorMode):
             return out if strides == out.stride() else super().dispatch(_aten.as_strided.default, types, place)
         if func not in _KNOWN or not isinstance(out, FakeTensor):
             return out
-        strides, dtype = _KNOWN[func](out, [x for x in args if isinstance(x, Tensor)])
+        strides, dtype = _KNOWN[func](out, args)
         if tuple(strides) == out.stride() and dtype == out.dtype:
             return out
         return FakeTensor(self, torch.empty_strided(out.shape, strides, dtype=dtype, device="meta"), out.device)
 
+    def _told(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What torch says that ``func`` gives; not what it said before of other tensors, where it takes them for these.
 
+        It tells them apart by shape, dtype and strides, and not by how large the memory is, nor zeros that are nowhere.
+        """
+        kept = self.cache_enabled
+        self.cache_enabled = kept and func not in _OF_MEMORY and not _any_nowhere(args)
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = kept
+
+
+def _any_nowhere(args: Any) -> bool:
+    if isinstance(args, list | tuple):
+        return any(map(_any_nowhere, args))
+    return isinstance(args, Tensor) and args._is_zerotensor()
+
+
+_OF_MEMORY = (_aten._has_same_storage_numel.default, _aten._new_zeros_with_same_feature_meta.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
-def _elementwise(out: Tensor, tensors: Sequence[Tensor]) -> Kind:
-    """As the loop over elements lays it out: like what it reads, once that is cast, the first most of all."""
-    if out.is_contiguous() and all(t.is_contiguous() for t in tensors):
-        return out.stride(), out.dtype  # nearly always
-    read = (t if t.dtype == out.dtype else torch.empty_like(t) for t in tensors)
+def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
+    """As the loop over elements lays it out: like what it reads, once that is cast, the first most of all.
+
+    Strides of dims of one say nothing of where elements lie, but torch's ``matmul`` chooses by them how to multiply.
+    """
+    read = [t if out.dtype in (t.dtype, torch.bool) else torch.empty_like(t) for t in args if isinstance(t, Tensor)]
+    if all(t.shape == out.shape and t.is_contiguous() for t in read):
+        return torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype
     return compute_elementwise_output_strides(*(t.expand(out.shape) for t in read)), out.dtype
 
 
-def _value(out: Tensor, tensors: Sequence[Tensor]) -> Kind:
+def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
+    """The same of two, of which one may be a number, that is a tensor without dims."""
+    if 1 not in out.shape and out.is_contiguous() and all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)):
+        return out.stride(), out.dtype  # nearly always
+    number = torch.empty((), dtype=out.dtype, device=out.device)
+    return _elementwise(out, [x if isinstance(x, Tensor) else number for x in args[:2]])
+
+
+def _value(out: Tensor, args: Sequence[Any]) -> Kind:
     """A loss: of the dtype of what it is of, and laid out like it unless it is reduced."""
-    return torch.empty_like(tensors[0]).stride() if out.dim() else (), tensors[0].dtype
+    return torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype
 
 
-def _slope(out: Tensor, tensors: Sequence[Tensor]) -> Kind:
+def _slope(out: Tensor, args: Sequence[Any]) -> Kind:
     """The gradient of a loss: of the dtype of what it is of, which comes second."""
-    return out.stride(), tensors[1].dtype
+    return out.stride(), args[1].dtype
 
 
-def _slope_like(out: Tensor, tensors: Sequence[Tensor]) -> Kind:
+def _slope_like(out: Tensor, args: Sequence[Any]) -> Kind:
     """The same, laid out like that."""
-    return torch.empty_like(tensors[1]).stride(), tensors[1].dtype
+    return torch.empty_like(args[1]).stride(), args[1].dtype
 
 
-def _slope_in_rows(out: Tensor, tensors: Sequence[Tensor]) -> Kind:
+def _slope_in_rows(out: Tensor, args: Sequence[Any]) -> Kind:
     """The same, contiguous."""
-    return torch.empty_like(tensors[1], memory_format=torch.contiguous_format).stride(), tensors[1].dtype
+    return torch.empty_like(args[1], memory_format=torch.contiguous_format).stride(), args[1].dtype
 
 
-_KNOWN: dict[Any, Callable[[Tensor, Sequence[Tensor]], Kind]] = {
+_KNOWN: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
     op: rule
     for rule, ops in {
-        _elementwise: (
+        _of_two: (
             _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode,
-            _aten.copysign.Tensor, _aten.xlogy.Tensor, _aten.elu_backward.default, _aten.hardtanh_backward.default,
+            _aten.copysign.Tensor, _aten.xlogy.Tensor, _aten.mul.Scalar, _aten.rsub.Scalar, _aten.eq.Scalar,
+            _aten.ne.Scalar, _aten.ge.Scalar, _aten.gt.Scalar, _aten.le.Scalar, _aten.lt.Scalar,
+        ),
+        _elementwise: (
+            _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.elu_backward.default, _aten.hardtanh_backward.default,
             _aten.hardswish_backward.default, _aten.softplus_backward.default,
         ),
         _value: (

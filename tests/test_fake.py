@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from fquant import jit
 from fquant.fake import _KNOWN, _VIEWS, Fake
@@ -27,6 +27,8 @@ SLOPE = lambda *more: lambda op, x, y: op(x[(0,) * x.dim()], x, y, *more)
 CALLS = {
     aten.add.Tensor: TWO(), aten.sub.Tensor: TWO(), aten.mul.Tensor: TWO(), aten.div.Tensor: TWO(),
     aten.div.Tensor_mode: TWO(rounding_mode="floor"), aten.copysign.Tensor: TWO(), aten.xlogy.Tensor: TWO(),
+    **{getattr(aten, name).Scalar: lambda op, x, y: op(x, 0.5) for name in "mul rsub eq ne ge gt le lt".split()},
+    aten.pow.Tensor_Scalar: lambda op, x, y: op(x, 2), aten.neg.default: lambda op, x, y: op(x),
     aten.elu_backward.default: lambda op, x, y: op(x, 1.0, 1.0, 1.0, False, y),
     aten.hardtanh_backward.default: TWO(0, 6), aten.hardswish_backward.default: TWO(),
     aten.softplus_backward.default: TWO(1, 20),
@@ -64,6 +66,23 @@ def test_layouts_and_dtypes_are_those_of_the_op(op):
         said, given = told(op, x, y), CALLS[op](op, x, y)
         assert said.dtype == given.dtype and said.shape == given.shape
         assert strides(said) == strides(given) or op in SAME_LAYOUT
+
+
+@pytest.mark.parametrize("op", [op for op, rule in _KNOWN.items() if "of_two" in rule.__name__], ids=str)
+def test_strides_of_dims_of_one(op):
+    """By which torch's matmul chooses how to multiply, and so the last bits of a product."""
+    for shape in ((17, 1, 8), (1, 8), (8, 1), (1, 1, 5), (2, 1, 3, 1)):
+        size = torch.Size(shape).numel()
+        lies = [torch.empty(shape).stride(), torch.empty(shape).mT.contiguous().mT.stride()]
+        lies.append(tuple(size if n == 1 else step for n, step in zip(shape, lies[0], strict=True)))
+        for first, second in product(lies, lies):
+            x, y = (torch.empty_strided(shape, strides).fill_(0.5) for strides in (first, second))
+            assert told(op, x, y).stride() == CALLS[op](op, x, y).stride(), (shape, first, second)
+            if str(op).endswith(("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")):
+                mode = Fake()
+                with mode:
+                    said = op(mode.from_tensor(x), 0.5)
+                assert said.stride() == op(x, 0.5).stride(), (shape, first)
 
 
 @pytest.mark.parametrize("view", _VIEWS, ids=str)
@@ -109,3 +128,40 @@ def test_products_of_one_row_are_those_of_blas():
     f = grad(lambda v: (v @ v.mT).abs().neg().sum())
     v = torch.randn(64, 33, 1)
     assert alike(jit(f)(v), f(v)) and alike(jit(vmap(f))(v[:, None]), vmap(f)(v[:, None]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
+def test_zeros_that_are_nowhere():
+    """What is constant to the inner of two jvps has a tangent of zeros that are nowhere. Torch remembers what it said
+    of a view of another tensor of that shape, and says it of theirs."""
+
+    def f(x, w):
+        inner = lambda x, w: jvp(lambda t: t.sin() * w, (x,), (x,))[1]
+        return jvp(inner, (x, w), (torch.ones_like(x), w.cos()))
+
+    captured, given = jit(f), (torch.randn(2, 3), torch.randn(3))
+    for _ in range(2):
+        assert all(map(alike, captured(*given), f(*given)))
+    with Fake():
+        plain, nowhere = torch.empty(7), torch._efficientzerotensor((7,))
+        assert [aten.alias.default(t)._is_zerotensor() for t in (plain, nowhere, plain)] == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
+def test_tangents_of_what_is_part_of_a_memory():
+    """Torch asks whether two tensors have memory of one size, and remembers the answer for others of their shape."""
+    f = lambda x, dx: jvp(lambda t: (t.mT.sin() * 2, t[1:].view(-1)), (x,), (dx,))
+    whole, part = torch.randn(4, 6), torch.randn(9, 6)[2:6]
+    for x, dx in ((whole, whole + 1), (part, part + 1), (whole, part), (part, whole)):
+        captured = jit(f)
+        for _ in range(2):
+            got, wanted = captured(x, dx), f(x, dx)
+            assert all(map(alike, (*got[0], *got[1]), (*wanted[0], *wanted[1])))
+    own, within = torch.empty(4, 6), torch.empty(9, 6)
+    mode = Fake()
+    own, within = mode.from_tensor(own), mode.from_tensor(within)
+    with mode:
+        pairs = (own, own), (own, within[2:6]), (within[2:6], own), (own, own)
+        same = [aten._has_same_storage_numel.default(a, b) for a, b in pairs]
+        sizes = [aten._new_zeros_with_same_feature_meta.default(*pair).untyped_storage().nbytes() for pair in pairs]
+    assert same == [True, False, False, True] and sizes == [96, 216, 96, 96]
