@@ -62,7 +62,7 @@ class _First(Interpreter):
         result, said = super().run_node(node), node.meta.get("val")
         if node.op not in ("call_function", "get_attr") or not isinstance(said, Tensor) or result is None:
             return result  # of ours that write where they are told nothing
-        into = self.env[node.kwargs["out"]] if node.target in _TRACED else None
+        into = self.fetch_args_kwargs_from_env(node)[1]["out"] if node.target in _TRACED else None
         alike = _kind(result) == _kind(said)
         if alike and is_lazy(result) <= is_lazy(said):
             return result if into is None else into.copy_(result)

@@ -75,7 +75,7 @@ def embedding(tokens: Tensor, w: Weight | Rows) -> Tensor:
                     f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
                 )
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            some, (dim,) = tokens.reshape(-1), w.shape[1:]
+            some, (dim,) = tokens.reshape(tokens.numel()), w.shape[1:]
             shape = (some.shape[0], dim)
             rows = replace(w, codes=w.codes[some], scale=absmax[some], format=w.format.plain, shape=shape)
             return dequantize(rows).reshape(*tokens.shape, dim)
@@ -87,8 +87,9 @@ def embedding(tokens: Tensor, w: Weight | Rows) -> Tensor:
             update = scaling(lora) * (b @ lora.a)
             if lora.magnitude is None:
                 return y + update.to(y.dtype)
-            asked = replace(lora, b=b.reshape(-1, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(-1))
-            gain = _gain(y.reshape(-1, y.shape[-1]), asked)  # of these rows; the norms of others do not matter
+            n = tokens.numel()
+            asked = replace(lora, b=b.reshape(n, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(n))
+            gain = _gain(y.reshape(n, y.shape[-1]), asked)  # of these rows; the norms of others do not matter
             return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")

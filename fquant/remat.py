@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .alive import alive
 from .forward import forward
 
 
@@ -93,7 +94,7 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        spec, tensors = ctx.spec, list(ctx.saved_tensors)
+        spec, tensors = ctx.spec, alive(ctx.saved_tensors)
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         first = spec.order == 1
         with torch.no_grad() if first else nullcontext():

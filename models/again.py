@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fquant.alive import alive
 from fquant.forward import forward
 
 Verb = Callable[..., tuple[Tensor, ...]]
@@ -43,7 +44,7 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        given, f = ctx.saved_tensors, ctx.pair.slow
+        given, f = alive(ctx.saved_tensors), ctx.pair.slow
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[1:]) if need)
         out, pull, *_ = torch.func.vjp(lambda *some: f(*put(given, wanted, some)), *[given[i] for i in wanted])
         found = pull(tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, out, strict=True)))
@@ -73,12 +74,12 @@ class Batched(Again):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, pair: Pair, *tensors: Tensor) -> Any:
-        front = (
+        front = [
             t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip(tensors, in_dims[1:], strict=True)
-        )
+        ]
         out = cls.apply(pair, *(t.flatten(0, 1) for t in front))
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in out), (0,) * len(out)
+        return tuple(t.unflatten(0, front[0].shape[:2]) for t in out), (0,) * len(out)
 
 
 def put(given: Any, where: tuple[int, ...], some: Any) -> list[Any]:

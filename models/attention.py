@@ -14,6 +14,7 @@ formula.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Te
         )
     if runs is not None and runs.shape != q.shape[:-2]:
         raise ValueError(f"runs: shape {tuple(runs.shape)}, want the tokens' {tuple(q.shape[:-2])}")
-    given = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]
+    batch = math.prod(q.shape[:-3])
+    given = [t.reshape(batch, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]
     if runs is not None:
-        given.append(runs.reshape(-1, runs.shape[-1]).long())
+        given.append(runs.reshape(batch, runs.shape[-1]).long())
     compiling = torch.compiler.is_dynamo_compiling()
     y, _ = dense(*given) if compiling else _Attention.apply(Pair(kernel.attention, dense), *given)
     return y.transpose(1, 2).reshape(q.shape)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.alive import alive
 from fquant.comm import Part
 from fquant.kernels import nll, reference
 from fquant.linear import Adapted, Packed, Weight, linear
@@ -82,7 +83,7 @@ def cross_entropy(
         raise TypeError(f"targets: {targets.dtype}, want int64 or int32")
     vocab = _vocab(weight)
     leaves, structure = tree.flatten(weight)
-    rows, chosen = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()  # [n d], [n]
+    rows, chosen = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long()  # [n d], [n]
     how = _How(structure, chunk or _rows(x, vocab))
     in_reverse = torch.is_grad_enabled() and any(_reversed(t) for t in (rows, *leaves))
     function, verb, apart = (_Both, _both, parts.both) if in_reverse else (_Rows, _losses, parts.losses)
@@ -172,7 +173,7 @@ class _Both(_Rows):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (how, _), (g, g_dx) = ctx.pair.slow.args, grads
-        dx, x, targets, *leaves = ctx.saved_tensors
+        dx, x, targets, *leaves = alive(ctx.saved_tensors)
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         g = _wide(x.new_zeros(len(x))) if g is None else g
         if g_dx is not None:  # somebody differentiates this backward

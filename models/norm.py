@@ -37,10 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if not x.ndim or weight.shape != x.shape[-1:]:
         raise ValueError(f"weight: shape {tuple(weight.shape)}, want the last dim of x {tuple(x.shape)}")
-    if _is_plain():
-        return reference.rms_norm(x, weight, eps)[0]
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # [n d]
-    if is_direct(rows, weight):  # a token that is generated, of which a Function takes as long as the norm
+    if _is_plain():  # of rows too: by torch's jvp a scalar's tangent is in f64 after a product with a number
+        y, _ = reference.rms_norm(rows, weight, eps)
+    elif is_direct(rows, weight):  # a token that is generated, of which a Function takes as long as the norm
         y, _ = norm.rms_norm(rows, weight, eps)
     else:
         y, _ = _Norm.apply(Pair(partial(_norm, norm, eps), partial(_norm, reference, eps)), rows, weight)
@@ -71,12 +71,12 @@ class _Rows(Again):
         *rows, weight = tensors
         if in_dims[-1] is not None:
             return super().vmap(info, in_dims, pair, *tensors)
-        front = (
-            (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+        front = [
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip(rows, in_dims[1:-1], strict=True)
-        )
-        out = cls.apply(pair, *front, weight)
-        return tuple(t.unflatten(0, (info.batch_size, len(t) // info.batch_size)) for t in out), (0,) * len(out)
+        ]
+        out = cls.apply(pair, *(t.flatten(0, 1) for t in front), weight)
+        return tuple(t.unflatten(0, front[0].shape[:2]) for t in out), (0,) * len(out)
 
 
 class _Norm(_Rows):

@@ -128,7 +128,7 @@ def _vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
         for arg, at, b in ((arg, at, info.batch_size) for arg, at in zip(args, in_dims, strict=True))
     ]
     out = _OPS[name](*(t.flatten(0, 1) if isinstance(t, Tensor) else t for t in rows))
-    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in out), (0,) * len(out)
+    return tuple(t.unflatten(0, rows[0].shape[:2]) for t in out), (0,) * len(out)
 
 
 def _wide(x: Tensor) -> torch.dtype:

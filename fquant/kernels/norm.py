@@ -106,12 +106,13 @@ def _vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
         if isinstance(each[0], Tensor):
             return torch.stack(each), 0
         return tuple(map(torch.stack, zip(*each, strict=True))), (0, 0)
-    front = lambda t, dim: (t.expand(b, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+    front = lambda t, dim: t.expand(b, *t.shape) if dim is None else t.movedim(dim, 0)
     rows = [
         front(t, dim) if isinstance(t, Tensor) and i != at else t
         for i, (t, dim) in enumerate(zip(args, in_dims, strict=True))
     ]
-    out, back = op(*rows), lambda t: t.unflatten(0, (b, len(t) // b))
+    out = op(*(t.flatten(0, 1) if isinstance(t, Tensor) and i != at else t for i, t in enumerate(rows)))
+    back = lambda t: t.unflatten(0, rows[0].shape[:2])
     return (back(out), 0) if isinstance(out, Tensor) else (tuple(map(back, out)), (0, 0))
 
 

@@ -182,7 +182,8 @@ def _value(state: FSP, u: Tensor) -> Tensor:
 
 def _moments(of: Moments, z: Tensor, kept: Tensor, psum: Psum) -> Mean:
     """The loss of z [... c d], each of whose features is one for itself."""
-    rows, weight = z.reshape(-1, z.shape[-2] * z.shape[-1]), kept.reshape(-1, 1).to(z.dtype)  # [n d], [n 1]
+    rows = z.reshape(kept.numel(), z.shape[-2] * z.shape[-1])  # [n d]
+    weight = kept.reshape(kept.numel(), 1).to(z.dtype)
     here = weight.sum()
     first, n = psum((rows.sum(0), here))  # rows that do not count are zero
     n = n.clamp(min=1.0)

@@ -219,8 +219,9 @@ def _entropies(
     """Of z [... c d]: the mean of the rows' entropies, the entropy of the mean, and how many rows are here."""
     if key is not None and state.share < 1.0:
         z, kept = _some(state.share, z, kept, random.fold(key, "share"))
-    weight, num_codebooks = kept.reshape(-1).to(z.dtype), z.shape[-2]  # [n]
-    a = 4.0 * inv_temperature * _size(state) * z.reshape(-1, *z.shape[-2:])
+    rows, num_codebooks = kept.numel(), z.shape[-2]
+    weight = kept.reshape(rows).to(z.dtype)
+    a = 4.0 * inv_temperature * _size(state) * z.reshape(rows, *z.shape[-2:])
     a = a.clamp(-CERTAIN, CERTAIN)  # which changes no digit, but inf * 0 would be no number
     a = rearrange(a, "n c (g b) -> (c g) n b", b=state.group or state.bits)
     on, off = torch.sigmoid(a), torch.sigmoid(-a)

@@ -85,10 +85,10 @@ def stats(
     heads, num_codes, dim = len(laid), *book.codes.shape[-2:]
     # What is beyond the book is left to fail in the sum, and must not be added to a code of the next head.
     of_head = torch.arange(heads, device=which.device)[:, None] * num_codes
-    at = torch.where(live, torch.where(which < num_codes, which + of_head, heads * num_codes), 0).reshape(-1)
+    at = torch.where(live, torch.where(which < num_codes, which + of_head, heads * num_codes), 0).reshape(live.numel())
     ones = live.to(laid.dtype)
-    counts = ones.new_zeros(heads * num_codes).index_add(0, at, ones.reshape(-1))
-    sums = laid.new_zeros(heads * num_codes, dim).index_add(0, at, laid.reshape(-1, dim))
+    counts = ones.new_zeros(heads * num_codes).index_add(0, at, ones.reshape(live.numel()))
+    sums = laid.new_zeros(heads * num_codes, dim).index_add(0, at, laid.reshape(live.numel(), dim))
     number = ones.new_full((), live.numel()) if kept is None else kept.to(ones.dtype).sum()
     drawn = hits = None
     if key is not None:
