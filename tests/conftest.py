@@ -8,6 +8,7 @@ A worker takes whole files, so that what the tests of a file share is made once;
 import gc
 import os
 import re
+import sys
 from functools import cache
 
 import pytest
@@ -30,6 +31,11 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()  # modules and tests: not for every collection to walk
+
+
+def pytest_sessionfinish():
+    if "tests.ranks" in sys.modules:  # xdist ends its workers without what Python does at exit
+        sys.modules["tests.ranks"].folder().cleanup()
 
 
 class LoadGroups(LoadFileScheduling):

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -89,7 +90,12 @@ class Rank:
 
 POOL: list[Rank] = []
 COUNT = itertools.count()
-FOLDER = tempfile.TemporaryDirectory(prefix="ranks-")
+
+
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Where ranks meet and leave their stacks; the test process has one, when it first runs some."""
+    return tempfile.TemporaryDirectory(prefix="ranks-")
 
 
 def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -119,7 +125,7 @@ def pids() -> list[int]:
 def converse(members: list[Rank], call: bytes, timeout: float) -> dict[int, Any]:
     """One call from loading it to leaving its group: by rank, the pickled result or a Failure."""
     n = len(members)
-    group = (f"{FOLDER.name}/call{next(COUNT)}", n, timeout)
+    group = (f"{folder().name}/call{next(COUNT)}", n, timeout)
     messages: list[Any] = [(call, *group, rank) for rank in range(n)]
     for seconds in (START, START, timeout):  # to load the call, to join the group, to call
         answers = ask(members, messages, seconds)
@@ -167,7 +173,7 @@ def grow(n: int) -> list[Rank]:
         if rank < len(POOL) and POOL[rank].process.is_alive():
             continue
         ours, theirs = context.Pipe()
-        stack = Path(FOLDER.name) / f"stack{next(COUNT)}"
+        stack = Path(folder().name) / f"stack{next(COUNT)}"
         process = context.Process(target=serve, args=(theirs, stack), name=f"rank{rank}", daemon=True)
         process.start()
         theirs.close()  # else the end of file of a dead rank would never arrive
