@@ -78,7 +78,7 @@ class View(NamedTuple):
 class Placed:
     """A graph that computes into places, what these are, in order, and the memory in which they are at present.
 
-    ``origin`` has of the nodes that are not placed those of the graph before.
+    ``origin`` has for a node whose result others read the one of the graph before that it stands for.
     """
 
     module: GraphModule

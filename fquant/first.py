@@ -66,16 +66,16 @@ class _First(Interpreter):
         alike = _kind(result) == _kind(said)
         if alike and is_lazy(result) <= is_lazy(said):
             return result if into is None else into.copy_(result)
+        fits = result.shape == said.shape and result.dtype == said.dtype
+        if into is not None and fits:
+            return into.copy_(result)  # which lies as was said
         node = self.origin.get(node, node)
         maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-        fits = result.shape == said.shape and result.dtype == said.dtype
         if not alike and (not fits or graphs.is_view(maker) or graphs.written(maker)):
             raise RuntimeError(
                 f"{maker.target} gives {_kind(result)}, and torch says, where nothing is computed, {_kind(said)}, by "
                 "which a graph goes wrong; let its arguments be of one dtype and contiguous"
             )
-        if into is not None:
-            return into.copy_(result)
         self.wrong.append(node)
         return torch.empty_strided(said.shape, said.stride(), dtype=said.dtype, device=result.device).copy_(result)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fquant import first, jit
 
@@ -95,6 +95,21 @@ def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypa
     f = jit(lambda *xs: (torch.cat(xs) if op == "cat" else getattr(torch, op)(*xs)).mT.float().softmax(-1), fuse=fuse)
     with pytest.raises(RuntimeError, match=r"gives .*float64.* torch says|to have dtype double, but got float"):
         f(*xs)
+
+
+def test_what_is_told_where_to_write_may_lie_otherwise(monkeypatch):
+    told = FakeTensorMode.dispatch
+
+    def lying(self, func, types, args=(), kwargs=None):
+        made = told(self, func, types, args, kwargs)
+        if func is not torch.ops.aten.exp.default:
+            return made
+        return FakeTensor(self, torch.empty_strided(made.shape, (1, 5), dtype=made.dtype, device="meta"), made.device)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lying)
+    f, x = jit(lambda x: x.exp().mT.softmax(-1), fuse=False), torch.randn(5, 7)
+    for _ in range(2):
+        assert alike(f(x), f.__wrapped__(x).contiguous())
 
 
 def test_the_first_replay_is_in_memory_that_is_laid_out(monkeypatch):
