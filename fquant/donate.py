@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import tree
-from .graph import describe, kind, last_uses, outputs, storages, substitute, tensors, written
+from .graph import describe, kinds, last_uses, outputs, storages, substitute, tensors, written
 
 
 def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
@@ -43,11 +43,11 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
     free: dict[object, deque[Node]] = {}
     for node in dict.fromkeys(returned):
         if not storages(node) & held:
-            free.setdefault(kind(node), deque()).append(node)
+            free.setdefault(kinds(node), deque()).append(node)
     for path, placeholder in donated.items():
         if storages(placeholder) & kept:
             continue  # it is returned itself, or a view of it
-        if not (fitting := free.get(kind(placeholder))):
+        if not (fitting := free.get(kinds(placeholder))):
             (t,) = tensors(placeholder)
             raise ValueError(
                 f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "

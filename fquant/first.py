@@ -63,17 +63,17 @@ class _First(Interpreter):
         if node.op not in ("call_function", "get_attr") or not isinstance(said, Tensor) or result is None:
             return result  # of ours that write where they are told nothing
         into = self.fetch_args_kwargs_from_env(node)[1]["out"] if node.target in _TRACED else None
-        alike = _kind(result) == _kind(said)
-        if alike and is_lazy(result) <= is_lazy(said):
+        given, wanted = graphs.kind(result), graphs.kind(said)
+        if given == wanted and is_lazy(result) <= is_lazy(said):
             return result if into is None else into.copy_(result)
         fits = result.shape == said.shape and result.dtype == said.dtype
         if into is not None and fits:
             return into.copy_(result)  # which lies as was said
         node = self.origin.get(node, node)
         maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-        if not alike and (not fits or graphs.is_view(maker) or graphs.written(maker)):
+        if given != wanted and (not fits or graphs.is_view(maker) or graphs.written(maker)):
             raise RuntimeError(
-                f"{maker.target} gives {_kind(result)}, and torch says, where nothing is computed, {_kind(said)}, by "
+                f"{maker.target} gives {given}, and torch says, where nothing is computed, {wanted}, by "
                 "which a graph goes wrong; let its arguments be of one dtype and contiguous"
             )
         self.wrong.append(node)
@@ -84,12 +84,6 @@ class _First(Interpreter):
         if target in _TRACED:
             target, kwargs = _TRACED[target], {name: value for name, value in kwargs.items() if name != "out"}
         return super().call_function(target, args, kwargs)
-
-
-def _kind(t: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    """A tensor's dtype, shape and strides, where these mean something."""
-    strides = (step if size > 1 and t.numel() else 0 for size, step in zip(t.shape, t.stride(), strict=True))
-    return t.dtype, t.shape, tuple(strides)
 
 
 def _relay(node: Node) -> None:

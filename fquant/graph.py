@@ -211,10 +211,15 @@ def outputs(graph: Graph) -> list[Node]:
     return [node for node in returned if isinstance(node, Node)]
 
 
-def kind(node: Node) -> object:
-    """What a tensor and the one it is written over have in common; in a dim of one element strides mean nothing."""
-    lies = lambda t: tuple(step for size, step in zip(t.shape, t.stride(), strict=True) if size != 1)
-    return tuple((t.shape, t.dtype, lies(t), t.device) for t in tensors(node))
+def kind(t: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """A tensor's dtype, shape and strides, where these mean something: not of one element, nor of none."""
+    strides = (step if size > 1 and t.numel() else 0 for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.dtype, t.shape, tuple(strides)
+
+
+def kinds(node: Node) -> object:
+    """What a node's tensors and those that they are written over have in common."""
+    return tuple((kind(t), t.device) for t in tensors(node))
 
 
 def describe(t: Tensor) -> str:

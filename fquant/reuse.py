@@ -44,7 +44,7 @@ def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]
     program, made = parse(str(text)), {int(one.args[1]): one for one in node.users}  # type: ignore[arg-type]
     taken = dict[int, Node]()
     for i, one in made.items():
-        fitting = [read for read in dead if graphs.kind(read) == graphs.kind(one) and read not in taken.values()]
+        fitting = [read for read in dead if graphs.kinds(read) == graphs.kinds(one) and read not in taken.values()]
         if fitting:
             taken[i] = fitting[0]
     if not taken:

@@ -37,7 +37,7 @@ def step_of(node: Node) -> Step | str | None:
         into, value, *rest = node.args
         if rest or not isinstance(into, Node) or into.op != "placeholder" or not isinstance(value, Node):
             return None
-        return "copy" if graphs.kind(into) == graphs.kind(value) and _is_ours(node) else None
+        return "copy" if graphs.kinds(into) == graphs.kinds(value) and _is_ours(node) else None
     op = "mul" if node.target is SQUARE else _OPS.get(node.target)
     if op is None or not _is_ours(node) or not node.all_input_nodes:  # vmap casts numbers, and they stay
         return None

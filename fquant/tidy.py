@@ -82,7 +82,7 @@ def without_ones(graph: Graph) -> None:
         if node.target not in _PRODUCTS or type(node.args[1]) not in (int, float) or node.args[1] != 1:
             continue
         (same,) = node.all_input_nodes
-        if graphs.kind(same) == graphs.kind(node) and not seen & (graphs.storages(same) | graphs.storages(node)):
+        if graphs.kinds(same) == graphs.kinds(node) and not seen & (graphs.storages(same) | graphs.storages(node)):
             graphs.substitute(node, same)
             graph.erase_node(node)
 

@@ -48,7 +48,7 @@ def _unwrite(graph: Graph) -> None:
                 kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
                 node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
                 graph.erase_node(first)
-        elif node.target in _IN_PLACE and graphs.kind(first) == graphs.kind(node) and _is_kept(node):
+        elif node.target in _IN_PLACE and graphs.kinds(first) == graphs.kinds(node) and _is_kept(node):
             with graph.inserting_before(node):
                 new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
             new.meta["val"] = node.meta["val"]
