@@ -37,6 +37,8 @@ class Fake(FakeTensorMode):
             return out if strides == out.stride() else super().dispatch(_aten.as_strided.default, types, place)
         if func not in _KNOWN or not isinstance(out, FakeTensor):
             return out
+        if (kwargs or {}).get("memory_format") not in (None, torch.preserve_format):
+            return out
         strides, dtype = _KNOWN[func](out, args)
         if tuple(strides) == out.stride() and dtype == out.dtype:
             return out
@@ -76,12 +78,27 @@ def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
     return compute_elementwise_output_strides(*(t.expand(out.shape) for t in read)), out.dtype
 
 
+def _second_first(out: Tensor, args: Sequence[Any]) -> Kind:
+    """The same of two, most of all like the second."""
+    return _elementwise(out, args[1::-1])
+
+
 def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
     """The same of two, of which one may be a number, that is a tensor without dims."""
     if 1 not in out.shape and out.is_contiguous() and all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)):
         return out.stride(), out.dtype  # nearly always
     number = torch.empty((), dtype=out.dtype, device=out.device)
     return _elementwise(out, [x if isinstance(x, Tensor) else number for x in args[:2]])
+
+
+def _like(out: Tensor, args: Sequence[Any]) -> Kind:
+    """As what comes first, where that has neither gaps nor the same element twice."""
+    return (args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype
+
+
+def _in_rows(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Contiguous."""
+    return torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype
 
 
 def _value(out: Tensor, args: Sequence[Any]) -> Kind:
@@ -109,12 +126,29 @@ _KNOWN: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
     for rule, ops in {
         _of_two: (
             _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode,
-            _aten.copysign.Tensor, _aten.xlogy.Tensor, _aten.mul.Scalar, _aten.rsub.Scalar, _aten.eq.Scalar,
+            _aten.copysign.Tensor, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.logaddexp2.default,
+            _aten.special_xlog1py.default, _aten.heaviside.default, _aten.add.Scalar, _aten.sub.Scalar,
+            _aten.mul.Scalar, _aten.div.Scalar, _aten.rsub.Scalar, _aten.fmod.Scalar, _aten.remainder.Scalar,
+            _aten.copysign.Scalar, _aten.xlogy.Scalar_Self, _aten.xlogy.Scalar_Other, _aten.eq.Scalar,
             _aten.ne.Scalar, _aten.ge.Scalar, _aten.gt.Scalar, _aten.le.Scalar, _aten.lt.Scalar,
         ),
         _elementwise: (
             _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.elu_backward.default, _aten.hardtanh_backward.default,
-            _aten.hardswish_backward.default, _aten.softplus_backward.default,
+            _aten.hardswish_backward.default, _aten.softplus_backward.default, _aten.silu_backward.default,
+            _aten.logit_backward.default, _aten.relu.default, _aten.hardsigmoid.default, _aten.hardshrink.default,
+            _aten.threshold.default, _aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default,
+            _aten.softplus.default, _aten.leaky_relu.default, _aten.where.self, _aten.addcmul.default,
+            _aten.lerp.Scalar, _aten.abs.default, _aten.isnan.default,
+        ),
+        _second_first: (_aten.threshold_backward.default,),
+        _like: (
+            _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+            _aten.flip.default, _aten.index_put.default, _aten.hardtanh.default, _aten.relu6.default,
+            _aten.nan_to_num.default, _aten.deg2rad.default, _aten.rad2deg.default,
+        ),
+        _in_rows: (
+            _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.tril.default, _aten.triu.default,
+            _aten._log_softmax.default, _aten.index_add.default,
         ),
         _value: (
             _aten.binary_cross_entropy.default, _aten.huber_loss.default, _aten.soft_margin_loss.default,
