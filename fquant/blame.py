@@ -6,10 +6,11 @@ Frames of torch and of the machinery that catches the error are nobody's own and
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from torch.fx import Graph
 from . import graph, tree
 from .key import Key, changes
 
-_OURS = tuple(
-    os.path.join(os.path.dirname(__file__), name) for name in ("blame.py", "capture.py", "cost.py", "fake.py")
-)
+_CAPTURE = os.path.join(os.path.dirname(__file__), "capture.py")
+_OURS = (_CAPTURE, *(os.path.join(os.path.dirname(__file__), name) for name in ("blame.py", "cost.py", "fake.py")))
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
 _HERE = (os.path.dirname(torch.__file__) + os.sep, *_OURS)
@@ -45,6 +45,8 @@ def told() -> Iterator[None]:
             at: BaseException | None = error
             while at is not None:
                 traceback.clear_frames(at.__traceback__)
+                for frame, _ in traceback.walk_tb(at.__traceback__):
+                    _known(frame)  # which lets go of what was known of it
                 at = at.__context__
             raise meant from error
 
@@ -69,13 +71,27 @@ def check_result(x: Any) -> None:
     for path, leaf in tree.items(x):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             raise TypeError(_CLOSED.format(f"{graph.describe(leaf)}, its result" + f".{path}" * bool(path)))
-        holds = any(isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values())
-        frozen = isinstance(leaf, Hashable) and not isinstance(leaf, Iterator)
-        if not isinstance(leaf, Tensor) and (holds or not frozen):
+        frozen = isinstance(leaf, Hashable) and not isinstance(leaf, Iterator | Awaitable)
+        if not isinstance(leaf, Tensor) and (not frozen or any(_held(leaf))):
             raise TypeError(
                 f"jit: {path or 'the result'} is a {type(leaf).__name__}, which is no tree, and not a frozen value "
                 "without tensors; return tuples, lists, dicts, or a node (fquant.tree.node)"
             )
+
+
+def _held(x: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an object has as attributes, or a function closes over, by their names."""
+    if isinstance(x, torch.nn.Module):
+        yield from (*x.named_parameters(), *x.named_buffers())
+        return
+    own = dict(getattr(x, "__dict__", {}))
+    if isinstance(code := getattr(x, "__code__", None), CodeType):
+        for name, cell in zip(code.co_freevars, x.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # of a cell that is empty
+                own[name] = cell.cell_contents
+    for path, leaf in tree.items(own):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
 
 
 def check_draws(draws: Graph) -> None:
@@ -96,17 +112,20 @@ def where(error: BaseException) -> str:
 
 def closed_over(error: BaseException) -> str:
     """The outermost tensor that is real where others are fake: what it is called, its dtype and shape, and where."""
-    for place in _places(error):
-        frame = place.tb_frame
-        used = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-        for name, x in {**frame.f_locals, **used}.items():
-            if isinstance(x, ModuleType):
-                continue
-            for path, leaf in tree.items(x):
-                if isinstance(leaf, Tensor) and not isinstance(_inner(leaf), FakeTensor):
-                    full = f"{name}.{path}" if path else name
-                    return f"{full} {graph.describe(leaf)} in {where(error)}"
+    known = [_known(place.tb_frame) for place in _places(error, modules=True)]
+    plain = [item for names in known for item in tree.items(names)]
+    held = [(f"{path}.{name}", t) for path, x in plain for name, t in _held(x)]
+    for path, t in plain + held:
+        if isinstance(t, Tensor) and not isinstance(_inner(t), FakeTensor):
+            return f"{path} {graph.describe(t)} in {where(error)}"
     return f"a tensor in {where(error)}"
+
+
+def _known(frame: FrameType) -> dict[str, Any]:
+    """What a frame has by name: its own, and what it reads of its module's."""
+    read = {one.argval for one in dis.get_instructions(frame.f_code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    known = frame.f_locals | {name: frame.f_globals[name] for name in read if name in frame.f_globals}
+    return {name: x for name, x in known.items() if not isinstance(x, ModuleType)}
 
 
 def _inner(t: Tensor) -> Tensor:
@@ -116,11 +135,15 @@ def _inner(t: Tensor) -> Tensor:
     return t
 
 
-def _places(error: BaseException) -> list[TracebackType]:
-    """Where the error came through, outermost first."""
+def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
+    """Where in the captured function the error came through, outermost first; in torch's ``modules`` if these count."""
     found, place = [], error.__traceback__
     while place is not None:
-        if not place.tb_frame.f_code.co_filename.startswith(_HERE):
+        frame = place.tb_frame
+        file = frame.f_code.co_filename
+        if (file, frame.f_code.co_name) == (_CAPTURE, "apply"):
+            found.clear()  # what is outside of it
+        if not file.startswith(_HERE) or modules and isinstance(frame.f_locals.get("self"), torch.nn.Module):
             found.append(place)
         place = place.tb_next
     return found

@@ -51,14 +51,14 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import arena, blame, first, graph, heap, order, tree
+from . import arena, blame, first, given, graph, heap, order, tree
 from .donate import donate as donated
 from .donate import written_over
 from .fake import Fake
 from .forward import is_dual
 from .fuse import fuse as fused
 from .kernels.direct import is_lazy
-from .key import Key, key_of, wants_gradient
+from .key import Key, key_of
 from .recompute import recompute as recomputed
 from .reuse import reuse
 from .tidy import tidy, without_ones
@@ -125,10 +125,11 @@ def jit(
     most      traces to make before giving up
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
-    decides what is computed (naming the line), for an argument that is neither tensor nor hashable or that requires a
-    gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for a donated
-    tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what changed, or for
-    ranks that are about to run different functions, saying which, or an op that gives what torch does not say it does.
+    decides what is computed (naming the line), for an argument that is neither a dense tensor nor hashable or that
+    requires a gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for
+    a donated tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what
+    changed, or for ranks that are about to run different functions, saying which, or an op that gives what torch does
+    not say it does.
     """
     if fn is None:
         options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
@@ -147,16 +148,18 @@ def jit(
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _is_inside(tensors):
             return fn(*args, **kwargs)
+        if not all(map(given.is_plain, tensors)):
+            given.check(fn_name(fn), bound)
         if any(map(is_lazy, tensors)):
             plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
-            given = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
-            return call(*given.args, **given.kwargs)
+            again = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
+            return call(*again.args, **again.kwargs)
         over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
         key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else ())
         try:
             found = traced.get(key)
         except TypeError:
-            raise _unhashable(fn, bound) from None
+            raise given.unhashable(fn_name(fn), bound) from None
         if found is None:
             with _TRACING:
                 if key not in traced:
@@ -170,7 +173,7 @@ def jit(
             return by(found, *tensors)
 
     def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
-        _check(fn, bound)
+        given.check(fn_name(fn), bound)
         if len(traced) == most:
             raise RuntimeError(blame.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
         captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
@@ -206,8 +209,8 @@ def trace(
     result: list[Any] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        given = iter(tensors)
-        out = f(tree.unflatten(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+        left = iter(tensors)
+        out = f(tree.unflatten(structure, [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
         blame.check_result(out)
         result[:] = tree.flatten(out)
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
@@ -235,8 +238,8 @@ def trace(
 
 def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:
     """``fn`` of arguments by the names of its parameters."""
-    given = inspect.BoundArguments(signature_of(fn), bound)  # type: ignore[arg-type]
-    return fn(*given.args, **given.kwargs)
+    call = inspect.BoundArguments(signature_of(fn), bound)  # type: ignore[arg-type]
+    return fn(*call.args, **call.kwargs)
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
@@ -269,28 +272,6 @@ def _is_inside(tensors: list[Tensor]) -> bool:
         or torch.is_anomaly_enabled()
         or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
     )
-
-
-def _check(fn: Callable[..., Any], bound: dict[str, Any]) -> None:
-    for path, leaf in tree.items(bound):
-        if not isinstance(leaf, Tensor):
-            continue
-        if type(leaf) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{path} is a {type(leaf).__name__}; pass plain tensors, of a mesh shard.local(base)")
-        if wants_gradient(leaf):
-            raise TypeError(
-                f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
-                f"jit(grad({fn_name(fn)}))"
-            )
-
-
-def _unhashable(fn: Callable[..., Any], bound: dict[str, Any]) -> TypeError:
-    for path, leaf in tree.items(bound):
-        try:
-            hash(leaf)
-        except TypeError:
-            return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
-    return TypeError(f"{fn_name(fn)}: the structure of the arguments is not hashable")
 
 
 def fn_name(fn: Any) -> str:

@@ -27,9 +27,24 @@ def closes_over_a_node(x):
     return linear(x.repeat(1, 22)[:, :64], WEIGHT)
 
 
+def closes_over_a_module():
+    f = torch.nn.Linear(3, 2)
+    return lambda x: f(x) * 2
+
+
 def closes_over_a_local():
     hidden = {"w": torch.ones(3)}
     return lambda x: x * hidden["w"]
+
+
+class Holder:
+    """An object that has a tensor, by the name that a global has."""
+
+    def __init__(self):
+        self.TABLE = torch.ones(3, 3)
+
+    def __call__(self, x):
+        return (x @ self.TABLE).sin().sum()
 
 
 def branches(x):
@@ -59,6 +74,11 @@ def transformed(transform):
     return transform(lambda x: (x @ table).sin().sum())
 
 
+def held(transform):
+    """A transform of what uses a tensor of an object."""
+    return transform(Holder())
+
+
 HERE = r"\(.*test_blame.py:\d+\)"
 TRANSFORMS = {
     "within grad": grad,
@@ -83,6 +103,13 @@ ERRORS = {  # a function, its argument, and the TypeError
         name: (transformed(transform), X, rf"{USES} table float32\[3, 3\] in <lambda> {HERE}")
         for name, transform in TRANSFORMS.items()
     },
+    **{
+        f"held {name}": (held(transform), X, rf"{USES} (self|f).TABLE float32\[3, 3\] in __call__ {HERE}")
+        for name, transform in TRANSFORMS.items()
+    },
+    "a method": (Holder().__call__, X, rf"{USES} self.TABLE float32\[3, 3\] in __call__ {HERE}"),
+    "a module": (torch.nn.Linear(3, 2).forward, X, rf"{USES} self.weight float32\[2, 3\] in the function; pass"),
+    "a module within": (closes_over_a_module(), X, rf"{USES} f.weight float32\[2, 3\] in <lambda> {HERE}"),
     "a branch": (branches, X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
     "an item": (asks, X, rf"jit: asks {HERE} {ASKS}"),
     "a selection": (selects, X, rf"jit: selects {HERE} {ASKS} \(aten.nonzero"),
@@ -110,6 +137,30 @@ def test_what_cannot_be_captured(f, x, message):
             captured(x)
 
 
+async def coroutine(x):
+    return x
+
+
+ODD = {  # tensors of X, and what they are called
+    "sparse_coo": torch.Tensor.to_sparse,
+    "sparse_csr": torch.Tensor.to_sparse_csr,
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "quantised by torch": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it means to change
+@pytest.mark.parametrize("what", ODD)
+def test_tensors_that_are_not_dense(what):
+    """Nor are they taken for dense ones of their shape, as a sparse one could be for one number, expanded."""
+    captured, x = jit(torch.abs), ODD[what](X)
+    captured(torch.ones(()).expand(X.shape))
+    for given in (x, x, x.clone()):
+        with pytest.raises(TypeError, match=f"(x|input|args.*) is a tensor that is {what}; pass a dense one"):
+            captured(given)
+    assert len(captured.traced) == 1
+
+
 @dataclass
 class Pair:
     a: object
@@ -126,10 +177,14 @@ RESULTS = {  # functions of X, and what their result is called
     "an object": (lambda x: [SimpleNamespace(a=x)], "0 is a SimpleNamespace"),
     "a set": (lambda x: (x, {1}), "1 is a set"),
     "a generator": (lambda x: (x for _ in range(2)), "the result is a generator"),
+    "a coroutine": (coroutine, "the result is a coroutine"),
+    "a closure": (lambda x: lambda: x, "the result is a function"),
+    "a closure over a tree": (lambda x: (1, (lambda d: lambda: d)({"a": [x]})), "1 is a function"),
     "a map": (lambda x: map(torch.exp, [x]), "the result is a map"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("f, what", RESULTS.values(), ids=RESULTS)
 def test_what_cannot_be_returned(f, what):
     with pytest.raises(TypeError, match=rf"jit: {what}, which is no tree, and not a frozen value without tensors; ret"):
@@ -137,7 +192,7 @@ def test_what_cannot_be_returned(f, what):
 
 
 def test_frozen_values_are_returned():
-    f = lambda x: {"y": x * 2, "z": (Frozen((1, "a")), None, 2.5, torch.float32, slice)}
+    f = lambda x: {"y": x * 2, "z": (Frozen((1, "a")), None, 2.5, torch.float32, slice, coroutine)}
     got = jit(f)(X)
     assert torch.equal(got.pop("y"), 2 * X) and got == {"z": f(X)["z"]}
 
