@@ -125,7 +125,7 @@ def test_a_narrow_dtype_is_the_formula_within_its_rounding(backend, dtype, runs)
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("backend", ["reference", *ISAS[-1:]])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), *ISAS[-1:]])
 def test_scores_never_exist_whole(documents, backend, monkeypatch):
     """Peak of a gradient: 64 heads of 512 x 512 scores are 64 MiB in float32, and the mask 1 MiB."""
     monkeypatch.setattr(reference_attention, "CHUNK_BYTES", 2**20)
