@@ -1,6 +1,7 @@
 """What to tell about a capture that fails: why, and where in somebody's own code, read from the frames of a traceback.
 
-Frames of torch and of the machinery that catches the error are nobody's own and are passed over.
+Frames of torch and of the machinery that catches the error are nobody's own and are passed over, but for those of a
+module, whose tensors have names.
 """
 
 from __future__ import annotations
