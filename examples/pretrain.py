@@ -33,11 +33,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
 
-from examples.progress import bar
 from fquant import jit, optim, random, tree
 from fquant.io import safetensors
 from models import blocks, decoder, hf
 from models.config import Config
+
+from .common.progress import bar
 
 END = "<|endoftext|>"  # token 0: before every document, and so after every document
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -194,7 +195,7 @@ def main(options: Options) -> None:
         for i in range(1, steps + 1):
             grads, value = step(params, *next(source))
             updates, state = optimizer.update(grads, state, params)
-            params = optim.apply(params, updates)
+            params = optim.apply_updates(params, updates)
             progress.update(task, advance=1, description=f"loss {value:.3f}")
             if i % options.every == 0 or i == steps:
                 pace = i * options.batch * options.seq / (time.monotonic() - start)

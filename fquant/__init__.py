@@ -1,15 +1,15 @@
 """Quantised models as plain pytrees, and pure functions over them."""
 
 from . import func, lora, optim, random, tree, vq
-from .capture import jit
-from .comm import LOCAL, Comm
-from .cost import cost
-from .format import FP4, INT8, NF4, NF4_DQ, VQ2, VQ3, Format
-from .linear import embedding, linear
+from .activation_checkpoint import remat
+from .communication import LOCAL, Comm
+from .compile.cost import cost
+from .compile.jit import jit
+from .format import AQ_2X8, AQ_3X8, FP4, INT8, NF4, NF4_DQ, Format
 from .packed import Packed, dequantize, quantize
-from .remat import remat
+from .packed_linear import embedding, linear
 
 __all__ = [
-    "FP4", "INT8", "LOCAL", "NF4", "NF4_DQ", "VQ2", "VQ3", "Comm", "Format", "Packed", "cost", "dequantize",
+    "AQ_2X8", "AQ_3X8", "FP4", "INT8", "LOCAL", "NF4", "NF4_DQ", "Comm", "Format", "Packed", "cost", "dequantize",
     "embedding", "func", "jit", "linear", "lora", "optim", "quantize", "random", "remat", "tree", "vq",
 ]  # fmt: skip

@@ -149,10 +149,10 @@ NF4 = Format("nf4", bits=4, block=64, table=_NF4)
 NF4_DQ = replace(NF4, name="nf4_dq", scale=DYNAMIC8)
 FP4 = Format("fp4", bits=4, block=64, table=_FP4)
 INT8 = Format("int8", bits=8, block=None)
-VQ2 = Format("vq2", bits=8, block=None, vectors=Vectors(dim=8, stages=2))
-VQ3 = Format("vq3", bits=8, block=None, vectors=Vectors(dim=8, stages=3))
+AQ_2X8 = Format("aq_2x8", bits=8, block=None, vectors=Vectors(dim=8, stages=2))
+AQ_3X8 = Format("aq_3x8", bits=8, block=None, vectors=Vectors(dim=8, stages=3))
 
-FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8, VQ2, VQ3)}
+FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8, AQ_2X8, AQ_3X8)}
 
 _NAMES.update(FORMATS, dynamic8=DYNAMIC8)
 for _format in _NAMES.values():

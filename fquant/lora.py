@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from . import random, tree
-from .adapted import Adapted, Lora
-from .comm import Closed, Deferred, Rows
+from .adapter import Adapted, Lora
+from .communication import AfterLoad, Loadable, LookedUpRows
 from .lazy import Lazy
-from .linear import row_norms, scaling, square_norms
 from .packed import Packed, dequantize
+from .packed_linear import row_norms, scaling, square_norms
 
 __all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
 
@@ -106,8 +106,8 @@ class _Attach:
 
     def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:
         adapters, keys = waiting
-        if isinstance(x, Closed):
-            return Deferred(x, waiting, self) if adapters else x
+        if isinstance(x, Loadable):
+            return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
             with tree.at(self.path):
                 return _beside(x, adapters[""], keys.get(""))
@@ -166,7 +166,7 @@ def stack(many: list[Adapters]) -> Adapters:
 
 
 def _map_adapted(f: Any, x: Any) -> Any:
-    if isinstance(x, Deferred):
+    if isinstance(x, AfterLoad):
         raise ValueError("merge got adapters of a closed subtree; open it first (shard.collect for a placed base)")
     if isinstance(x, Adapted):
         return f(x)
@@ -174,7 +174,7 @@ def _map_adapted(f: Any, x: Any) -> Any:
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Adapted | Closed)
+    return isinstance(x, Packed | Adapted | Loadable)
 
 
 def _shape(w: Any) -> tuple[int, int]:
@@ -183,7 +183,7 @@ def _shape(w: Any) -> tuple[int, int]:
             return _shape(like)
         case Adapted(base=base):
             return _shape(base)
-        case Rows(table=table, size=size):
+        case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]
         case Packed():
             shape = w.shape

@@ -164,7 +164,7 @@ def global_norm(x: Any) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def apply(params: Any, updates: Any) -> Any:
+def apply_updates(params: Any, updates: Any) -> Any:
     """``params + updates``, added in the wider type and cast once to the type of the parameter."""
     _check_like(updates, params)
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)

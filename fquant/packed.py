@@ -31,8 +31,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from . import kernels, lazy, learn
+from . import additive_quantization, lazy
 from .format import Format, num_bytes
+from .kernels import packed_ops
 from .kernels.spec import FLOATS, Spec, scales, split
 from .lazy import Lazy
 from .tree import node, static
@@ -95,7 +96,7 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
 def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor:
     """The array that ``p`` stands for, f[... *p.shape], in ``p.dtype`` rounded once from f32, then in ``dtype``."""
-    return kernels.decode(buffers(p), Spec(p.format, p.shape, p.dtype), dtype or p.dtype)
+    return packed_ops.decode(buffers(p), Spec(p.format, p.shape, p.dtype), dtype or p.dtype)
 
 
 def buffers(p: Packed) -> list[Tensor]:
@@ -152,14 +153,14 @@ def cut(p: Packed, dim: int, start: int, stop: int) -> Packed:
 def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes [r bytes], scales [r blocks] and, of a format that learns them, vectors."""
     if format.vectors is None:
-        codes, absmax = kernels.encode(rows, format)
+        codes, absmax = packed_ops.encode(rows, format)
         _check_finite(rows, absmax, format)
         return codes, absmax, None
-    rms = learn.scales(rows, format)
+    rms = additive_quantization.scales(rows, format)
     _check_finite(rows, rms, format)
     if importance is not None:
         importance = importance.detach().expand(*rows.shape) if importance.ndim == 1 else importance.reshape(rows.shape)
-    codes, vectors = learn.learn(rows, rms, format, importance)
+    codes, vectors = additive_quantization.learn(rows, rms, format, importance)
     return codes, rms, vectors
 
 

@@ -4,7 +4,7 @@ A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits
 Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
 (key, position), so that a value depends on nothing else: not on the order of calls, not on the world size, not on
 whether it is computed a second time in a backward pass. Folding, words and masks are an op each, one node of a trace
-(``fquant/kernels/threefry.py``).
+(``fquant/kernels/ops/random_bits.py``).
 
     k = fold(key(seed), "dropout")        # a new key from a name, a step, a layer, a position ...
     k = fold(k, step)
@@ -29,7 +29,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .kernels import threefry
+from .kernels.ops import random_bits
 
 
 def key(seed: int | Tensor) -> Tensor:
@@ -59,12 +59,12 @@ def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
         raise TypeError(f"data: got {type(data).__name__}, wanted an int, a str or an int64 tensor")
     if not isinstance(data, Tensor):
         data = torch.full((), data, dtype=torch.int64, device=key.device)
-    return threefry.fold(key, data)
+    return random_bits.fold(key, data)
 
 
 def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniform 32-bit words, int64 of ``shape`` in [0, 2^32); the key's shape must lead ``shape``."""
-    return threefry.bits(key, _drawn(key, shape))
+    return random_bits.bits(key, _drawn(key, shape))
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,7 +79,7 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
 def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal by Box and Muller, from 32-bit words (so no value exceeds 6.7), computed in at least float32."""
     size = math.prod(_drawn(key, shape))
-    words = rearrange(threefry.bits(key, (size + size % 2,)), "... (pair two) -> two ... pair", two=2)
+    words = rearrange(random_bits.bits(key, (size + size % 2,)), "... (pair two) -> two ... pair", two=2)
     first, second = words.to(torch.promote_types(dtype, torch.float32)).unbind()
     radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-32))  # never log(0)
     angle = second * (math.tau * 2.0**-32)
@@ -99,7 +99,7 @@ def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """True with probability ``p`` (a number in [0, 1], to 32 bits), bool of ``shape``."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
-    return threefry.bernoulli(key, round(p * 2**32), _drawn(key, shape))
+    return random_bits.bernoulli(key, round(p * 2**32), _drawn(key, shape))
 
 
 def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
     y = attention(q, k, v, runs)        # softmax(q·kᵀ / sqrt(e)) · v, of what each token may see
 
 A token sees the tokens of its own document up to itself. Scores are the largest tensor of a block, ``[b h t s]``; what
-computes here (``fquant.kernels.attention``) makes them a tile at a time, and keeps of all of them only their
+computes here (``fquant.kernels.ops.attention``) makes them a tile at a time, and keeps of all of them only their
 log-sum-exp, from which the backward makes them again.
 
 *Transforms.* The ops have neither a forward derivative nor a second one. The pair of them is therefore two autograd
-Functions, whose own derivatives are those of ``dense``, the formula, with whole scores (see ``models.again``):
+Functions, whose own derivatives are those of ``dense``, the formula, with whole scores (see ``models.reference_gradient``):
 gradients of first order cost what the ops cost, all else what the formula does. What torch.compile traces is the
 formula.
 """
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fquant.forward import forward
-from fquant.kernels import attention as kernel
-from fquant.kernels.reference_attention import by_tokens, dense, masked_scores, mixed, scores, visible
+from fquant.autodiff import forward_mode
+from fquant.kernels.ops import attention as kernel
+from fquant.kernels.reference.causal_attention import by_tokens, dense, masked_scores, mixed, scores, visible
 
-from .again import Batched, Pair
+from .reference_gradient import Batched, Pair
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Tensor:
@@ -63,11 +63,11 @@ class _Attention(Batched):
         absent = [None] * (len(ctx.saved_tensors) - 5)  # of runs
         if g is None:
             return None, None, None, None, *absent
-        return None, *Batched.apply(Pair(kernel.attention_slope, _dense_backward), g, *ctx.saved_tensors), *absent
+        return None, *Batched.apply(Pair(kernel.attention_backward, _dense_backward), g, *ctx.saved_tensors), *absent
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        with forward(ctx.saved_tensors[-len(tangents) :]) as (q, k, v, *runs):
+        with forward_mode(ctx.saved_tensors[-len(tangents) :]) as (q, k, v, *runs):
             moving = (torch.zeros_like(t) if dt is None else dt for t, dt in zip((q, k, v), tangents, strict=False))
             return _dense_jvp(q, k, v, *moving, *runs)
 

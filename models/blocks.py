@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .activation import gated
 from .config import Config
-from .norm import rms_norm as rms_norm
+from .swiglu import gated
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
 

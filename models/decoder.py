@@ -24,12 +24,13 @@ from einops import rearrange
 from torch import Tensor
 
 from fquant import random, tree
-from fquant.comm import LOCAL, Comm
-from fquant.linear import embedding, linear
+from fquant.communication import LOCAL, Comm
+from fquant.packed_linear import embedding, linear
 
-from . import blocks, head
+from . import blocks, fused_cross_entropy
 from .attention import attention
 from .config import Config
+from .norm import rms_norm
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 
@@ -114,7 +115,7 @@ def loss(
     tied = comm.part(params.embed, x) if cfg.tied else None
     final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
     weight = final.head if tied is None else tied
-    return head.cross_entropy(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
+    return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
 def hidden(
@@ -144,16 +145,16 @@ def hidden(
 
 def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, cfg: Config, comm: Comm) -> Tensor:
     layer = comm.load(layer)
-    y = comm.enter(blocks.rms_norm(x, layer.attn_norm, cfg.norm_eps))
+    y = comm.enter(rms_norm(x, layer.attn_norm, cfg.norm_eps))
     q, k, v = (
         rearrange(linear(y, w, b), "... t (h e) -> ... t h e", e=cfg.head_dim)
         for w, b in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
     if cfg.qk_norm:
-        q, k = (blocks.rms_norm(h, w, cfg.norm_eps) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
+        q, k = (rms_norm(h, w, cfg.norm_eps) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
     y = attention(blocks.rotate(q, cos, sin), blocks.rotate(k, cos, sin), v, runs)
     x = x + _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
-    y = comm.enter(blocks.rms_norm(x, layer.mlp_norm, cfg.norm_eps))
+    y = comm.enter(rms_norm(x, layer.mlp_norm, cfg.norm_eps))
     y = blocks.swiglu(linear(y, layer.gate, layer.gate_bias), linear(y, layer.up, layer.up_bias))
     return x + _row_parallel(y, layer.down, layer.down_bias, comm)
 
@@ -167,7 +168,7 @@ def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor
     tied = comm.load(embed) if cfg.tied else None
     final = comm.load(final)
     head = final.head if tied is None else tied
-    return linear(comm.enter(blocks.rms_norm(x, final.norm, cfg.norm_eps)), head)
+    return linear(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), head)
 
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:

@@ -26,7 +26,8 @@ from fquant.lazy import Lazy
 from fquant.lazy import read as read_all
 
 from . import decoder
-from .config import Config, from_hf, to_hf
+from .config import Config
+from .hf_config import from_hf, to_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

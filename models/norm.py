@@ -2,13 +2,13 @@
 
     y = norm.rms_norm(x, weight, eps)
 
-Computed and differentiated in reverse once, as a training step does, it is the two ops of ``fquant.kernels.norm``: of
+Computed and differentiated in reverse once, as a training step does, it is the two ops of ``fquant.kernels.ops.norm``: of
 x [... d] and the weight nothing is held for the backward but themselves and a number a row. The gradient of the weight
 is made in plain tensor operations, and only where it is asked for.
 
 The autograd Function returns y and the scale of every row. The second is not shown to the caller, but is a function of
 x: the backward is one of g, x, the weight and the scale, and whoever differentiates it reaches x by that way too, as in
-``models/head.py``. Its own derivatives are those of the formula (``fquant.kernels.reference``). In forward mode, and in
+``models/fused_cross_entropy.py``. Its own derivatives are those of the formula (``fquant.kernels.reference``). In forward mode, and in
 what torch.compile traces, there is the formula alone. So every transform is there, of any order.
 
 Examples mapped over one weight are so many more rows, several weights are a loop.
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fquant.kernels import is_direct, norm, reference
+from fquant.kernels import reference
+from fquant.kernels.dispatch import is_direct
+from fquant.kernels.ops import norm
 
-from .again import Again, Pair
+from .reference_gradient import Again, Pair
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,7 +59,7 @@ def _norm(by: Any, eps: float, x: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 
 
 def _slope(by: Any, g: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor]:
-    return (by.rms_norm_slope(g, x, weight, scale),)
+    return (by.rms_norm_backward(g, x, weight, scale),)
 
 
 _SLOPE = Pair(partial(_slope, norm), partial(_slope, reference))

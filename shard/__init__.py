@@ -1,18 +1,17 @@
 """Where arrays live and how they travel: a mesh, bundles of bytes, pure collectives, and when they are issued."""
 
-from . import schedule
-from .across import across, span
+from . import passes
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
-from .comm import comm
-from .data import most, psum, reduce, rows, share
-from .mesh import close, imagined, mesh
-from .place import collect, local, outline, place, replicate
-from .regather import regather
-from .spec import Rules
+from .communication import comm
+from .data import max_local_rows, psum, reduce, rows, share
+from .device_mesh import abstract_mesh, close, mesh
+from .placement import abstract_local, collect, local, place, replicate
+from .row_exchange import exchange_rows, local_range
+from .rules import Rules
 
 __all__ = [
-    "Bundle", "Rules", "across", "all_gather", "all_reduce", "close", "collect", "comm", "enter", "exit", "imagined",
-    "local", "mesh", "most", "outline", "place", "psum", "reduce", "reduce_scatter", "regather", "replicate", "rows",
-    "schedule", "share", "span", "traffic",
+    "Bundle", "Rules", "abstract_local", "abstract_mesh", "all_gather", "all_reduce", "close", "collect", "comm",
+    "enter", "exchange_rows", "exit", "local", "local_range", "max_local_rows", "mesh", "passes", "place", "psum",
+    "reduce", "reduce_scatter", "replicate", "rows", "share", "traffic",
 ]  # fmt: skip

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.compile import all_gather_text
 from fquant.lazy import Lazy
-from fquant.order import exchange
 
 from .bundle import raw
 
@@ -35,9 +35,9 @@ def same(what: str, facts: Mapping[str, str]) -> None:
     A fact whose text is empty is unknown on that rank and agrees with anything.
     """
     mine = json.dumps(dict(facts))
-    if len(set(exchange(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
+    if len(set(all_gather_text(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
         return
-    tables = [json.loads(text) for text in exchange(mine)]
+    tables = [json.loads(text) for text in all_gather_text(mine)]
     for name in dict.fromkeys(name for table in tables for name in table):
         seen: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
@@ -61,7 +61,7 @@ def attempt(what: str, f: Callable[[], T]) -> T:
         result = f()
     except Exception as caught:  # whatever it is, the others must learn of it
         error = caught
-    texts = exchange("" if error is None else f"{type(error).__name__}: {error}")
+    texts = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = {rank: text for rank, text in enumerate(texts) if text}

@@ -5,7 +5,7 @@ together: in one uint8 buffer, each at an offset aligned to 64 bytes, the whole 
 ranks. One all-gather then brings a block, and its buffers are *viewed* out of the result, not copied. Any dtype travels
 as it is, bit for bit; any number of ranks will do, more than there are rows included; nothing else has to divide.
 
-A bundle is closed (see fquant.comm): what is inside is known from its static ``layout``, and used after ``open``.
+A bundle is closed (see fquant.communication): what is inside is known from its static ``layout``, and used after ``open``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
-from fquant.comm import Closed
+from fquant.communication import Loadable
 from fquant.tree import node, static
 
 ALIGN = 64
@@ -59,7 +59,7 @@ class Layout:
 
 
 @node
-class Bundle(Closed):
+class Bundle(Loadable):
     """A block as bytes: u8[size] whole, u8[size / ranks] on each rank, or at rest a DTensor of these."""
 
     bytes: Tensor

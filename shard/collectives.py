@@ -9,7 +9,7 @@ Each has a dual, and the backward of one is the other (the transpose of a gather
 They are autograd Functions over torch's functional collectives, with setup_context, a vmap rule and a jvp, so grad,
 vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*: a raw collective there
 gives silent zeros. Groups are arguments; nothing here looks at global state. Over gloo gathers and scattered sums are
-our own ops, those of shard/gloo.py.
+our own ops, those of shard/transport/gloo.py.
 
 ``traffic`` counts what is sent while it is open.
 """
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fquant import graph
+from fquant.compile import graph
 
-from . import gloo
+from .transport import gloo
 
 Group = dist.ProcessGroup
 _ops = torch.ops._c10d_functional

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fquant import tree
 
 from .collectives import all_reduce
-from .mesh import groups
-from .spec import Rules
+from .device_mesh import groups
+from .rules import Rules
 
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
@@ -32,7 +32,7 @@ def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     return tree.map(lambda t: t.tensor_split(parts)[index], x)
 
 
-def most(rows: int, mesh: DeviceMesh, rules: Rules) -> int:
+def max_local_rows(rows: int, mesh: DeviceMesh, rules: Rules) -> int:
     """The rows of the largest share of ``rows``, on any rank."""
     return -(-rows // math.prod(mesh[axis].size() for axis in rules.batch))
 

@@ -34,8 +34,8 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    if "tests.ranks" in sys.modules:  # xdist ends its workers without what Python does at exit
-        sys.modules["tests.ranks"].folder().cleanup()
+    if "tests.helpers.ranks" in sys.modules:  # xdist ends its workers without what Python does at exit
+        sys.modules["tests.helpers.ranks"].folder().cleanup()
 
 
 class LoadGroups(LoadFileScheduling):
@@ -60,8 +60,8 @@ def twice(monkeypatch):
     import torch
 
     from fquant import tree
-    from fquant.capture import Captured
-    from tests.formats import alike
+    from fquant.compile.trace import Captured
+    from tests.helpers.formats import alike
 
     first = Captured.first
 
@@ -81,3 +81,15 @@ def twice(monkeypatch):
         return got, captured
 
     monkeypatch.setattr(Captured, "first", both)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """Fail the test if a call reaches the C library."""
+
+    def reached(*args):
+        raise AssertionError("a malformed call got as far as C")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fquant.kernels.cpu.") and hasattr(module, "call"):
+            monkeypatch.setattr(module, "call", reached)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..adapted import Lora
+from ..adapter import Lora
 from . import safetensors
 
 WEIGHTS = "adapter_model.safetensors"

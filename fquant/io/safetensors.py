@@ -8,7 +8,7 @@ it; :func:`read` then reads one tensor, or some of its rows, into memory of exac
 what a process holds is what it asked for. :func:`write` streams to a temporary file that becomes the target whole.
 
 :func:`save` and :func:`load` put a tree into such a file: each leaf under its path, and the structure with all static
-fields as JSON in the metadata (see fquant.io.structure). Nothing is pickled and nothing from a file is executed.
+fields as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing from a file is executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..tree import at
-from . import structure
+from . import tree_json
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -172,7 +172,7 @@ def save(path: str | Path, tree: Any) -> None:
     Leaves that share memory are written each for itself. Raises TypeError, with the path, for anything else in the
     tree or in a static field, and ValueError when two leaves have the same path.
     """
-    text, tensors = structure.encode(tree)
+    text, tensors = tree_json.encode(tree)
     with at(str(path)):
         write(path, tensors, {"format": "pt", TREE: text})
 
@@ -187,13 +187,13 @@ def load(path: str | Path) -> Any:
     with at(str(path)):
         if TREE not in found.metadata:
             raise ValueError(f"got no {TREE!r} in its metadata, wanted a file of fquant; use header and read instead")
-        structure.decode(found.metadata[TREE], names.append)  # everything is checked before a tensor is read
+        tree_json.decode(found.metadata[TREE], names.append)  # everything is checked before a tensor is read
         for name, count in collections.Counter(names).items():
             _expect(count == 1, f"{name}: got {count} leaves of that path, wanted one; write the file again")
             _expect(name in found.tensors, f"{name}: got no such tensor, wanted one; write the file again")
         for name in found.tensors.keys() - set(names):
             raise ValueError(f"{name}: got a tensor that the structure lacks, wanted none; write the file again")
-    return structure.decode(found.metadata[TREE], lambda name: read(found, name))
+    return tree_json.decode(found.metadata[TREE], lambda name: read(found, name))
 
 
 @contextlib.contextmanager

@@ -1,22 +1,24 @@
 """Vector quantisation: codebooks and scalar quantisers as states, and pure functions over them."""
 
-from . import beam, binary, fsp, fsq, grouped, hierarchical, implicit, latent, lfq, parted, projection, residual, simvq
-from .affine import Affine, Moments, moments, shift
-from .apply import apply
-from .book import Book, codebook, decode, init, restart
-from .encode import encode, encode_among, sample
-from .gradient import direct, directional, gumbel, rotation, straight_through
-from .kmeans import kmeans
-from .losses import commitment, cross_entropy, diversity, orthogonal
-from .parted import Across
+from . import random_projection, sharded
+from .codebook import implicit, simvq
+from .codebook.affine import Affine, Moments, moments, shift
+from .codebook.apply import apply
+from .codebook.book import Book, code_vectors, decode, init, restart
+from .codebook.encode import encode, encode_among, sample
+from .codebook.gradient_estimators import direct, directional, gumbel, rotation, straight_through
+from .codebook.kmeans import kmeans
+from .codebook.losses import commitment, cross_entropy, diversity, orthogonal
+from .codebook.rows import mask
+from .codebook.update import Stats, add, ema, expire, move, perplexity, refresh, stats, update
+from .composite import beam, grouped, hierarchical, residual
 from .quantized import Mean, Quantized, mean
-from .rows import mask
-from .update import Stats, add, ema, expire, move, perplexity, refresh, stats, update
+from .scalar import binary, fsp, fsq, latent, lfq
 
 __all__ = [
-    "Across", "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "beam", "binary", "codebook",
+    "Affine", "Book", "Mean", "Moments", "Quantized", "Stats", "add", "apply", "beam", "binary", "code_vectors",
     "commitment", "cross_entropy", "decode", "direct", "directional", "diversity", "ema", "encode", "encode_among",
     "expire", "fsp", "fsq", "grouped", "gumbel", "hierarchical", "implicit", "init", "kmeans", "latent", "lfq",
-    "mask", "mean", "moments", "move", "orthogonal", "parted", "perplexity", "projection", "refresh", "residual",
-    "restart", "rotation", "sample", "shift", "simvq", "stats", "straight_through", "update",
+    "mask", "mean", "moments", "move", "orthogonal", "perplexity", "random_projection", "refresh", "residual",
+    "restart", "rotation", "sample", "sharded", "shift", "simvq", "stats", "straight_through", "update",
 ]  # fmt: skip

@@ -183,7 +183,8 @@ def compare(weights: Weights, rows: Sequence[int], copy: float, repeats: int) ->
 
 def sweep(weights: Weights, rows: Sequence[int], copy: float, repeats: int) -> list[Line]:
     """A line for every way to cut decoding into programs, and for every number of rows and candidate plan."""
-    from fquant.kernels import triton, triton_decode, triton_matmul
+    from fquant.kernels import triton
+    from fquant.kernels.triton import dequantize, gemm
 
     spec, packed, lines = weights.spec, weights.packed, []
     timed = partial(milliseconds, number=weights.number, repeats=repeats)
@@ -198,13 +199,13 @@ def sweep(weights: Weights, rows: Sequence[int], copy: float, repeats: int) -> l
 
     out, views = (
         torch.empty(spec.shape, device=DEVICE, dtype=spec.dtype),
-        [triton_decode.rows_of(p, spec) for p in packed],
+        [dequantize.rows_of(p, spec) for p in packed],
     )
     for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)):
-        decode = lambda i, tile=tile, warps=warps: triton_decode.decode_into(views[i], out[None], tile, warps)
+        decode = lambda i, tile=tile, warps=warps: dequantize.decode_into(views[i], out[None], tile, warps)
         add(f"dequantise {spec.format.name}, tile {tile}, {warps} warps", decode, weights.bytes_moved)
-    for m, plan in product(rows, triton_matmul.CANDIDATES):
-        if isinstance(plan, triton_matmul.Few) and not m / 8 <= plan.rows <= max(8, 2 * m):
+    for m, plan in product(rows, gemm.CANDIDATES):
+        if isinstance(plan, gemm.Few) and not m / 8 <= plan.rows <= max(8, 2 * m):
             continue  # many passes over the weight, or mostly padding
         x = torch.randn(m, spec.shape[1], device=DEVICE, dtype=spec.dtype)
         call = lambda i, x=x, plan=plan: triton.matmul(x, packed[i], spec, plan)

@@ -2,9 +2,9 @@
 
     check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
 
-What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/rounding.py,
-as tensor cores cut sums off where others round; losses and norms within twice those of tests/losses.py and
-tests/norms.py, as a GPU's exponential rounds once more, and may lose what is denormal. Whatever a kernel is to write is
+What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/helpers/rounding.py,
+as tensor cores cut sums off where others round; losses and norms within twice those of tests/helpers/losses.py and
+tests/helpers/norms.py, as a GPU's exponential rounds once more, and may lose what is denormal. Whatever a kernel is to write is
 full of NaN, or of the largest integer, before. The cases are few enough for each kernel variant to be compiled within a
 minute or two, and differ from format to format, so that every kind meets several.
 """
@@ -26,10 +26,10 @@ from fquant import tree
 from fquant.format import BLOCKS, INT8, NF4, NF4_DQ, Format
 from fquant.kernels import reference, triton
 from fquant.kernels.spec import Spec, scales
-from fquant.kernels.triton_matmul import CANDIDATES, Plan
-from tests import losses, norms
-from tests.formats import CODECS, DTYPES, KINDS, alike, draw
-from tests.rounding import bound
+from fquant.kernels.triton.gemm import CANDIDATES, Plan
+from tests.helpers.formats import CODECS, DTYPES, KINDS, alike, draw
+from tests.helpers.kernels import losses, norms
+from tests.helpers.kernels.rounding import bound
 
 BIG = (32768 + 64, 65536)  # more than 2^31 elements
 MANY = 2**33 + 65  # words, of more than 2^32 counters
@@ -117,7 +117,7 @@ def check_losses(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Count
     random = torch.Generator(device).manual_seed(seed)
     logits = torch.randn(shape, generator=random, device=device, dtype=BF16)
     targets = torch.arange(shape[0], device=device) % shape[1]
-    value, slope = triton.nll_slope(logits, targets, losses.IGNORE, None)
+    value, slope = triton.nll_backward(logits, targets, losses.IGNORE, None)
     for end in (slice(0, 3), slice(shape[0] - 3, shape[0])):
         part = logits[end].cpu(), targets[end].cpu()
         _near((value[end], slope[end]), *part, None, "the ends of a loss", shape, end, seed)
@@ -134,13 +134,13 @@ def check_norms(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counte
         note = ("of", i, tuple(x.shape), dtype, seed)
         rows = [g.to(dtype), x.to(dtype)]
         y, scale = triton.rms_norm(rows[1].to(device), weight.to(device), 1e-5)
-        dx = triton.rms_norm_slope(rows[0].to(device), rows[1].to(device), weight.to(device), scale)
+        dx = triton.rms_norm_backward(rows[0].to(device), rows[1].to(device), weight.to(device), scale)
         _normed(y, scale, dx, *rows, weight, *note)
     random = torch.Generator(device).manual_seed(seed)
     g, x = (torch.randn(shape, generator=random, device=device, dtype=BF16) for _ in range(2))
     weight = torch.linspace(-2, 2, shape[1], device=device)
     y, scale = triton.rms_norm(x, weight, 1e-5)
-    dx = triton.rms_norm_slope(g, x, weight, scale)
+    dx = triton.rms_norm_backward(g, x, weight, scale)
     for end in (slice(0, 3), slice(shape[0] - 3, shape[0])):
         rows = [g[end].cpu(), x[end].cpu()]
         _normed(y[end], scale[end], dx[end], *rows, weight.cpu(), "at the ends of", shape, end, seed)
@@ -200,7 +200,7 @@ def _product(device: str, seed: int, spec: Spec, of: torch.dtype, rows: int, pla
 
 def _loss(device: str, logits: Tensor, targets: Tensor, factor: Tensor | None, *note: object) -> None:
     there = logits.to(device), targets.to(device)
-    got = triton.nll_slope(*there, losses.IGNORE, None if factor is None else factor.to(device))
+    got = triton.nll_backward(*there, losses.IGNORE, None if factor is None else factor.to(device))
     _near(got, logits, targets, factor, *note)
     _equal(triton.nll(*there, losses.IGNORE), got[0].cpu(), *note, "without its slope")
 
@@ -215,7 +215,7 @@ def _normed(y: Tensor, scale: Tensor, dx: Tensor, g: Tensor, x: Tensor, weight: 
     scale = scale.cpu()
     norms.assert_scale(scale, x, 1e-5, 2, *note)
     _equal(y, norms.normed(x, weight, scale), "a norm", *note)
-    norms.assert_slope(dx.cpu(), g, x, weight, scale, 2, *note)
+    norms.assert_backward(dx.cpu(), g, x, weight, scale, 2, *note)
 
 
 def _halves(x: int) -> tuple[int, int]:

@@ -36,8 +36,9 @@ import tyro
 from torch import Tensor
 
 import fquant
-from fquant import Packed, kernels, tree
+from fquant import Packed, tree
 from fquant.format import FORMATS
+from fquant.kernels import dispatch
 from tests.bench import peers, report, timing
 from tests.bench.peers import Contestant, Weights
 from tests.bench.report import Row, Wanted, at_most
@@ -92,7 +93,7 @@ class Options:
     all_formats: bool = False
     """Instead of the comparison: fquant only, every format but those that learn their vectors (of the many weights here
     that takes minutes), x in bf16, f32 and f16 with 1, 16 and 512 rows."""
-    formats: tuple[Literal["nf4", "nf4_dq", "fp4", "int8", "vq2", "vq3"], ...] = ()
+    formats: tuple[Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8"], ...] = ()
     """The same for these formats only."""
     json: Path | None = None
     """File to write the figures to."""
@@ -292,7 +293,7 @@ def run(options: Options) -> None:
     say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
     say(title)
     out.print(report.table(rows, columns, compare=not options.is_alone()))
-    about = {"machine": timing.machine(), "kernels": kernels.backend("cpu")[0], "others": others(), **told}
+    about = {"machine": timing.machine(), "kernels": dispatch.backend("cpu")[0], "others": others(), **told}
     say(", ".join([about["machine"], *map(" ".join, about["versions"].items()), f"kernels {about['kernels']}"]))
     if others() is not None:
         say(f"other processes took the time of {others():.2f} cores meanwhile; for figures to keep that is near 0")

@@ -92,7 +92,7 @@ def ours_on_ranks(shape: Shape, **axes: int) -> Take:
     mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
     adapters, state, base = _start(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    most = shard.most(shape.batch, mesh, rules) * shape.seq
+    most = shard.max_local_rows(shape.batch, mesh, rules) * shape.seq
     comm = shard.comm(mesh, rules, recompute=False, tokens=most)
     reduce = partial(shard.reduce, mesh=mesh, rules=rules)
     step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"), passes=PASSES)
@@ -101,7 +101,7 @@ def ours_on_ranks(shape: Shape, **axes: int) -> Take:
 
 
 OPT = optim.adamw(1e-4)
-PASSES = (shard.regather(), shard.schedule.prefetch())
+PASSES = (shard.passes.regather_blocks(), shard.passes.prefetch_gathers())
 
 
 def _start(shape: Shape) -> Any:
@@ -132,7 +132,7 @@ def _step(
 ) -> Any:
     grads, value = reduce(grad_and_value(loss)(adapters, base, tokens, cfg, comm, count))
     updates, state = OPT.update(grads, state, adapters)
-    return optim.apply(adapters, updates), state, value
+    return optim.apply_updates(adapters, updates), state, value
 
 
 def _same(x: Any) -> Any:

@@ -1,0 +1,1 @@
+"""What several programs share: data, records, runs, progress, launching."""

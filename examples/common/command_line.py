@@ -1,0 +1,57 @@
+"""Command line: split from examples.qlora.options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import TypeVar
+
+import tyro
+
+from shard.device_mesh import check_axes
+
+T = TypeVar("T")
+
+
+def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
+    """The axes in a value of --mesh; without one, fsdp over the ``world`` there is, or ``alone`` processes of ours.
+
+    Raises ValueError for a mesh that is not of the world's size, or what :func:`axes_in` does not read.
+    """
+    if mesh is None:
+        return {"fsdp": world or alone}
+    axes = axes_in(mesh)
+    if world is not None and math.prod(axes.values()) != world:
+        raise ValueError(
+            f"--mesh {mesh} has {math.prod(axes.values())} ranks, and there are {world} processes; "
+            f"wanted sizes that multiply to {world}, such as fsdp={world}"
+        )
+    return axes
+
+
+def axes_in(mesh: str) -> dict[str, int]:
+    """The axes and sizes in a value of --mesh; raises ValueError for one that cannot be read or made."""
+    axes: dict[str, int] = {}
+    for part in mesh.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit() or name.strip() in axes:
+            raise ValueError(f"--mesh {mesh}: cannot read {part!r}; wanted axes and sizes such as dp=1,fsdp=2")
+        axes[name.strip()] = int(size)
+    check_axes(axes)
+    return axes
+
+
+def command_line(default: T, args: list[str], prog: str) -> T:
+    """The options on the command line ``args``, the rest being those of ``default``, a dataclass.
+
+    Raises ValueError naming an option that is unknown.
+    """
+    options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
+    if unknown:
+        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(type(default))]  # type: ignore
+        close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        raise ValueError(
+            f"{unknown[0]} is no option; " + (f"did you mean {close[0]}? " if close else "") + "see --help"
+        )
+    return options

@@ -1,0 +1,193 @@
+"""From documents to batches of packed token rows, every step of it a pure function.
+
+    tok    = data.tokenizer(folder)                       # tokenizer.json
+    corpus = data.encode(data.documents(path, tok), tok, eos)
+    train, held = data.split(data.pack(corpus, seq), holdout=16)
+    rows   = data.batch(train, step, global_batch, seed)  # Rows of the step: nothing to remember, so nothing to resume
+
+A document (see examples.common.records) is made of pieces that are or are not *targets*: an answer that a model should learn
+to write, against a prompt that it should only read. Each piece is tokenised by itself, as the prompt is when the model
+is used.
+
+    stream       | bos  prompt  answer  eos | bos  prompt  answer  eos | ...     concatenated, then cut every seq tokens
+    segment      | 0    0       0       0   | 1    1       1       1   | ...     attention stays within a segment
+    target       | -    -       answer  eos | -    -       answer  eos | ...     predicted one position earlier
+
+A row [t] holds t tokens and for each of them the token after it, which for the last is the first of the next row: so
+every target is predicted once. The last row is padded with a segment of its own and no target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fquant import random, tree
+from fquant.tree import node, static
+
+from .records import HEADERS, Document, records, stdlib_sources
+
+IGNORED = -100  # the target of a position that predicts nothing, as in torch's cross_entropy
+
+
+@node
+class Corpus:
+    """Tokenised documents, one after another: token ids, whether each is a target, and its document's number."""
+
+    tokens: Tensor  # i32[n]
+    targets: Tensor  # bool[n]
+    segments: Tensor  # i32[n], 0 0 0 1 1 ...
+    name: str = static(default="data")
+
+
+@node
+class Rows:
+    """Rows of packed tokens, see the module's docstring."""
+
+    tokens: Tensor  # i64[n t]
+    targets: Tensor  # i64[n t], the token after, or IGNORED
+    segments: Tensor  # i64[n t], numbered from 0 in each row
+
+
+def tokenizer(folder: str | Path) -> Tokenizer:
+    """The ``tokenizer.json`` in ``folder``, without any truncation or padding that it asks for."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; wanted a tokenizer, copy it from where the model comes from")
+    try:
+        found = Tokenizer.from_str(path.read_text("utf-8"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path}: not a tokenizer: {error}; copy it again from where the model comes from") from error
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def special(folder: str | Path) -> tuple[int, int | None]:
+    """The ids of the end and, if there is one, the begin of a text, from ``config.json``."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    eos, bos = config.get("eos_token_id"), config.get("bos_token_id")
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    if not isinstance(eos, int):
+        raise ValueError(f"{path}: eos_token_id is {eos!r}; wanted the id of the token that ends a text")
+    return eos, bos if isinstance(bos, int) else None
+
+
+def digest(x: Any) -> str:
+    """A short text that differs where the tensors of the tree ``x`` differ."""
+    found = hashlib.blake2b(digest_size=8)
+    for path, t in tree.items(x):
+        found.update(f"{path} {t.dtype} {tuple(t.shape)}".encode())
+        found.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def some(documents: list[Document], characters: int) -> list[Document]:
+    """Every n-th document, so that there are about ``characters`` characters of text."""
+    total = sum(len(piece.text) for document in documents for piece in document.pieces)
+    return documents[:: max(1, round(total / characters))]
+
+
+def documents(path: str | Path | None, tokenizer: Tokenizer) -> list[Document]:
+    """The documents of the file, or of the standard library if None. Chats are in Llama 3's template if it fits."""
+    if path is None:
+        return stdlib_sources()
+    return records(path, headers=all(tokenizer.token_to_id(token) is not None for token in HEADERS))
+
+
+def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int | None = None) -> Corpus:
+    """Tokenise. Each document begins with ``bos`` unless that is None and ends with ``eos``, a target if the end is.
+
+    Raises ValueError when there is no document, no target, or a token that the tokenizer does not have.
+    """
+    if not documents:
+        raise ValueError("data: no documents; wanted at least one")
+    for what, token in (("eos", eos), ("bos", bos)):
+        if token is not None and tokenizer.id_to_token(token) is None:
+            raise ValueError(
+                f"{what}: the tokenizer has no token {token}; wanted one below {tokenizer.get_vocab_size()}"
+            )
+    name = documents[0].name if len(documents) == 1 else f"{documents[0].name} ... {documents[-1].name}"
+    ids: list[int] = []
+    flags = bytearray()
+    lengths = []
+    for document in documents:
+        start = len(ids)
+        if bos is not None:
+            ids.append(bos)
+            flags.append(False)
+        for piece in document.pieces:
+            more = tokenizer.encode(piece.text, add_special_tokens=False).ids
+            ids += more
+            flags += bytes([piece.is_target]) * len(more)
+        ids.append(eos)
+        flags.append(bool(document.pieces) and document.pieces[-1].is_target)
+        lengths.append(len(ids) - start)
+    if not any(flags):
+        raise ValueError(f"{name}: no targets among {len(ids)} tokens; wanted text, outputs or assistant turns")
+    segments = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return Corpus(torch.tensor(ids, dtype=torch.int32), torch.tensor(list(flags), dtype=torch.bool), segments, name)
+
+
+def pack(corpus: Corpus, seq: int) -> Rows:
+    """Cut a corpus into rows of ``seq`` tokens [n t]; nothing is dropped.
+
+    A position predicts nothing where the token after it is no target or belongs to another document.
+    Raises ValueError when there is less than one row, or nothing to predict.
+    """
+    if seq < 1:
+        raise ValueError(f"--seq: got {seq}, wanted at least 1")
+    have = corpus.tokens.numel()
+    if have <= seq:
+        fix = f"use --seq {have - 1} or less, or more data" if have > 1 else "use more data"
+        raise ValueError(
+            f"{corpus.name}: {have} tokens, wanted at least {seq + 1} (--seq {seq} and one to predict); {fix}"
+        )
+    short = -(have - 1) % seq
+    tokens = torch.cat([corpus.tokens, corpus.tokens.new_zeros(short)]).long()
+    segments = torch.cat([corpus.segments, (corpus.segments[-1:] + 1).expand(short)]).long()
+    learn = torch.cat([corpus.targets, corpus.targets.new_zeros(short)])[1:] & (segments[1:] == segments[:-1])
+    if not learn.any():
+        raise ValueError(f"{corpus.name}: none of {have} tokens can be predicted; wanted documents of 2 tokens or more")
+    targets = torch.where(learn, tokens[1:], IGNORED)
+    tokens, targets, segments = (rearrange(x, "(n t) -> n t", t=seq) for x in (tokens[:-1], targets, segments[:-1]))
+    return Rows(tokens, targets, segments - segments[:, :1])
+
+
+def split(rows: Rows, holdout: int) -> tuple[Rows, Rows]:
+    """``(train, held)``: ``holdout`` rows taken out at even distances, so that they resemble the rest."""
+    num_rows = len(rows.tokens)
+    if not 0 < holdout < num_rows:
+        raise ValueError(
+            f"holdout: got {holdout} of {num_rows} rows, wanted at least 1 and some left to train on; "
+            "use a smaller --seq or more data"
+        )
+    held = torch.zeros(num_rows, dtype=torch.bool)
+    held[(2 * torch.arange(holdout) + 1) * num_rows // (2 * holdout)] = True
+    return tree.map(lambda t: t[~held], rows), tree.map(lambda t: t[held], rows)
+
+
+def order(key: Tensor, epoch: int, n: int) -> Tensor:
+    """The order in which an epoch visits ``n`` rows, i64[n]."""
+    return random.permutation(random.fold(key, epoch), n)
+
+
+def batch(rows: Rows, step: int, global_batch: int, seed: int) -> Rows:
+    """The ``global_batch`` rows of a step, the same for every run and world size.
+
+    Every epoch visits all rows once; a batch may hold the end of one epoch and the start of the next.
+    """
+    key, num_rows = random.fold(random.key(seed), "data"), len(rows.tokens)
+    first = step * global_batch
+    epochs = range(first // num_rows, (first + global_batch - 1) // num_rows + 1)
+    visited = torch.cat([order(key, epoch, num_rows) for epoch in epochs])
+    start = first - epochs[0] * num_rows
+    return tree.map(lambda t: t[visited[start : start + global_batch]], rows)

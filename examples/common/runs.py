@@ -1,0 +1,216 @@
+"""A run of a program that trains: how it is started, where it writes, and how it is continued.
+
+    run.json              the options, the mesh, and the processes that it was started with
+    metrics.jsonl         a line a step (examples/common/progress.py)
+    state.safetensors     all that a step changes, every so many steps and at the end
+    result.json           what was found
+
+Each file is written whole, so a run that was killed has a state that is all of one step. Its folder is enough to go on
+(``--resume``), on any mesh, and to the bit on the same one: what is random is a function of the seed and the step.
+
+A program's options are a frozen dataclass with a few fields and functions in common (:class:`Options`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import typing
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from fquant import tree
+from fquant.compile import all_gather_text
+from fquant.io import safetensors
+from shard import agree
+
+from . import launch
+from .command_line import command_line
+
+RUN, STATE, RESULT = "run.json", "state.safetensors", "result.json"
+
+
+class Options(Protocol):
+    """What options of a program have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def mesh(self) -> str | None: ...
+    @property
+    def out(self) -> Path | None: ...
+    @property
+    def resume(self) -> Path | None: ...
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, before anything is started or read."""
+        ...
+
+    def axes(self, world: int | None) -> dict[str, int]:
+        """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
+        ...
+
+    def shared(self) -> dict[str, Any]:
+        """What must be the same on every rank and when a run is resumed: all that changes the result."""
+        ...
+
+
+T = TypeVar("T", bound=Options)
+
+
+def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any], work: Callable[[T], Any]) -> int:
+    """Run the command line ``args`` of examples.``name``: exit status 0, 1 when a rank failed, 2 for bad input, named
+    in one line.
+
+    ``prepare`` checks all input, before processes are started and anything is written. ``work`` is what each rank does,
+    decorated with ``launch.record``; it returns a message in place of a result when the input was at fault.
+    """
+    try:
+        options = parse(default, args, f"python -m examples.{name}")
+        options.check()
+        under_torchrun = "RANK" in os.environ
+        axes = options.axes(int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+        options = replace(options, mesh=",".join(f"{axis}={size}" for axis, size in axes.items()))
+        if under_torchrun and options.out is None and options.resume is None:
+            raise ValueError("under torchrun ranks cannot choose a folder each; give --out")
+        if options.resume is not None:
+            _check_resumed(options.resume, options)
+        if not under_torchrun:
+            prepare(options)
+        if not under_torchrun or os.environ["RANK"] == "0":
+            options = _with_folder(options, f"runs/{name}")
+        ranks = math.prod(axes.values())
+        if under_torchrun or ranks == 1:
+            outcome = work(options)
+        else:
+            Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
+            outcome = launch.local(ranks, work, options)[0]
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+    except ValueError as error:
+        return _fail(name, str(error), 2)
+    except launch.RankFailed as error:
+        return _fail(name, str(error), 1)
+    except (KeyboardInterrupt, launch.Stopped):
+        return _fail(name, "stopped; continue with --resume and the folder of the run", 130)
+    return 0
+
+
+def parse(default: T, args: list[str], prog: str) -> T:
+    """The options on the command line, the rest being those of the run to resume, or ``default``.
+
+    Raises ValueError naming an option that is unknown.
+    """
+    options = command_line(default, args, prog)
+    if options.resume is None or not (options.resume / RUN).is_file():
+        return options
+    return command_line(restored(type(default), options.resume / RUN), args, prog)
+
+
+def restored(kind: type[T], path: Path) -> T:
+    """The options that a run wrote to its run.json; ValueError when these are not what this release knows."""
+    try:
+        run = json.loads(path.read_text())
+        values: dict[str, Any] = {"mesh": run["mesh"], **run["options"]}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
+    types = typing.get_type_hints(kind)
+    if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"{path}: option {strange[0]!r} is unknown; resume with the release that wrote it")
+    for name, value in values.items():
+        if value is not None and types[name] in (Path, Path | None):
+            values[name] = Path(value)
+    return kind(**values)
+
+
+def folder(options: Options) -> Path:
+    """Where a run writes."""
+    found = options.resume or options.out
+    assert found is not None, "the command chooses a folder before ranks start"
+    return found
+
+
+def announce(options: Options) -> None:
+    """Make the folder and write run.json, on rank 0. Raises on every rank when that fails."""
+    me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}
+    ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
+    content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
+
+    def begin() -> None:
+        folder(options).mkdir(parents=True, exist_ok=True)
+        write(folder(options) / RUN, content)
+
+    agree.attempt("start", begin if dist.get_rank() == 0 else lambda: None)
+
+
+def save(options: Options, state: Any) -> None:
+    """Write the state, from rank 0."""
+    if dist.get_rank() == 0:
+        safetensors.save(folder(options) / STATE, state)
+
+
+def load(options: Options, like: Any) -> Any:
+    """The state that :func:`save` wrote, a tree ``like`` this; ValueError on every rank when it is another."""
+    path = folder(options) / STATE
+
+    def read() -> Any:
+        state = safetensors.load(path)
+        if tree.structure(state) != tree.structure(like):
+            raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
+        return state
+
+    return agree.attempt("resume", read)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """A file of JSON."""
+    with safetensors.replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def free_folder(out: Path | None, default: str) -> Path:
+    """``out``, or the first free of ``default``, ``default``-2, ...; ValueError for an ``out`` that is not empty."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out}: is not empty; choose another folder, or --resume {out}")
+        return out
+    out, n = Path(default), 1
+    while out.exists():
+        n += 1
+        out = Path(f"{default}-{n}")
+    return out
+
+
+def _check_resumed(resume: Path, options: Options) -> None:
+    """Raise ValueError for a folder where no run saved its state, or one that was started with other options."""
+    for name in (STATE, RUN):
+        if not (resume / name).is_file():
+            raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
+    safetensors.header(resume / STATE)
+    was = json.loads((resume / RUN).read_text())["options"]
+    for name, now in options.shared().items():
+        if was.get(name) != now:
+            raise ValueError(
+                f"{resume}: --{name.replace('_', '-')} was {was.get(name)} and is now {now}; "
+                "resume with the options that the run was started with"
+            )
+
+
+def _with_folder(options: T, default: str) -> T:
+    """``options`` with ``out`` settled: given and free, or the first free of the defaults; or that of ``resume``."""
+    return options if options.resume is not None else replace(options, out=free_folder(options.out, default))
+
+
+def _fail(name: str, message: str, status: int) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,1 @@
+"""Predict memory, traffic and time of a training step: ``python -m examples.plan``."""

@@ -1,0 +1,236 @@
+"""What it takes to train: memory, traffic and time of a step of examples/qlora/cli.py, before there are weights or GPUs.
+
+    python -m examples.plan --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8 --device h100
+    python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
+    python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
+
+The step is traced, not estimated: see examples/plan/pricing.py for what is in its figures. A time is one that the device
+cannot beat (examples/plan/devices.py): every op reads its arguments from memory and writes its results there, and the
+longest of arithmetic, memory and wire is all there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fquant import format
+from models import decoder, hf
+from models.config import Config
+from models.presets import PRESETS
+
+from ..common.command_line import axes_in, command_line
+from ..qlora import train
+from ..qlora.options import TARGETS, FormatName, names_in
+from .devices import DEVICES, Bound, Device, bound
+from .pricing import Job, Price, price
+
+GIB = 2**30
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
+NAMES = {"moments": "optimiser"}
+WIDTH = 48  # of a bar, in characters
+
+
+@dataclass(frozen=True)
+class Options:
+    """Memory, traffic and time of a step of examples.qlora on machines that need not be there, from shapes alone.
+
+    The smallest machine that trains Llama 3 70B: --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8
+
+    What one RTX 4090 can do: --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
+    """
+
+    model: str
+    """A preset (llama3-8b, -70b, -405b; qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), or a folder with a config.json."""
+    mesh: tuple[str, ...] = ("fsdp=1",)
+    """One or more, as in fsdp=8 or dp=2,fsdp=4: dp replicates the base, fsdp splits it; a row each."""
+    device: str = "h200"
+    """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x."""
+    format: FormatName = "nf4_dq"
+    """How base weights are packed; aq_2x8 and aq_3x8 have vectors of each weight beside, of 16 and 24 KiB."""
+    block: int | None = None
+    """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
+    rank: int = 16
+    """Rank of the adapters."""
+    targets: str = ",".join(TARGETS)
+    """Weights to adapt, comma-separated, of q k v o gate up down."""
+    seq: int = 2048
+    """Tokens in a row."""
+    batch: int = 1
+    """Rows in a micro-batch, of each rank (examples.qlora counts those of all)."""
+    dtype: Literal["bf16", "f16", "f32"] = "bf16"
+    """Of the residual stream, and so of all products with the base."""
+    reserve: float = 1.0
+    """GiB of the device that are not for tensors: the driver, libraries, fragmentation."""
+    link: float | None = None
+    """GB/s that a rank can send; default: the device's own link, which between machines the network replaces."""
+    json: bool = False
+    """Print a line of JSON for each mesh instead of tables."""
+
+    def job(self) -> Job:
+        """What is to be priced. Raises ValueError for what cannot be."""
+        for name in ("rank", "seq", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        cfg, weights = self.found()
+        fmt = format.parse(self.format, self.block)
+        train.check_blocks(fmt, decoder.shapes(cfg))
+        if self.seq > cfg.max_positions:
+            raise ValueError(f"--seq is {self.seq}; wanted at most {cfg.max_positions}, the positions of {self.model}")
+        targets = tuple(names_in(self.targets))
+        return Job(cfg, fmt, targets, self.rank, self.batch, self.seq, weights, DTYPES[self.dtype])
+
+    def found(self) -> tuple[Config, torch.dtype]:
+        """The config of the model and the dtype of its weights."""
+        if self.model in PRESETS:
+            return PRESETS[self.model], torch.bfloat16
+        if not (Path(self.model) / hf.CONFIG).is_file():
+            raise ValueError(
+                f"--model {self.model}: no preset, and no folder with a {hf.CONFIG}; wanted one or the other, "
+                f"presets are {', '.join(PRESETS)}"
+            )
+        cfg = hf.read_config(self.model)
+        raw = json.loads((Path(self.model) / hf.CONFIG).read_bytes())
+        name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+        if name not in known:
+            raise ValueError(f"{self.model}: torch_dtype = {name!r}, want one of {', '.join(known)}; correct it")
+        return cfg, known[name]
+
+    def hardware(self) -> Device:
+        """The device, with the link that was asked for."""
+        if self.device not in DEVICES:
+            raise ValueError(f"--device {self.device} is unknown; wanted one of {', '.join(DEVICES)}")
+        device = DEVICES[self.device]
+        if not 0 <= self.reserve * GIB < device.memory:
+            raise ValueError(f"--reserve is {self.reserve}; wanted 0 to the {device.memory / GIB:.0f} GiB there are")
+        if self.link is None:
+            return device
+        if not 0 < self.link < math.inf:
+            raise ValueError(f"--link is {self.link}; wanted GB/s above 0")
+        return dataclasses.replace(device, link=self.link * 1e9)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for one mesh."""
+
+    mesh: str
+    ranks: int
+    price: Price
+    bound: Bound
+    fits: bool
+    tokens_per_second: float  # of all ranks, at most
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line ``args``. Exit status 0, or 2 for bad input, which one line names."""
+    try:
+        given = sys.argv[1:] if args is None else args
+        options = command_line(Options("llama3-8b"), given, "python -m examples.plan")
+        job, device = options.job(), options.hardware()
+        meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    rows = []
+    shown = TextColumn("tracing [bold]{task.fields[mesh]}[/]")
+    with Progress(
+        shown, BarColumn(), MofNCompleteColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=2 * len(meshes), mesh="")
+        for mesh, axes in meshes.items():
+            progress.update(task, mesh=mesh)
+            rows.append(row(options, device, mesh, axes, price(job, axes, lambda: progress.advance(task))))
+    if options.json:
+        for one in rows:
+            print(json.dumps(dataclasses.asdict(one)))
+        return 0
+    show(console, options, device, rows)
+    return 0
+
+
+def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found: Price) -> Row:
+    """What ``found`` means on ``device``."""
+    ranks = math.prod(axes.values())
+    least = bound(device, found.flops, found.read + found.written, found.sent)
+    fits = found.peak + options.reserve * GIB <= device.memory
+    return Row(mesh, ranks, found, least, fits, ranks * options.batch * options.seq / least.seconds)
+
+
+def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
+    """Three tables and an answer, 80 columns wide."""
+    memory = table("GiB of a rank at its peak", "mesh", *(NAMES.get(kind, kind) for kind in KINDS), "peak")
+    for column, colour in zip(memory.columns[1:], KINDS.values(), strict=False):
+        column.style = colour
+    bars = table(f"Of the {device.memory / GIB:.1f} GiB of {options.device}", "mesh", "", "%", "")
+    names = ("TFLOP", "moved", "sent", "compute", "memory", "wire", "limit", "tokens/s")
+    time = table("A step of a rank, the seconds it takes at least, tokens of all", "mesh", *names)
+    for x in rows:
+        p, b = x.price, x.bound
+        memory.add_row(x.mesh, *(f"{getattr(p, kind) / GIB:.2f}" for kind in KINDS), f"{p.peak / GIB:.2f}")
+        verdict = Text("fits", "bold green") if x.fits else Text("too much", "bold red")
+        bars.add_row(x.mesh, bar(p, device), f"{100 * p.peak / device.memory:.0f}", verdict)
+        moved, sent = f"{(p.read + p.written) / 1e9:,.0f}", f"{p.sent / 1e9:,.1f}"
+        seconds = [f"{s:.3f}" for s in (b.compute, b.memory, b.wire)]
+        time.add_row(x.mesh, f"{p.flops / 1e12:,.0f}", moved, sent, *seconds, b.limit, f"{x.tokens_per_second:,.0f}")
+    console.print(
+        f"{options.model}, {options.format} base, rank {options.rank} adapters of {options.targets}\n"
+        f"{options.batch} x {options.seq} tokens a rank, {options.dtype} stream\n",
+        highlight=False,
+    )
+    console.print(memory, bars, time, answer(options, rows), highlight=False)
+
+
+def table(title: str, *names: str) -> Table:
+    """An empty table whose columns but the first are numbers."""
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for i, name in enumerate(names):
+        out.add_column(name, justify="right" if i and name not in ("", "limit") else "left", no_wrap=True)
+    return out
+
+
+def bar(found: Price, device: Device) -> Text:
+    """The memory of the device, a stripe for each kind of tensor and dots for what is left."""
+    out, edge, used = Text(), 0, 0
+    for kind, colour in KINDS.items():
+        used += getattr(found, kind)
+        until = min(WIDTH, round(WIDTH * used / device.memory))
+        out.append("█" * (until - edge), colour)
+        edge = until
+    return out.append("·" * (WIDTH - edge), "dim")
+
+
+def answer(options: Options, rows: list[Row]) -> str:
+    """The smallest machine of those asked about that trains this."""
+    fitting = [x for x in rows if x.fits]
+    if not fitting:
+        least = min(rows, key=lambda x: x.price.peak)
+        kinds = {kind: getattr(least.price, kind) for kind in KINDS}
+        fix = "use more fsdp" if max(kinds, key=kinds.__getitem__) == "base" else "use a smaller --batch or --seq"
+        none = "None of these fits" if len(rows) > 1 else "It does not fit"
+        return f"{none}: {least.mesh} needs {least.price.peak / GIB:.2f} GiB a rank; {fix}"
+    best = min(fitting, key=lambda x: (x.ranks, x.bound.seconds))
+    found = "Smallest that fits" if len(rows) > 1 else "It fits"
+    return (
+        f"{found}: {best.mesh}, {best.ranks} x {options.device}; {best.price.peak / GIB:.2f} GiB a rank, "
+        f"at its peak in the {best.price.phase}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

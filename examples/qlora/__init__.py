@@ -1,0 +1,1 @@
+"""Fine-tune LoRA adapters beside a quantised decoder: ``python -m examples.qlora``."""

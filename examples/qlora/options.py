@@ -1,0 +1,126 @@
+"""The options of examples/qlora/cli.py, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fquant import format, optim
+
+from ..common.command_line import axes_of
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8"]
+HERE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
+
+    Without arguments: quantises the small Llama shipped here to NF4 with double quantisation, shards it over two local
+    processes, trains on the Python source of the standard library, and writes an adapter that PEFT loads.
+
+    Start it under torchrun to use more machines: torchrun --nproc-per-node 8 -m examples.qlora --model DIR --data FILE
+    """
+
+    model: Path = HERE / "model"
+    """Llama folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+    data: Path | None = None
+    """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
+    format: FormatName = "nf4_dq"
+    """How base weights are packed. aq_2x8 and aq_3x8 learn vectors of each weight first, slowly; these take 16 and 24 KiB."""
+    block: int | None = None
+    """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
+    rank: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: str = ",".join(TARGETS)
+    """Weights to adapt, comma-separated, of q k v o gate up down."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped."""
+    mesh: str | None = None
+    """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or 2."""
+    keep: Literal["inputs", "selected", "all"] = "inputs"
+    """Of each block, for its backward: its input, and it is computed again; what is not cheap to make again; or all."""
+    steps: int = 60
+    """Steps of the optimiser."""
+    seq: int = 256
+    """Tokens in a row."""
+    batch: int = 8
+    """Rows in a micro-batch, over all processes."""
+    accumulate: int = 1
+    """Micro-batches in a step."""
+    lr: float = 1e-2
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after its warm-up."""
+    warmup: int | None = None
+    """Steps of warm-up; default: a tenth."""
+    clip: float = 1.0
+    """Largest norm of a gradient."""
+    seed: int = 0
+    """Of initial values, the order of the data, and dropout."""
+    holdout: int = 32
+    """Rows kept out of training, to measure perplexity on."""
+    characters: int = 1_500_000
+    """How much of the standard library's source to use, when no data is given."""
+    out: Path | None = None
+    """Folder to write to, not holding a run yet; default: the first free of runs/qlora, runs/qlora-2, ..."""
+    save_every: int = 20
+    """Steps between saved states."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of a run to continue, to the bit; its options need not be given again."""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, before anything is started or read."""
+        for name in ("rank", "steps", "seq", "batch", "accumulate", "holdout", "characters", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted at least 1")
+        for name in ("alpha", "lr", "clip"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout is {self.dropout}; wanted 0 <= dropout < 1")
+        if self.warmup is not None and not 0 <= self.warmup < self.steps:
+            raise ValueError(f"--warmup is {self.warmup}; wanted 0 <= warmup < --steps {self.steps}")
+        if self.resume is not None and self.out is not None:
+            raise ValueError("--resume continues in its own folder; leave out --out")
+        format.parse(self.format, self.block)
+        self.target_names()
+
+    def target_names(self) -> list[str]:
+        """The names in ``targets``; raises ValueError for one that is no weight of a layer."""
+        return names_in(self.targets)
+
+    def axes(self, world: int | None) -> dict[str, int]:
+        """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
+        return axes_of(self.mesh, world, alone=2)
+
+    def learning_rate(self) -> optim.Schedule:
+        """The schedule of the learning rate."""
+        warmup = self.steps // 10 if self.warmup is None else self.warmup
+        if self.schedule == "constant":
+            return optim.constant(self.lr, warmup)
+        return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
+
+    def shared(self) -> dict[str, Any]:
+        """What must be the same on every rank and when a run is resumed: all that changes the result."""
+        free = ("out", "resume", "save_every", "mesh")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in free}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def names_in(targets: str) -> list[str]:
+    """The names in a value of --targets; raises ValueError for one that is no weight of a layer."""
+    names = [name.strip() for name in targets.split(",")]
+    for name in names:
+        if name not in TARGETS:
+            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
+    return names

@@ -1,0 +1,1 @@
+"""Train a VQ-VAE on patches of photographs: ``python -m examples.vqvae``."""

@@ -1,0 +1,288 @@
+"""The training that examples/vqvae/cli.py starts on every rank: crop, take steps, measure.
+
+The heart is one captured step, which on one process and on many is the same but for its sums:
+
+    losses, out = autoencoder.loss(net, state, share of the images, key)
+    counts      = psum of the losses' counts                            # of all images
+    grads       = grad of the sum of weight x sum / count
+    grads       = reduce(grads)                                         # over ranks
+    sums        = psum(losses, statistics, usage)                       # over ranks
+    state       = update(state, statistics)
+
+A patch is a function of the seed, the step and its number in the batch, and so is what is drawn of its rows: a run on
+any mesh computes the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import grad_and_value
+
+import shard
+from fquant import jit, optim, random, tree, vq
+from models import autoencoder
+from models.autoencoder import Autoencoder, AutoencoderConfig
+from shard import agree
+
+from ..common import data
+from . import photographs, quantisers
+from .photographs import Part, Photograph
+from .quantisers import Name, Quantiser
+
+START_ROWS = 8  # a code, for k-means of the first latents
+BASELINE_ROWS = 64  # a code, for k-means of pixels
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what; the same on every rank."""
+
+    quantiser: Name = "vq"
+    """How latents become codes; see above."""
+    codes: int = 512
+    """How many a layer has: any number in a codebook, of fsq, fsp, latent a product of 3 to 8, of lfq, bsq 2^n."""
+    layers: int = 1
+    """Layers, each quantising what those before it leave (residual); of vq, learnt, simvq, implicit, fsq, lfq."""
+    groups: int = 1
+    """Parts of a latent, each of which has layers of its own (grouped residual); of the same."""
+    dim: int = 32
+    """Numbers in a latent, one for each 4 x 4 pixels."""
+    hidden: int = 64
+    """Channels in the middle of the autoencoder."""
+    patch: int = 32
+    """Pixels of a side of what is trained on, a multiple of 4."""
+    steps: int = 2000
+    """Steps of the optimiser."""
+    batch: int = 64
+    """Patches in a step, over all processes."""
+    lr: float = 2e-3
+    """Peak learning rate; it rises over a twentieth of the steps, and falls along a cosine."""
+    seed: int = 0
+    """Of initial values and of where patches are cut."""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, before anything is started or read."""
+        for name in ("dim", "patch", "steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        if self.hidden < 2:
+            raise ValueError(f"--hidden is {self.hidden}; wanted at least 2")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
+
+
+@tree.node
+class Weights:
+    """What gradients move: the autoencoder, and some of the quantiser's state, by path."""
+
+    net: Autoencoder
+    quantiser: dict[str, Tensor]
+
+
+@tree.node
+class Training:
+    """What a step changes: the autoencoder, the quantiser's state, the optimiser's moments of :class:`Weights`."""
+
+    net: Autoencoder
+    quantiser: Any
+    moments: Any
+    done: Tensor  # i64[], steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from step to step."""
+
+    job: Job
+    mesh: DeviceMesh
+    photographs: list[Photograph]
+    parts: list[Part]
+    quantiser: Quantiser
+    schedule: optim.Schedule
+    step: Callable[..., Any]  # captured
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step measured; a line of metrics.jsonl."""
+
+    step: int
+    loss: float
+    psnr: float  # of the batch, in dB
+    perplexity: list[float]  # of the codes of each layer in the batch
+    used: list[float]  # share of the codes of each layer that the batch uses
+    lr: float
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found on the held-out parts of the photographs."""
+
+    bits_per_pixel: float
+    psnr: float
+    psnr_kmeans: float  # of k-means of pixels, at as many bits
+    psnr_mean: float  # of the mean colour of each patch
+    perplexity: list[float]
+    used: list[float]
+
+
+def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
+    """What ``job`` names, checked; one ValueError names what is wrong."""
+    found = photographs.load()
+    parts = photographs.parts(found, job.patch)
+    scale = config(job).scale
+    if job.patch % scale:
+        raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
+    key = random.fold(random.key(job.seed), "quantiser")
+    return found, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
+
+
+def config(job: Job) -> AutoencoderConfig:
+    """The sizes of the autoencoder."""
+    return AutoencoderConfig(dim=job.dim, hidden=job.hidden, inner=max(1, job.hidden // 2))
+
+
+def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
+    """Meet the other ranks, compare what was given to each, and make what is trained, before :func:`begun`.
+
+    Raises ValueError on every rank when one cannot, or when they disagree.
+    """
+    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    found, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
+    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in found])})
+    net, state = autoencoder.init(config(job), random.fold(random.key(job.seed), "autoencoder")), quantiser.state
+    weights = Weights(net, quantisers.trained(quantiser, state))
+    schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
+    step = jit(stepper(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
+    run = Run(job, mesh, found, parts, quantiser, schedule, step)
+    return run, Training(net, state, opt.init(weights), torch.tensor(0))
+
+
+def begun(run: Run, training: Training) -> Training:
+    """``training`` with its books at the k-means of the latents that the first weights make of some patches."""
+    job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
+    if not run.quantiser.learns:
+        return training
+    positions = (job.patch // config(job).scale) ** 2
+    images, _, where = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
+    with torch.no_grad():
+        latents = autoencoder.encode(training.net, images)
+    return replace(training, quantiser=quantisers.at_rows(training.quantiser, latents, key, where, psum(run.mesh)))
+
+
+def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """This rank's share of ``size`` patches of ``key``, their numbers, and of their latents the numbers that rows have.
+
+    A Book wants to know the latter: of the first, and how many there are on all ranks.
+    """
+    numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
+    images = photographs.patches(run.parts, random.fold(key, numbers), run.job.patch)
+    positions = (run.job.patch // config(run.job).scale) ** 2
+    return images, numbers, (numbers[0] * positions, torch.tensor(size * positions))
+
+
+def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """The sum of a tree over all ranks."""
+    return partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
+
+
+def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
+    """The step as a function of what it changes, this rank's images and what is drawn for them."""
+    summed, verbs = psum(mesh), quantiser.verbs
+    scale = {"reconstruction": 1 / variance, **quantiser.weights}
+
+    def step(
+        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
+    ) -> tuple[Autoencoder, Any, Any, dict[str, Tensor]]:
+        if quantiser.learns:
+            options: dict[str, Any] = {"key": key, "draw": True, "where": where}
+        else:
+            options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
+
+        def objective(weights: Weights) -> tuple[Tensor, Any]:
+            moved = quantisers.with_trained(state, weights.quantiser)
+            losses, out = autoencoder.loss(weights.net, moved, images, verbs=verbs, **options)
+            counts = summed({name: loss.count for name, loss in losses.items()})
+            # Of layers each has a loss of its own.
+            each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
+            return torch.stack(each).sum(), (
+                losses["reconstruction"],
+                out.stats,
+                quantisers.usage(out.codes, quantiser),
+            )
+
+        weights = Weights(net, quantisers.trained(quantiser, state))
+        grads, (value, found) = grad_and_value(objective, has_aux=True)(weights)
+        grads = shard.reduce(grads, mesh)
+        value, (reconstruction, stats, counts) = summed((value, found))
+        updates, moments = opt.update(grads, moments, weights)
+        measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
+        weights = optim.apply_updates(weights, updates)
+        state = verbs.update(quantisers.with_trained(state, weights.quantiser), stats, **quantiser.update)
+        return weights.net, state, moments, measured
+
+    return step
+
+
+def take(run: Run, training: Training) -> tuple[Training, Step]:
+    """One step. Raises ValueError when the loss is no longer finite."""
+    began, done = time.perf_counter(), int(training.done)
+    key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
+    given = batch(run, key, run.job.batch)
+    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *given, key)
+    if not torch.isfinite(measured["loss"]):
+        raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
+    counts, lr = measured["counts"], float(run.schedule(training.done))
+    after = Training(net, state, moments, training.done + 1)
+    return after, Step(
+        done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
+        quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
+    )  # fmt: skip
+
+
+def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
+    """What the held-out tiles tell, how often they use each code f32[layers codes], and the books of pixels."""
+    cfg, net, state, verbs = config(run.job), training.net, training.quantiser, run.quantiser.verbs
+    books = pixel_books(run)
+    tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
+    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.job.codes)
+    for some in tiles.split(run.job.batch):
+        with torch.no_grad():
+            codes = autoencoder.to_codes(net, state, some, verbs)
+            made = autoencoder.from_codes(net, state, codes, verbs), quantisers.from_pixels(books, some, cfg.scale)
+        each = (*made, some.mean((2, 3), keepdim=True).expand_as(some))
+        errors += torch.stack([(x - some).double().square().sum() for x in each])
+        counts += quantisers.usage(codes, run.quantiser)
+    errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
+    bits = run.quantiser.num_layers * math.log2(run.job.codes) / cfg.scale**2
+    ours, kmeans, mean = (psnr(error / number) for error in errors)
+    result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
+    return result, counts, books
+
+
+def pixel_books(run: Run) -> list[vq.Book]:
+    """What k-means has for the blocks of pixels that a code stands for, as many codes and layers as the quantiser."""
+    job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
+    images, _, where = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
+    left, books = quantisers.blocks(images, scale), []
+    for i in range(run.quantiser.num_layers):
+        book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
+        books.append(vq.kmeans(book, left, random.fold(key, i), where=where, psum=psum(run.mesh)))
+        left = left - vq.decode(books[-1], vq.encode(books[-1], left))
+    return books
+
+
+def psnr(mse: Tensor) -> float:
+    """Peak signal over noise in dB, of values in [0, 1]."""
+    return -10 * math.log10(float(mse))

@@ -1,0 +1,173 @@
+"""remat: forget what a function computed and compute it again in the backward, under torch.func.
+
+    block = remat(block)                # gradients of first order
+    block = remat(block, order=2)       # of any order
+
+Only the arguments are kept. ``torch.utils.checkpoint`` does this with saved-tensor hooks, which torch.func refuses;
+here it is an autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward
+so that it can be differentiated again, and so keeps everything the recomputation makes; at first order this backward
+records nothing instead, which is where the memory goes. Differentiating it again would then give silent zeros: it
+raises.
+
+Every tensor that the function uses must be an argument: one that it closes over would get a silent zero gradient, so
+it is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .autodiff import forward_mode, unwrap_dead
+
+
+def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
+    """``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
+
+    ``order`` 1 allows one derivative in reverse (and any number in forward mode before it); 2 allows any, and keeps
+    what the recomputation makes if it is differentiated.
+
+    Raises TypeError when ``f`` closes over a tensor or returns anything but float tensors, RuntimeError when order 1
+    is differentiated twice.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
+
+    _check_closure(f)
+
+    @wraps(f)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(_COMPILE.format(_name(f)))
+        leaves, structure = tree.flatten(args)
+        slots = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        static = tuple(leaf for leaf, is_tensor in zip(leaves, slots, strict=True) if not is_tensor)
+        spec = _Spec(f, structure, slots, static, order)
+        out = _Remat.apply(spec, *[leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        return tree.unflatten(spec.result[0], out)
+
+    return call
+
+
+class _Spec:
+    """The static half of a call: the function, how its arguments are put together, and how its result is."""
+
+    def __init__(self, f: Any, structure: Any, slots: tuple[bool, ...], static: tuple[Any, ...], order: int) -> None:
+        self.f, self.structure, self.slots, self.static, self.order = f, structure, slots, static, order
+        self.result: list[Any] = []
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        one, other = iter(tensors), iter(self.static)
+        args = tree.unflatten(self.structure, [next(one) if tensor else next(other) for tensor in self.slots])
+        result = self.f(*args)
+        for path, leaf in tree.items(result):
+            if not (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise TypeError(_RESULT.format(_name(self.f), f" at {path}" if path else "", got))
+        leaves, structure = tree.flatten(result)
+        self.result[:] = [structure]
+        return tuple(leaves)
+
+
+class _Remat(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(spec: _Spec, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return spec.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.spec, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)  # zero tangents of constants would ask more of the function than was asked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        spec, tensors = ctx.spec, unwrap_dead(ctx.saved_tensors)
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        first = spec.order == 1
+        with torch.no_grad() if first else nullcontext():
+            outputs, pull, *_ = torch.func.vjp(partial(_only, spec, tensors, wanted), *[tensors[i] for i in wanted])
+            cotangents = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outputs, strict=True)]
+            found = pull(tuple(cotangents))
+        if first:
+            inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
+            found = _Once.apply(_name(spec.f), len(found), *found, *inputs)
+        slots: list[Any] = [None] * len(tensors)
+        for i, g in zip(wanted, found, strict=True):
+            slots[i] = g
+        return None, *slots
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        moving = [i for i, t in enumerate(tangents) if t is not None]
+        with forward_mode(ctx.saved_tensors) as tensors:
+            f = partial(_only, ctx.spec, tensors, moving)
+            return torch.func.jvp(f, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))[1]
+
+
+def _only(spec: _Spec, tensors: list[Tensor], which: list[int], *some: Tensor) -> tuple[Tensor, ...]:
+    """The function of the tensors at ``which`` alone, the others being constants."""
+    full = list(tensors)
+    for i, t in zip(which, some, strict=True):
+        full[i] = t
+    return spec.run(*full)
+
+
+class _Once(torch.autograd.Function):
+    """The identity on gradients that were computed without a record: differentiating them raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(_FIRST_ORDER.format(ctx.name))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(_FIRST_ORDER.format(ctx.name))
+
+
+_FIRST_ORDER = "remat({}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
+
+_RESULT = "remat({}) returned{} {}; wanted tensors of floats only, return the rest from outside"
+
+_COMPILE = (
+    "remat({}) cannot be traced by torch.compile; compile what make_fx captured: torch.compile(make_fx(step)(*args))"
+)
+
+
+def _name(f: Any) -> str:
+    return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
+
+
+def _check_closure(f: Any) -> None:
+    if isinstance(f, partial):
+        bound = {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
+        _check_closure(f.func)
+    else:
+        bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
+    for name, x in bound.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
+            raise TypeError(
+                f"remat({_name(f)}) closes over the tensor {name!r}, whose gradient would silently be zero; "
+                "pass it as an argument"
+            )

@@ -1,0 +1,21 @@
+"""The compiler of pure steps: ``jit`` traces a function into a graph, passes rewrite it, and replays run it.
+
+    jit.py          the cache of traces, and the call that a user makes
+    trace.py        a function of trees as one torch.fx graph, on fake tensors
+    guards.py       what a trace holds for; fake_tensor.py corrects torch's fake tensors
+    graph.py        what nodes read, write and share; liveness.py: how long memory is held
+    passes/         rewrites of the graph that keep every bit of its results
+    memory/         where results are placed, and the replay in that memory
+    validate.py     the first replay, which checks every node against the trace
+    cost.py         peak memory, FLOPs and bytes on the wire, read off the graph
+
+Other packages import these names from here, and no module of this package.
+"""
+
+from . import graph, liveness
+from .collective_check import all_gather_text
+from .cost import flops
+from .graph import Pass
+from .trace import Captured
+
+__all__ = ["Captured", "Pass", "all_gather_text", "flops", "graph", "liveness"]

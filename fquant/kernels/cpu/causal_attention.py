@@ -1,0 +1,79 @@
+"""Attention by csrc/kernels.c: what it is told of the tensors, and of documents.
+
+Queries, keys and values may lie in any order but for the elements of a head, which are beside each other; results lie
+by tokens, [b t h e], as a model goes on with them, and are views of that as [b h t e].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .library import DTYPES, Attention, Long, call, result
+
+PANEL = 64  # tokens behind the last that may be read, of any instruction set
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, out: Sequence[Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.ops.attention.attention``."""
+    b, heads, t, e = q.shape
+    y, lse = _by_tokens(out[0], q), result(out[1], b, heads, t, dtype=torch.float32)
+    if y.numel():
+        _call(runs, lse=lse, q=q, k=k, v=v, y=y)
+    return y, lse
+
+
+def attention_backward(
+    g: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: Tensor | None,
+    out: Sequence[Tensor | None] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``fquant.kernels.ops.attention.attention_backward``."""
+    dq, dk, dv = map(_by_tokens, out, (q, k, v))
+    if q.numel():
+        _call(runs, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+def _by_tokens(out: Tensor | None, like: Tensor) -> Tensor:
+    b, heads, t, e = like.shape
+    rows = None if out is None else out.transpose(1, 2)
+    return result(rows, b, t, heads, e, dtype=like.dtype).transpose(1, 2)
+
+
+def _call(runs: Tensor | None, lse: Tensor, **tensors: Tensor) -> None:
+    lie = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in tensors.items()}
+    q, labels = lie["q"], None if runs is None else _labels(runs)
+    work = Attention(**{name: t.data_ptr() for name, t in lie.items()}, lse=lse.data_ptr())
+    strides = {"q": "qs", "k": "ks", "v": "vs", "g": "gs", "y": "ys", "dq": "dqs", "dk": "dks"}
+    for name, field in strides.items():
+        if name in lie:
+            setattr(work, field, (Long * 3)(*lie[name].stride()[:3]))
+    work.batch, work.heads, work.t, work.e = q.shape
+    work.kv, work.scale, work.dtype = lie["k"].shape[1], q.shape[3] ** -0.5, DTYPES[q.dtype]
+    if labels is not None:
+        work.labels, work.labelled = labels.data_ptr(), labels.shape[1]
+    call("attention", ctypes.byref(work))
+
+
+def _labels(runs: Tensor) -> Tensor:
+    """The first token of each token's document, i32[b t + PANEL]."""
+    place = torch.arange(runs.shape[1], device="cpu")
+    if bool((runs[:, 1:] >= runs[:, :-1]).all()):  # sorted, as models.blocks.runs are
+        order, sorted_runs = place.expand_as(runs), runs
+    else:
+        sorted_runs, order = runs.sort(dim=1, stable=True)
+    begins = F.pad(sorted_runs[:, 1:] != sorted_runs[:, :-1], (1, 0), value=True)
+    first = order.gather(1, torch.where(begins, place, 0).cummax(1).values)
+    return F.pad(torch.empty_like(first).scatter_(1, order, first), (0, PANEL)).to(torch.int32)

@@ -1,0 +1,157 @@
+/* x · wᵀ for few rows of x, for one instruction set: the packed bytes are read once, and the time that this takes is what
+   counts. Some rows of the weight are decoded into scratch that stays in the first cache, or into registers, and all of
+   x is multiplied with them. More rows are for gemm.h, as are those of g · w. */
+
+/* Four sums to y[0 .. 3], of which `rows` are wanted. */
+INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
+    float totals[4];
+    NAME(sum4)(sums, totals);
+    for (int r = 0; r < rows; r++) {
+        if (dtype == F32) ((float *)y)[r] = totals[r];
+        else ((uint16_t *)y)[r] = dtype == BF16 ? to_bf16(totals[r]) : to_f16(totals[r]);
+    }
+}
+
+/* y[columns][rows] = x · wᵀ for n elements a row (a multiple of 64), rows of both `apart`: every sum stays in a register.
+   The elements are floats, or bf16 if `half`; rows, columns and half are constants where this is inlined. */
+INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, int rows, int columns, int half, void *y,
+                       int dtype, int64_t stride) {
+    NAME(Lanes) sums[6][4] = {0};
+    int step = half ? 2 * NAME(LANES) : NAME(LANES);
+    int64_t size = half ? 2 : 4;
+    for (int64_t k = 0; k < n; k += step) {
+#pragma GCC unroll 6
+        for (int c = 0; c < columns; c++) {
+            NAME(Lanes) b = *(const NAME(Lanes) *)((const char *)x + (c * apart + k) * size);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                NAME(Lanes) a = *(const NAME(Lanes) *)((const char *)w + (r * apart + k) * size);
+                if (half) sums[c][r] = DOT(a, b, sums[c][r]);
+                else sums[c][r] = FMA(a, b, sums[c][r]);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int c = 0; c < columns; c++) NAME(store)(sums[c], rows, (char *)y + c * stride * (dtype == F32 ? 4 : 2), dtype);
+}
+
+#define TILE(R, C) case C: NAME(tile)(w, p->x, n, apart, R, C, half, to, p->dtype, p->w.rows); break
+#define TILES(R) switch (p->m) { TILE(R, 1); TILE(R, 2); TILE(R, 3); TILE(R, 4); TILE(R, 5); TILE(R, 6); }
+
+#ifdef LANES_BF16
+/* 4-bit codes in blocks of 64 or more as bf16, dealt out: a vector of codes is 128 elements in two blocks, whose two
+   tables of 16 values are one table of 32, and the four codes of its words look up four vectors. x is dealt out to match
+   (load, form 2), so that no element is ever moved to its place. */
+INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
+    __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x1010), 1), four = _mm512_set1_epi16(0x0f0f);
+    __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
+    __m512i t = (__m512i)_mm512_cvtne2ps_pbh(b, a), c = _mm512_loadu_si512(codes);
+    __m512i low = _mm512_ternarylogic_epi32(c, four, half, 0xea); /* (c & four) | half */
+    __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(c, 4), four, half, 0xea);
+    v[0] = _mm512_permutexvar_epi16(high, t);
+    v[1] = _mm512_permutexvar_epi16(low, t);
+    v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), t);
+    v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), t);
+    __builtin_prefetch(codes + 2 * AHEAD, 0, 2); /* to the second cache, as too few reads to the first may be under way */
+    __builtin_prefetch(codes + 512);             /* from there to the first */
+}
+
+/* The scales of n elements of a row from `column`, both multiples of 64, one for each 64 elements; room for 63 more. */
+INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *scales) {
+    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift, each = w->block / 64;
+    NAME(scales)(w, row * blocks_of(w) + first, ((column + n - 1) >> shift) - first + 1, scales);
+    if (each > 1) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[(column / 64 + i) / each - first];
+}
+
+/* `rows` rows of the weight by `columns` rows of x from `at`, so few that all sums stay in registers; both are
+   constants. */
+INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int columns) {
+    const Packed *w = &p->w;
+    __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
+    for (int r = 0; r < rows; r++)
+        for (int m = 0; m < columns; m++)
+            for (int j = 0; j < 2; j++) sums[r][m][j] = _mm512_setzero_ps();
+    for (int64_t column = 0; column < w->width; column += PIECE) {
+        float scales[4 * PIECE / 64 + 64];
+        int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
+        if (w->block == 64 && n == w->width) NAME(scales)(w, row * (n / 64), rows * (n / 64), scales);
+        else for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales + r * (n / 64));
+        const uint8_t *codes = w->codes + row * next + column / 2;
+        const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
+        for (int64_t i = 0; i < n; i += 128) {
+            __m512i v[4][4];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++)
+            {
+                const float *scale = scales + (r * n + i) / 64;
+                NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
+            }
+#pragma GCC unroll 4
+            for (int m = 0; m < columns; m++)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    __m512i b = _mm512_load_si512(x + m * p->apart + i + 32 * j);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; r++) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
+                }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int m = 0; m < columns; m++) {
+            __m512 sum = _mm512_add_ps(sums[r][m][0], sums[r][m][1]);
+            ((uint16_t *)p->y)[(at + m) * w->rows + row + r] = to_bf16(_mm512_reduce_add_ps(sum));
+        }
+}
+
+INLINE void NAME(fused_group)(const Few *p, int64_t unit, int64_t at, int columns) {
+    int64_t row = unit * GROUP, stop = MIN(row + GROUP, p->w.rows);
+    if (columns == 1)
+        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1);
+    for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns);
+    if (row < stop) NAME(fused)(p, row, at, 1, columns);
+}
+#endif
+
+/* GROUP rows of the weight, four at a time, by all rows of x. */
+INLINE void NAME(group)(const Few *p, int64_t unit, void *w, int half) {
+    int64_t stop = MIN((unit + 1) * GROUP, p->w.rows), n = p->padded, apart = p->apart, size = half ? 2 : 4;
+    for (int r = 0; r < 4; r++) memset((char *)w + (r * apart + p->w.width) * size, 0, (size_t)((n - p->w.width) * size));
+    for (int64_t row = unit * GROUP, rows; row < stop; row += rows) {
+        rows = stop - row >= 4 ? 4 : 1;
+        for (int64_t r = 0; r < rows; r++)
+            NAME(factors)(&p->w, row + r, 0, p->w.width, p->dtype, half, (char *)w + r * apart * size);
+        void *to = (char *)p->y + row * (p->dtype == F32 ? 4 : 2);
+        if (rows == 4) TILES(4) else TILES(1)
+    }
+}
+#undef TILES
+#undef TILE
+
+static void NAME(few)(void *data, int64_t unit, void *scratch) {
+    const Few *p = data;
+#ifdef LANES_BF16
+    if (p->form == 2)
+        for (int64_t at = 0; at < p->m; at += FUSED)
+            switch (MIN(p->m - at, FUSED)) {
+                case 1: NAME(fused_group)(p, unit, at, 1); break;
+                case 2: NAME(fused_group)(p, unit, at, 2); break;
+                case 3: NAME(fused_group)(p, unit, at, 3); break;
+                case 4: NAME(fused_group)(p, unit, at, 4); break;
+            }
+    else if (p->form) NAME(group)(p, unit, scratch, 1);
+    else
+#endif
+        NAME(group)(p, unit, scratch, 0);
+}
+
+/* n elements of x as the products want them: in float32 (form 0), as they are (1), or every 128 dealt out (2): each
+   fourth from the first, each fourth from the second, and so on. */
+static void NAME(load)(const void *x, int dtype, int64_t n, int form, void *out) {
+    const uint16_t *from = x;
+    uint16_t *to = out;
+    if (form == 0) NAME(floats)(x, dtype, 0, n, out);
+    else if (form == 1) memcpy(out, x, (size_t)n * 2);
+    else for (int64_t i = 0; i < n; i += 128)
+        for (int k = 0; k < 4; k++)
+            for (int j = 0; j < 32; j++) to[i + 32 * k + j] = from[i + 4 * j + k];
+}

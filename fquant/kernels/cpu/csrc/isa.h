@@ -1,0 +1,35 @@
+/* All kernels of one instruction set, ISA. Included by kernels.c once for each. */
+
+#include "simd.h"
+
+/* n elements from x + at, as floats. */
+static void NAME(floats)(const void *x, int dtype, int64_t at, int64_t n, float *restrict out) {
+    const uint16_t *h = (const uint16_t *)x + at;
+    if (dtype == F32) memcpy(out, (const float *)x + at, (size_t)n * 4);
+    else if (dtype == BF16) for (int64_t i = 0; i < n; i++) out[i] = from_bf16(h[i]);
+    else for (int64_t i = 0; i < n; i++) out[i] = from_f16(h[i]);
+}
+
+/* n floats to x + at. */
+static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *restrict out, int64_t at) {
+    uint16_t *h = (uint16_t *)out + at;
+    if (dtype == F32) memcpy((float *)out + at, x, (size_t)n * 4);
+    else if (dtype == BF16) for (int64_t i = 0; i < n; i++) h[i] = to_bf16(x[i]);
+    else for (int64_t i = 0; i < n; i++) h[i] = to_f16(x[i]);
+}
+
+#include "quantize.h"
+#include "dequantize.h"
+#include "gemv.h"
+#include "gemm.h"
+#include "threefry.h"
+#include "exp.h"
+#include "rows.h"
+#include "loss.h"
+#include "norm.h"
+#include "tiles.h"
+#include "attention.h"
+#include "pointwise.h"
+
+#undef FMA
+#undef DOT

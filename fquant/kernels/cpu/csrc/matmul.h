@@ -1,0 +1,87 @@
+/* How a product is computed: by gemv.h or gemm.h, in which chunks of x, with how much room. */
+
+/* Whether a product with x of dtype is of the fastest kind: bf16 throughout, whole vectors of 4 bits. */
+static int deals(int isa, const Packed *w, int dtype) {
+    return available[isa].kernels.bf16 && dtype == BF16 && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 &&
+           !w->offset && w->dtype != F16;
+}
+
+/* x [m, in] · wᵀ for few m: x is copied as `few` wants it. */
+static int few(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype, int form) {
+    const Kernels *k = &available[isa].kernels;
+    int64_t padded = padded_to(w->width, 64);
+    size_t from = dtype == F32 ? 4 : 2, to = form ? 2 : 4;
+    int64_t apart = padded + 64 / (int64_t)to; /* a line more, lest all rows fall on the same sets of the cache */
+    char *copy;
+    if (posix_memalign((void **)&copy, 64, (size_t)(m * apart) * to)) return -1;
+    for (int64_t i = 0; i < m; i++) {
+        char *row = copy + (size_t)(i * apart) * to;
+        k->load((const char *)x + (size_t)(i * w->width) * from, dtype, w->width, form, row);
+        memset(row + (size_t)w->width * to, 0, (size_t)(padded - w->width) * to);
+    }
+    Few work = {*w, copy, m, padded, apart, y, dtype, form};
+    int failed = run(k->few, &work, (w->rows + GROUP - 1) / GROUP, (size_t)apart * to * 4, NULL, threads);
+    free(copy);
+    return failed;
+}
+
+/* How many rows of the weight to make a unit, so that the threads finish together. */
+static int64_t group_of(int64_t rows, int threads) {
+    int64_t best = LEAST_ROWS, least = INT64_MAX;
+    for (int64_t group = LEAST_ROWS; group <= MOST_ROWS; group += LEAST_ROWS) {
+        int64_t full = rows / group, rest = full % threads ? group : padded_to(rows % group, LEAST_ROWS);
+        int64_t time = full / threads * group + rest;
+        if (time <= least) best = group, least = time;
+    }
+    return best;
+}
+
+typedef struct { Product work; int few; int64_t chunk, units; size_t copy, scratch; } Plan; /* sizes in bytes */
+
+/* How x · wᵀ or, transposed, x · w is computed: x in chunks, whose copies take COPY bytes at most unless it is wide. */
+static Plan plan(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y,
+                 int dtype) {
+    const Kernels *k = &available[isa].kernels;
+    Plan p = {.work = {.w = *w, .x = x, .m = m, .y = y, .dtype = dtype}};
+    Product *work = &p.work;
+    work->half = k->bf16 && dtype == BF16;
+    work->deals = deals(isa, w, dtype);
+    if (w->dtype == F32) work->w.dtype = dtype; /* the weight is rounded to x's dtype, and computed with in float32 */
+    p.few = !transposed && m <= (work->deals ? 2 * FUSED : k->columns);
+    work->inner = transposed ? w->rows : w->width;
+    work->words = work->half ? (work->inner + 1) / 2 : work->inner;
+    work->group = group_of(w->rows, threads);
+    int64_t row = (transposed ? slabs_of(work->words) * APART : work->words) * 4;
+    int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
+    int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work->half && work->inner % 2 == 0));
+    if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* x as it is, since its words are there */
+    int64_t chunks = (m + most - 1) / most;
+    p.chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
+    int64_t padded = padded_to(p.chunk, k->lanes);
+    p.copy = (size_t)((transposed ? p.chunk : padded) * row);
+    p.units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work->group - 1) / work->group;
+    p.scratch = 4 * (size_t)(transposed ? STRIPE * (STEPS + p.chunk)
+                                        : MAX(work->group, k->lanes) * APART + padded_to(work->group, k->lanes) * padded);
+    return p;
+}
+
+static int64_t product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype,
+                   void *room) {
+    const Kernels *k = &available[isa].kernels;
+    Plan p = plan(isa, threads, transposed, w, x, m, y, dtype);
+    Product *work = &p.work;
+    if (p.few) return few(isa, threads, &work->w, x, m, y, dtype, work->deals ? 2 : work->half);
+    if (!room) return 64 + padded_to((int64_t)p.copy, 64) + (int64_t)p.scratch * threads;
+    int64_t size = dtype == F32 ? 4 : 2, out = transposed ? w->width : w->rows;
+    char *copy = (char *)(((uintptr_t)room + 63) / 64 * 64), *scratch = copy + padded_to((int64_t)p.copy, 64);
+    work->copy = p.copy ? copy : NULL;
+    for (int64_t start = 0; start < m; start += p.chunk) {
+        work->m = MIN(p.chunk, m - start);
+        work->x = (const char *)x + start * work->inner * size;
+        work->y = (char *)y + start * out * size;
+        int64_t packs = !p.copy ? 0 : transposed ? work->m : (work->m + k->panel - 1) / k->panel * slabs_of(work->words);
+        if (packs) run(transposed ? k->pack_t : k->pack, work, packs, p.scratch, scratch, threads);
+        run(transposed ? k->matmul_t : k->matmul, work, p.units, p.scratch, scratch, threads);
+    }
+    return 0;
+}

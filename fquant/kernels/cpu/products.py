@@ -1,0 +1,72 @@
+"""Products with packed weights on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..spec import Spec
+from .codec import _packed
+from .library import DTYPES, Packed, call, result
+
+TILE = 2 << 20  # bytes of a decoded tile
+ALIGNED = 32  # columns: a decoded part starts at a multiple of this
+
+
+def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
+    """See ``fquant.kernels.matmul``."""
+    return _product("matmul", x, buffers, spec, out)
+
+
+def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
+    """See ``fquant.kernels.matmul_t``."""
+    return _product("matmul_t", g, buffers, spec, out)
+
+
+def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
+    *stack, rows, _ = x.shape
+    y = result(out, *stack, rows, spec.shape[name == "matmul_t"], dtype=x.dtype)
+    if not x.numel() or not y.numel():
+        return y.zero_()
+    if stack:
+        flat = [b.flatten(0, len(stack) - 1) for b in buffers]
+        for i, (part, into) in enumerate(zip(x.flatten(0, -3), y.flatten(0, -3), strict=True)):
+            _product(name, part, [b[i] for b in flat], spec, into)
+        return y
+    w, keep = _packed(buffers, spec)
+    if x.dtype in DTYPES and w.width == spec.shape[1]:
+        x = x.contiguous()
+        args = (w, x.data_ptr(), rows, y.data_ptr(), DTYPES[x.dtype])
+        if size := call(name, *args, None):
+            room = torch.empty(size, dtype=torch.uint8, device="cpu")
+            call(name, *args, room.data_ptr())
+    elif name == "matmul":
+        for start, stop, tile in _tiles(w, spec, x.dtype):
+            torch.mm(x, tile.mT, out=y[:, start:stop])
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros(y.shape, dtype=wide, device="cpu")
+        for start, stop, tile in _tiles(w, spec, x.dtype):
+            total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
+        y.copy_(total)
+    del keep
+    return y
+
+
+def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, the rows between them in ``dtype``), each tile valid until the next."""
+    out, width = spec.shape
+    decoded = dtype if dtype in DTYPES else spec.dtype
+    step = min(out, max(1, TILE // (width * max(decoded.itemsize, dtype.itemsize))))
+    tile = torch.empty(step * width + ALIGNED, dtype=decoded, device="cpu")
+    for start in range(0, out, step):
+        stop = min(out, start + step)
+        if w.width == width:
+            skip, where = 0, (start, stop - start, 0, width)
+        else:  # one long row: from the last place before it where decoding may start
+            skip = start * width % ALIGNED
+            where = (0, 1, start * width - skip, (stop - start) * width + skip)
+        call("decode", w, *where, DTYPES[decoded], tile.data_ptr(), where[3])
+        yield start, stop, tile[skip : skip + (stop - start) * width].view(-1, width).to(dtype)

@@ -1,0 +1,143 @@
+"""The nearest of many rows as one op, whose scores are never whole.
+
+    nearest(x, codes, half, top)     x [s n d], codes [s k d], half [s k]  to  which i64[s n top], score [s n top]
+
+The score of row x and code c is ``x·c - half``. With half the square of a code's length the best score is the smallest
+euclidean distance; with zeros it is the largest inner product, which of unit codes is the largest cosine. The best come
+first, and of equal scores the one with the lowest index. A row that is not finite, or so large that no score of it is,
+has no nearest code: its indices are -1 and its scores are -inf.
+
+Scores are made a tile at a time, in float32 (float64 of float64), by the matrix product of the device, and only the
+best so far are kept. A tile of ``TILE`` bytes stays in a core's cache, where it is made and searched; on GPUs it is
+large enough to keep all of them busy. Which tiles there are depends on shapes alone.
+
+The op computes values and has no derivatives. Mapped rows are more rows of the same codes; mapped codes are one more
+dim of what is stacked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..registry import register
+from ..spec import FLOATS
+
+SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
+TILE = {"cpu": 2 << 20, "cuda": 128 << 20}  # bytes of scores
+WIDEST = 2048  # codes of a tile: a product of fewer rows than that leaves is slower
+BLOCK = 64  # scores of which the largest is found first
+
+
+def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
+    """Indices i64[s n top] and scores [s n top] of the ``top`` codes whose ``x·c - half`` is largest, best first.
+
+    x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, which is what is computed in.
+
+    Raises TypeError for other dtypes, ValueError for other shapes or devices, or more than k of the best.
+    """
+    return _OP(x, codes, half, top)
+
+
+def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    _check(x, codes, half, top)
+    (s, n, _), k = x.shape, codes.shape[1]
+    which = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
+    score = codes.new_empty(s, n, top)
+    # One tile for all: memory that is new each time takes as long as the search.
+    tile = codes.new_empty(_tile(n, k, codes))
+    for i in range(s):
+        for start in range(0, n, len(tile)):
+            at = slice(start, start + len(tile))
+            _search(x[i, at].to(codes.dtype), codes[i], half[i], tile[: len(x[i, at])], which[i, at], score[i, at])
+    lost = ~score[..., :1].isfinite()
+    return which.masked_fill_(lost, -1), score.masked_fill_(lost, -math.inf)
+
+
+def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, which: Tensor, score: Tensor) -> None:
+    """The best for rows x [m d], written to which and score [m top], by a ``tile`` [m wide] at a time."""
+    top, wide = which.shape[1], tile.shape[1]
+    score.fill_(-math.inf)
+    for first in range(0, len(codes), wide):
+        part, bias = codes[first : first + wide], half[first : first + wide]
+        torch.addmm(bias, x, part.mT, beta=-1, out=tile[:, : len(part)])
+        tile[:, len(part) :] = -math.inf
+        if top == 1:
+            best, at = _largest(tile)
+            better = (best > score) | best.isnan()  # not where equal: of these the first is kept
+            which.copy_(torch.where(better, at + first, which))
+            score.copy_(torch.where(better, best, score))
+            continue
+        both = torch.cat([score, tile], 1)
+        names = torch.arange(first, first + wide, device=x.device).expand(len(x), -1)
+        names = torch.cat([which, names], 1)
+        for place in range(top):
+            best, at = both.max(1, keepdim=True)  # the first of equal ones, which has the lowest index
+            score[:, place : place + 1] = best
+            which[:, place : place + 1] = names.gather(1, at)
+            both.scatter_(1, at, -math.inf)
+
+
+def _largest(tile: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of every row [m 1] and where it first is, as ``tile.max(1, keepdim=True)``.
+
+    A search for the largest alone is several times faster than one that keeps where it is, so blocks come first.
+    """
+    if tile.shape[1] < 8 * BLOCK or tile.shape[1] % BLOCK:
+        return tile.max(1, keepdim=True)
+    blocks = tile.unflatten(1, (-1, BLOCK))  # [m wide/block block]
+    best, block = blocks.amax(-1).max(1, keepdim=True)
+    rows = torch.arange(len(tile), device=tile.device)[:, None]
+    return best, block * BLOCK + blocks[rows, block].argmax(-1)
+
+
+def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
+    """Rows and codes of a tile."""
+    size = TILE.get(codes.device.type, TILE["cpu"]) // codes.element_size()
+    wide = min(-(-k // BLOCK) * BLOCK, WIDEST if codes.device.type == "cpu" else size // 1024)
+    return max(1, min(n, size // wide)), wide
+
+
+def _fake(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    _check(x, codes, half, top)
+    return x.new_empty(*x.shape[:2], top, dtype=torch.int64), codes.new_empty(*x.shape[:2], top)
+
+
+def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
+    if x.dtype not in (*FLOATS, torch.float64) or codes.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
+    if half.dtype != codes.dtype:
+        raise TypeError(f"nearest got half {half.dtype} beside codes {codes.dtype}; wanted one dtype")
+    if x.ndim != 3 or codes.ndim != 3 or x.shape[::2] != codes.shape[::2] or half.shape != codes.shape[:2]:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("codes", codes), ("half", half)))
+        raise ValueError(f"nearest got {shapes}; wanted [s n d], [s k d] and [s k]")
+    if not 1 <= top <= codes.shape[1]:
+        raise ValueError(f"nearest got top {top} of {codes.shape[1]} codes; wanted 1 to {codes.shape[1]}")
+    if not x.device == codes.device == half.device:
+        raise ValueError(f"nearest got x on {x.device}, codes on {codes.device}, half on {half.device}; move some")
+
+
+def _vmap(info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
+    b = info.batch_size
+    if in_dims[1] is None and in_dims[2] is None:
+        rows = x.movedim(in_dims[0], 1)  # [s b n d]
+        return tuple(t.unflatten(1, rows.shape[1:3]) for t in _OP(rows.flatten(1, 2), codes, half, top)), (1, 1)
+    stacked = (
+        (t.expand(b, *t.shape) if at is None else t.movedim(at, 0)).flatten(0, 1)
+        for t, at in zip((x, codes, half), in_dims, strict=False)
+    )
+    return tuple(t.unflatten(0, (b, len(t) // b)) for t in _OP(*stacked, top)), (0, 0)
+
+
+def _flops(x: Any, codes: Any, *_: Any, **__: Any) -> int:
+    """A product of rows and codes; torch's counter gives shapes for tensors."""
+    return 2 * math.prod(x) * codes[1]
+
+
+_FIX = "it computes values only, and an index has no derivative; detach its arguments, as fquant.vq.encode does"
+_OP = register("nearest", SCHEMA, _nearest, _fake, _vmap, _FIX)
+register_flop_formula(torch.ops.fquant.nearest)(_flops)

@@ -1,0 +1,66 @@
+"""turn: what a rotary embedding does to the halves of a head, as one op.
+
+    turn(x, h)     f[... 2h] to f[... 2h]: [-second, first], second and first being halves of the last dim
+    turn(x, -h)    f[... 2h] to f[... 2h]: [second, -first], its transpose, which is its inverse too
+
+In torch it is two views, a negation and a concatenation: three times the memory traffic of the result, and the end of
+every chain of elementwise operations. As a step of a program (``pointwise.py``) it costs next to nothing. So captured
+graphs have it (fquant/compile/passes/canonicalize.py); models say it in torch. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..cpu.library import result
+from ..registry import register
+from ..spec import FLOATS
+from .pointwise import OP as POINTWISE
+from .pointwise_program import PIECE, is_turned
+
+
+def turn(x: Tensor, half: int) -> Tensor:
+    """The halves of the last dim of x f[... 2|half|] turned, forth or, for half < 0, back: contiguous, x's dtype.
+
+    Raises TypeError for another dtype than f32, bf16, f16 and f64, ValueError where 2|half| is not the last dim, or
+    does not divide ``program.PIECE``.
+    """
+    return OP(x, half)
+
+
+def _real(x: Tensor, half: int, out: Tensor | None = None) -> Tensor:
+    _check(x, half)
+    if x.dtype is torch.float64:
+        return reference.turn(x, half > 0)
+    step = f"turn.{str(x.dtype).removeprefix('torch.')} 0 {float(half).hex()}"
+    if out is None:
+        return POINTWISE([x], [], f"{step}; new 1; over")[0]
+    POINTWISE([x], [result(out, *x.shape, dtype=x.dtype)], f"{step}; new; over 1")
+    return out
+
+
+def _fake(x: Tensor, half: int) -> Tensor:
+    _check(x, half)
+    return x.new_empty(x.shape)
+
+
+def _check(x: Tensor, half: int) -> None:
+    if x.dtype not in (*FLOATS, torch.float64):
+        raise TypeError(f"turn got {x.dtype} {tuple(x.shape)}; wanted f32, bf16, f16 or f64")
+    if not is_turned(x.shape, half):
+        raise ValueError(
+            f"turn got x {tuple(x.shape)} and a half of {half}; wanted half of its last dim, "
+            f"by which {PIECE} can be divided"
+        )
+
+
+def _vmap(info: Any, in_dims: Any, x: Tensor, half: int) -> tuple[Tensor, int]:
+    return OP(x.movedim(in_dims[0], 0), half), 0
+
+
+_FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
+OP = register("turn", "(Tensor x, int half) -> Tensor", _real, _fake, _vmap, _FIX)

@@ -1,0 +1,168 @@
+"""Packed ops: split from fquant.kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..format import Format, num_blocks, num_bytes, read
+from . import additive_codebooks
+from .dispatch import backend, is_direct
+from .registry import LIBRARY, constant, into
+from .spec import FLOATS, Spec, check, code_dtype
+
+_COMPUTED = (*FLOATS, torch.float64)
+_PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
+SCHEMAS = {
+    "encode": "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)",
+    "decode": f"({_PACKED}, ScalarType out) -> Tensor",
+    "matmul": f"(Tensor x, {_PACKED}) -> Tensor",
+    "matmul_t": f"(Tensor g, {_PACKED}) -> Tensor",
+}
+
+
+def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
+    return _OPS["encode"](rows, format.text)
+
+
+def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
+    return _OPS["decode"](buffers, spec.format.text, spec.shape, spec.dtype, out)
+
+
+def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out] in x's dtype."""
+    if is_direct(x, *buffers):
+        return product("matmul", x, buffers, spec)
+    return _OPS["matmul"](x, buffers, spec.format.text, spec.shape, spec.dtype)
+
+
+def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in] in g's dtype."""
+    if is_direct(g, *buffers):
+        return product("matmul_t", g, buffers, spec)
+    return _OPS["matmul_t"](g, buffers, spec.format.text, spec.shape, spec.dtype)
+
+
+def _of(format: Format, device: torch.device) -> ModuleType:
+    """What computes with arrays of ``format`` on ``device``."""
+    return backend(device.type)[1] if format.vectors is None else additive_codebooks
+
+
+def _encode(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    _check_rows(rows, kind := read(format))
+    return backend(rows.device.type)[1].encode(rows, kind)
+
+
+def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    _check_rows(rows, kind := read(format))
+    *outer, width = rows.shape
+    return (
+        rows.new_empty(*outer, num_bytes(kind, width), dtype=code_dtype(kind)),
+        rows.new_empty(*outer, num_blocks(kind, width), dtype=torch.float32),
+    )
+
+
+def _decode(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    spec = Spec(read(format), tuple(shape), dtype)
+    _check_decode(spec, buffers, out)
+    return _of(spec.format, buffers[0].device).decode(buffers, spec, out)
+
+
+def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    stack = _check_decode(Spec(read(format), tuple(shape), dtype), buffers, out)
+    return buffers[0].new_empty(*stack, *shape, dtype=out)
+
+
+def _product(
+    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, **out: Tensor
+) -> Tensor:
+    return product(name, x, buffers, Spec(read(format), tuple(shape), dtype), **out)
+
+
+def product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
+    """The op ``name``, a product, computed without the dispatcher; right only where :func:`is_direct` holds."""
+    _check_product(name, x, buffers, spec)
+    return getattr(_of(spec.format, x.device), name)(x, buffers, spec, **out)
+
+
+def _product_fake(
+    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    _check_product(name, x, buffers, Spec(read(format), tuple(shape), dtype))
+    return x.new_empty(*x.shape[:-1], shape[name == "matmul_t"])
+
+
+def _check_rows(rows: Tensor, format: Format) -> None:
+    if format.vectors is not None:
+        raise ValueError(f"encode got {format.name}, whose vectors have to be learned; use fquant.quantize")
+    if rows.dtype not in FLOATS or rows.ndim == 0:
+        raise TypeError(f"encode got {rows.dtype} {tuple(rows.shape)}; wanted f32, bf16 or f16 with at least one dim")
+
+
+def _check_decode(spec: Spec, buffers: list[Tensor], out: torch.dtype) -> tuple[int, ...]:
+    if out not in _COMPUTED:
+        raise TypeError(f"decode got {out}; wanted f32, bf16, f16 or f64")
+    return check(spec, buffers)
+
+
+def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> None:
+    if len(spec.shape) != 2 or x.dtype not in _COMPUTED or x.ndim < 2:
+        raise TypeError(
+            f"{name} got x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}; wanted f[*stack m n], 2 dims"
+        )
+    check(spec, buffers, tuple(x.shape[:-2]))
+    inner = spec.shape[name == "matmul"]
+    if x.shape[-1] != inner:
+        raise ValueError(f"{name} got x {tuple(x.shape)} and a weight {spec.shape}; x's last dim must be {inner}")
+    if x.device != buffers[0].device:
+        raise ValueError(f"{name} got x on {x.device} and a weight on {buffers[0].device}; move one")
+
+
+def _decode_vmap(info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> tuple[Tensor, int]:
+    """A mapped dim of a packed array is one more dim of a stack."""
+    mapped = [
+        b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
+        for b, at in zip(buffers, in_dims[0], strict=True)
+    ]
+    return _OPS["decode"](mapped, *rest), 0
+
+
+_FIX = (
+    "a Packed is a constant: train a Lora beside it (fquant.lora.init, attach) or a dense weight, and multiply with "
+    "fquant.linear, which has derivatives with respect to x"
+)
+
+
+def _product_flops(x: Any, buffers: Any, format: str, shape: list[int], *rest: Any, **kwargs: Any) -> int:
+    """As many as of the dense weight; torch's counter gives shapes for tensors."""
+    return 2 * math.prod(x[:-1]) * math.prod(shape)
+
+
+def _register() -> dict[str, Callable[..., Any]]:
+    real: dict[str, Any] = {"encode": _encode, "decode": _decode}
+    fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
+    for name in ("matmul", "matmul_t"):
+        real[name], fake[name] = partial(_product, name), partial(_product_fake, name)
+    for name in ("matmul", "matmul_t"):
+        into(LIBRARY, name, SCHEMAS[name], real[name])
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, real[name], key)
+        LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
+        torch.library.register_fake(f"fquant::{name}", fake[name], lib=LIBRARY)
+    register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(_product_flops)
+    torch.library.register_vmap("fquant::decode", _decode_vmap, lib=LIBRARY)
+    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
+
+
+_OPS = _register()

@@ -1,0 +1,140 @@
+"""Quantise and dequantise rows, and multiply by a dequantised weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...format import Format, num_blocks
+from ..spec import Spec, scales, split
+
+CHUNK = 1 << 20  # elements quantised at a time: bounds what quantising needs beside the weight
+TINY = 1e-38  # keeps the reciprocal of an all-zero block finite
+
+
+def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
+    *outer, width = rows.shape
+    parts = rows.reshape(-1, width).split(max(1, CHUNK // max(width, 1)))
+    codes, absmax = zip(*[_encode_rows(part, format) for part in parts], strict=True)
+    join = lambda parts: (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(*outer, parts[0].shape[-1])
+    return join(codes), join(absmax)
+
+
+def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    x = rows.float()
+    if format.table is None:
+        x = rows.half().float()
+    width = x.shape[-1]
+    block = format.block or max(width, 1)
+    whole = width - width % block
+    blocks = x[..., :whole].unflatten(-1, (whole // block, block))
+    absmax = blocks.abs().amax(-1)  # [... whole / block]
+    if format.table is None:
+        codes = _round(blocks, absmax[..., None]).flatten(-2)
+        if whole < width:
+            last = x[..., whole:].abs().amax(-1, keepdim=True)
+            codes = torch.cat([codes, _round(x[..., whole:], last)], -1)
+            absmax = torch.cat([absmax, last], -1)
+        return codes, absmax
+    scaled = (blocks * (1.0 / absmax.clamp(min=TINY))[..., None]).flatten(-2)
+    if whole < width:
+        last = x[..., whole:].abs().amax(-1, keepdim=True).clamp(min=TINY)
+        scaled = torch.cat([scaled, x[..., whole:] / last], -1)
+        absmax = torch.cat([absmax, last], -1)
+    index = _nearest(scaled.clamp(-1, 1), format)
+    if format.bits == 8:
+        return index, absmax
+    if width % 2:
+        zero = _nearest(scaled.new_zeros((*scaled.shape[:-1], 1)), format)
+        index = torch.cat([index, zero], -1)
+    return index[..., 0::2] << 4 | index[..., 1::2], absmax
+
+
+def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
+    format, shape, dtype = spec
+    codes, scale, offset, _ = split(spec, buffers)
+    absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
+    if format.flat:
+        codes = codes.flatten(-len(shape)) if format.bits == 8 else codes
+        values = _decode_rows(codes, absmax, format, math.prod(shape)).unflatten(-1, shape)
+    else:
+        values = _decode_rows(codes, absmax, format, shape[-1])
+    if offset is not None:
+        values = values + offset.reshape(offset.shape + (1,) * len(shape))
+    return values.to(dtype).to(out)
+
+
+def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out]."""
+    return x @ decode(buffers, spec, x.dtype).mT
+
+
+def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in]."""
+    return g @ decode(buffers, spec, g.dtype)
+
+
+def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
+    """Codes and absmax f32[... blocks] of :func:`encode` to f32[... width]."""
+    if format.table is None:
+        values = codes.float()
+    elif format.bits == 8:
+        values = torch.tensor(format.table, dtype=torch.float32, device=codes.device)[codes.int()]
+    else:
+        # Both values of a byte at once: half as many look-ups, and no unpacked indices.
+        pairs = [(high, low) for high in format.table for low in format.table]
+        table = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
+        values = F.embedding(codes.int(), table).flatten(-2)[..., :width]
+    values = times_scale(values, absmax, format, width)
+    return values * (1 / 127) if format.table is None else values
+
+
+def times_scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
+    """Values f32[... width] times the absmax f32[... blocks] of their blocks."""
+    if not width:
+        return values
+    block = format.block or width
+    if width % block == 0:
+        return (values.unflatten(-1, (num_blocks(format, width), block)) * absmax[..., None]).flatten(-2)
+    return values * absmax.repeat_interleave(block, -1)[..., :width]
+
+
+def _round(x: Tensor, absmax: Tensor) -> Tensor:
+    """LLM.int8: nearest of -127 .. 127, a block of zeros giving zeros."""
+    return torch.where(absmax > 0, torch.round(x * (127.0 / absmax)), 0.0).to(torch.int8)
+
+
+def _nearest(x: Tensor, format: Format) -> Tensor:
+    """u8 index of the table value nearest to ``x`` f32 in [-1, 1]."""
+    if format.bits == 8:
+        at = (x + 1.0) * 0.5 * 65535.0 + 0.5
+        return grid(format).to(x.device)[at.nan_to_num().int()]  # NaN is no index; who quantises refuses it by absmax
+    order, middles = midpoints(format)
+    index = torch.bucketize(x.contiguous(), middles.to(x.device), out_int32=True)
+    if order != sorted(order):
+        index = torch.tensor(order, dtype=torch.int64, device=x.device)[index]
+    return index.to(torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def midpoints(format: Format) -> tuple[list[int], Tensor]:
+    """The codes in the order of their values, and what lies halfway between those values, f32[codes - 1]."""
+    assert format.table is not None
+    order = sorted(range(len(format.table)), key=format.table.__getitem__)
+    table = torch.tensor([format.table[i] for i in order], dtype=torch.float32, device="cpu")
+    return order, (table[:-1] + table[1:]) / 2
+
+
+@lru_cache(maxsize=256)
+def grid(format: Format) -> Tensor:
+    """The code nearest to every one of 65536 points in [-1, 1], u8."""
+    order, middles = midpoints(format)
+    points = torch.arange(65536, dtype=torch.float32, device="cpu") * 2.0 / 65535.0 - 1.0
+    return torch.tensor(order, dtype=torch.uint8, device="cpu")[torch.bucketize(points, middles)]

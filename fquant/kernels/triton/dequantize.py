@@ -1,0 +1,293 @@
+"""Dequantising in Triton, and what a packed array looks like to a kernel.
+
+A packed array comes to a kernel as :class:`Rows`: rows of *units*, which are 32-bit words of 8 or 4 codes where the
+rows are aligned for that and bytes where they are not, beside rows of scales. Rows without gaps are one long row.
+
+* A thread decodes two words, and stores 16 bytes of bf16 for each: all that it loads stays with it. From NF4 to bf16
+  are 2.5 bytes an element, for which an H200 has time for 20 instructions (4.3 TB/s; 132 multiprocessors, 128 lanes,
+  1.98 GHz); the kernel has 8, or 10 with packed scales (counted in its machine code, Triton 3.6 and 3.9 alike).
+* Looking up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions; a load
+  from global memory two more for its 64-bit address, and Triton 3.6 first moves the codes to other threads for it.
+* Unpacking is ``tl.join`` of a word with itself shifted: codes come out in order, in registers of the same thread.
+* Scales that are packed themselves are decoded on the way, once a block.
+
+Equal to ``reference.py`` to the bit: Triton is told not to fuse multiplication and addition, nothing flushes denormals,
+and float32 is rounded once to the array's dtype. Triton's interpreter cuts off where it should round to bfloat16, and
+loses bfloat16's denormals: so :func:`narrow` (there) and :func:`widen` (everywhere) are made of integers.
+"""
+
+# tl.constexpr is an annotation to Triton, and Any to a type checker:
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...format import Format, num_blocks
+from ..spec import Spec, scales, split
+
+triton: Any = import_module("triton")  # Any: its own types know kernels neither inside nor when they are called
+tl: Any = import_module("triton.language")
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+EXACT = {"enable_fp_fusion": False}
+TILE = 2048  # elements that a program decodes: 16 for each thread of 4 warps
+MOST = 65535  # programs along the second axis of a grid
+
+
+class Rows(NamedTuple):
+    """A packed array as kernels read it; the dims of a stack are one, in front."""
+
+    codes: Tensor  # [stack rows units]: i32 of 8 or 4 codes each, or bytes of 2 or 1
+    scale: Tensor  # [stack rows blocks]: f32, or the codes u8 of packed scales
+    nested: tuple[Tensor, Tensor, Tensor] | None  # of packed scales: absmax f32[stack n], offset f32[stack], table
+    offset: Tensor | None  # f32[stack]
+    width: int  # elements in a row
+    format: Format
+    dtype: torch.dtype
+    pitch: int  # scales in a row of the whole array, through which packed ones are numbered,
+    first: int = 0  # and the number of the first one here
+
+    @property
+    def per(self) -> int:
+        """Codes in a unit."""
+        return self.codes.itemsize * 8 // self.format.bits
+
+
+def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """See ``fquant.kernels.decode``."""
+    stack = _stack(buffers, spec)
+    values = buffers[0].new_empty(*stack, *spec.shape, dtype=out if out in DTYPES else _rounded_to(spec))
+    if values.numel():
+        w = rows_of(buffers, spec)
+        decode_into(w, values.view(*w.codes.shape[:2], w.width))
+    return values.to(out)
+
+
+def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
+    """A packed array that is not empty, as Rows.
+
+    A flat array has the rows of its shape if no block straddles them, else it is a single row.
+    """
+    format, shape, _ = spec
+    codes, scale, offset, _ = split(spec, buffers)
+    width = shape[-1]
+    if format.flat and width % (format.block or math.prod(shape)):
+        width = math.prod(shape)
+    num, rows, blocks = math.prod(_stack(buffers, spec)), math.prod(shape) // width, num_blocks(format, width)
+    nested, inner = None, format.scale
+    if inner is not None and (table := _in_one_pass(inner, codes.device)) is not None:
+        nested = scale[1].reshape(num, -1).contiguous(), scale[2].reshape(num).contiguous(), table
+    elif inner is not None:
+        scale = [decode(scale, scales(spec), torch.float32)]
+    codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
+    if offset is not None:
+        offset = offset.reshape(num).contiguous()
+    return Rows(words(_dense(codes)), _dense(absmax), nested, offset, width, format, _rounded_to(spec), blocks)
+
+
+def cut(w: Rows, rows: slice, columns: slice | None = None) -> Rows:
+    """Some rows of ``w``, and of these some columns, which begin and end between blocks or with the row."""
+    first, width = w.first + rows.start * w.pitch, w.width
+    codes, scale = w.codes[:, rows], w.scale[:, rows]
+    if columns is not None:
+        width = columns.stop - columns.start
+        codes = codes[..., columns.start // w.per : -(-columns.stop // w.per)]
+        if block := w.format.block:
+            first += columns.start // block
+            scale = scale[..., columns.start // block : -(-columns.stop // block)]
+    return w._replace(codes=codes, scale=scale, width=width, first=first)
+
+
+def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
+    """Decode ``w`` into ``out`` f[stack rows width], whose last dim has no gaps."""
+    w, out = _joined(w, out)
+    num, rows, units = w.codes.shape
+    size = min(tile, max(2 * w.per, triton.next_power_of_2(w.width)))
+    chunk = min(size // 2, w.format.block or size)  # a chunk lies in one block
+    grid = (triton.cdiv(w.width, size), min(num * rows, MOST))
+    sizes = num * rows, rows, w.width, units, w.scale.shape[2], *out.stride()[:2]
+    even = w.width % size == 0
+    with on(out):
+        _decode[grid](
+            *tensors(w), out, *sizes, *constants(w), chunk, size // chunk // 2, even, num_warps=warps, **EXACT
+        )  # fmt: skip
+
+
+def tensors(w: Rows) -> tuple[Any, ...]:
+    """What every kernel is told of a packed array: its tensors, their strides, the numbers of its scales."""
+    absmax, mean, table = w.nested or (None, None, None)
+    strides = *w.codes.stride()[:2], *w.scale.stride()[:2], absmax.stride(0) if absmax is not None else 0
+    values = lookup(w.format, w.codes.device)
+    return w.codes, w.scale, absmax, mean, table, w.offset, values, *strides, w.pitch, w.first
+
+
+def constants(w: Rows) -> tuple[Any, ...]:
+    """What every kernel is compiled for: codes a unit, bits, block, block of packed scales, the array's dtype."""
+    nested = w.format.scale.block if w.nested and w.format.scale else 0
+    return w.per, w.format.bits, w.format.block or 0, nested, DTYPES[w.dtype]
+
+
+@lru_cache(maxsize=256)
+def lookup(format: Format, device: torch.device) -> Tensor | None:
+    """The table of ``format`` on ``device``."""
+    return None if format.table is None else torch.tensor(format.table, dtype=torch.float32, device=device)
+
+
+def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
+    """The dims in front of those of the array."""
+    codes, format = buffers[0], spec.format
+    return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
+
+
+def _rounded_to(spec: Spec) -> torch.dtype:
+    """The dtype of the array, or float32 for float64, which holds the same."""
+    return spec.dtype if spec.dtype in DTYPES else torch.float32
+
+
+def _in_one_pass(inner: Format, device: torch.device) -> Tensor | None:
+    """The table of scales that are decoded on the way; None for those that are decoded before."""
+    usual = inner.flat and inner.center and inner.block is not None and inner.bits == 8 and inner.scale is None
+    return lookup(inner, device) if usual else None
+
+
+def on(t: Tensor) -> AbstractContextManager[Any]:
+    """Inside, kernels are launched on the device of ``t``."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def words(t: Tensor) -> Tensor:
+    """Bytes [stack rows bytes] as 32-bit words, where they are aligned for it."""
+    numbers = t.shape[-1], *t.stride()[:-1], t.data_ptr(), t.storage_offset()
+    return t.view(torch.int32) if t.numel() and all(n % 4 == 0 for n in numbers) else t
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
+    """Rows that follow each other without a gap as one row, and likewise those of a stack."""
+    if not w.format.block or w.width % w.format.block:
+        return w, out
+    parts = [w.codes, w.scale, out]
+    if all(t.stride(1) == t.shape[2] for t in parts):
+        parts = [t.flatten(1)[:, None] for t in parts]
+    if w.nested is None and w.offset is None and all(t.is_contiguous() for t in parts):
+        parts = [t.view(1, 1, -1) for t in parts]
+    codes, scale, out = parts
+    pitch = scale.shape[2] if codes is not w.codes else w.pitch
+    return w._replace(codes=codes, scale=scale, width=out.shape[2], pitch=pitch), out
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """x f32 in DTYPE, to nearest even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def widen(x):
+    """x in f32."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def unpack(units, PER: tl.constexpr, BITS: tl.constexpr):
+    """The codes of units [...] in their order, i32 [... PER] but for the shape: of two codes each, once or thrice."""
+    if PER == 1:
+        return units.to(tl.int32)
+    elif PER == 2:
+        units = units.to(tl.int32)
+        return tl.join(units >> 4, units) & 15
+    else:
+        two = tl.join(units, units >> 16)
+        four = tl.join(two, two >> 8)
+        if BITS == 8:
+            return four & 255
+        else:
+            return tl.join(four >> 4, four) & 15
+
+
+@triton.jit
+def look_up(codes, table, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """The value f32[COUNT] of each of COUNT codes of any shape."""
+    codes = tl.reshape(codes, [COUNT])
+    if table is None:
+        return ((codes << 24) >> 24).to(tl.float32)
+    else:
+        return tl.gather(tl.load(table + tl.arange(0, 1 << BITS)), codes, 0)
+
+
+@triton.jit
+def scaled(values, absmax, offset, table):
+    """Values of codes times absmax, plus the offset of a centred array."""
+    values = values * absmax
+    if table is None:
+        values = values * (1 / 127)
+    if offset is not None:
+        values = values + tl.load(offset)
+    return values
+
+
+@triton.jit
+def load(at, mask, EVEN: tl.constexpr):
+    """What is at ``at``, and 0 where the mask is not set, unless it is known to be."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def _decode(
+    codes, scale, nested, mean, nested_table, offset, table,
+    codes_stack, codes_row, scale_stack, scale_row, nested_stack, pitch, first,
+    out, num_rows, rows, width, units, blocks, out_stack, out_row,
+    PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, NUM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Tile ``program_id(0)``, twice NUM chunks of C elements, of each row that falls to ``program_id(1)``."""
+    start = tl.program_id(0).to(tl.int64) * (2 * NUM)
+    chunk = start + tl.arange(0, 2 * NUM)[:, None]
+    column = chunk * C + tl.arange(0, C)[None, :]
+    block = chunk // (BLOCK // C) if BLOCK else chunk * 0
+    unit = (start + tl.arange(0, NUM)[:, None]) * (C // PER) + tl.arange(0, C // PER)[None, :]
+    half = NUM * C // PER  # a thread decodes a unit of each half, which are loaded together and looked up together
+    for i in range(tl.program_id(1), num_rows, tl.num_programs(1)):
+        s, r = tl.cast(i // rows, tl.int64), tl.cast(i % rows, tl.int64)
+        at = codes + s * codes_stack + r * codes_row + unit
+        packed = tl.join(load(at, unit < units, EVEN), load(at + half, unit + half < units, EVEN))
+        absmax = tl.load(scale + s * scale_stack + r * scale_row + block, mask=block < blocks, other=0)
+        if NESTED:
+            outer = nested + s * nested_stack + (first + r * pitch + block) // NESTED
+            absmax = tl.load(nested_table + absmax.to(tl.int32)) * tl.load(outer, mask=block < blocks, other=0)
+            absmax += tl.load(mean + s)
+        values = look_up(unpack(packed, PER, BITS), table, 2 * NUM * C, BITS)
+        values = tl.permute(tl.reshape(values, [NUM, C // PER, 2, PER]), (2, 0, 1, 3))
+        values = tl.reshape(values, [2 * NUM, C])
+        values = narrow(scaled(values, absmax, offset + s if offset is not None else offset, table), DTYPE)
+        if DTYPE != out.dtype.element_ty:
+            values = narrow(widen(values), out.dtype.element_ty)
+        at = out + s * out_stack + r * out_row + column
+        if EVEN:
+            tl.store(at, values)
+        else:
+            tl.store(at, values, mask=column < width)

@@ -1,0 +1,258 @@
+"""linear and embedding: one verb for every kind of weight.
+
+    y = linear(x, w)            # x f[... in], w [out in]  ->  f[... out], computed in x's dtype
+    y = embedding(tokens, w)    # tokens i[...], w [vocab dim]  ->  f[... dim]
+
+``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update beside it); models call these two
+and know nothing else.
+
+A packed weight is a constant: gradients pass through it to ``x`` and never to it. The one autograd Function below
+computes ``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``, and saves the packed
+buffers for the backward, so that no dense weight ever exists; its backward and its jvp are itself, so that every order
+of derivative exists; its vmap keeps weights that are shared shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import random
+from .adapter import Adapted, Lora
+from .communication import LookedUpRows
+from .kernels import dispatch, packed_ops
+from .kernels.spec import Spec
+from .packed import Packed, buffers, dequantize
+
+Weight = Tensor | Packed | Adapted
+SLOTS = 8  # the most buffers of a packed weight: codes, scales of scales, an offset each
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """``x · Wᵀ + bias``: x f[... in], w [out in], bias f[out], result f[... out] in x's dtype.
+
+    The weight is cast to x's dtype, an adapter's product is computed in the adapter's dtype.
+
+    Raises TypeError for another kind of weight, ValueError where the sizes do not fit.
+    """
+    match w:
+        case Packed():
+            _check(x, w.shape)
+            given, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
+            if x.ndim == 2 and dispatch.is_direct(x, *given):  # a row's product is not much longer than the way to it
+                y = packed_ops.product("matmul", x, given, spec)
+            else:
+                y = _matmul(x, _How(spec), *_slots(given))
+        case Tensor():
+            _check(x, tuple(w.shape))
+            y = x @ w.to(x.dtype).mT
+        case Adapted():
+            y = _adapted(x, w)
+        case _:
+            raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
+    """Rows of ``w`` [vocab dim]: tokens i[...] -> f[... dim]; only the rows asked for are decoded.
+
+    Of ``Rows`` they have been picked already, by these very tokens.
+
+    Raises TypeError for another kind of weight, ValueError for a flat one.
+    """
+    match w:
+        case Tensor():
+            return F.embedding(tokens, w)
+        case Packed():
+            if w.format.flat:
+                raise ValueError(
+                    f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
+                )
+            absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
+            some, (dim,) = tokens.reshape(tokens.numel()), w.shape[1:]
+            shape = (some.shape[0], dim)
+            rows = replace(w, codes=w.codes[some], scale=absmax[some], format=w.format.plain, shape=shape)
+            return dequantize(rows).reshape(*tokens.shape, dim)
+        case LookedUpRows(table=table):
+            some = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
+            return embedding(some, table)
+        case Adapted(base=base, lora=lora):
+            y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
+            update = scaling(lora) * (b @ lora.a)
+            if lora.magnitude is None:
+                return y + update.to(y.dtype)
+            n = tokens.numel()
+            asked = replace(lora, b=b.reshape(n, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(n))
+            gain = _gain(y.reshape(n, y.shape[-1]), asked)  # of these rows; the norms of others do not matter
+            return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
+        case _:
+            raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+
+
+def scaling(lora: Lora) -> float:
+    """What the product ``b · a`` is multiplied by: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    rank = lora.a.shape[-2]
+    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
+
+
+def _adapted(x: Tensor, w: Adapted) -> Tensor:
+    lora = w.lora
+    y = linear(x, w.base)
+    dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
+    update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is small
+    if lora.magnitude is None:
+        return y + update.to(y.dtype)
+    gain = _gain(w.base, lora).to(y.dtype)
+    if dropped is x:
+        return gain * (y + update.to(y.dtype))
+    return y + (gain - 1) * linear(dropped, w.base) + gain * update.to(y.dtype)
+
+
+def _gain(base: Weight, lora: Lora) -> Tensor:
+    """DoRA's magnitude over the row norms of the adapted weight, f[out]; the norms count as constants (section 4.3)."""
+    assert lora.magnitude is not None
+    return lora.magnitude / row_norms(base, lora)
+
+
+def row_norms(base: Weight, lora: Lora) -> Tensor:
+    """Euclidean norms f[out] of the rows of ``W + s·b·a``, constants to every transform.
+
+    In the factored exact form, ‖W‖² + 2s·(W·aᵀ)∘b + s²·(b·a·aᵀ)∘b summed along rows: no dense update is formed.
+    """
+    a, b, s = lora.a.detach(), lora.b.detach(), scaling(lora)
+    cross = (linear(a, base).mT * b).sum(-1)
+    square = ((b @ (a @ a.mT)) * b).sum(-1)
+    return (square_norms(base, a.dtype) + 2 * s * cross + s * s * square).clamp(min=0).sqrt().detach()
+
+
+def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
+    match w:
+        case Adapted(base=base, lora=lora):
+            norms = row_norms(base, lora).square()
+            return norms if lora.magnitude is None else lora.magnitude.detach().square()
+        case Packed():
+            return dequantize(w, dtype).square().sum(-1)
+        case _:
+            return w.detach().to(dtype).square().sum(-1)
+
+
+def _slots(buffers: Sequence[Tensor]) -> list[Tensor | None]:
+    if len(buffers) > SLOTS:
+        raise ValueError(
+            f"linear got a weight of {len(buffers)} buffers; wanted at most {SLOTS}: nest scales less deep"
+        )
+    return [*buffers, *[None] * (SLOTS - len(buffers))]
+
+
+class _How(NamedTuple):
+    """The static half of a product: what the packed weight is, which way round, how many dims are stacked.
+
+    A tuple, since torch.compile loses an argument of a Function that is an object made on the way.
+    """
+
+    spec: Spec
+    transposed: bool = False
+    stacked: int = 0
+
+
+class _Reverse(torch.autograd.Function):
+    """x f[*stack ... in] and the buffers of a Packed [*stack out in] to ``x · Wᵀ`` f[*stack ... out], or ``x · W``.
+
+    Exactly ``SLOTS`` buffers, the absent ones None: torch.compile miscounts the arguments of a variadic forward.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        how: _How,
+        b0: Tensor,
+        b1: Tensor,
+        b2: Tensor | None,
+        b3: Tensor | None,
+        b4: Tensor | None,
+        b5: Tensor | None,
+        b6: Tensor | None,
+        b7: Tensor | None,
+    ) -> Tensor:
+        given = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
+        product = packed_ops.matmul_t if how.transposed else packed_ops.matmul
+        if x.ndim == how.stacked + 2:
+            return product(x, given, how.spec)
+        rows = x.reshape(*x.shape[: how.stacked], math.prod(x.shape[how.stacked : -1]), x.shape[-1])  # [*stack m in]
+        y = product(rows, given, how.spec)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.how = inputs[1]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
+        ctx.set_materialize_grads(False)  # a tangent that is not None is one that somebody asked for
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if any(ctx.needs_input_grad[2:]):
+            raise TypeError(_CONSTANT.format("gradient"))
+        if g is None:
+            return (None,) * (2 + SLOTS)
+        how = ctx.how._replace(transposed=not ctx.how.transposed)
+        return _matmul(g, how, *ctx.saved_tensors), *(None,) * (1 + SLOTS)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, how: _How, *buffers: Tensor | None) -> tuple[Tensor, int]:
+        at, _, *dims = in_dims
+        k = how.stacked
+        if all(dim is None for dim in dims):  # the weight is shared: what is mapped is one more dim of rows
+            return _matmul(x.movedim(at, k), how, *buffers), k
+
+        def front(t: Tensor, dim: int | None) -> Tensor:
+            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+        stacked = [t if t is None else front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
+        return _matmul(front(x, at), how._replace(stacked=k + 1), *stacked), 0
+
+
+class _Matmul(_Reverse):
+    """_Reverse with a forward derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
+        if any(t is not None for t in tangents):
+            raise TypeError(_CONSTANT.format("tangent"))
+        return _matmul(dx, ctx.how, *ctx.saved_tensors)
+
+
+def _matmul(x: Tensor, *rest: Any) -> Tensor:
+    """The Function applied; torch.compile refuses to trace one that has a jvp, so what it traces has none.
+
+    Where nothing is being differentiated or mapped it is not applied at all: that takes as long as a row's product.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _Reverse.apply(x.view_as(x), *rest)  # whose own x, under grad, torch.compile takes for a constant
+    plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
+    if plain and not torch._C._are_functorch_transforms_active():
+        return _Reverse.forward(x, *rest)
+    return _Matmul.apply(x, *rest)
+
+
+_CONSTANT = (
+    "the {} of a packed weight was asked for, but a Packed is a constant; "
+    "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
+)
+
+
+def _check(x: Tensor, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"linear got a weight of shape {shape}; wanted [out in]")
+    if not x.is_floating_point():
+        raise TypeError(f"linear got x of {x.dtype}; wanted a float")
+    if x.ndim == 0 or x.shape[-1] != shape[1]:
+        raise ValueError(f"linear got x {tuple(x.shape)} and a weight {shape}; x's last dim must be {shape[1]}")

@@ -1,0 +1,1 @@
+"""Codebooks: their state, nearest codes, training by averages or gradients, and losses."""

@@ -1,0 +1,1 @@
+"""Quantisers made of quantisers: residuals, groups, hierarchies, and beam search over them."""

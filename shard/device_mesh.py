@@ -1,0 +1,154 @@
+"""mesh: ranks in a grid with named axes, and the process group they talk over.
+
+    mesh = shard.mesh(dp=2, fsdp=4)      # 8 ranks; every axis may be 1
+    ...
+    shard.close()
+
+    with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
+
+``dp`` replicates weights and splits the batch; ``fsdp`` splits the bytes of weights, and the batch too. The result is
+torch's DeviceMesh.
+
+The process group is started here unless it runs already. Five things torch leaves to its users are seen to:
+
+* A collective that does not complete fails after 60 seconds, not 30 minutes, along every axis: a DeviceMesh that makes
+  its own groups gives them torch's default, whatever the job's group has.
+* Ranks that were given different axes would wait for each other in the making of groups; they compare them first.
+* torchrun restarts workers over the same store, where gloo then finds the addresses of the dead; the store is
+  prefixed with the restart count.
+* A group must not be torn down while a peer is still sending, or gloo aborts: ``close`` waits for all first.
+* gloo's threads let go of the last tensors a moment after a collective is done, and need the interpreter for it. One
+  that finds it ending aborts the process, whatever its exit status was to be: an exit waits for that moment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from . import agree
+
+AXES = ("dp", "fsdp")
+TIMEOUT = timedelta(seconds=60)
+SETTLE = 0.1  # seconds that an exit leaves the interpreter to gloo's threads, which need microseconds
+
+
+def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
+    """The ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
+
+    Axes left out have size 1. Ranks compute on the CPU and talk over gloo.
+
+    Raises ValueError, on every rank, for an unknown axis, sizes that do not multiply to the number of processes, or
+    ranks that were given different ones.
+    """
+    start(timeout)
+    agree.same("mesh", {"axes": ", ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"})
+    check_axes(axes)
+    world, sizes = dist.get_world_size(), _sizes(axes)
+    if math.prod(sizes) != world:
+        shown = ",".join(f"{name}={size}" for name, size in axes.items()) or "(no axes)"
+        raise ValueError(
+            f"mesh {shown} has {math.prod(sizes)} ranks, and this job has {world}; "
+            f"wanted sizes that multiply to {world}, such as fsdp={world}"
+        )
+    return _grid(sizes, timeout)
+
+
+@contextmanager
+def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
+    """The mesh of ``axes``, of any size, as its first rank sees it, in this process alone: to trace and to price steps.
+
+    Its groups are torch's fake ones, whose collectives do nothing, and are gone when the block is left. Raises
+    ValueError for an unknown axis, RuntimeError where a process group runs already.
+    """
+    check_axes(axes)
+    if dist.is_initialized():
+        raise RuntimeError("imagined: this process has a process group already; use shard.close() first")
+    sizes = _sizes(axes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    try:
+        yield _grid(sizes, TIMEOUT)
+    finally:
+        dist.destroy_process_group()
+
+
+def _sizes(axes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(axes.get(name, 1) for name in AXES)
+
+
+def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
+    grid = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
+    along = [_groups_along(grid, dim, timeout) for dim in range(len(sizes))]
+    return DeviceMesh.from_group(along, "cpu", mesh=grid, mesh_dim_names=AXES)
+
+
+def _groups_along(grid: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group along ``dim`` of the ``grid`` of ranks; every rank takes part in making all of them."""
+    mine = dist.group.WORLD
+    if grid.shape[dim] < grid.numel():
+        for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
+            group = dist.new_group(ranks, timeout=timeout, group_desc=f"mesh_{AXES[dim]}")
+            mine = group if dist.get_rank() in ranks else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def check_axes(axes: dict[str, int]) -> None:
+    """Raise ValueError unless every axis is known and of size at least 1."""
+    for name, size in axes.items():
+        if name not in AXES:
+            raise ValueError(f"mesh axis {name!r} is unknown; wanted some of {', '.join(AXES)}")
+        if size < 1:
+            raise ValueError(f"mesh axis {name} has size {size}; wanted at least 1")
+
+
+def start(timeout: timedelta = TIMEOUT) -> None:
+    """Start the process group from torchrun's environment, or a group of one without it; nothing if it runs."""
+    _settle_at_exit()
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"fquant/attempt{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    atexit.register(time.sleep, SETTLE)
+
+
+def close() -> None:
+    """Wait for all ranks, then end the process group; nothing if none runs."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+    """The groups over which a sum over ``axes`` is taken one after the other: one, when ``axes`` span all ranks."""
+    names = mesh.mesh_dim_names or ()
+    sizes = {name: mesh.size(names.index(name)) for name in axes}  # not of mesh[name], which torch 2.11 cannot trace
+    used = [name for name, size in sizes.items() if size > 1]
+    if len(used) > 1 and math.prod(sizes.values()) == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return [world]
+    return [mesh.get_group(name) for name in used]

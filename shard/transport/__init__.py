@@ -1,0 +1,1 @@
+"""Data movement between the ranks of one machine, beside what torch.distributed offers."""

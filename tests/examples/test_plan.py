@@ -1,0 +1,300 @@
+"""plan: what is extrapolated is what the whole model takes, and what is predicted is what a real step does."""
+
+import dataclasses
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shard
+from examples.common.command_line import axes_in
+from examples.plan import cli, pricing
+from examples.plan.devices import DEVICES, bound
+from examples.plan.pricing import Job, Price, price
+from examples.qlora import train
+from examples.qlora.options import Options
+from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, quantize, random, tree
+from models import decoder
+from models.config import Config
+from models.hf_config import to_hf
+from models.presets import PRESETS
+from tests.helpers import ranks
+from tests.helpers.arrays import named
+from tests.helpers.live_memory import Peak
+
+ALL = train.TARGETS
+TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
+JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
+# A peak in the head, in the backward of the last or a middle layer, and in the update.
+JOBS = {
+    "middle": JOB,
+    "update": dataclasses.replace(JOB, rank=16, batch=1, seq=8, cfg=dataclasses.replace(TINY, tied=True)),
+    "one weight": dataclasses.replace(JOB, targets=("q",), rank=64, batch=1, seq=16, format=NF4),
+    "two weights": dataclasses.replace(JOB, targets=("q", "v")),
+    "last": dataclasses.replace(JOB, rank=2, batch=4, seq=256, stream=torch.float32),
+    "head": dataclasses.replace(JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True), targets=("v",)),
+}
+MESHES = ("fsdp=1", "fsdp=3", "dp=2,fsdp=2")
+
+
+@pytest.fixture
+def alone():
+    """No process group: imagined meshes are for processes that are in none."""
+    shard.close()
+    yield
+    assert not dist.is_initialized()
+
+
+def layers(job, count):
+    return dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=count))
+
+
+LAST = "backward of the last layer"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "mesh", "phase"),
+    [("two weights", 6, "fsdp=3", LAST)]
+    + [
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (
+            *(("middle", count, "fsdp=1", "head") for count in (6, 7)),
+            *(("middle", count, mesh, "backward") for count in (6, 7) for mesh in MESHES[1:]),
+            ("update", 6, "fsdp=3", "update"),
+            ("last", 6, "fsdp=1", "head"),
+            ("head", 6, "dp=2,fsdp=2", "head"),
+        )
+    ],
+)
+def test_extrapolated_is_traced(name, count, mesh, phase, alone):
+    job, axes = layers(JOBS[name], count), axes_in(mesh)
+    traced = pricing.total(pricing.figures(job, axes))
+    assert price(job, axes) == traced and traced.phase == phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@named("name", JOBS)
+def test_extrapolated_far(name, mesh, alone):
+    job, axes = layers(JOBS[name], 16), axes_in(mesh)
+    assert price(job, axes) == pricing.total(pricing.figures(job, axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [("llama3-70b", "fsdp=1"), ("qwen3-0.6b", "fsdp=2"), ("llama3-8b", "dp=2")])
+def test_presets_far(name, mesh, alone):
+    """Of widths that models have: how far a layer is from the peak decides nothing."""
+    job, axes = dataclasses.replace(JOB, cfg=PRESETS[name], rank=16, batch=1, seq=2048), axes_in(mesh)
+    job = layers(job, 11)
+    assert price(job, axes) == pricing.total(pricing.figures(job, axes))
+
+
+@pytest.mark.slow
+def test_few_layers_are_traced(alone):
+    calls = []
+    for count, traces in ((1, 1), (5, 1), (6, 2)):
+        calls.clear()
+        job = layers(JOB, count)
+        found = price(job, {"fsdp": 2}, lambda: calls.append(1))
+        assert len(calls) == traces
+        if count < 6:
+            assert found == pricing.total(pricing.figures(job, {"fsdp": 2}))
+
+
+def test_kinds_are_what_they_are(alone):
+    """Against sizes counted by hand."""
+    job = dataclasses.replace(layers(JOB, 2), targets=("q", "down"), format=NF4)
+    found = price(job, {"fsdp": 2})
+    codes = sum(w // 2 + w // 64 * 4 for w in (64 * 64, 64 * 32, 64 * 32, 64 * 64, 64 * 128, 64 * 128, 64 * 128))
+    assert found.base == (2 * 256 * 64 * 2 + 64 * 2 + 2 * (codes + 2 * 64 * 2)) // 2  # embed, head, norms, layers
+    adapters = 2 * 4 * 4 * ((64 + 64) + (128 + 64))
+    assert (found.adapters, found.moments) == (adapters, 2 * adapters + 8)
+    calls = {c.name: (c.count, c.payload) for c in found.collectives}
+    layer, head = codes + 2 * 64 * 2, 256 * 64 * 2 + 64 * 2
+    ids, rows = 2 * 2 * 32 * 4, 2 * 2 * 32 * 64 * 2  # of the embedding, for the tokens of both ranks
+    assert calls["all_gather"] == (2 + 2 * 2, ids + head + 2 * 2 * layer)
+    assert calls["reduce_scatter"] == (1, rows) and calls["all_reduce"] == (1, adapters + 4)  # and the loss
+    assert found.sent == (ids + rows + head + 2 * 2 * layer) // 2 + adapters + 4
+    alone = price(job, {"fsdp": 1})
+    assert (alone.sent, alone.gathered, alone.base) == (0, 0, 2 * found.base)
+
+
+def test_vectors_of_each_weight_are_in_the_base(alone):
+    job = dataclasses.replace(layers(JOB, 1), targets=("q",), format=AQ_3X8)
+    rows = dict(q=(64, 64), k=(32, 64), v=(32, 64), o=(64, 64), gate=(128, 64), up=(128, 64), down=(64, 128))
+    packed = sum(out * (width // 8 * 3 + 4) + 3 * 256 * 8 * 4 for out, width in rows.values())
+    assert price(job, {"fsdp": 1}).base == 2 * 256 * 64 * 2 + 64 * 2 + packed + 2 * 64 * 2
+
+
+# --- against reality --------------------------------------------------------------------------------------------------
+
+
+def really(job, axes):
+    """A step on this rank: what it sends, the most it holds, and what was predicted."""
+    mesh = shard.mesh(**axes)
+    rules, cfg = shard.Rules(), job.cfg
+    params = decoder.init(cfg, random.key(0), job.weights)
+    base = tree.map_at(rf"layers\.\d+\.({'|'.join(ALL)})", lambda w: quantize(w, job.format), params)
+    adapters = lora.init(base, rf"layers\.\d+\.({'|'.join(job.targets)})", job.rank)
+    placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
+    moments = pricing.optimizer().init(adapters)
+    rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
+    batch = train.data.Rows(rows, rows.roll(-1, -1), rows // 20)
+    taken = jit(pricing.step(job, mesh), donate=pricing.DONATED, passes=pricing.PASSES, recompute=False)
+    given = adapters, moments, shard.local(placed), batch, torch.tensor(rows.numel())
+    taken(*given)
+    with shard.traffic() as traffic, Peak() as peak:
+        *_, value = taken(*given)
+    assert torch.isfinite(value)
+    held = tree.nbytes(given) + peak.most
+    shard.close()
+    found = price(job, axes)
+    return {
+        "sent": (traffic.sent, found.sent),
+        "calls": (len(traffic.calls), sum(c.count for c in found.collectives)),
+        "payload": (traffic.payload(), sum(c.payload for c in found.collectives)),
+        "peak": (held, found.peak),
+    }
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("name", "count", "mesh"),
+    [
+        ("head", 2, "fsdp=2"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"))),
+        pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_predicted_is_measured(name, count, mesh):
+    axes = axes_in(mesh)
+    for found in ranks.run(math.prod(axes.values()), really, layers(JOBS[name], count), axes, timeout=240):
+        assert all(real == predicted for real, predicted in found.values()), found
+
+
+def trained(options, axes):
+    """What examples.qlora says that one of its steps sends."""
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    try:
+        run, state = train.start(options)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    return train.take(run, shard.local(run.base), state)[1].wire
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp=1", marks=pytest.mark.slow), "fsdp=2"])
+def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F811
+    axes = axes_in(mesh)
+    size = math.prod(axes.values())
+    options = Options(model=model, data=text, mesh=mesh, rank=4, seq=32, batch=4, holdout=4, steps=4)
+    sent = ranks.run(size, trained, options, axes, timeout=240)
+    shard.close()
+    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size), "--dtype", "f32"]
+    assert cli.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sent == [sum(c["sent"] for c in told["price"]["collectives"])] * size and (sent[0] > 0) == (size > 1)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(layers(JOB, 2).cfg) | {"torch_dtype": "float32"}))
+    return tmp_path
+
+
+def run(capsys, *args):
+    assert cli.main([*map(str, args), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_rows(folder, capsys, alone, meshes):
+    job = Job(layers(JOB, 2).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
+    found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
+    for x, mesh in zip(found, meshes, strict=True):
+        axes = axes_in(mesh)
+        assert (x["mesh"], x["ranks"], x["fits"]) == (mesh, math.prod(axes.values()), True)
+        want = price(job, axes)
+        assert x["price"] == json.loads(json.dumps(dataclasses.asdict(want)))
+        least = bound(DEVICES["l4"], want.flops, want.read + want.written, want.sent)
+        assert x["bound"] == dataclasses.asdict(least)
+        assert x["tokens_per_second"] == pytest.approx(64 * x["ranks"] / max(x["bound"].values()))
+
+
+@pytest.mark.slow
+def test_what_fits(folder, capsys, alone):
+    (x,) = run(capsys, "--model", folder, "--device", "l4")
+    peak = sum(x["price"][kind] for kind in cli.KINDS)
+    there = DEVICES["l4"].memory
+    for reserve, fits in (((there - peak) / 2**30 - 1e-6, True), ((there - peak) / 2**30 + 1e-6, False)):
+        assert run(capsys, "--model", folder, "--device", "l4", "--reserve", reserve)[0]["fits"] == fits
+    assert cli.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
+    assert "Smallest that fits: fsdp=1, 1 x h200" in capsys.readouterr().out
+    assert cli.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
+    assert "It does not fit: fsdp=1 needs" in capsys.readouterr().out
+
+
+def test_bound():
+    device = dataclasses.replace(DEVICES["a10"], flops=10.0, bandwidth=20.0, link=5.0)
+    for flops, moved, sent, limit in ((100, 20, 5, "compute"), (10, 200, 5, "memory"), (10, 20, 50, "wire")):
+        least = bound(device, flops, moved, sent)
+        assert (least.compute, least.memory, least.wire) == (flops / 10, moved / 20, sent / 5)
+        assert (least.limit, least.seconds) == (limit, 10.0)
+
+
+def test_bar_is_the_device():
+    p = Price(6 << 30, 1 << 30, 2 << 30, 3 << 30, 4 << 30, "head", 0, 0, 0, ())
+    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == cli.WIDTH * 16 // 24
+    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * cli.WIDTH
+
+
+BAD = {
+    "--model llama4": "--model llama4: no preset, and no folder with a config.json; wanted one or the other",
+    "--mesh fsdp": "--mesh fsdp: cannot read 'fsdp'; wanted axes and sizes such as dp=1,fsdp=2",
+    "--mesh fsdp=2 tp=2": "mesh axis 'tp' is unknown; wanted some of dp, fsdp",
+    "--mesh fsdp=0": "size 0",
+    "--device h300": "--device h300 is unknown; wanted one of b200, h200",
+    "--targets q,z": "--targets: 'z' is no weight",
+    "--block 48": "block is 48",
+    "--block 128": "layers.0.q: dim 1 = 64 is not a multiple of nf4_dq's block 128; use --block 64",
+    "--rank 0": "--rank is 0; wanted at least 1",
+    "--seq 5000": "--seq is 5000; wanted at most 4096",
+    "--batch 0": "--batch is 0",
+    "--reserve 200": "--reserve is 200.0; wanted 0 to the 140 GiB there are",
+    "--reserve nan": "--reserve is nan",
+    "--link 0": "--link is 0.0; wanted GB/s above 0",
+    "--sequence 3": "--sequence is no option; did you mean --seq?",
+}
+
+
+@pytest.mark.parametrize("args", BAD)
+def test_bad_option(args, folder, capsys):
+    refused(capsys, BAD[args], *([] if "--model" in args else ["--model", str(folder)]), *args.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2"}, "config.json: model_type = 'gpt2', want 'llama' or 'qwen3'"),
+        ({"torch_dtype": "int8"}, "torch_dtype = 'int8', want one of bfloat16, float16, float32"),
+    ],
+)
+def test_bad_folder(change, said, folder, capsys):
+    (folder / "config.json").write_text(json.dumps(to_hf(TINY) | change))
+    refused(capsys, said, "--model", str(folder))
+    (folder / "config.json").write_text("{")
+    refused(capsys, "config.json: no JSON", "--model", str(folder))
+
+
+def refused(capsys, said, *args):
+    assert cli.main(list(args)) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and err.startswith("plan: "), err

@@ -1,0 +1,275 @@
+"""The main job: started as a user starts it, on a small model, through every way it can go wrong."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from examples.plan import cli as plan
+from examples.qlora import cli, options
+from examples.qlora.train import State
+from fquant import lora
+from fquant.format import FORMATS
+from fquant.io import peft, safetensors
+from models import hf
+from tests.helpers.model_folders import TINY, tiny_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--rank", "4", "--seq", "32", "--batch", "4", "--holdout", "4", "--steps", "4"]
+STEPS = 12  # of the run that others are compared with: enough to be killed in the middle
+together = pytest.mark.xdist_group("qlora")  # one worker makes that run
+
+
+def start(*args, **env):
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.qlora", *map(str, args)],
+        cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process, timeout=120):
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def steps(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(folder, count, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(steps(folder)) >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {count} steps within {seconds} s")
+
+
+@pytest.fixture(scope="module")
+def whole(model, text, tmp_path_factory):
+    """A run on two ranks from its beginning to its end: its options, its folder and what it printed."""
+    args = ["--model", model, "--data", text, *SMALL, "--steps", STEPS, "--dropout", "0.1", "--accumulate", "2"]
+    args += ["--save-every", "2", "--lr", "0.01"]
+    out = tmp_path_factory.mktemp("whole") / "run"
+    status, printed, err = finish(start(*args, "--out", out))
+    assert status == 0, err
+    return args, out, printed
+
+
+@together
+def test_two_ranks_write_everything(whole):
+    _, out, printed = whole
+    assert "held-out perplexity" in printed and "bytes of the base" in printed
+    assert {p.name for p in out.iterdir()} == {
+        "adapter", "loss.png", "metrics.jsonl", "result.json", "run.json", "state.safetensors"
+    }  # fmt: skip
+    assert [s["step"] for s in steps(out)] == list(range(STEPS))
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    adapters = peft.load(out / "adapter", hf.path_of)
+    assert len(adapters) == 14 and all(x.b.abs().max() > 0 for x in adapters.values())
+    assert len(json.loads((out / "run.json").read_text())["ranks"]) == 2
+
+
+@together
+@pytest.mark.parametrize(
+    ("mesh", "keep"),
+    [("fsdp=1", "selected"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp=2", "all"), ("dp=2", "all")))],
+)
+def test_ranks_and_what_blocks_keep_change_nothing(mesh, keep, whole, tmp_path):
+    args, out, _ = whole  # on fsdp=2, and its blocks keep their inputs
+    status, _, err = finish(start(*args, "--mesh", mesh, "--keep", keep, "--out", tmp_path / "run"))
+    assert status == 0, err
+    found, wanted = ([s["loss"] for s in steps(folder)] for folder in (tmp_path / "run", out))
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("program", [options.Options, plan.Options], ids=["qlora", "plan"])
+def test_every_format_is_offered(program):
+    assert set(get_args(get_type_hints(program)["format"])) == set(FORMATS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["aq_2x8", "aq_3x8"])
+def test_vectors_are_learnt_alike_on_any_mesh(model, text, tmp_path, format):
+    losses = []
+    for mesh in ("fsdp=1", "fsdp=2", "dp=2"):
+        args = ("--model", model, "--data", text, *SMALL, "--format", format, "--mesh", mesh, "--out", tmp_path / mesh)
+        status, printed, err = finish(start(*args))
+        assert status == 0 and f"{format} base" in printed, err
+        losses.append([s["loss"] for s in steps(tmp_path / mesh)])
+        assert losses[-1] == pytest.approx(losses[0], abs=1e-5) and losses[0][-1] < losses[0][0]
+
+
+@together
+def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):
+    args, out, _ = whole
+    cut = tmp_path / "cut"
+    process = start(*args, "--out", cut)
+    wait_for(cut, 3)
+    pids = {rank["rank"]: rank["pid"] for rank in json.loads((cut / "run.json").read_text())["ranks"]}
+    os.kill(pids[1], signal.SIGKILL)
+    status, _, err = finish(process, timeout=15)
+    assert status == 1 and "rank 1" in err and "SIGKILL" in err, err
+    assert not (cut / "adapter").exists()
+
+    status, _, err = finish(start("--resume", cut, "--save-every", "2"))  # the rest is in the run's folder
+    assert status == 0, err
+    for name in ("adapter/adapter_model.safetensors", "state.safetensors"):
+        assert (out / name).read_bytes() == (cut / name).read_bytes()
+    assert [s["loss"] for s in steps(out)] == [s["loss"] for s in steps(cut)]
+
+
+@together
+def test_a_run_is_resumed_with_the_options_it_had(whole, tmp_path, capsys):
+    args, out, _ = whole
+    refused(capsys, "--lr was 0.01 and is now 0.5", *args, "--resume", out, "--lr", "0.5")
+    shutil.copy(out / "state.safetensors", tmp_path)
+    refused(capsys, "there is no run.json", *args, "--resume", tmp_path)
+
+
+@together
+def test_saved_state_is_a_tree(whole):
+    state = safetensors.load(whole[1] / "state.safetensors")
+    assert isinstance(state, State) and int(state.done) == STEPS
+    assert isinstance(state.adapters["layers.0.q"], lora.Lora)
+
+
+def test_under_torchrun(model, text, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    args = ["-m", "examples.qlora", "--model", model, "--data", text, *SMALL, "--out", out]
+    process = subprocess.Popen(
+        [*map(str, command + args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    status, printed, err = finish(process)
+    assert status == 0, err
+    assert len(steps(out)) == 4 and "held-out perplexity" in printed
+
+
+def _truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _long_header(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def _magic(folder):
+    (folder / "model.safetensors").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." * 20)
+
+
+def _architecture(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mamba", "architectures": ["Mamba"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+SPOILT = {
+    "truncated": (_truncated, "model.safetensors"),
+    "header larger than the file": (_long_header, "header"),
+    "wrong magic": (_magic, "model.safetensors"),
+    "unknown architecture": (_architecture, "mamba"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_model(name, model, text, tmp_path, capsys):
+    spoil, said = SPOILT[name]
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    spoil(folder)
+    refused(capsys, said, "--model", folder, "--data", text, *SMALL, "--out", tmp_path / "run")
+
+
+def test_block_that_does_not_divide(text, tmp_path, capsys):
+    folder = tiny_model(tmp_path / "model", dataclasses.replace(TINY, dim=96, head_dim=24))
+    args = ("--model", folder, "--data", text, *SMALL, "--out", tmp_path / "run")
+    refused(capsys, "layers.0.q: dim 1 = 96 is not a multiple of nf4_dq's block 64; use --block 32", *args)
+
+
+BAD = {
+    "--stepz 3": "--stepz is no option; did you mean --steps?",
+    "--mesh fsdp": "cannot read 'fsdp'",
+    "--mesh tp=2": "axis 'tp' is unknown",
+    "--mesh fsdp=0": "size 0",
+    "--targets q,z": "'z' is no weight",
+    "--block 48": "block is 48",
+    "--rank 0": "--rank is 0",
+    "--steps 0": "--steps is 0",
+    "--lr nan": "--lr is nan",
+    "--dropout 1": "--dropout is 1.0",
+    "--seq 65": "--seq is 65; wanted at most 64",
+    "--data missing.txt": "missing.txt",
+    "--model missing": "missing",
+    "--resume missing": "there is no state.safetensors",
+}
+
+
+@pytest.mark.parametrize("args", BAD)
+def test_bad_option(args, model, text, tmp_path, capsys):
+    out = [] if "--resume" in args else ["--out", tmp_path / "run"]
+    refused(capsys, BAD[args], "--model", model, "--data", text, *SMALL, *out, *args.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "empty"), ("short", "tokens"), ('{"txt": "unknown key"}\n', "txt"), ("\udcff", "UTF-8")],
+)
+def test_bad_data(content, said, model, tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content, errors="surrogateescape")
+    refused(capsys, said, "--model", model, "--data", path, *SMALL, "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "run.json: holds no options of a run"),
+        ('{"mesh": "fsdp=1"}', "run.json: holds no options of a run (KeyError('options'))"),
+        ('{"mesh": "fsdp=1", "options": {"speed": 9}}', "run.json: option 'speed' is unknown"),
+    ],
+)
+def test_spoilt_run(content, said, tmp_path, capsys):
+    (tmp_path / "run.json").write_text(content)
+    refused(capsys, said, "--resume", tmp_path)
+
+
+def test_folder_that_is_taken(model, text, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("precious")
+    status = cli.main(["--model", str(model), "--data", str(text), *SMALL, "--out", str(tmp_path / "run")])
+    assert status == 2 and "is not empty" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_mesh_that_is_not_the_world(model, text, tmp_path, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    args = ("--model", model, "--data", text, *SMALL, "--mesh", "dp=2,fsdp=2", "--out", tmp_path / "run")
+    refused(capsys, "has 4 ranks, and there are 3 processes", *args)
+
+
+def refused(capsys, said, *args):
+    """Exit status 2, one line that holds ``said``, nothing written."""
+    args = [str(arg) for arg in args]
+    assert cli.main(args) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and err.startswith("qlora: "), err
+    if "--out" in args:
+        assert not Path(args[args.index("--out") + 1]).exists()

@@ -1,0 +1,140 @@
+"""What a replay frees is there for the next one: pages that the system has to map again, and memory that is given back.
+
+Each case is a process of its own, since what malloc is told holds for all of it.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fquant.compile.memory import allocator
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+
+MIB = 8 * 24  # of the tensors that one replay makes
+PROGRAM = """
+import os, resource, torch
+from pathlib import Path
+from fquant import jit
+from fquant.compile.memory import allocator
+
+torch.set_num_threads(1)
+
+def resident():  # MiB
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+def faults():  # MiB mapped, if page by page
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+def left(mib):  # of a tensor that comes and goes
+    before = resident()
+    torch.ones(mib * 2**18)
+    return resident() - before
+
+@jit(fuse=False, recompute=False)
+def step(x):
+    made = [x + i for i in range(8)]  # all there at once
+    return sum(t.sum() for t in made)
+
+step.__wrapped__(torch.ones(8))
+eager = left(26)
+step(torch.ones(8))
+captured = left(28)  # larger than all before, so that the system's way is to give it pages of its own
+x = torch.ones(6 * 2**20)
+for _ in range(4):
+    step(x)  # until every tensor has found a place
+mapped = []
+for _ in range(4):
+    before = faults()
+    step(x)
+    mapped.append(faults() - before)
+held = resident()
+allocator.release()
+print(eager, captured, min(mapped), held - resident(), int(allocator.keep()))
+"""
+
+
+FORKED = """
+import os, torch
+from fquant import jit
+from fquant.compile.memory import allocator
+
+torch.set_num_threads(1)
+
+@jit(fuse=False)
+def step(x):
+    return (x * 2 + 1).sum()
+
+x = torch.ones(2**20)
+step(x), step(x)
+before = bytes(allocator.take(0))
+child = os.fork()
+if not child:
+    step(3 * x)
+    os._exit(bytes(allocator.take(0)) == before)
+failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(int(bytes(allocator.take(0)) == before), int(any(before)), 1 - failed)
+"""
+
+FLAGS = """
+import torch
+from pathlib import Path
+from fquant.compile.memory import allocator
+
+place = torch.frombuffer(allocator.take(8 * 2**20), dtype=torch.uint8).data_ptr()
+flags = []
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    head = line.split()[0]
+    if "-" in head:
+        begin, end = (int(address, 16) for address in head.split("-"))
+    elif head == "VmFlags:" and begin <= place < end:
+        flags = line.split()[1:]
+print(len(flags), int("sh" not in flags), int("hg" in flags))
+"""
+
+
+def run(program: str = PROGRAM, **variables: str) -> list[int]:
+    """The numbers that a program prints.
+
+    ``PROGRAM``: MiB that stay of a tensor, before and after a capture; mapped by a replay; given back; and whether it
+    is kept.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_a_replay_finds_the_memory_of_the_one_before():
+    eager, captured, mapped, released, kept = run(FQUANT_ALLOCATOR="reuse")
+    assert eager < 2  # without a capture everything is as it was
+    assert captured > 26 and kept
+    assert mapped < 0.1 * MIB and released > 0.9 * MIB
+
+
+def test_the_system_s_own_way_is_left_alone_on_demand():
+    eager, captured, *_, kept = run(FQUANT_ALLOCATOR="system")
+    assert eager < 2 and captured < 2 and not kept
+
+
+def test_a_forked_process_replays_in_memory_of_its_own():
+    unchanged, written, changed_in_child = run(FORKED, FQUANT_ALLOCATOR="reuse")
+    assert written and changed_in_child and unchanged
+
+
+def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
+    told, private, large = run(FLAGS, FQUANT_ALLOCATOR="reuse")
+    if not told or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the system has no large pages, or does not say who has them")
+    assert private and large  # those of shared memory are others, which few systems give
+
+
+def test_another_way_is_refused(monkeypatch):
+    monkeypatch.setenv(allocator.VARIABLE, "mine")
+    with pytest.raises(ValueError, match="FQUANT_ALLOCATOR is 'mine'; wanted reuse or system"):
+        allocator.keep()

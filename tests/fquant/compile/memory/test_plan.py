@@ -1,0 +1,213 @@
+"""arena: a replay in memory that is laid out gives the same bits, needs hardly any other, and shares it safely."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import profile
+
+from fquant import cost, jit
+from fquant.compile import graph
+from fquant.compile.memory import allocator, plan
+from fquant.kernels import dispatch_bypass
+from tests.bench.timing import extra_bytes
+from tests.helpers import ranks
+from tests.helpers.arrays import randn
+from tests.helpers.qlora_step import copied, equal, start, step, tokens_of
+
+pytestmark = pytest.mark.usefixtures("twice")
+
+Span = st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 500)).map(lambda s: (s[0], s[0] + s[1], s[2]))
+
+
+def held(spans):
+    """The most bytes that are there at once."""
+    size = lambda n: -(-n // plan.ALIGNED) * plan.ALIGNED
+    return max(sum(size(n) for first, last, n in spans if first <= at <= last) for at in range(43))
+
+
+@given(st.lists(Span, min_size=1, max_size=25))
+@settings(max_examples=150, deadline=None)
+def test_what_is_there_together_lies_apart(spans):
+    offsets, total = plan.offsets_of(spans)
+    assert all(offset % plan.ALIGNED == 0 for offset in offsets) and total >= held(spans)
+    at = list(zip(spans, offsets, strict=True))
+    assert max(offset + n for (*_, n), offset in at) <= total
+    for i, ((first, last, n), low) in enumerate(at):
+        for (other, until, size), begin in at[:i]:
+            assert last < other or until < first or low + n <= begin or begin + size <= low
+
+
+def test_places_are_used_again():
+    chain = [(i, i + 1, 1000) for i in range(20)]
+    assert plan.offsets_of(chain)[1] == 2 * 1024
+    assert plan.offsets_of([*chain, (0, 30, 64), (5, 5, 64)])[1] == 2 * 1024 + 2 * 64
+    assert plan.offsets_of([]) == ([], 0)
+
+
+def placed(f):
+    """How the one trace of a captured function is placed."""
+    (captured,) = f.traced.values()
+    return captured.placed
+
+
+def test_a_step_takes_what_its_graph_says_and_hardly_more(monkeypatch):
+    adapters, state, base = start()
+    told = cost(step, adapters, state, base, tokens_of(0), donate=("adapters", "state"))
+    taken = dict[str, int]()
+    for heap_is in ("keep", "system"):
+        monkeypatch.setenv(allocator.VARIABLE, heap_is)
+        f = jit(step, donate=("adapters", "state"))
+        f(adapters, state, base, tokens_of(0))
+        laid_out = placed(f).nbytes if placed(f) else 0
+        taken[heap_is] = laid_out + extra_bytes(partial(f, adapters, state, base, tokens_of(0)))
+        if laid_out:
+            assert 0.9 < laid_out / (told.peak - told.arguments) < 1.05
+    assert taken["keep"] < 1.1 * taken["system"]  # with what ops need inside
+
+
+def test_ours_are_called_without_torch_unless_a_profiler_is_there():
+    given, f = (*start(), tokens_of(0)), jit(step)
+    wanted = f(*given)
+    ops = [node.target for node in placed(f).module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert ops and not [op for op in ops if op.name() in dispatch_bypass._FUNCTIONS]
+    with profile(acc_events=True) as seen:
+        got = f(*given)
+    assert equal(got, wanted)
+    assert {"fquant::pointwise", "fquant::matmul", "fquant::rms_norm"} <= {one.key for one in seen.key_averages()}
+
+
+def test_what_is_returned_is_the_caller_s():
+    @jit
+    def f(x, w):
+        y = x @ w
+        return {"y": y, "view": y.mT[1:], "argument": x, "sum": y + 1, "more": ((y @ w) * 2).neg() @ w}
+
+    x, w = randn(8, 8), randn(8, 8, seed=1)
+    first = f(x, w)
+    before, names = copied(first), placed(f).tensors
+    assert names and f(x + 1, w)["y"].data_ptr() != first["y"].data_ptr()
+    assert equal(first, before) and equal(first, f.__wrapped__(x, w))
+
+
+def test_constants_of_a_trace_are_no_places():
+    """Numbers that a function makes tensors of, some only viewed, beside results that lie in the memory."""
+
+    def f(x):
+        scale, shift = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.25])
+        return ((x @ x) * scale.mT @ x + shift.view(2, 1)).sum(), shift[None]
+
+    captured = jit(f)
+    for i in range(1, 4):
+        x = randn(2, 2, seed=i)
+        assert equal(captured(x), f(x)) and placed(captured).tensors
+
+
+def chain(x):
+    for _ in range(4):
+        x = (x @ x.mT).sqrt().neg().exp()
+    return x.sum()
+
+
+def test_functions_share_the_memory():
+    small, large = jit(chain), jit(chain)
+    x, more = randn(16, 16).abs(), randn(512, 512).abs()
+    one = small(x)
+    allocator.take(0)
+    for _ in range(2):
+        assert torch.equal(large(more), chain(more)) and torch.equal(small(x), one)
+    assert placed(small).memory is placed(large).memory is allocator.take(0)
+    allocator.release()
+    assert torch.equal(small(x), one) and torch.equal(large(more), chain(more))
+
+
+def test_a_second_thread_does_without():
+    f, x = jit(chain), randn(16, 16).abs()
+    want, got, names = f(x), [], set(placed(f).tensors)
+    assert torch.equal(f(x), want)
+    before = placed(f).memory
+    placed(f).memory = None  # whoever uses it now would make its tensors anew
+    with allocator.USED:
+        thread = threading.Thread(target=lambda: got.append(f(x)))
+        thread.start()
+        thread.join(60)
+    assert torch.equal(got[0], want) and placed(f).memory is None and names
+    assert torch.equal(f(x), want) and placed(f).memory is before
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode(first):
+    f, x = jit(chain), randn(16, 16).abs()
+    for mode in (first, not first, first):
+        with torch.inference_mode(mode):
+            assert torch.equal(f(x), chain(x))
+
+
+def test_an_error_leaves_the_memory_to_the_next():
+    from fquant.kernels.ops.nll import nll
+
+    f = jit(lambda x, targets: nll((x @ x.mT).sqrt(), targets, -100).sum())
+    x, good = randn(8, 8).abs(), torch.arange(8)
+    want = f(x, good)
+    with pytest.raises(IndexError, match="target 9 in row 0"):
+        f(x, good + 9)
+    assert not allocator.USED.locked() and torch.equal(f(x, good), want)
+
+
+def test_only_what_is_known_to_be_a_view_is_made_once():
+    def strange(g: graph.Graph):
+        """An op that nobody has said the result of, of what is placed."""
+        (node,) = (n for n in g.nodes if n.target is torch.ops.aten.sqrt.default)
+        with g.inserting_after(node):
+            new = g.call_function(torch.ops.aten.exp.default, (node,))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+    f = jit(lambda x: (x @ x).sqrt().sum(), passes=(strange,), fuse=False, recompute=False)
+    for x in (torch.ones(4, 4), torch.full((4, 4), 2.0)):
+        assert torch.equal(f(x), (x @ x).sqrt().exp().sum())
+
+
+def test_who_does_without(monkeypatch):
+    x = randn(16, 16).abs()
+    compiled = jit(chain, compile="eager")
+    compiled(x)
+    assert placed(compiled) is None
+    nothing = jit(lambda x: x.cos().tan())
+    assert torch.equal(nothing(x), x.cos().tan()) and placed(nothing) is None
+    monkeypatch.setenv(allocator.VARIABLE, "system")
+    plain = jit(chain)
+    assert torch.equal(plain(x), chain(x)) and placed(plain) is None
+
+
+def _sends():
+    import shard
+
+    mesh = shard.mesh(fsdp=2)
+    group = mesh.get_group("fsdp")
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.rand(64, 8)
+
+    def f(x):
+        sent = (x @ x.mT).sqrt()
+        got = shard.all_gather(sent, group)
+        return ((got @ sent).sqrt() @ shard.all_reduce(sent, group)).sum()
+
+    captured = jit(f)
+    assert all(torch.equal(captured(x * i), f(x * i)) for i in range(1, 4))
+    (trace,) = captured.traced.values()
+    g = trace.module.graph
+    flying = [
+        node for node in g.nodes if node.op == "call_function" and (graph.collective(node) or graph.is_wait(node))
+    ]
+    names = {name.partition("_at_")[0] for name in trace.placed.tensors}
+    near = {n.name for node in flying for n in (node, *graph.read_nodes(node)) if n.op == "call_function"}
+    return sorted(near), sorted(names & near), len(names)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_what_travels_is_not_placed():
+    for flying, shared, count in ranks.run(2, _sends):
+        assert flying and not shared and count

@@ -1,0 +1,50 @@
+"""What is taken out of a graph changes nothing that anybody sees."""
+
+import pytest
+import torch
+from torch.func import grad, jvp
+
+from fquant import jit, linear
+from tests.helpers.formats import alike
+
+pytestmark = [
+    pytest.mark.usefixtures("twice"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # at the first use of jvp
+]
+
+
+def squeezed(x):
+    y = x @ x.mT
+    kept = y.view(1, 4, 4)
+    y.unsqueeze_(0)
+    z = y.squeeze(0)
+    y.squeeze_(0).mul_(2)
+    return kept + 1, z @ y, y.t_().softmax(-1), y.transpose_(0, 1).sum(0)
+
+
+def of_an_alias(x):
+    y = x.detach()
+    y.unsqueeze_(0)
+    z = x.view(x.shape)
+    z.transpose_(0, 1)
+    return y * 2, x * 3, z @ x
+
+
+def over_and_over(x):
+    f = lambda x, w: linear(x, w).sin() * 2  # of one row, whose product torch squeezes in place
+    x = x[0]
+    w = torch.outer(x, x)
+    return jvp(lambda x, w: jvp(f, (x, w), (x, w))[1], (x, w), (x, w)), grad(lambda w: f(x, w).sum())(w)
+
+
+@pytest.mark.parametrize("f", [squeezed, of_an_alias, over_and_over])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_tensor_that_is_seen_otherwise_is_a_view(f, fuse):
+    """A replay places a tensor once, and has to find it as it was."""
+    captured = jit(f, fuse=fuse)
+    for seed in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        got, wanted = captured(x), f(x.clone())
+        leaves = torch.utils._pytree.tree_leaves
+        assert all(map(alike, leaves(got), leaves(wanted))) and x.shape == (4, 4)
+    assert len(captured.traced) == 1

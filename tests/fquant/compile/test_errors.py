@@ -1,0 +1,235 @@
+"""blame: a function that cannot be captured is told why and where, and leaves torch as it was."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from fquant import NF4_DQ, jit, linear, quantize
+from fquant.compile.jit import MAX_TRACES
+from tests.helpers import transform_table
+from tests.helpers.qlora_step import X, equal
+
+pytestmark = transform_table.FILTERS
+
+TABLE = torch.ones(3)
+WEIGHT = quantize(torch.ones(4, 64), NF4_DQ)
+
+
+def closes_over_a_global(x):
+    return x * TABLE
+
+
+def closes_over_a_node(x):
+    return linear(x.repeat(1, 22)[:, :64], WEIGHT)
+
+
+def closes_over_a_module():
+    f = torch.nn.Linear(3, 2)
+    return lambda x: f(x) * 2
+
+
+def closes_over_a_local():
+    hidden = {"w": torch.ones(3)}
+    return lambda x: x * hidden["w"]
+
+
+class Holder:
+    """An object that has a tensor, by the name that a global has."""
+
+    def __init__(self):
+        self.TABLE = torch.ones(3, 3)
+
+    def __call__(self, x):
+        return (x @ self.TABLE).sin().sum()
+
+
+def branches(x):
+    return x if x.sum() > 0 else -x
+
+
+def asks(x):
+    return x * x.sum().item()
+
+
+def selects(x):
+    return x[x > 0]
+
+
+def draws(x):
+    return x + torch.rand(3, generator=torch.Generator().manual_seed(0))
+
+
+def dispatcher():
+    """What torch's dispatcher is told to include and to leave out."""
+    return str((torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()))
+
+
+def transformed(transform):
+    """A transform of a function that uses a tensor of its surroundings, as the easiest mistake has it."""
+    table = torch.ones(3, 3)
+    return transform(lambda x: (x @ table).sin().sum())
+
+
+def held(transform):
+    """A transform of what uses a tensor of an object."""
+    return transform(Holder())
+
+
+HERE = r"\(.*test_errors.py:\d+\)"
+TRANSFORMS = {
+    "within grad": grad,
+    "within vmap": vmap,
+    "within jvp": lambda f: lambda x: jvp(f, (x,), (x,)),
+    "within vjp": lambda f: lambda x: vjp(f, x)[1](torch.ones(())),
+    "within jacfwd": jacfwd,
+    "within jacrev": jacrev,
+    "within hessian": hessian,
+    "within vmap of grad": lambda f: vmap(grad(f)),
+    "within vmap of jvp": lambda f: vmap(lambda x: jvp(f, (x,), (x,))),
+    "within jvp of vmap": lambda f: lambda x: jvp(vmap(f), (x,), (x,)),
+    "within jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (x,)),
+}
+USES, ASKS = "uses a tensor that is no argument:", "asks for the value of a tensor"
+MINE = X.as_subclass(type("Mine", (torch.Tensor,), {}))
+ERRORS = {  # a function, its argument, and the TypeError
+    "a global": (closes_over_a_global, X, rf"{USES} TABLE float32\[3\] in closes_over_a_global {HERE}; pass it"),
+    "a node": (closes_over_a_node, X, rf"{USES} WEIGHT.codes uint8\[4, 32\]"),
+    "a local": (closes_over_a_local(), X, rf"{USES} hidden.w float32\[3\]"),
+    **{
+        name: (transformed(transform), X, rf"{USES} table float32\[3, 3\] in <lambda> {HERE}")
+        for name, transform in TRANSFORMS.items()
+    },
+    **{
+        f"held {name}": (held(transform), X, rf"{USES} (self|f).TABLE float32\[3, 3\] in __call__ {HERE}")
+        for name, transform in TRANSFORMS.items()
+    },
+    "a method": (Holder().__call__, X, rf"{USES} self.TABLE float32\[3, 3\] in __call__ {HERE}"),
+    "a module": (torch.nn.Linear(3, 2).forward, X, rf"{USES} self.weight float32\[2, 3\] in the function; pass"),
+    "a module within": (closes_over_a_module(), X, rf"{USES} f.weight float32\[2, 3\] in <lambda> {HERE}"),
+    "a branch": (branches, X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
+    "an item": (asks, X, rf"jit: asks {HERE} {ASKS}"),
+    "a selection": (selects, X, rf"jit: selects {HERE} {ASKS} \(aten.nonzero"),
+    "an array": (lambda x: x * x.numpy(), X, rf"jit: <lambda> {HERE} {ASKS} \(numpy"),
+    "a generator": (draws, X, "jit: .* draws from a torch.Generator; use fquant.random, and pass a key"),
+    "a result": (lambda x: (x, [TABLE]), X, rf"{USES} float32\[3\], its result.1.0; pass it as an argument"),
+    "the result": (lambda x: TABLE, X, rf"{USES} float32\[3\], its result; pass it as an argument"),
+    "a set": (abs, {1}, "x is a set, neither a tensor nor hashable; use a frozen value"),
+    "a gradient": (abs, X.clone().requires_grad_(), r"x requires a gradient, .* jit\(grad\(abs\)\)"),
+    "a subclass": (abs, MINE, "x is a Mine; pass plain tensors, of a mesh shard.local"),
+}
+
+
+@pytest.mark.parametrize("f, x, message", ERRORS.values(), ids=ERRORS)
+def test_what_cannot_be_captured(f, x, message):
+    captured, before = jit(f), dispatcher()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            captured(x)
+    assert dispatcher() == before and torch.equal(jvp(torch.square, (X,), (X,))[1], 2 * X * X)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        captured(X, X)
+    if f is abs and torch.equal(captured(X), X):  # nor is what was captured of a plain tensor replayed with another
+        with pytest.raises(TypeError, match=message):
+            captured(x)
+
+
+async def coroutine(x):
+    return x
+
+
+ODD = {  # tensors of X, and what they are called
+    "sparse_coo": torch.Tensor.to_sparse,
+    "sparse_csr": torch.Tensor.to_sparse_csr,
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "quantised by torch": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it means to change
+@pytest.mark.parametrize("what", ODD)
+def test_tensors_that_are_not_dense(what):
+    """Nor are they taken for dense ones of their shape, as a sparse one could be for one number, expanded."""
+    captured, x = jit(torch.abs), ODD[what](X)
+    captured(torch.ones(()).expand(X.shape))
+    for given in (x, x, x.clone()):
+        with pytest.raises(TypeError, match=f"(x|input|args.*) is a tensor that is {what}; pass a dense one"):
+            captured(given)
+    assert len(captured.traced) == 1
+
+
+@dataclass
+class Pair:
+    a: object
+
+
+@dataclass(frozen=True)
+class Frozen:
+    a: object
+
+
+RESULTS = {  # functions of X, and what their result is called
+    "a dataclass": (lambda x: Pair(x), "the result is a Pair"),
+    "a frozen dataclass": (lambda x: {"y": (x, Frozen(x))}, "y.1 is a Frozen"),
+    "an object": (lambda x: [SimpleNamespace(a=x)], "0 is a SimpleNamespace"),
+    "a set": (lambda x: (x, {1}), "1 is a set"),
+    "a generator": (lambda x: (x for _ in range(2)), "the result is a generator"),
+    "a coroutine": (coroutine, "the result is a coroutine"),
+    "a closure": (lambda x: lambda: x, "the result is a function"),
+    "a closure over a tree": (lambda x: (1, (lambda d: lambda: d)({"a": [x]})), "1 is a function"),
+    "a map": (lambda x: map(torch.exp, [x]), "the result is a map"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("f, what", RESULTS.values(), ids=RESULTS)
+def test_what_cannot_be_returned(f, what):
+    with pytest.raises(TypeError, match=rf"jit: {what}, which is no tree, and not a frozen value without tensors; ret"):
+        jit(f)(X)
+
+
+def test_frozen_values_are_returned():
+    f = lambda x: {"y": x * 2, "z": (Frozen((1, "a")), None, 2.5, torch.float32, slice, coroutine)}
+    got = jit(f)(X)
+    assert torch.equal(got.pop("y"), 2 * X) and got == {"z": f(X)["z"]}
+
+
+def test_a_mapped_forward_derivative():
+    """torch gives its zero tangents another device where all else is fake: jvp of vmap is the same and works."""
+    x, w = transform_table.draw("x", 2, 3, 4), transform_table.draw("w", 2, 4, 3)
+    product = lambda x, w: torch.einsum("ij,jk->ik", x, w).sin()
+    within = jit(vmap(lambda x, w: jvp(lambda x: product(x, w), (x,), (x,))[1]))
+    with pytest.raises(
+        TypeError, match=rf"<lambda> {HERE} maps a forward derivative, vmap\(jvp\), .* instead: jvp of vmap"
+    ):
+        within(x, w)
+    around = lambda x, w: jvp(lambda x: vmap(product)(x, w), (x,), (x,))[1]
+    assert equal(jit(around)(x, w), around(x, w))
+
+
+def test_donations_that_cannot_be():
+    with pytest.raises(ValueError, match="jit: donate names b; <lambda> has a"):
+        jit(lambda a: a, donate=("b",))
+    with pytest.raises(ValueError, match=r"donate: a.0 is float32\[2, 3\], and no result of this kind is left"):
+        jit(lambda a: a[0].sum(), donate=("a",))([X.clone()])
+
+
+def test_too_many_traces_say_what_changed():
+    captured = jit(lambda x, rate: x * rate)
+    for i in range(MAX_TRACES):
+        captured(X, 0.1 * i)
+    with pytest.raises(
+        RuntimeError,
+        match=f"more than {MAX_TRACES} times: rate is 9.0, and was 0.7.*; pass what changes .* as a tensor",
+    ):
+        captured(X, 9.0)
+    captured(X, 0.0)
+    with pytest.raises(RuntimeError, match="the structure of the arguments is"):
+        captured((X,), 0.0)
+
+
+def test_an_error_of_the_function_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        jit(lambda x: x / (1 // 0))(X)

@@ -1,0 +1,249 @@
+"""Attention as ops: every implementation against the formula in float64, within roundings that are counted."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fquant.kernels import dispatch
+from fquant.kernels.ops.attention import attention, attention_backward
+from fquant.kernels.reference.causal_attention import dense, scores, visible
+from tests.helpers.arrays import named, rng
+from tests.helpers.formats import ISAS, alike, forced, shifted, strided
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+
+BACKENDS = ("reference", *ISAS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+by_heads, by_tokens = (lambda x: x.contiguous()), lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
+PLACES = (by_heads, by_tokens, shifted, strided, lambda x: x.mT.contiguous().mT)
+PLAIN = torch.tensor([0, 1, 1, 4, 4, 4, 9])
+RUNS = {  # of b sequences of t tokens
+    "one": lambda b, t, g: None,
+    "documents": lambda b, t, g: (torch.rand(b, t, generator=g) < 0.1).cumsum(1),
+    "short": lambda b, t, g: (torch.rand(b, t, generator=g) < 0.7).cumsum(1) - 5,
+    "each": lambda b, t, g: torch.arange(t).expand(b, t),
+    "again": lambda b, t, g: torch.randint(3, (b, t), generator=g) * 2**40,
+}
+
+
+def drawn(b=2, kv=2, group=2, t=70, e=16, dtype=torch.float32, seed=0, size=1.0):
+    """q, k, v, and g."""
+    g, wide = rng(seed), (b, kv * group, t, e)
+    q, k, v, out = (torch.randn(shape, generator=g) for shape in (wide, (b, kv, t, e), (b, kv, t, e), wide))
+    return tuple(x.to(dtype) for x in (size * q, k, v, out))
+
+
+def both(q, k, v, g, runs=None):
+    """All results: y, lse, and the gradients."""
+    y, lse = attention(q, k, v, runs)
+    return y, lse, *attention_backward(g, y, lse, q, k, v, runs)
+
+
+def exact(q, k, v, g, runs=None):
+    """What is right, and the sums of the terms of each without their signs, which roundings are a part of."""
+    q, k, v, g = (x.double() for x in (q, k, v, g))
+    y, lse = dense(q, k, v, runs)
+    pulled = vjp(lambda *x: dense(*x, runs=runs)[0], q, k, v)[1](g)
+    group = lambda x: x.abs().unflatten(1, (k.shape[1], -1))
+    over = lambda x: x.abs()[:, :, None]
+    seen = visible(slice(0, q.shape[2]), q, runs)
+    size = scores(q.abs(), k.abs())  # [b k g t s], the largest that scores could be
+    p = scores(q, k).masked_fill(~seen, -torch.inf).softmax(-1)
+    slope = group(g) @ over(v).mT
+    ds = p * (slope + (p * slope).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    down = lambda p, x: (p.mT @ group(x)).sum(2)
+    sums = (p @ over(v)).flatten(1, 2), 1 + lse.abs(), (ds @ over(k)).flatten(1, 2), down(ds, q), down(p, g)
+    return (y, lse, *pulled), sums, (size * seen).amax().item() if size.numel() else 0.0
+
+
+def assert_right(*given, runs=None):
+    got, (wanted, sums, size) = both(*given, runs=runs), exact(*given, runs=runs)
+    dtype, (_, _, t, e) = given[0].dtype, given[0].shape
+    single = 2.0**-24 * (4 * (e + 4) * (1 + size) + t)  # of scores, which are exponents, and of sums of t terms
+    if dispatch.backend("cpu")[0] == "reference":
+        single += 4 * torch.finfo(dtype).eps * size  # whose scores are products in the dtype
+    for name, one, true, terms in zip(("y", "lse", "dq", "dk", "dv"), got, wanted, sums, strict=True):
+        assert one.dtype is (torch.float32 if name == "lse" else dtype) and one.shape == true.shape
+        if name != "lse":
+            assert one.transpose(1, 2).is_contiguous()
+        narrow = 0.0 if name == "lse" else 3 * torch.finfo(dtype).eps  # of weights, of y, of the result
+        far = (one.double() - true).abs() - (single + narrow) * terms - torch.finfo(dtype).tiny
+        assert far.le(0).all(), f"{name} is beyond its bound by {far.max().item():.2e}"
+
+
+@st.composite
+def calls(draw):
+    t = draw(st.integers(0, 12) | st.sampled_from([63, 64, 65, 96, 97, 130, 193, 257]))
+    b, kv, group = (draw(st.integers(1, 3)) for _ in range(3))
+    e = draw(st.integers(1, 20) | st.sampled_from([31, 32, 33, 48, 63, 64, 65, 80, 96, 127, 128, 130]))
+    dtype, seed, size = (
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(0, 2**16)),
+        draw(st.sampled_from([0, 1e-3, 1, 8])),
+    )
+    place = draw(st.sampled_from(PLACES))
+    runs = RUNS[draw(st.sampled_from(list(RUNS)))](b, t, rng(seed))
+    return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], runs
+
+
+@named("backend", BACKENDS)
+@given(call=calls(), threads=st.integers(1, 3))
+@settings(max_examples=40)
+def test_any_call(backend, call, threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with forced(backend):
+            assert_right(*call[0], runs=call[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@named("backend", BACKENDS)
+@named("dtype", DTYPES)
+def test_long_sequences(backend, dtype):
+    """Many tiles, of which those that nobody sees are left out."""
+    with forced(backend):
+        for kind in ("one", "documents"):
+            assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)))
+
+
+@named("backend", ISAS)
+@named("dtype", DTYPES)
+def test_bits_depend_on_nothing_but_the_numbers(backend, dtype):
+    """Not on threads, on how a tensor lies, or on what else is there."""
+    given, runs = drawn(3, 2, 2, 150, 24, dtype), RUNS["documents"](3, 150, rng(2))
+    before = torch.get_num_threads()
+    try:
+        with forced(backend):
+            wanted = both(*given, runs=runs)
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                assert all(map(alike, both(*given, runs=runs), wanted))
+            for place in PLACES:
+                assert all(map(alike, both(*map(place, given), runs=runs), wanted))
+            one = both(*(x[1:2] for x in given), runs=runs[1:2])
+            assert all(alike(a, b[1:2]) for a, b in zip(one, wanted, strict=True))
+            some = both(*(x[:, :, :77] for x in given), runs=runs[:, :77])
+            assert alike(some[0], wanted[0][:, :, :77]) and alike(some[1], wanted[1][:, :, :77])
+    finally:
+        torch.set_num_threads(before)
+
+
+@named("backend", BACKENDS)
+def test_scores_of_any_size(backend):
+    """A softmax that is one token's, of scores whose exponentials are none of float32's."""
+    q, k, v, _ = drawn(1, 1, 1, 130, 8)
+    k[..., 0], q = torch.randperm(130, generator=rng(7)).float(), torch.eye(8)[0].expand_as(q)
+    best = k[0, 0, :, 0].cummax(0).indices
+    with forced(backend):
+        for size in (1e3, 1e15, 1e30):
+            y, lse = attention(size * q, k, v)
+            assert torch.equal(y[0, 0], v[0, 0][best]) and lse[..., 1:].isfinite().all()
+        y, lse = attention(torch.zeros_like(q), k, v)
+        torch.testing.assert_close(y[0, 0], v[0, 0].cumsum(0) / torch.arange(1, 131)[:, None])
+        torch.testing.assert_close(lse[0, 0], torch.arange(1.0, 131).log())
+
+
+@named("backend", BACKENDS)
+@named("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_with_who_sees_it(backend, bad):
+    """A query is one's own; a key or a value is that of the tokens behind it, and may be of those in its tile."""
+    q, k, v, _ = drawn(1, 1, 2, 400, 12, torch.bfloat16)
+    with forced(backend):
+        y, lse = attention(q, k, v)
+        wrong = q.clone()
+        wrong[0, 1, 200, 3] = bad
+        got, other = attention(wrong, k, v)
+        assert got[0, 1, 200].isnan().all() and not other[0, 1, 200].isfinite()
+        keep = torch.ones(2, 400, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(200)), torch.tensor(False))
+        assert alike(got[0][keep], y[0][keep]) and alike(other[0][keep], lse[0][keep])
+        wrong = k.clone()
+        wrong[0, 0, 250] = torch.nan
+        got, other = attention(q, wrong, v)
+        assert got[0, :, 250:].isnan().all() and alike(other[:, :, :250], lse[:, :, :250])
+        assert alike(got[:, :, :192], y[:, :, :192])
+        runs = (torch.arange(400) >= 300).long()[None]
+        assert alike(attention(q, wrong, v, runs)[0][:, :, 384:], attention(q, k, v, runs)[0][:, :, 384:])
+
+
+@named("backend", BACKENDS)
+def test_float64_is_computed_in_float64(backend):
+    given = tuple(x.double() for x in drawn(t=20))
+    with forced(backend):
+        got, (wanted, *_) = both(*given), exact(*given)
+    for one, true in zip(got, wanted, strict=True):
+        assert one.dtype is torch.float64
+        torch.testing.assert_close(one, true)
+
+
+# --- as torch sees them -----------------------------------------------------------------------------------------------
+
+
+@named("runs", ["one", "documents"])
+def test_mapped_examples_are_more_of_them(runs):
+    given, runs = drawn(6, t=20), RUNS[runs](6, 20, rng(3))
+    wanted, fold = both(*given, runs=runs), lambda x: x if x is None else x.unflatten(0, (3, 2))
+    got = vmap(both, (0, 0, 0, 0, None if runs is None else 0))(*map(fold, (*given, runs)))
+    assert all(alike(a.flatten(0, 1), b) for a, b in zip(got, wanted, strict=True))
+    last = vmap(lambda q, k: attention(q, k, given[2][:2])[0], (4, None), 4)(
+        torch.stack([given[0][:2], given[0][2:4]], -1), given[1][:2]
+    )
+    assert alike(last[..., 1].contiguous(), attention(given[0][2:4], given[1][:2], given[2][:2])[0].contiguous())
+
+
+def test_an_op_has_no_derivative_and_says_so():
+    q, k, v, g = drawn(t=5)
+    y, lse = attention(q, k, v)
+    fix = "it computes values only: differentiate fquant.kernels.reference.causal_attention.dense"
+    with pytest.raises(TypeError, match=f"a gradient through attention was asked for; {fix}"):
+        attention(q, k.clone().requires_grad_(), v)
+    with pytest.raises(TypeError, match=f"a gradient through attention_backward was asked for; {fix}"):
+        grad(lambda q: attention_backward(g, y, lse, q, k, v)[0].sum())(q)
+
+
+def test_a_trace_has_one_node_and_knows_what_it_gives():
+    given = drawn(t=9, dtype=torch.bfloat16)
+    traced = make_fx(lambda q, k, v, g: both(q, k, v, g))(*given)
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "getitem" not in name] == [
+        "fquant.attention.default",
+        "fquant.attention_backward.default",
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = both(*(mode.from_tensor(x) for x in given))
+    for one, real in zip(fake, both(*given), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+Q, K, V, G = drawn(2, 2, 2, 5, 6)
+Y, LSE = attention(Q, K, V)
+WRONG = {
+    "dtype": (TypeError, "q torch.int64; wanted f32", lambda: attention(Q.long(), K, V)),
+    "dtypes": (TypeError, "v torch.float16 beside q torch.float32", lambda: attention(Q, K, V.half())),
+    "dims": (ValueError, r"q \(2, 4, 5, 6\) and k \(2, 5, 6\); wanted", lambda: attention(Q, K[:, 0], V)),
+    "heads": (ValueError, "h a multiple of k", lambda: attention(Q[:, :3], K, V)),
+    "no heads": (ValueError, "h a multiple of k", lambda: attention(Q, K[:, :0], V[:, :0])),
+    "no elements": (ValueError, "wanted", lambda: attention(Q[..., :0], K[..., :0], V[..., :0])),
+    "tokens": (ValueError, r"k \(2, 2, 4, 6\) beside q \(2, 4, 5, 6\)", lambda: attention(Q, K[:, :, :4], V)),
+    "values": (ValueError, r"v \(2, 2, 5, 5\) beside", lambda: attention(Q, K, V[..., :5])),
+    "batch": (ValueError, r"k \(1, 2, 5, 6\) beside", lambda: attention(Q, K[:1], V)),
+    "runs": (ValueError, r"runs \(2, 4\) beside", lambda: attention(Q, K, V, torch.zeros(2, 4, dtype=torch.long))),
+    "runs' dtype": (TypeError, "runs torch.int32", lambda: attention(Q, K, V, torch.zeros(2, 5, dtype=torch.int32))),
+    "device": (ValueError, "q on cpu and k on meta", lambda: attention(Q, K.to("meta"), V)),
+    "g": (ValueError, r"g \(2, 4, 4, 6\) beside", lambda: attention_backward(G[:, :, :4], Y, LSE, Q, K, V)),
+    "y": (TypeError, "y torch.bfloat16 beside", lambda: attention_backward(G, Y.bfloat16(), LSE, Q, K, V)),
+    "lse": (ValueError, r"lse \(2, 4\) beside", lambda: attention_backward(G, Y, LSE[..., 0], Q, K, V)),
+    "lse's dtype": (TypeError, "lse torch.float64", lambda: attention_backward(G, Y, LSE.double(), Q, K, V)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_malformed_call_is_refused(name):
+    error, message, call = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,257 @@
+"""Elementwise programs: on every instruction set the bits of torch's own operations, one after another."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fquant.kernels import reference
+from fquant.kernels.cpu import elementwise
+from fquant.kernels.ops import silu
+from fquant.kernels.ops.pointwise import pointwise
+from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Program, Step, parse
+from fquant.kernels.ops.rotate_half import turn
+from tests.helpers.formats import ISAS, alike, forced, shifted, strided
+from tests.helpers.kernels.pointwise import values
+
+FLOATS = tuple(DTYPES.values())
+BACKENDS = ("reference", *ISAS)
+TORCHS = tuple(op for op in ARITY if op not in (*OWN, "turn"))
+OPS = tuple(op for op in TORCHS if op not in ("to", "where"))
+NUMBERS = (0.0, -0.0, 1.0, 0.1, -3.7, 1e-5, 1e-30, 2.0**20)
+F32, BF16, F16 = FLOATS
+
+
+def of_torch(op, dtype, args):
+    """The step as its operation of torch."""
+    return args[0].to(dtype) if op == "to" else getattr(torch, op)(*args)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_step_has_the_bits_of_torch(op, dtype, backend):
+    """Of tensors, of numbers on either side, and of a tensor without dims."""
+    x, y, lone = values(1501, dtype, 0), values(1501, dtype, 1), torch.tensor(0.3).to(dtype)
+    cases = [(0,)] if ARITY[op] == 1 else [(0, 1), (1, 0), (0, 2), (2, 0), *((0, c) for c in NUMBERS)]
+    with forced(backend):
+        for args in cases:
+            got = pointwise([x, y, lone], [], Program((Step(op, dtype, args),), (3,), ()))
+            wanted = of_torch(op, dtype, [[x, y, lone][a] if isinstance(a, int) else a for a in args])
+            assert alike(got[0], wanted.expand(1501)), args
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cast_has_the_bits_of_torch(backend):
+    with forced(backend):
+        for a, b in itertools.product((*FLOATS, torch.bool), FLOATS):
+            x = values(1501, F32).to(a)
+            assert alike(pointwise([x], [], Program((Step("to", b, (0,)),), (1,), ()))[0], x.to(b))
+            wide = values(3000, F32, 1)
+            both = Program((Step("to", a, (0,)), Step("to", b, (1,))), (1, 2), ()) if a != torch.bool else None
+            if both:
+                assert all(map(alike, pointwise([wide], [], both), (wide.to(a), wide.to(a).to(b))))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_where_chooses_by_a_mask(dtype, backend):
+    mask, x, y = values(999, F32) > 0, values(999, dtype), values(999, dtype, 1)
+    with forced(backend):
+        both = Program((Step("where", dtype, (0, 1, 2)), Step("where", dtype, (0, 1, 0.5))), (3, 4), ())
+        got = pointwise([mask, x, y], [], both)
+    assert all(map(alike, got, (torch.where(mask, x, y), torch.where(mask, x, torch.tensor(0.5, dtype=dtype)))))
+
+
+@st.composite
+def programs(draw, reads, ops, width):
+    """A program of any steps of ``ops`` on ``reads`` values, of which the first is a mask, with rows of ``width``."""
+    ops = (*ops, "turn") if width % 2 == 0 and PIECE % max(1, width) == 0 else ops
+    kinds, steps = [torch.bool, *(draw(st.sampled_from(FLOATS)) for _ in range(reads - 1))], []
+    for _ in range(draw(st.integers(0, 30))):
+        op, dtype = draw(st.sampled_from(ops)), draw(st.sampled_from(FLOATS))
+        fitting = [i for i, kind in enumerate(kinds) if kind == dtype or (dtype == F32 and kind in FLOATS)]
+        args = [draw(st.sampled_from(fitting)) if fitting else None for _ in range(ARITY[op])]
+        if op == "to":
+            args = [draw(st.integers(0, len(kinds) - 1))]
+        elif None in args:
+            continue
+        elif op == "where":
+            args[0] = 0
+        if op == "turn":
+            args[1] = draw(st.sampled_from((0.5, -0.5))) * width
+        elif ARITY[op] == 2 and draw(st.booleans()):
+            args[1] = draw(st.sampled_from(NUMBERS))
+        steps.append(Step(op, dtype, tuple(args)))
+        kinds.append(dtype)
+    wanted = st.lists(st.integers(1, len(kinds) - 1), max_size=4)
+    return kinds[:reads], kinds, Program(tuple(steps), tuple(draw(wanted)), tuple(draw(wanted)))
+
+
+PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)
+SIZES = st.sampled_from([1, 2, 3, 16, 31, 64, 512, 513, 1025]) | st.integers(0, 40)
+
+
+@st.composite
+def cases(draw, ops=TORCHS):
+    reads = draw(st.integers(2, 5))
+    shape = draw(st.lists(SIZES, max_size=4).filter(lambda s: math.prod(s) < 5000))
+    kinds, all_kinds, program = draw(programs(reads, ops, shape[-1] if shape else 1))
+    tensors = []
+    for i, kind in enumerate(kinds):
+        own = [1 if i > 1 and draw(st.integers(0, 3)) == 0 else size for size in shape]
+        own = own[draw(st.integers(0, len(own))) :] if i > 1 else own
+        x = values(math.prod(own), F32, i).to(kind).reshape(own)
+        tensors.append(draw(st.sampled_from(PLACES))(x))
+    return tensors, [all_kinds[i] for i in program.over], program
+
+
+@settings(deadline=None)
+@given(case=cases(), backend=st.sampled_from(ISAS))
+def test_any_program_on_any_tensors(case, backend):
+    reads, over, program = case
+    shape = torch.broadcast_shapes(*(t.shape for t in reads))
+    write, wanted = ([torch.full(shape, 9.0, dtype=kind) for kind in over] for _ in range(2))
+    new = reference.pointwise(reads, wanted, program.text)
+    with forced(backend):
+        got = pointwise(reads, write, parse(program.text))
+    assert len(got) == len(new) and all(t.is_contiguous() for t in got)
+    assert all(map(alike, (*got, *write), (*new, *wanted)))
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=cases(TORCHS + 5 * OWN), backend=st.sampled_from(BACKENDS))
+def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
+    """Each as a program of its own, and steps that are no operation of torch as the ops that they are."""
+    reads, over, program = case
+    kinds = [t.dtype for t in reads] + [step.dtype for step in program.steps]
+    values = list(torch.broadcast_tensors(*reads))
+    with forced(backend):
+        for op, dtype, args in program.steps:
+            if op in OWN:
+                values.append(getattr(silu, op)(values[args[0]].to(dtype)))
+            elif op == "turn":
+                values.append(turn(values[args[0]].to(dtype), int(args[1])))
+            else:
+                alone = Program((Step(op, dtype, args),), (len(values),), ())
+                values += pointwise(values, [], alone)
+        write = [torch.zeros(values[0].shape, dtype=kind) for kind in over]
+        got = pointwise(reads, write, program)
+    assert [kinds[i] for i in program.over] == over
+    assert all(map(alike, (*got, *write), (values[i] for i in (*program.new, *program.over))))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_read_may_be_written_over(backend):
+    """Every read of it is of the old values, wherever in the program it stands."""
+    p, g = values(2000, F32, 2), values(2000, F32, 3)
+    steps = (Step("add", F32, (0, 1)), Step("mul", F32, (2, 0)), Step("sub", F32, (3, 1)))
+    old, grad = p.clone(), g.clone()
+    with forced(backend):
+        (got,) = pointwise([p, g], [p, g], Program(steps, (4,), (2, 0)))
+    assert alike(p, old + grad) and alike(g, old) and alike(got, (old + grad) * old - grad)
+
+
+@pytest.mark.parametrize("backend", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_tensors_are_shared_out(threads, backend):
+    x, w = values(300 * 1000, BF16).reshape(300, 1000), values(1000, BF16, 1)
+    steps = (Step("to", F32, (0,)), Step("mul", F32, (2, 2)), Step("to", BF16, (3,)), Step("mul", BF16, (1, 4)))
+    program, before = Program(steps, (3, 5), ()), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with forced(backend):
+            got = pointwise([x, w], [], program)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(alike, got, (x.float() ** 2, (x.float() ** 2).bfloat16() * w)))
+
+
+def test_dims_that_lie_as_one_are_one():
+    wide = torch.arange(2 * 3 * 4 * 5 * 6 * 7 * 8 * 2.0).reshape(2, 3, 4, 5, 6, 7, 8, 2)[..., 0]
+    program = Program((Step("neg", F32, (0,)),), (1,), ())
+    assert alike(pointwise([wide], [], program)[0], -wide)
+    crossed = wide.permute(6, 1, 4, 3, 2, 5, 0)
+    with forced("reference"):
+        assert pointwise([crossed], [], program)[0].shape == crossed.shape
+    with forced("cpu"):  # which takes 6 dims, and copies what lies in more
+        assert alike(pointwise([crossed], [], program)[0], -crossed.contiguous())
+        over = crossed.contiguous()
+        both = Program((Step("add", F32, (0, 1)),), (), (2,))
+        assert pointwise([crossed, over], [over], both) == [] and alike(over, (crossed + crossed).contiguous())
+
+
+def test_the_text_of_a_program_is_the_program():
+    program = Program((Step("mul", BF16, (0, 0.1)), Step("to", F32, (1,)), Step("add", F32, (2, -1e-30))), (2, 3), (1,))
+    assert repr(parse(program.text)) == repr(program) and program.text.startswith("mul.bfloat16 0 0x1.")
+    for text in (
+        "",
+        "new 1",
+        "over; new",
+        "add.float32 0; new; over",
+        "pow.float32 0 1; new; over",
+        "neg 0; new; over",
+    ):
+        with pytest.raises(ValueError, match="pointwise: "):
+            parse(text)
+
+
+X = torch.ones(4, 3)
+ADD = Program((Step("add", F32, (0, 1)),), (2,), ())
+BAD = {
+    "nothing": (([], [], ADD), ValueError, "nothing to read"),
+    "integers": (([X, X.long()], [], ADD), TypeError, r"torch.int64 \(4, 3\); wanted f32, bf16, f16 or bool"),
+    "shapes": (([X, X[:, :2]], [], ADD), RuntimeError, "broadcast|match"),
+    "later": (([X], [], ADD), ValueError, "step 0 .* takes a value that is not there yet"),
+    "narrowed": (
+        ([X, X], [], Program((Step("add", BF16, (0, 1)),), (2,), ())),
+        TypeError,
+        "step 0 .*float32.*bfloat16",
+    ),
+    "mask": (([X, X], [], Program((Step("where", F32, (0, 1, 1)),), (2,), ())), TypeError, "step 0 .*bool"),
+    "unknown": (([X, X], [], ADD._replace(new=(3,))), ValueError, "wants a value that is not there"),
+    "turned": (([X], [], Program((Step("turn", F32, (0, 2.0)),), (1,), ())), ValueError, r"\(4, 3\); wanted .* half"),
+    "odd": (([X], [], Program((Step("turn", F32, (0, 1.5)),), (1,), ())), ValueError, "by which 512 can be divided"),
+    "a number turned": (
+        ([X[:, :2]], [], Program((Step("turn", F32, (1.0, 1.0)),), (1,), ())),
+        ValueError,
+        "wanted a value",
+    ),
+    "of no dims": (([X[0, 0]], [], Program((Step("turn", F32, (0, 1.0)),), (1,), ())), ValueError, "half of a last"),
+    "room": (([X, X], [X[0]], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
+    "dtype": (([X, X], [X.half()], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
+    "lies": (([X, X], [X.mT.contiguous().mT], ADD._replace(new=(), over=(2,))), ValueError, "wanted contiguous"),
+    "shared": (([X, X[:1]], [X], ADD._replace(new=(), over=(2,))), ValueError, "shares its memory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_malformed_calls_raise(case):
+    args, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        pointwise(*args)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    with FakeTensorMode() as mode:
+        x, y = torch.empty(5, 1, 4, dtype=BF16), torch.empty(3, 4)
+    with mode:
+        fakes = pointwise([x, y], [], Program((Step("add", F32, (0, 1)),), (2, 0), ()))
+    assert [(t.shape, t.dtype) for t in fakes] == [((5, 3, 4), F32), ((5, 3, 4), BF16)]
+
+
+def test_a_derivative_is_refused():
+    with pytest.raises(TypeError, match="a gradient through pointwise"):
+        pointwise([X.clone().requires_grad_(), X], [], ADD)
+
+
+def test_plans_are_kept():
+    before = elementwise._plan.cache_info().hits
+    with forced("cpu"):
+        for _ in range(3):
+            pointwise([X, X], [], ADD)
+    assert elementwise._plan.cache_info().hits >= before + 2

@@ -1,0 +1,68 @@
+"""Ops that write where they are told to: the same bits as without, on every backend, and nothing that does not fit."""
+
+import pytest
+import torch
+
+from fquant import NF4_DQ, quantize
+from fquant.compile.memory import plan
+from fquant.kernels.dispatch import VARIABLE
+from fquant.kernels.ops import attention, norm
+from fquant.packed import buffers
+from tests.helpers.arrays import randn
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def arguments(name, dtype):
+    """Arguments of the op."""
+    x, g = randn(5, 64).to(dtype), randn(5, 48, seed=1).to(dtype)
+    w = quantize(randn(48, 64, seed=2), NF4_DQ)
+    told = (buffers(w), w.format.text, w.shape, w.dtype)
+    q, k, v = (randn(2, heads, 7, 8, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2)))
+    y, lse = attention.attention(q, k, v)
+    _, scale = norm.rms_norm(x, x[0], 1e-5)
+    targets = torch.tensor([1, 2, -100, 5, 63])
+    return {
+        "matmul": (x, *told), "matmul_t": (g, *told), "nll": (x, targets, -100), "nll_backward": (x, targets, -100, None),
+        "rms_norm": (x, x[0], 1e-5), "rms_norm_backward": (x.flip(0), x, x[0], scale), "silu": (x,), "silu_derivative": (x,),
+        "attention": (q, k, v, None), "attention_backward": (q.flip(0), y, lse, q, k, v, None),
+        "turn": (x, 32),
+    }[name]  # fmt: skip
+
+
+def results(name, args):
+    op = getattr(torch.ops.fquant, name).default
+    made = op(*args)
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def write(name, args, out):
+    getattr(torch.ops.fquant, name).out(*args, **{f"out{i}": t for i, t in enumerate(out)})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", plan.OURS)
+def test_the_same_bits_where_they_are_wanted(monkeypatch, name, dtype, backend):
+    monkeypatch.setenv(VARIABLE, backend)
+    args = arguments(name, dtype)
+    want = results(name, args)
+    out = [torch.empty_like(t).fill_(float("nan")) for t in want]
+    where = [t.data_ptr() for t in out]
+    write(name, args, out)
+    assert all(torch.equal(t, w) for t, w in zip(out, want, strict=True)) and where == [t.data_ptr() for t in out]
+
+
+@pytest.mark.parametrize("name", plan.OURS)
+def test_what_does_not_fit_is_refused_and_not_written(name):
+    args = arguments(name, torch.float32)
+    for wrong in (
+        lambda t: t.new_full((*t.shape[:-1], t.shape[-1] + 1), 7.0),
+        lambda t: torch.full_like(t, 7.0, dtype=torch.bfloat16),
+        lambda t: t.new_full((*t.shape, 2), 7.0)[..., 0],
+    ):
+        out = [torch.full_like(t, 7.0) for t in results(name, args)]
+        out[0] = wrong(out[0])
+        with pytest.raises(ValueError, match="a result was to go into .*; wanted contiguous"):
+            write(name, args, out)
+        assert bool((out[0] == 7).all())

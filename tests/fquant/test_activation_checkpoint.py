@@ -1,0 +1,257 @@
+"""fquant.remat: the same derivatives for less memory, and refusals by name. Verbs are in test_transforms."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fquant import random, tree
+from fquant.activation_checkpoint import remat
+from tests.helpers.live_memory import Live
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+
+
+def draw(name, *shape):
+    return random.normal(random.fold(random.key(9), name), shape, torch.float64)
+
+
+X, W, V = draw("x", 5, 6), draw("w", 6, 6), draw("v", 5, 6)
+
+
+def block(x, w):
+    return (x @ w).tanh() @ w.mT
+
+
+def composed(f):
+    """Two blocks, so that one's cotangent is the other's business."""
+    return lambda x, w: f(f(x, w), w).square().sum()
+
+
+def same(a, b):
+    assert tree.structure(a) == tree.structure(b)
+    for one, two in zip(tree.leaves(a), tree.leaves(b), strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+orders = pytest.mark.parametrize("order", [1, 2])
+
+FIRST = {
+    "value": lambda f: f(X, W),
+    "grad": lambda f: grad(f, (0, 1))(X, W),
+    "grad of one": lambda f: grad(f, 1)(X, W),
+    "vmap": lambda f: vmap(f, (0, None))(X[:, None], W),
+    "vmap of grad": lambda f: vmap(grad(f, 1), (0, None))(X[:, None], W),
+    "vmap of both": lambda f: vmap(grad(f, (0, 1)))(X[:, None], W.expand(5, 6, 6)),
+    "jvp": lambda f: jvp(f, (X, W), (V, W)),
+    "jvp of one": lambda f: jvp(lambda w: f(X, w), (W,), (W,)),
+    "grad of jvp": lambda f: grad(lambda w: jvp(lambda x: f(x, w), (X,), (V,))[1])(W),
+    "jacrev": lambda f: jacrev(lambda w: f(X, w))(W),
+    "make_fx": lambda f: make_fx(grad(f, (0, 1)), tracing_mode="fake")(X, W)(X, W),
+    "make_fx of vmap": lambda f: make_fx(vmap(grad(f, 1), (0, None)), tracing_mode="fake")(X[:, None], W)(
+        X[:, None], W
+    ),
+}
+SECOND = {
+    "grad of grad": lambda f: grad(lambda w: grad(f, 1)(X, w).square().sum())(W),
+    "jvp of grad": lambda f: jvp(grad(lambda w: f(X, w)), (W,), (W,)),
+    "hessian": lambda f: hessian(lambda w: f(X[:2], w))(W),
+    "vmap of grad of grad": lambda f: vmap(grad(lambda x: grad(f, 1)(x, W).square().sum()))(X[:, None]),
+}
+
+
+@orders
+@pytest.mark.parametrize("transform", FIRST.values(), ids=FIRST)
+def test_first_derivatives(transform, order):
+    same(transform(composed(remat(block, order))), transform(composed(block)))
+
+
+@pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND)
+def test_second_derivatives(transform):
+    same(transform(composed(remat(block, 2))), transform(composed(block)))
+    with pytest.raises(
+        RuntimeError, match=r"remat\(block\) gives first derivatives only and was .* twice; use remat\(f, o"
+    ):
+        transform(composed(remat(block)))
+
+
+@orders
+def test_autograd(order):
+    for f in (remat(block, order), block):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        composed(f)(x, w).backward()
+        same((x.grad, w.grad), grad(composed(block), (0, 1))(X, W))
+    w = W.clone().requires_grad_()
+    (first,) = torch.autograd.grad(composed(remat(block, order))(X, w), w, create_graph=True)
+    if order == 2:
+        first.square().sum().backward()
+        same(w.grad, SECOND["grad of grad"](composed(block)))
+    else:
+        with pytest.raises(RuntimeError, match=r"remat\(block\) gives first derivatives only"):
+            first.square().sum().backward()
+
+
+@orders
+def test_trees_in_and_out(order):
+    """Nested arguments with strings, numbers, None and integer tensors; nested results."""
+
+    def f(params, tokens, options, scale, bias):
+        assert options == {"mode": "wide", "none": None} and bias is None and scale == 2.0
+        x = params["embed"][tokens]
+        return {"y": (x @ params["w"][0]).tanh() * scale, "parts": (x.sum(), [x.sin()])}
+
+    def loss(params, tokens, f):
+        out = f(params, tokens, {"mode": "wide", "none": None}, 2.0, None)
+        assert list(out) == ["y", "parts"]
+        return out["y"].sum() + out["parts"][0] ** 2 + out["parts"][1][0].prod()
+
+    params, tokens = {"embed": X, "w": [W]}, torch.tensor([[0, 4, 4], [1, 2, 0]])
+    same(grad(loss)(params, tokens, remat(f, order)), grad(loss)(params, tokens, f))
+    each = lambda g: vmap(grad(loss), (None, 0, None))(params, tokens, g)
+    same(each(remat(f, order)), each(f))
+
+
+def test_unused_arguments_and_results():
+    """Gradients of what was not used are zero, not absent; a result that nobody uses has no cotangent."""
+    f = remat(lambda x, w, unused: (x @ w, w.sin()))
+    got = grad(lambda x, w, unused: f(x, w, unused)[0].sum(), (0, 1, 2))(X, W, V)
+    wanted = grad(lambda x, w, unused: (x @ w).sum() + 0 * unused.sum(), (0, 1, 2))(X, W, V)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_name_and_signature_stay():
+    f = remat(block)
+    assert f.__name__ == "block" and f.__wrapped__ is block
+    with pytest.raises(ValueError, match=r"remat: order is 3; wanted 1 \(first derivatives only\) or 2 \(any\)"):
+        remat(block, 3)
+
+
+def test_calls_do_not_share_state():
+    """One wrapped function, called with trees of different structure, differentiated together."""
+    f = remat(lambda xs: [x.sin() for x in xs])
+    loss = lambda a, b: sum(x.sum() for x in f([a, b]) + f([a]))
+    same(grad(loss, (0, 1))(X, V), (2 * X.cos(), V.cos()))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def deep(x, w):
+    for _ in range(8):
+        x = (x @ w).tanh()
+    return x
+
+
+def kept(f):
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    with Live() as live:
+        out, pull, *_ = vjp(lambda x, w: f(f(x, w), w), x, w)
+    return sum(live.sizes())
+
+
+@orders
+def test_only_arguments_are_kept(order):
+    one = 64 * 64 * 4
+    assert kept(remat(deep, order)) == 2 * one  # each block's result, the first being the second's argument
+    assert kept(deep) >= 16 * one
+
+
+def test_the_recomputation_is_not_kept_by_the_first_order():
+    """torch.func runs every backward to be differentiated again, and so keeps what it makes, unless told not to."""
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+
+    def peak(f):
+        largest = 0
+
+        class Peak(Live):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                nonlocal largest
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+                alive = sum(size for ref, size in self.made.values() if not ref.expired())
+                largest = max(largest, alive)
+                return out
+
+        def four(w):
+            y = x
+            for _ in range(4):
+                y = f(y, w)
+            return y.sum()
+
+        with Peak():
+            grad(four)(w)
+        return largest
+
+    assert peak(remat(deep)) < 0.5 * peak(remat(deep, 2)) < peak(deep)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def closes_over(t):
+    def inner(x):
+        return x @ t
+
+    return inner
+
+
+def sealed(x, w):
+    return x @ w
+
+
+REFUSED = {
+    "a closure": (
+        lambda: closes_over(W),
+        r"remat\(inner\) closes over the tensor 't', whose gradient would silently be",
+    ),
+    "a tree": (
+        lambda: closes_over({"a": [W]}),
+        r"remat\(inner\) closes over the tensor 't', .* zero; pass it as an arg",
+    ),
+    "a partial": (lambda: partial(sealed, X), r"remat\(sealed\) closes over the tensor 'argument 0'"),
+    "a keyword": (lambda: partial(sealed, w=W), r"remat\(sealed\) closes over the tensor 'w'"),
+    "a partial of a closure": (lambda: partial(closes_over(W)), r"remat\(inner\) closes over the tensor 't'"),
+}
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_closures_over_tensors_are_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        remat(make())
+
+
+def test_closures_over_other_things_are_not():
+    scale = {"by": 3.0}
+    f = remat(partial(lambda power, x: (x * scale["by"]) ** power, 2))
+    same(grad(lambda x: f(x).sum())(X), 18 * X)
+
+
+RESULTS = {
+    "integers": (
+        lambda x: {"y": x, "n": [x.argmax()]},
+        r"remat\(<lambda>\) returned at n\.0 torch.int64; wanted tensors",
+    ),
+    "None": (
+        lambda x: (x, None),
+        r"returned at 1 NoneType; wanted tensors of floats only, return the rest from outside",
+    ),
+    "a number": (lambda x: 3.0, r"remat\(<lambda>\) returned float; wanted tensors of floats only"),
+}
+
+
+@pytest.mark.parametrize("f, message", RESULTS.values(), ids=RESULTS)
+def test_results_are_floats(f, message):
+    with pytest.raises(TypeError, match=message):
+        remat(f)(X)
+
+
+def test_torch_compile_is_refused_by_name():
+    torch._dynamo.reset()
+    step = torch.compile(grad(composed(remat(block)), 1), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"remat\(block\) cannot be traced by torch.compile; compile what make_fx"):
+        step(X, W)
+    captured = make_fx(grad(composed(remat(block)), 1), tracing_mode="fake")(X, W)  # as the message says
+    same(torch.compile(captured, backend="aot_eager", fullgraph=True)(X, W), grad(composed(block), 1)(X, W))

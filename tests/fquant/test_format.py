@@ -1,0 +1,148 @@
+"""fquant.format: tables against bitsandbytes, and what a format refuses to be."""
+
+from dataclasses import replace
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+
+from fquant import tree
+from fquant.format import BLOCKS, DYNAMIC8, FORMATS, FP4, INT8, NF4, NF4_DQ, Format, num_blocks, num_bytes, parse, read
+from tests.helpers.formats import KINDS
+
+TABLES = {
+    "nf4": (NF4, bnb.get_4bit_type("nf4", device="cpu")),
+    "fp4": (FP4, bnb.get_4bit_type("fp4", device="cpu")),
+    "dynamic8": (DYNAMIC8, bnb.create_dynamic_map(signed=True)),
+}
+
+
+@pytest.mark.parametrize("format, wanted", TABLES.values(), ids=TABLES)
+def test_tables_are_those_of_bitsandbytes(format, wanted):
+    assert torch.tensor(format.table).view(torch.int32).tolist() == wanted.float().view(torch.int32).tolist()
+
+
+def test_a_format_is_a_value():
+    assert replace(NF4, block=64) == NF4 and hash(replace(NF4, block=64)) == hash(NF4)
+    assert len({*FORMATS.values(), NF4, replace(NF4, block=128), replace(NF4, flat=True)}) == len(FORMATS) + 2
+    assert NF4_DQ.scale is DYNAMIC8 and replace(NF4_DQ, name="nf4", scale=None) == NF4
+    assert tree.VALUES["fquant.Format"] is Format
+    assert all(name == format.name == name.lower() for name, format in FORMATS.items())
+
+
+REFUSED = {
+    "bits": (dict(bits=5), r"mine: bits is 5; wanted 4 or 8"),
+    "block": (dict(block=48), r"mine: block is 48; wanted one of 32, 64, 128, 256, 512, 1024, 2048, 4096"),
+    "block of zero": (dict(block=0), r"mine: block is 0; wanted one of"),
+    "4 bits without a block": (dict(block=None), r"mine: a 4-bit format needs a block; use one of 32"),
+    "table too short": (dict(table=(0.0, 1.0)), r"mine: the table has 2 values; 4 bits need 16"),
+    "table of other bits": (dict(bits=8), r"mine: the table has 16 values; 8 bits need 256"),
+    "4 bits without a table": (dict(table=None), r"mine: codes without a table are int8, so bits is 8 and not 4"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_a_format_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(NF4, name="mine", **change)
+
+
+def test_parse():
+    for name, format in FORMATS.items():
+        assert parse(name) is format
+        for block in BLOCKS:
+            assert parse(name, block) == replace(format, block=block)
+    with pytest.raises(ValueError, match="format 'nf5' is unknown; wanted one of nf4, nf4_dq, fp4, int8"):
+        parse("nf5")
+    with pytest.raises(ValueError, match="nf4: block is 100; wanted one of 32"):
+        parse("nf4", 100)
+
+
+TEXTS = {
+    "nf4": NF4,
+    "nf4_dq": NF4_DQ,
+    "fp4": FP4,
+    "int8": INT8,
+    "dynamic8": DYNAMIC8,
+    "nf4:128": replace(NF4, block=128),
+    "nf4_dq:4096": replace(NF4_DQ, block=4096),
+    "int8:32": replace(INT8, block=32),
+}
+
+
+@pytest.mark.parametrize("text, format", TEXTS.items(), ids=TEXTS)
+def test_text_of_a_known_format(text, format):
+    assert format.text == text and read(text) == format
+
+
+LONG = {format.name: format for format in KINDS if format.text.startswith("{")} | {
+    "no block": replace(DYNAMIC8, block=None),  # as text, a block cannot be none
+    "thirds": replace(NF4, name="thirds", table=tuple(i / 3 for i in range(-8, 8))),
+    "other name": replace(NF4, name="mine"),
+    "same name": replace(FP4, name="nf4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", LONG.values(), ids=LONG)
+def test_text_of_any_other_format_is_all_of_it(format):
+    assert format.text.startswith("{") and read(format.text) == format
+    assert read(format.text) is read(format.text), "read once"
+
+
+def test_texts_tell_formats_apart():
+    every = {*KINDS, *TEXTS.values(), *LONG.values(), *(replace(NF4, block=block) for block in BLOCKS)}
+    assert len({format.text for format in every}) == len(every)
+
+
+def test_plain_keeps_scales_in_float32():
+    assert NF4.plain is NF4 and NF4_DQ.plain == replace(NF4_DQ, scale=None) and NF4_DQ.plain.plain is NF4_DQ.plain
+    nested = replace(DYNAMIC8, scale=INT8)
+    assert replace(NF4, scale=nested).plain == NF4 and nested.plain == DYNAMIC8
+
+
+UNKNOWN = [
+    "",
+    "nf5",
+    "NF4",
+    "nf4 ",
+    "nf4:",
+    "nf4:x",
+    "nf4:-64",
+    "nf4:64:64",
+    "{}",
+    '{"name":"nf4"}',
+    "{",
+    "[1]",
+    "nf4:1e2",
+]
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_text_of_no_format(text):
+    with pytest.raises(ValueError, match="format .* is unknown; wanted the text of a Format"):
+        read(text)
+
+
+def test_text_of_an_impossible_format():
+    with pytest.raises(ValueError, match="nf4: block is 48; wanted one of 32"):
+        read("nf4:48")
+    with pytest.raises(ValueError, match="mine: bits is 5; wanted 4 or 8"):
+        read(replace(NF4, name="mine").text.replace('"bits":4', '"bits":5'))
+
+
+COUNTS = [  # format, width, blocks, bytes
+    (NF4, 64, 1, 32),
+    (NF4, 65, 2, 33),
+    (NF4, 1, 1, 1),
+    (replace(NF4, block=32), 64, 2, 32),
+    (FP4, 127, 2, 64),
+    (DYNAMIC8, 300, 2, 300),
+    (INT8, 300, 1, 300),
+    (replace(INT8, block=64), 300, 5, 300),
+]
+
+
+@pytest.mark.parametrize("format, width, blocks, size", COUNTS, ids=lambda x: repr(x))
+def test_counts(format, width, blocks, size):
+    assert num_blocks(format, width) == blocks
+    assert num_bytes(format, width) == size

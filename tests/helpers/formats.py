@@ -1,0 +1,105 @@
+"""What the kernels are tested on: formats of every kind, packed arrays of arbitrary bits, each instruction set in turn.
+
+A packed array is drawn from its layout, not quantised: so every code occurs beside every scale, and what is decoded
+does not depend on what encodes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.kernels import cpu
+from fquant.kernels.dispatch import VARIABLE
+from fquant.kernels.spec import layout
+
+BY_ROWS8 = replace(DYNAMIC8, name="dynamic8_rows", flat=False, center=False)
+_nf4, _dynamic8 = NF4.table or (), DYNAMIC8.table or ()
+_shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+UNSORTED = replace(NF4, name="unsorted", table=tuple(_nf4[i * 7 % 16] for i in range(16)))
+CODECS = (  # every way of making codes
+    NF4,
+    FP4,
+    INT8,
+    BY_ROWS8,
+    replace(INT8, name="int8_64", block=64),
+    replace(BY_ROWS8, name="dynamic8_row", block=None),
+    replace(BY_ROWS8, name="dynamic8_32", block=32),
+    UNSORTED,
+    replace(NF4, name="coarse", block=128, table=(-1.0,) * 5 + (0.0, 0.5) + (0.25,) * 9),
+    replace(BY_ROWS8, name="unsorted8", table=tuple(_dynamic8[i] for i in _shuffled)),
+)
+KINDS = (  # and every way of keeping scales, and of laying blocks out
+    *CODECS,
+    NF4_DQ,
+    DYNAMIC8,
+    replace(FP4, name="fp4_dq", scale=DYNAMIC8),
+    replace(NF4, name="centred", center=True),
+    replace(INT8, name="int8_centred", center=True),
+    replace(NF4, name="flat", flat=True),
+    replace(NF4_DQ, name="flat_dq", flat=True),
+    replace(NF4_DQ, name="flat_centred", flat=True, center=True),
+    replace(INT8, name="int8_flat", flat=True),
+    replace(INT8, name="int8_64_flat", flat=True, block=64),
+    replace(BY_ROWS8, name="dynamic8_dq", block=32, scale=DYNAMIC8),
+    replace(NF4, name="scale_int8", scale=INT8),
+    replace(NF4, name="scale_nf4", scale=NF4),
+    replace(NF4, name="scale_uncentred", block=32, scale=replace(DYNAMIC8, name="uncentred", center=False, block=32)),
+    replace(NF4, name="scale_by_rows", block=32, scale=replace(BY_ROWS8, block=32)),
+    replace(NF4, name="scale_twice", scale=replace(DYNAMIC8, name="dynamic8_dq", scale=DYNAMIC8)),
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SPECIAL = torch.tensor([0.0, -0.0, 1.0, 1e-38, 1.2e-38, 1e-45, 5e-40, 6e-8, 3e-5, 7e4, 1e38, 0.1])
+
+try:
+    ISAS, NOT_BUILT = tuple(f"cpu:{name}" for name in cpu.isas()), ""
+except ImportError as error:
+    ISAS, NOT_BUILT = (), str(error)
+built = pytest.mark.skipif(not ISAS, reason=NOT_BUILT)
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """Inside, FQUANT_KERNELS is ``backend``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, backend)
+        yield
+
+
+def draw(spec, stack=(), seed=0, special=False):
+    """Buffers of ``spec``, ``stack`` in front of each: codes of all kinds, scales of all sizes, or SPECIAL too."""
+    g = torch.Generator().manual_seed(seed)
+
+    def leaf(name, shape, dtype):
+        if dtype != torch.float32:
+            return torch.randint(*((-128, 128) if dtype == torch.int8 else (0, 256)), shape, generator=g, dtype=dtype)
+        t = torch.randn(shape, generator=g) * torch.randn(shape, generator=g).exp()
+        if special:
+            pick = torch.randint(3 * len(SPECIAL), shape, generator=g)
+            t = torch.where(pick < len(SPECIAL), SPECIAL[pick % len(SPECIAL)], t)
+        return t.abs() if name.endswith("scale") else t
+
+    return [leaf(name, (*stack, *shape), dtype) for name, shape, dtype in layout(spec)]
+
+
+def shifted(t):
+    """The same values, aligned to nothing but their dtype."""
+    room = torch.empty(t.numel() + 1, dtype=t.dtype)
+    room[1:] = t.reshape(-1)
+    return room[1:].view(t.shape)
+
+
+def strided(t):
+    """The same values with gaps between them."""
+    return torch.stack([t, t], -1)[..., 1]
+
+
+def alike(a, b):
+    """Equal to the bit, the sign of zero included, but for which NaN a NaN is."""
+    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
+        return a.dtype == b.dtype and torch.equal(a, b)
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    return bool(((a.view(as_int) == b.view(as_int)) | (a.isnan() & b.isnan())).all())

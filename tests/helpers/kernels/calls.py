@@ -1,0 +1,23 @@
+"""Calls: split from tests.fquant.kernels.ops.test_nll_calls."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.helpers.formats import alike
+
+
+def all_alike(got, wanted):
+    return len(got) == len(wanted) and all(map(alike, got, wanted))
+
+
+def nodes(f, *args):
+    graph = make_fx(f, tracing_mode="fake")(*args).graph
+    return [str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def away(t):
+    """Zeros on a device that ``t`` is not on."""
+    return torch.zeros(t.shape, dtype=t.dtype, device="cpu" if t.is_meta else "meta")

@@ -1,0 +1,96 @@
+"""Losses: split from tests.fquant.kernels.ops.test_nll.
+
+What a loss of logits is tested on, and how far from the exact one it may be, and still be right.
+
+In float32 the difference of a logit x and the largest, m, is rounded by u |x - m|, u = 2^-24, which is the relative
+error of its exponential; that has a few u of its own. The sum of a row's has the mean of these, weighted with what it
+is a sum of, and the mean of |x - m| so weighted is below log v. A softmax is one over the other:
+
+    |softmax - exact|  <=  u (8 + log v + |x - m|) · exact
+
+One is taken from it at the target, and all is multiplied by a factor: a few u more of what is there. Then it is rounded
+once, to the dtype of the logits. The logarithm of the sum is off by u (8 + log v) at most, and what is added to it in
+float32 is rounded as often as that is done, of which the caller knows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fquant.kernels import reference
+from tests.helpers.formats import ISAS, alike, shifted, strided
+
+BACKENDS = ("reference", *ISAS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT, lambda t: F.pad(t, (3, 5))[:, 3:-5])
+
+EPS = 2.0**-24  # u
+TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}  # the least above zero
+IGNORE, INF, NAN = -100, math.inf, math.nan
+
+
+def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True):
+    """Logits [c v] and targets [c], of which every third does not count."""
+    random = torch.Generator().manual_seed(seed)
+    logits = (size * torch.randn(c, v, generator=random)).to(dtype)
+    targets = torch.randint(v, (c,), generator=random)
+    return logits, torch.where(torch.arange(c) % 3 < 2, targets, IGNORE) if ignored else targets
+
+
+def exact(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The values [c] and slopes [c v] in float64, and how far from them is right, but for additions to the former."""
+    x, v = logits.double(), logits.shape[1]
+    f = torch.ones(len(x)) if factor is None else factor
+    value, slope = reference.nll_backward(x, targets, ignore, f.double())
+    few, down = 8 + math.log(v), (x.amax(-1, keepdim=True) - x).nan_to_num(0.0, 0.0, 0.0).clamp(max=200)
+    own = torch.finfo(logits.dtype).eps / 2 * slope.abs() + TINY[logits.dtype] * (1 + f.abs()[:, None])
+    at = F.one_hot(targets.clamp(0, v - 1), v)
+    error = EPS * f.abs()[:, None] * (x.softmax(-1) * (few + down) + 4 * at)
+    return value, slope, value.new_full(value.shape, EPS * few), (error + own).nan_to_num(0.0)
+
+
+def assert_near(got, exact, bound, *note):
+    """``got`` is within ``bound`` of ``exact``; where that is not finite in its dtype, it is it to the bit."""
+    wanted = exact.to(got.dtype)
+    finite, off = wanted.isfinite(), (got.double() - exact).abs()
+    about = " ".join(map(str, note))
+    assert alike(got[~finite], wanted[~finite]), f"{about}: not as infinite as the reference"
+    assert bool((off <= bound)[finite].all()), f"{about}: off by {float((off / bound)[finite].max()):.3g} times of it"
+
+
+def spread(*at, fill=-1.0, width=5003):
+    """A row of ``fill`` with values put at places, across all that a row is cut into."""
+    row = torch.full((width,), fill)
+    for place, value in at:
+        row[place] = value
+    return row
+
+
+ROWS = {
+    "all equal": spread(),
+    "all zero": spread(fill=0.0),
+    "one huge": spread((4097, 3e38)),
+    "the largest and the least": spread((0, -3.4e38), (1, 3.4e38), (5002, -3.4e38)),
+    "denormal": torch.arange(5003) * 1.4e-45,
+    "rising": torch.linspace(-90, 90, 5003),
+    "falling": torch.linspace(90, -90, 5003),
+    "far below zero": torch.linspace(-3e4, -3e4 + 50, 5003),
+    "masked": torch.where(torch.arange(5003) % 3 == 0, 1.0, -INF),
+    "the first piece masked": torch.where(torch.arange(5003) < 4096, -INF, -3e4),
+    "all masked but the last": spread((-1, -250.0), fill=-INF),
+    "all masked": spread(fill=-INF),
+    "infinite at the start": spread((0, INF)),
+    "infinite at the end": spread((-1, INF)),
+    "infinite twice": spread((17, INF), (4999, INF)),
+    "infinite both ways": spread((3, INF), (17, -INF)),
+    "not a number": spread((4095, NAN)),
+    "not a number at the end": spread((-1, NAN)),
+    "not a number, and infinite": spread((0, NAN), (-1, INF)),
+    "infinite, and then not a number": spread((0, INF), (-1, NAN)),
+    "not a number among masked": spread((16, NAN), fill=-INF),
+    "no numbers": spread(fill=NAN),
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""Norms: split from tests.fquant.kernels.ops.test_norm.
+
+What norms of rows are tested on, and how far from the exact ones they may be, and still be right.
+
+A square is rounded by u, u = 2^-24, and then a part of 22 sums of numbers that are not negative, by so many u at most
+(more of them, pairwise, elsewhere than in csrc/kernels.c: as many). Half of that, and u for the root, is the scale's:
+
+    |scale - exact|  <=  13 u · exact       in csrc/kernels.c
+                     <=  16 u · exact       where the mean, eps and the root are rounded on the way
+
+Of that scale y is what torch makes, to the bit. With n = x · scale, a = g · w and m = mean(a n) the slope is (a - n m)
+· scale: a, n and their products are rounded, then summed, then m is; each of these by u of what is there. Then it is
+rounded once, to its dtype:
+
+    |dx - exact|  <=  u · scale · (4 |a| + 30 |n| mean(|a n|)) + rounding
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fquant.kernels import dispatch
+from tests.helpers.formats import ISAS, shifted, strided
+from tests.helpers.kernels.losses import EPS, TINY, assert_near
+
+BACKENDS = ("reference", *ISAS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT, lambda t: F.pad(t, (3, 5))[:, 3:-5])
+EPSILON = 1e-5
+
+SCALE = {"cpu": 13, "triton": 16, "reference": 16}
+
+
+def drawn(n, d, dtype=torch.float32, seed=0, size=1.0):
+    """g [n d], x [n d] and a weight [d]."""
+    random = torch.Generator().manual_seed(seed)
+    g, x = (torch.randn(n, d, generator=random) for _ in range(2))
+    return g.to(dtype), (size * x).to(dtype), (0.5 + torch.rand(d, generator=random)).to(dtype)
+
+
+def normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """y of a scale, to the bit."""
+    return weight.to(x.dtype) * (x.float() * scale[:, None]).to(x.dtype)
+
+
+def assert_scale(scale: Tensor, x: Tensor, eps: float, slack: float = 1, *note: object) -> None:
+    """``scale`` is that of x; squares are float32, and what they lose is nothing beside eps or themselves."""
+    mean = x.float().square().double().mean(-1) + eps
+    exact = mean.rsqrt()
+    bound = exact * (EPS * SCALE[dispatch.backend("cpu")[0]] + 2.0**-149 / mean)
+    assert_near(scale, exact, slack * bound.nan_to_num(0.0), "a scale", *note)
+
+
+def assert_backward(
+    dx: Tensor, g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, slack: float = 1, *note: object
+) -> None:
+    """``dx`` is the slope of x and its scale."""
+    s = scale.double()[:, None]
+    n, a = x.double() * s, g.double() * weight.to(x.dtype).double()
+    exact = (a - n * (a * n).mean(-1, keepdim=True)) * s
+    error = EPS * s * (4 * a.abs() + 30 * n.abs() * (a * n).abs().mean(-1, keepdim=True))
+    own = torch.finfo(x.dtype).eps / 2 * exact.abs() + TINY[x.dtype] + 2.0**-149 * s * (1 + n.abs())
+    assert_near(dx, exact, slack * (error + own).nan_to_num(0.0), "a slope", *note)

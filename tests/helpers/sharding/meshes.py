@@ -1,0 +1,45 @@
+"""Meshes: split from tests.shard.test_communication.
+
+Meshes: split from tests.shard.test_vocab_parallel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fquant import LOCAL, lora, tree
+from models import decoder
+from models.blocks import IGNORE, cross_entropy
+from models.config import Config
+
+
+def config(tied):
+    return Config(
+        vocab=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden=128, norm_eps=1e-5,
+        rope_theta=10000.0, rope_scaling=None, max_positions=64, tied=tied, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+
+
+def batch(rows):
+    """Tokens and targets [rows 16], of which each row counts another number, and one row none."""
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 96, (rows, 17), generator=draw)
+    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    for i in range(rows):
+        y[i, : (5 * i) % 17] = IGNORE
+    y[-1] = IGNORE
+    return x, y
+
+
+def loss(adapters, base, x, y, count, cfg, comm=LOCAL):
+    return cross_entropy(decoder.forward(lora.attach(base, adapters), x, cfg, comm), y, count)
+
+
+def padded(block, n):
+    """Bytes of a block on the wire: every buffer in whole lines of 64 bytes, the sum in whole lines a rank."""
+    lines = sum(-(-t.numel() * t.element_size() // 64) for t in tree.leaves(block))
+    return -(-lines // n) * n * 64
+
+
+def dims_of(block):
+    return {"": {path: " ".join(f"d{i}" for i in range(t.ndim)) for path, t in tree.items(block)}}

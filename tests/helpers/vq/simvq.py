@@ -1,0 +1,32 @@
+"""Simvq: split from tests.fquant.vq.codebook.test_simvq."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from fquant.vq.codebook import simvq
+
+with warnings.catch_warnings(action="ignore"):  # of torch, which the package asks for what is deprecated
+    import vector_quantize_pytorch as peer
+
+D, K = 6, 20
+
+
+def net(state) -> Any:
+    layers: list[Any] = []
+    for dense in state.params:
+        out, width = dense.weight.shape
+        one = torch.nn.Linear(width, out, bias=dense.bias is not None)
+        one.weight.data.copy_(dense.weight)
+        if dense.bias is not None:
+            one.bias.data.copy_(dense.bias)
+        layers += [one, torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def pair(named, **options) -> Any:
+    state = simvq.init(3, K, D, **options)
+    them: Any = peer.SimVQ(D, K, codebook_transform=net(state), frozen_codebook_dim=options.get("frozen_dim"), **named)
+    them.frozen_codebook = state.frozen.clone()
+    return state, them

@@ -1,0 +1,48 @@
+"""The table: every verb x every transform x every format, against the same computation on the dequantised weights.
+
+A verb is a scalar function f(theta, base, data): ``theta`` is what is differentiated (floats), ``base`` holds the
+weights (quantised, or dequantised for the oracle), ``data`` is one example. All of it is in float64, to which a decoded
+weight is exact, so that packed and dense agree to rounding and any wrong derivative shows. (What an embedding decodes
+is in the weight's own float32, there and in the oracle.)
+"""
+
+import pytest
+
+from fquant import AQ_3X8, FP4, INT8, NF4, NF4_DQ
+from tests.helpers.transform_table import FILTERS, TRANSFORMS, VERBS, check_transform
+
+pytestmark = FILTERS
+
+
+COMPILED = ("linear", "embedding", "attach", "dora", "dropout", "remat", "remat2")  # others meet the same Functions
+
+
+def in_ci(verb, format, transform):
+    """What is traced takes long: a decoded and a looked-up format stand for all."""
+    if transform == "compile":
+        return format in (NF4_DQ, AQ_3X8) and verb in COMPILED
+    return verb == "linear" or format in (NF4_DQ, AQ_3X8) or not transform.startswith("make_fx")
+
+
+ROWS = [
+    pytest.param(
+        verb,
+        format,
+        transform,
+        id=f"{verb}-{format.name}-{transform}",
+        marks=[] if in_ci(verb, format, transform) else pytest.mark.slow,
+    )
+    for verb in VERBS
+    for format in (NF4, NF4_DQ, INT8, FP4, AQ_3X8)
+    for transform in TRANSFORMS
+    if format not in (FP4, AQ_3X8) or verb == "linear" or (format is AQ_3X8 and verb in ("embedding", "dora", "remat2"))
+    # What takes seconds is done in one format.
+    if format is NF4_DQ or not (transform == "compile" or verb.startswith("forward_remat")) or verb == "linear"
+    if format is NF4_DQ or not (transform.startswith("make_fx") and verb.startswith("forward"))
+    if transform != "compile" or not verb.startswith("forward_remat")
+]
+
+
+@pytest.mark.parametrize("verb, format, transform", ROWS)
+def test_transform(verb, format, transform):
+    check_transform(verb, format, transform)

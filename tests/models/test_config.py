@@ -1,0 +1,181 @@
+"""config: both spellings of Hugging Face's config.json, and every way in which one is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from fquant import tree
+from models.config import Config, RopeScaling
+from models.hf_config import from_hf, to_hf
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+}
+CFG = Config(128, 64, 2, 4, 2, 16, 96, norm_eps=1e-6, max_positions=512)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+
+READS = {
+    "defaults": ({}, CFG),
+    "null is absent": ({"num_key_value_heads": None, "head_dim": None}, dataclasses.replace(CFG, num_kv_heads=4)),
+    "head_dim": ({"head_dim": 32}, dataclasses.replace(CFG, head_dim=32)),
+    "flags": (
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        dataclasses.replace(CFG, tied=True, attention_bias=True, mlp_bias=True),
+    ),
+    "theta 4": ({"rope_theta": 5e5}, dataclasses.replace(CFG, rope_theta=5e5)),
+    "theta 5": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        dataclasses.replace(CFG, rope_theta=5e5),
+    ),
+    "llama3 4": (
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        dataclasses.replace(CFG, rope_theta=5e5, rope_scaling=SCALING),
+    ),
+    "llama3 5": (
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        dataclasses.replace(CFG, rope_theta=5e5, rope_scaling=SCALING),
+    ),
+    "both spellings": (
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        dataclasses.replace(CFG, rope_theta=5e5, rope_scaling=SCALING),
+    ),
+    "linear, old key": (
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        dataclasses.replace(CFG, rope_scaling=RopeScaling("linear", 2.0)),
+    ),
+    "harmless": ({"use_cache": False, "torch_dtype": "bfloat16", "eos_token_id": [1, 2], "pretraining_tp": 2}, CFG),
+}
+
+
+QWEN = BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+QWEN_CFG = dataclasses.replace(CFG, qk_norm=True)
+READS |= {
+    "qwen3": (QWEN, QWEN_CFG),
+    "qwen3, flags": (
+        QWEN | {"tie_word_embeddings": True, "attention_bias": True, "rope_theta": 1e6},
+        dataclasses.replace(QWEN_CFG, tied=True, attention_bias=True, rope_theta=1e6),
+    ),
+    "qwen3, heads beside dim": (QWEN | {"num_attention_heads": 6}, dataclasses.replace(QWEN_CFG, num_heads=6)),
+    "qwen3, windows unused": (
+        QWEN
+        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+        | {"layer_types": ["full_attention"] * 2},
+        QWEN_CFG,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_from_hf(name):
+    extra, wanted = READS[name]
+    assert from_hf(BASE | extra) == wanted
+    assert from_hf(json.loads(json.dumps(to_hf(wanted)))) == wanted
+
+
+@pytest.mark.parametrize("name", READS)
+def test_transformers_agrees(name):
+    _, cfg = READS[name]
+    theirs = (transformers.Qwen3Config if cfg.qk_norm else transformers.LlamaConfig)(**to_hf(cfg))
+    assert from_hf(json.loads(theirs.to_json_string(use_diff=True))) == cfg
+
+
+WRONG = {
+    "another model": ({"model_type": "mistral"}, "model_type = 'mistral', want 'llama'"),
+    "no model type": ({"model_type": None}, "model_type = None, want 'llama'"),
+    "another head": ({"architectures": ["LlamaForX"]}, "architectures = .'LlamaForX'., want .'LlamaForCausalLM'."),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu', want 'silu'; use a checkpoint"),
+    "rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn', want one of default, l"),
+    "rope key": ({"rope_parameters": {"beta": 2.0}}, "rope_parameters.beta = 2.0 is unknown for rope type 'default'"),
+    "rope table": ({"rope_scaling": 3}, "rope_scaling = 3, want a table"),
+    "rope type no name": ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type = \['yarn'\], want one of default"),
+    "rope types": ({"rope_scaling": LLAMA3 | {"type": "linear"}}, "type = 'linear', but rope_type = 'llama3'; remove"),
+    "rope layout": ({"rope_interleaved": True}, "rope_interleaved = True, want False"),
+    "rope missing": ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor is missing"),
+    "rope order": ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor = 4.0 must be in"),
+    "rope disagrees": (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}},
+        "rope_parameters.rope_theta = 20000.0, but the older spelling says 10000.0; remove one",
+    ),
+    "rope part": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5, want 1.0"),
+    "missing": ({"hidden_size": None}, "hidden_size is missing"),
+    "missing eps": ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+    "not a number": ({"vocab_size": "128"}, "vocab_size = '128', want a positive integer"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1, want a positive integer"),
+    "not a boolean": ({"attention_bias": 1}, "attention_bias = 1, want true or false"),
+    "eps": ({"rms_norm_eps": 0}, "rms_norm_eps = 0, want a positive number"),
+    "heads": ({"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+    "groups": ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+    "odd head": ({"head_dim": 15}, "head_dim = 15 is odd"),
+    "heads beside head_dim": ({"num_attention_heads": 6, "head_dim": 8}, "dim = 64 is not a multiple of num_heads = 6"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1, want 0.0; set it to 0.0"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"already quantised \(gptq\), want float weights"),
+    "unknown": ({"sliding_window": 128}, "sliding_window = 128 is not a key of a Llama config"),
+    "unknown to qwen3": (QWEN | {"window": 128}, "window = 128 is not a key of a Qwen3 config"),
+    "qwen3 as llama": ({"model_type": "qwen3"}, r"architectures = \['LlamaForCausalLM'\], want \['Qwen3ForCausalLM'\]"),
+    "windows": (QWEN | {"use_sliding_window": True}, "use_sliding_window = True, want False; sliding windows are not"),
+    "layers of windows": (
+        QWEN | {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types = .*'sliding_attention'., want 'full_attention' for each of 2 layers",
+    ),
+    "qwen3 without head_dim": (QWEN | {"head_dim": None}, "head_dim is missing"),
+    "qwen3 without key heads": (QWEN | {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    "qwen3 with MLP biases": (QWEN | {"mlp_bias": True}, "mlp_bias = True beside qk_norm = True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name):
+    extra, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        from_hf(BASE | extra)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
+        ({"num_heads": 3, "num_kv_heads": 1}, "dim = 64 is not a multiple of num_heads = 3"),
+        ({"vocab": 0}, "vocab = 0, want a positive integer"),
+        ({"head_dim": 7}, "head_dim = 7 is odd"),
+    ],
+)
+def test_config_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CFG, **change)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "rope type 'yarn' is not supported"),
+        ({"kind": "llama3", "factor": 2.0}, "'llama3' wants low_freq_factor, high_freq_factor"),
+        ({"kind": "linear", "factor": 0.0}, "factor = 0.0 must be positive"),
+    ],
+)
+def test_scaling_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**options)
+
+
+def test_is_a_registered_value():
+    assert all(tree.VALUES[tree.name_of(cls)] is cls for cls in (Config, RopeScaling))
+    assert hash(CFG) == hash(dataclasses.replace(CFG))

@@ -1,0 +1,124 @@
+"""hf: logits equal transformers' in both directions, the table of names, lazy reading (faults: test_hf_faults.py)."""
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from fquant import tree
+from fquant.lazy import Lazy
+from models import decoder, hf
+from models.hf_config import to_hf
+from tests.helpers.hf_models import CONFIGS, GQA, random_params
+
+TOKENS = torch.randint(0, 96, (2, 100), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(folder, dtype: Any = torch.float32):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def architecture(cfg):
+    """The class and the configuration in transformers."""
+    if cfg.qk_norm:
+        return transformers.Qwen3ForCausalLM, transformers.Qwen3Config
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_reads_ours(name, sharded, tmp_path):
+    cfg, params = CONFIGS[name], random_params(CONFIGS[name])
+    hf.save(tmp_path, cfg, params, max_shard_bytes=60_000 if sharded else 5 << 30)
+    assert (tmp_path / hf.INDEX).exists() == sharded and (tmp_path / hf.SINGLE).exists() != sharded
+    model = theirs(tmp_path)
+    ours, wanted = decoder.forward(params, TOKENS, cfg), logits_of(model)
+    assert isinstance(model, architecture(cfg)[0])
+    assert wanted.std() > 0.5
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5)
+    again, loaded = hf.load(tmp_path)
+    assert again == cfg
+    assert tree.structure(loaded) == tree.structure(params)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(loaded), tree.leaves(params), strict=True))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ours_reads_transformers(name, sharded, tmp_path):
+    cfg = CONFIGS[name]
+    config: Any = {**to_hf(cfg), "attn_implementation": "eager"}
+    model_of, config_of = architecture(cfg)
+    model = model_of(config_of(**config)).eval()
+    generator = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        p.data = (0.15 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator) + (p.dim() == 1)
+    model.save_pretrained(tmp_path, max_shard_size="60KB" if sharded else "1GB")
+    assert (tmp_path / hf.INDEX).exists() == sharded
+    got, params = hf.load(tmp_path)
+    assert got == cfg
+    wanted = logits_of(model)
+    assert wanted.std() > 0.5
+    torch.testing.assert_close(decoder.forward(params, TOKENS, cfg), wanted, rtol=0, atol=2e-5)
+
+
+def test_dtypes(tmp_path):
+    params = random_params(GQA, torch.bfloat16)
+    hf.save(tmp_path, GQA, params, extra={"eos_token_id": 7})
+    assert theirs(tmp_path, "auto").dtype == torch.bfloat16 and theirs(tmp_path).config.eos_token_id == 7
+    for dtype, wanted in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        loaded = hf.load(tmp_path, dtype)[1]
+        assert {leaf.dtype for leaf in tree.leaves(loaded)} == {wanted}
+        assert all(torch.equal(a, b.to(wanted)) for a, b in zip(tree.leaves(loaded), tree.leaves(params), strict=True))
+
+
+def test_lazy_reads_no_weights(tmp_path):
+    """The data are cut off after opening: it still opens, and only reading finds out."""
+    params = random_params(GQA)
+    hf.save(tmp_path, GQA, params)
+    cfg, lazy = hf.lazy(tmp_path)
+    assert all(isinstance(leaf, Lazy) and leaf.like.is_meta for leaf in tree.leaves(lazy))
+    assert [tuple(leaf.like.shape) for leaf in tree.leaves(lazy)] == [tuple(t.shape) for t in tree.leaves(params)]
+    assert torch.equal(lazy.layers[1].q.read(), params.layers[1].q)
+    size = (tmp_path / hf.SINGLE).stat().st_size
+    os.truncate(tmp_path / hf.SINGLE, size - 8)
+    with pytest.raises(ValueError, match="bytes too few"):
+        for leaf in tree.leaves(lazy):
+            leaf.read()
+
+
+@pytest.mark.parametrize("name", ["biases", "qwen3, everything"])
+def test_names(name):
+    cfg = dataclasses.replace(CONFIGS[name], tied=False)
+    model_of, config_of = architecture(cfg)
+    model = model_of(config_of(**to_hf(cfg)))
+    assert sorted(map(hf.tensor_name, tree.paths(decoder.shapes(cfg)))) == sorted(model.state_dict())
+    modules = {name for name, _ in model.named_modules()}
+    for path in tree.paths(decoder.shapes(GQA)):
+        assert hf.module_name(path) in modules
+        assert hf.path_of(hf.module_name(path)) == path
+    for name in ("model.layers.0.self_attn", "model.layers.x.self_attn.q_proj", "model.layers.0.q", "model", ""):
+        assert hf.path_of(name) is None
+    for path in ("layers.0.q_bias", "layers.x.q", "layers.0", "head"):
+        with pytest.raises(ValueError, match="is no weight of a decoder; want one of embed, final.norm"):
+            hf.module_name(path)
+
+
+def test_ignorable_tensors(tmp_path):
+    """Older files hold rotary frequencies, and a head beside a tied embedding."""
+    cfg = CONFIGS["full heads, tied"]
+    hf.save(tmp_path, cfg, random_params(cfg))
+    tensors = safetensors.torch.load_file(tmp_path / hf.SINGLE)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, tmp_path / hf.SINGLE, {"format": "pt"})
+    assert tree.paths(hf.load(tmp_path)[1]) == tree.paths(decoder.shapes(cfg))

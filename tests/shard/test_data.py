@@ -1,0 +1,104 @@
+"""Shares of a batch and sums over ranks: together the shares are the batch, and their sums one process's."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shard
+from fquant import tree
+from shard import Rules
+from tests.helpers import ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+MESHES = [{"fsdp": 1}, {"fsdp": 3}, {"dp": 2}, {"dp": 2, "fsdp": 2}, {"fsdp": 5}]
+
+
+def shares(axes, rows, batch):
+    mesh = shard.mesh(**axes)
+    x = {"tokens": torch.arange(rows * 2).reshape(rows, 2), "mask": [torch.arange(rows) % 2 == 0]}
+    return shard.share(x, mesh, Rules(batch=batch)) | {"most": shard.max_local_rows(rows, mesh, Rules(batch=batch))}
+
+
+@pytest.mark.parametrize("rows", [7, 8, 3, 1, 0])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_shares_are_the_batch_cut_evenly(axes, rows):
+    n = math.prod(axes.values())
+    got = ranks.run(n, shares, axes, rows, ("dp", "fsdp"))
+    sizes = [len(one["tokens"]) for one in got]
+    assert max(sizes) - min(sizes) <= 1 and [one["most"] for one in got] == [max(sizes)] * n
+    assert torch.cat([one["tokens"] for one in got]).tolist() == torch.arange(rows * 2).reshape(rows, 2).tolist()
+    assert torch.cat([one["mask"][0] for one in got]).tolist() == [i % 2 == 0 for i in range(rows)]
+
+
+@pytest.mark.parametrize(("batch", "same"), [(("dp",), (0, 1)), (("fsdp",), (0, 2)), ((), (0, 1, 2, 3))])
+def test_ranks_along_an_axis_that_does_not_split_the_batch_share_rows(batch, same):
+    got = [one["tokens"].tolist() for one in ranks.run(4, shares, {"dp": 2, "fsdp": 2}, 6, batch)]
+    assert all(got[rank] == got[same[0]] for rank in same)
+    assert len(got[0]) == 6 // 2 ** len(batch)
+
+
+def mixed(rank):
+    draw = torch.Generator().manual_seed(rank)
+    return {
+        "a": torch.randn(3, 2, generator=draw, dtype=torch.float64),
+        "count": torch.tensor(rank + 1),
+        "b": [torch.randn((), generator=draw), torch.empty(0), torch.randn(4, 1, generator=draw).T],
+        "half": torch.full((5,), 0.5 + rank, dtype=torch.bfloat16),
+        "ints": torch.arange(3) * rank,
+    }
+
+
+def summed(axes, over):
+    with shard.traffic() as t:
+        got = shard.psum(mixed(dist.get_rank()), shard.mesh(**axes), over)
+    return got, t.count("all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("axes", "over", "members", "sums"),
+    [
+        ({"fsdp": 1}, ("dp", "fsdp"), lambda r: [r], 0),
+        ({"fsdp": 3}, ("dp", "fsdp"), lambda r: [0, 1, 2], 1),
+        ({"fsdp": 3}, ("dp",), lambda r: [r], 0),
+        ({"dp": 2, "fsdp": 2}, ("dp", "fsdp"), lambda r: [0, 1, 2, 3], 1),
+        ({"dp": 2, "fsdp": 2}, ("dp",), lambda r: [r % 2, r % 2 + 2], 1),
+        ({"dp": 2, "fsdp": 2}, ("fsdp",), lambda r: [r - r % 2, r - r % 2 + 1], 1),
+        ({"dp": 2, "fsdp": 2}, (), lambda r: [r], 0),
+    ],
+)
+def test_psum_is_one_sum_a_dtype(axes, over, members, sums):
+    for rank, (got, count) in enumerate(ranks.run(math.prod(axes.values()), summed, axes, over)):
+        want = tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *[mixed(i) for i in members(rank)])
+        assert tree.structure(got) == tree.structure(want)
+        assert count == 4 * sums
+        for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            torch.testing.assert_close(a, b)
+
+
+def reduced(x):
+    return shard.reduce(x, shard.mesh(fsdp=2), Rules())
+
+
+def test_reduce_is_the_sum_over_the_axes_of_the_batch():
+    got = ranks.run(2, reduced, {"q": torch.ones(3)})
+    assert all(one["q"].tolist() == [2.0] * 3 for one in got)
+
+
+def test_reduce_refuses_what_is_no_gradient():
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, reduced, {"q": torch.ones(3), "codes": torch.ones(3, dtype=torch.uint8)}, timeout=10)
+    messages = {failure.message for failure in caught.value.failures.values()}
+    assert messages == {"codes: a gradient of torch.uint8; wanted floats"}
+
+
+def reduced_over_dp():
+    mesh, rules = shard.mesh(dp=2, fsdp=2), Rules(batch=("dp",))
+    return shard.reduce(torch.tensor(2.0 ** dist.get_rank()), mesh, rules).item()
+
+
+def test_reduce_leaves_out_axes_that_do_not_split_the_batch():
+    assert ranks.run(4, reduced_over_dp) == [5.0, 10.0, 5.0, 10.0]
