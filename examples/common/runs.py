@@ -120,7 +120,7 @@ def restored(kind: type[T], path: Path) -> T:
     """The options that a run wrote to its run.json; ValueError when these are not what this release knows."""
     try:
         run = json.loads(path.read_text())
-        values: dict[str, Any] = {"mesh": run["mesh"], **run["options"]}
+        values: dict[str, Any] = {"mesh": run["mesh"], **_upgraded(kind, run["options"])}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
     types = typing.get_type_hints(kind)
@@ -130,6 +130,11 @@ def restored(kind: type[T], path: Path) -> T:
         if value is not None and types[name] in (Path, Path | None):
             values[name] = Path(value)
     return kind(**values)
+
+
+def _upgraded(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run in today's names, if the program has renamed some (``kind.upgraded``)."""
+    return getattr(kind, "upgraded", dict)(values)
 
 
 def folder(options: Options) -> Path:
@@ -196,7 +201,7 @@ def _check_resumed(resume: Path, options: Options) -> None:
         if not (resume / name).is_file():
             raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
     safetensors.header(resume / STATE)
-    was = json.loads((resume / RUN).read_text())["options"]
+    was = _upgraded(type(options), json.loads((resume / RUN).read_text())["options"])
     for name, now in options.shared().items():
         if was.get(name) != now:
             raise ValueError(

@@ -26,16 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fquant import format
 from models import decoder, hf
 from models.config import Config
 from models.presets import PRESETS
 
+from ..common.base import TARGETS, FormatName, check_blocks, parse_format, parse_targets
 from ..common.command_line import axes_in, command_line
-from ..qlora import train
-from ..qlora.options import TARGETS, FormatName, names_in
+from ..common.pricing import Job, Price, price
+from ..common.training_step import Checkpoint
 from .devices import DEVICES, Bound, Device, bound
-from .pricing import Job, Price, price
 
 GIB = 2**30
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -60,7 +59,7 @@ class Options:
     device: str = "h200"
     """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x."""
     format: FormatName = "nf4_dq"
-    """How base weights are packed; aq_2x8 and aq_3x8 have vectors of each weight beside, of 16 and 24 KiB."""
+    """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 add 16 and 24 KiB of vectors to each weight."""
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     rank: int = 16
@@ -71,6 +70,11 @@ class Options:
     """Tokens in a row."""
     batch: int = 1
     """Rows in a micro-batch, of each rank (examples.qlora counts those of all)."""
+    accumulate: int = 1
+    """Micro-batches in a step."""
+    checkpoint: Checkpoint = "full"
+    """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
+    all (examples.qlora takes the fastest that fits)."""
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base."""
     reserve: float = 1.0
@@ -82,16 +86,17 @@ class Options:
 
     def job(self) -> Job:
         """What is to be priced. Raises ValueError for what cannot be."""
-        for name in ("rank", "seq", "batch"):
+        for name in ("rank", "seq", "batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
         cfg, weights = self.found()
-        fmt = format.parse(self.format, self.block)
-        train.check_blocks(fmt, decoder.shapes(cfg))
+        fmt = parse_format(self.format, self.block)
+        check_blocks(fmt, decoder.shapes(cfg))
         if self.seq > cfg.max_positions:
             raise ValueError(f"--seq is {self.seq}; wanted at most {cfg.max_positions}, the positions of {self.model}")
-        targets = tuple(names_in(self.targets))
-        return Job(cfg, fmt, targets, self.rank, self.batch, self.seq, weights, DTYPES[self.dtype])
+        targets = parse_targets(self.targets)
+        sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint)
 
     def found(self) -> tuple[Config, torch.dtype]:
         """The config of the model and the dtype of its weights."""
@@ -169,7 +174,8 @@ def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found
     ranks = math.prod(axes.values())
     least = bound(device, found.flops, found.read + found.written, found.sent)
     fits = found.peak + options.reserve * GIB <= device.memory
-    return Row(mesh, ranks, found, least, fits, ranks * options.batch * options.seq / least.seconds)
+    tokens = ranks * options.batch * options.accumulate * options.seq
+    return Row(mesh, ranks, found, least, fits, tokens / least.seconds)
 
 
 def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
@@ -190,7 +196,7 @@ def show(console: Console, options: Options, device: Device, rows: list[Row]) ->
         time.add_row(x.mesh, f"{p.flops / 1e12:,.0f}", moved, sent, *seconds, b.limit, f"{x.tokens_per_second:,.0f}")
     console.print(
         f"{options.model}, {options.format} base, rank {options.rank} adapters of {options.targets}\n"
-        f"{options.batch} x {options.seq} tokens a rank, {options.dtype} stream\n",
+        f"{options.batch} x {options.seq} tokens a rank, {options.dtype} stream, {options.checkpoint} checkpointing\n",
         highlight=False,
     )
     console.print(memory, bars, time, answer(options, rows), highlight=False)

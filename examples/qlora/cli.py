@@ -49,9 +49,12 @@ def work(options: Options) -> Result | str:
         folder, total = runs.folder(options), options.steps
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
         runs.announce(options)
-        with Report(folder, first, total, int(state.done), report.told) as shown:
+        with Report(folder, first, total, int(state.done), report.summary) as shown:
             adapters = f"{len(state.adapters)} adapters of rank {options.rank}"
-            shown.say(f"{ranks} ranks, mesh {options.mesh}; base in {options.format}, {adapters}; writing {folder}")
+            how = f"{run.setup.checkpoint} checkpointing, {options.dtype}"
+            shown.say(
+                f"{ranks} ranks, mesh {options.mesh}; {how}; base in {options.format}, {adapters}; writing {folder}"
+            )
             base = shard.local(run.base)
             while (done := int(state.done)) < total:
                 state, step = train.take(run, base, state)

@@ -1,4 +1,4 @@
-"""The options of examples/qlora/cli.py, and what follows from them."""
+"""The options of ``python -m examples.qlora``, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
-from fquant import format, optim
+from fquant import optim
 
+from ..common.base import TARGETS, FormatName, parse_format, parse_targets
 from ..common.command_line import axes_of
+from ..common.training_step import Checkpoint
 
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8"]
 HERE = Path(__file__).parent.parent
 
 
@@ -34,7 +35,7 @@ class Options:
     data: Path | None = None
     """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
     format: FormatName = "nf4_dq"
-    """How base weights are packed. aq_2x8 and aq_3x8 learn vectors of each weight first, slowly; these take 16 and 24 KiB."""
+    """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 learn 16 and 24 KiB of vectors a weight, slowly."""
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     rank: int = 16
@@ -47,8 +48,11 @@ class Options:
     """Share of an adapter's inputs that is dropped."""
     mesh: str | None = None
     """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or 2."""
-    keep: Literal["inputs", "selected", "all"] = "inputs"
-    """Of each block, for its backward: its input, and it is computed again; what is not cheap to make again; or all."""
+    checkpoint: Checkpoint | None = None
+    """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
+    all; default: the fastest that is predicted to fit into memory."""
+    dtype: Literal["bf16", "f32"] = "bf16"
+    """Of the residual stream, and so of all products with the base and the adapters."""
     steps: int = 60
     """Steps of the optimiser."""
     seq: int = 256
@@ -92,12 +96,22 @@ class Options:
             raise ValueError(f"--warmup is {self.warmup}; wanted 0 <= warmup < --steps {self.steps}")
         if self.resume is not None and self.out is not None:
             raise ValueError("--resume continues in its own folder; leave out --out")
-        format.parse(self.format, self.block)
-        self.target_names()
+        parse_format(self.format, self.block)
+        parse_targets(self.targets)
 
-    def target_names(self) -> list[str]:
-        """The names in ``targets``; raises ValueError for one that is no weight of a layer."""
-        return names_in(self.targets)
+    def stream(self) -> torch.dtype:
+        """Return the dtype of the residual stream."""
+        return {"bf16": torch.bfloat16, "f32": torch.float32}[self.dtype]
+
+    @staticmethod
+    def upgraded(values: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a run.json in today's names and values; runs before --dtype were in float32."""
+        values = dict(values)
+        if "keep" in values:
+            modes = {"inputs": "full", "selected": "selective", "all": "none"}
+            values |= {"checkpoint": modes[values.pop("keep")], "dtype": "f32"}
+        former = {"vq2": "aq_2x8", "vq3": "aq_3x8"}
+        return values | {"format": former.get(values.get("format", ""), values.get("format"))}
 
     def axes(self, world: int | None) -> dict[str, int]:
         """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
@@ -115,12 +129,3 @@ class Options:
         free = ("out", "resume", "save_every", "mesh")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in free}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def names_in(targets: str) -> list[str]:
-    """The names in a value of --targets; raises ValueError for one that is no weight of a layer."""
-    names = [name.strip() for name in targets.split(",")]
-    for name in names:
-        if name not in TARGETS:
-            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
-    return names

@@ -1,4 +1,4 @@
-"""What examples/qlora/cli.py shows: what a step measured, one table, a loss curve."""
+"""The output of ``python -m examples.qlora``: a line a step, one table, a loss curve."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ from ..common.progress import metrics
 from .train import Result, Step
 
 
-def told(x: Step) -> str:
-    """What a step measured."""
+def summary(x: Step) -> str:
+    """Return the figures of a step as one line."""
     speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
     return f"loss {x.loss:.4f}  lr {x.lr:.1e}  {speed}  {memory}"
 
 
 def table(result: Result, options: Any, ranks: int) -> Table:
-    """The one table at the end."""
+    """Return the one table at the end; a dense base (--format none) has two columns instead of three."""
     out = Table(title=f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks")
-    for name in ("", "bf16 base", "packed base", "packed + adapter"):
-        out.add_column(name, justify="left" if not name else "right")
-    ratio = result.bytes_bf16 / result.bytes_packed
-    out.add_row("bytes of the base", f"{result.bytes_bf16:,}", f"{result.bytes_packed:,}", f"{ratio:.2f}x smaller")
-    out.add_row("bytes a rank sends in a step", f"{result.wire_bf16:,}", f"{result.wire_packed:,}", "")
-    perplexities = (result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted)
-    out.add_row("held-out perplexity", *(f"{p:.2f}" for p in perplexities))
+    packed = options.format != "none"
+    names = ("bf16 base", "packed base", "packed + adapter") if packed else ("bf16 base", "bf16 base + adapter")
+    out.add_column("")
+    for name in names:
+        out.add_column(name, justify="right")
+    smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller"
+    rows = {
+        "bytes of the base": (f"{result.bytes_bf16:,}", f"{result.bytes_packed:,}", smaller),
+        "bytes a rank sends in a step": (f"{result.wire_bf16:,}", f"{result.wire_packed:,}", ""),
+        "held-out perplexity": tuple(
+            f"{p:.2f}" for p in (result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted)
+        ),
+    }
+    for name, (dense, quantised, adapted) in rows.items():
+        out.add_row(name, dense, *((quantised, adapted) if packed else (adapted.replace(smaller, ""),)))
     return out
 
 
@@ -48,8 +56,8 @@ def curve(folder: Path, result: Result) -> Path:
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.set_title(
         "Low-rank adapters beside a frozen packed base\n"
-        f"held-out perplexity: bf16 base {result.perplexity_bf16:.1f}, packed base {result.perplexity_packed:.1f}, "
-        f"packed + adapter {result.perplexity_adapted:.1f}",
+        f"held-out perplexity: bf16 base {result.perplexity_bf16:.1f}, as trained {result.perplexity_packed:.1f}, "
+        f"with the adapter {result.perplexity_adapted:.1f}",
         loc="left", fontsize=10,
     )  # fmt: skip
     axes.legend(frameon=False, loc="upper right")

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 import shard
+from examples.common import base, data, pricing, training_step
 from examples.common.command_line import axes_in
-from examples.plan import cli, pricing
+from examples.common.pricing import Job, Price, price
+from examples.plan import cli
 from examples.plan.devices import DEVICES, bound
-from examples.plan.pricing import Job, Price, price
 from examples.qlora import train
 from examples.qlora.options import Options
-from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, quantize, random, tree
+from fquant import AQ_3X8, NF4, NF4_DQ, lora, random, tree
 from models import decoder
 from models.config import Config
 from models.hf_config import to_hf
@@ -25,7 +26,7 @@ from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.live_memory import Peak
 
-ALL = train.TARGETS
+ALL = base.TARGETS
 TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
 JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
 # A peak in the head, in the backward of the last or a middle layer, and in the update.
@@ -35,6 +36,10 @@ JOBS = {
     "one weight": dataclasses.replace(JOB, targets=("q",), rank=64, batch=1, seq=16, format=NF4),
     "two weights": dataclasses.replace(JOB, targets=("q", "v")),
     "last": dataclasses.replace(JOB, rank=2, batch=4, seq=256, stream=torch.float32),
+    "none": dataclasses.replace(JOB, checkpoint="none"),
+    "selective": dataclasses.replace(JOB, checkpoint="selective"),
+    "accumulate": dataclasses.replace(JOB, accumulate=2),
+    "dense": dataclasses.replace(JOB, format=None),
     "head": dataclasses.replace(JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True), targets=("v",)),
 }
 MESHES = ("fsdp=1", "fsdp=3", "dp=2,fsdp=2")
@@ -133,30 +138,28 @@ def test_vectors_of_each_weight_are_in_the_base(alone):
 
 
 def really(job, axes):
-    """A step on this rank: what it sends, the most it holds, and what was predicted."""
+    """Take two steps on this rank: the bytes it sends, the peak it holds, and both as predicted."""
     mesh = shard.mesh(**axes)
-    rules, cfg = shard.Rules(), job.cfg
-    params = decoder.init(cfg, random.key(0), job.weights)
-    base = tree.map_at(rf"layers\.\d+\.({'|'.join(ALL)})", lambda w: quantize(w, job.format), params)
-    adapters = lora.init(base, rf"layers\.\d+\.({'|'.join(job.targets)})", job.rank)
-    placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    moments = pricing.optimizer().init(adapters)
+    setup, cfg = pricing.arguments(job, mesh)["setup"], job.cfg
+    weights = base.quantised(decoder.init(cfg, random.key(0), job.weights), job.format)
+    adapters = lora.init(weights, base.pattern(job.targets), job.rank)
+    placed, adapters = shard.place((weights, adapters), decoder.dims(cfg), setup.rules, mesh, cfg)
     rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
-    batch = train.data.Rows(rows, rows.roll(-1, -1), rows // 20)
-    taken = jit(pricing.step(job, mesh), donate=pricing.DONATED, passes=pricing.PASSES, recompute=False)
-    given = adapters, moments, shard.local(placed), batch, torch.tensor(rows.numel())
-    taken(*given)
+    batch = data.Rows(rows, rows.roll(-1, -1), rows // 20)
+    rest = shard.local(placed), ((batch, None),) * job.accumulate, torch.tensor(rows.numel())
+    step = training_step.capture(setup)
+    state, _ = step(training_step.initial(adapters, setup.opt), *rest, setup)
+    held = tree.nbytes((state, rest))
     with shard.traffic() as traffic, Peak() as peak:
-        *_, value = taken(*given)
-    assert torch.isfinite(value)
-    held = tree.nbytes(given) + peak.most
+        _, measured = step(state, *rest, setup)
+    assert torch.isfinite(measured.loss)
     shard.close()
     found = price(job, axes)
     return {
         "sent": (traffic.sent, found.sent),
         "calls": (len(traffic.calls), sum(c.count for c in found.collectives)),
         "payload": (traffic.payload(), sum(c.payload for c in found.collectives)),
-        "peak": (held, found.peak),
+        "peak": (held + peak.most, found.peak),
     }
 
 
@@ -176,13 +179,19 @@ def test_predicted_is_measured(name, count, mesh):
 
 
 def trained(options, axes):
-    """What examples.qlora says that one of its steps sends."""
+    """Take two steps of examples.qlora: the bytes it reports as sent, the peak of a step, and the predicted peak."""
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     try:
         run, state = train.start(options)
     finally:
         del os.environ["WORLD_SIZE"]
-    return train.take(run, shard.local(run.base), state)[1].wire
+    assert run.step.__wrapped__ is training_step.train_step
+    local = shard.local(run.base)
+    state, step = train.take(run, local, state)
+    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, local))
+    with Peak() as peak:
+        train.take(run, local, state)
+    return step.wire, held + peak.most, predicted
 
 
 @pytest.mark.xdist_group("ranks")
@@ -190,13 +199,27 @@ def trained(options, axes):
 def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F811
     axes = axes_in(mesh)
     size = math.prod(axes.values())
-    options = Options(model=model, data=text, mesh=mesh, rank=4, seq=32, batch=4, holdout=4, steps=4)
-    sent = ranks.run(size, trained, options, axes, timeout=240)
+    options = Options(model=model, data=text, mesh=mesh, rank=4, seq=32, batch=4, holdout=4, steps=4, checkpoint="full")
+    found = ranks.run(size, trained, options, axes, timeout=240)
     shard.close()
-    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size), "--dtype", "f32"]
+    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size)]
     assert cli.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert sent == [sum(c["sent"] for c in told["price"]["collectives"])] * size and (sent[0] > 0) == (size > 1)
+    price = json.loads(capsys.readouterr().out)["price"]
+    sent = sum(c["sent"] for c in price["collectives"])
+    assert (sent > 0) == (size > 1)
+    planned = sum(price[kind] for kind in cli.KINDS)
+    for wire, measured, predicted in found:
+        assert wire == sent
+        assert abs(predicted - measured) <= 0.1 * measured and abs(planned - measured) <= 0.1 * measured
+
+
+def test_plan_and_job_trace_one_function(alone, monkeypatch):
+    """The job captures ``train_step`` (asserted in ``trained``); the plan hands the same object to the tracer."""
+    traced = []
+    trace = pricing.trace.trace
+    monkeypatch.setattr(pricing.trace, "trace", lambda f, *args, **named: traced.append(f) or trace(f, *args, **named))
+    price(layers(JOB, 1), {"fsdp": 1})
+    assert [f.args for f in traced] == [(training_step.train_step,)]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 
+from examples.common import runs
+from examples.common.training_step import State
 from examples.plan import cli as plan
-from examples.qlora import cli, options
-from examples.qlora.train import State
+from examples.qlora import cli, options, train
+from examples.qlora.options import Options
 from fquant import lora
 from fquant.format import FORMATS
 from fquant.io import peft, safetensors
@@ -61,7 +64,7 @@ def wait_for(folder, count, seconds=60):
 def whole(model, text, tmp_path_factory):
     """A run on two ranks from its beginning to its end: its options, its folder and what it printed."""
     args = ["--model", model, "--data", text, *SMALL, "--steps", STEPS, "--dropout", "0.1", "--accumulate", "2"]
-    args += ["--save-every", "2", "--lr", "0.01"]
+    args += ["--save-every", "2", "--lr", "0.01", "--dtype", "f32"]
     out = tmp_path_factory.mktemp("whole") / "run"
     status, printed, err = finish(start(*args, "--out", out))
     assert status == 0, err
@@ -84,12 +87,15 @@ def test_two_ranks_write_everything(whole):
 
 @together
 @pytest.mark.parametrize(
-    ("mesh", "keep"),
-    [("fsdp=1", "selected"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp=2", "all"), ("dp=2", "all")))],
+    ("mesh", "mode"),
+    [
+        ("fsdp=1", "selective"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("fsdp=2", "none"), ("dp=2", "full"))),
+    ],
 )
-def test_ranks_and_what_blocks_keep_change_nothing(mesh, keep, whole, tmp_path):
-    args, out, _ = whole  # on fsdp=2, and its blocks keep their inputs
-    status, _, err = finish(start(*args, "--mesh", mesh, "--keep", keep, "--out", tmp_path / "run"))
+def test_ranks_and_checkpointing_change_nothing(mesh, mode, whole, tmp_path):
+    args, out, _ = whole  # on fsdp=2; nothing is recomputed, because all of it fits
+    status, _, err = finish(start(*args, "--mesh", mesh, "--checkpoint", mode, "--out", tmp_path / "run"))
     assert status == 0, err
     found, wanted = ([s["loss"] for s in steps(folder)] for folder in (tmp_path / "run", out))
     assert found == pytest.approx(wanted, abs=1e-5)
@@ -97,7 +103,7 @@ def test_ranks_and_what_blocks_keep_change_nothing(mesh, keep, whole, tmp_path):
 
 @pytest.mark.parametrize("program", [options.Options, plan.Options], ids=["qlora", "plan"])
 def test_every_format_is_offered(program):
-    assert set(get_args(get_type_hints(program)["format"])) == set(FORMATS)
+    assert set(get_args(get_type_hints(program)["format"])) == {*FORMATS, "none"}
 
 
 @pytest.mark.slow
@@ -129,6 +135,40 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):
     for name in ("adapter/adapter_model.safetensors", "state.safetensors"):
         assert (out / name).read_bytes() == (cut / name).read_bytes()
     assert [s["loss"] for s in steps(out)] == [s["loss"] for s in steps(cut)]
+
+
+@together
+def test_a_run_from_before_dtype_and_checkpoint_resumes(whole, tmp_path):
+    """Options had other names then, and the residual stream was float32."""
+    _, out, _ = whole
+    former = tmp_path / "former"
+    shutil.copytree(out, former)
+    run = json.loads((out / "run.json").read_text())
+    run["options"] = {k: v for k, v in run["options"].items() if k not in ("checkpoint", "dtype")} | {"keep": "inputs"}
+    (former / "run.json").write_text(json.dumps(run))
+    restored = runs.parse(Options(resume=former), ["--resume", str(former)], "qlora")
+    assert (restored.checkpoint, restored.dtype, restored.rank) == ("full", "f32", 4)
+    runs._check_resumed(former, restored)
+    assert Options.upgraded({"keep": "selected", "format": "vq3"})["format"] == "aq_3x8"
+
+
+def test_a_dense_base(model, text, tmp_path):
+    """--format none, the baseline: the base stays in the files' dtype, and the table has no packed column."""
+    args = ("--model", model, "--data", text, *SMALL, "--mesh", "fsdp=1", "--format", "none", "--out", tmp_path / "run")
+    status, printed, err = finish(start(*args))
+    assert status == 0 and "bf16 base + adapter" in printed and "packed" not in printed, err
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["bytes_packed"] == found["bytes_bf16"] and found["perplexity_packed"] == found["perplexity_bf16"]
+    assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
+    options = Options(model=model, seq=32, batch=4, rank=4)
+    peaks = dict(none=300, selective=200, full=100)
+    monkeypatch.setattr(train.pricing, "price", lambda job, axes: SimpleNamespace(peak=peaks[job.checkpoint]))
+    for room, mode in ((400, "none"), (300, "selective"), (150, "full"), (0, "full")):
+        monkeypatch.setattr(train.machine, "available_memory", lambda room=room: room)
+        assert train.choose_checkpoint(options, {"fsdp": 2}) == mode
 
 
 @together
@@ -210,6 +250,7 @@ BAD = {
     "--mesh fsdp=0": "size 0",
     "--targets q,z": "'z' is no weight",
     "--block 48": "block is 48",
+    "--format none --block 64": "--block is 64 with --format none",
     "--rank 0": "--rank is 0",
     "--steps 0": "--steps is 0",
     "--lr nan": "--lr is nan",

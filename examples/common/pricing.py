@@ -1,19 +1,18 @@
-"""What a step of examples/qlora/cli.py takes on one rank of a mesh, found without weights and without the mesh.
+"""The cost of one training step on one rank of a mesh, found without weights and without the mesh.
 
-    price(job, {"fsdp": 8})     # a Price: bytes by what they are for, FLOPs, bytes moved and sent
+    price(job, {"fsdp": 8})     # a Price: bytes by kind, FLOPs, bytes moved and sent
 
-The step is the whole of it: gradients of adapters beside a packed base, recomputed block by block, their sum over
-ranks, clipping, AdamW, the update written over the old values. It is captured (fquant.compile.jit) on tensors that have
-shapes only, over an imagined mesh, and its graph is read (fquant.cost).
+The step is ``training_step.train_step`` whole, as the job runs it: gradients of adapters beside the base, their sum
+over ranks, clipping, AdamW, and the new adapters written over the old. It is traced on meta tensors over an abstract
+mesh, and its graph is read (fquant.compile.cost).
 
-*Layers.* The layers of a model are alike, so a step of four and one of five say what each further layer adds: every
-figure is their difference, as often as there are layers more. That holds for counts at once. Memory rises and falls
-within a step, and where its peak lies depends on the number of layers; but within one phase, the forward pass, the
-head, the backward of the last, a middle or the first layer, the update, and for one op in it, the most that is there
-grows by the same bytes with every layer. So the peaks of all phases are extrapolated, and the highest is the step's.
+*Layers.* The layers of a model are alike. So a step of four layers and one of five tell the cost of each further layer:
+every figure is extrapolated linearly. Counts allow that at once. For memory, the peak of each phase and op is
+extrapolated, and the highest is the peak of the step. The phases are the forward, the head, the backward of the last,
+a middle or the first layer, and the update.
 
-*What is not in it*: what a library takes for itself, and the room that a kernel works in. It is traced as for the CPU,
-where attention is one op; of nodes that read a few rows of a table (embeddings) the whole table counts as read.
+*Left out* are the libraries' own memory and the scratch memory of kernels. The trace is for the CPU, where attention is
+one op. A node that reads a few rows of a table, an embedding say, counts as if it read the whole table.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import grad_and_value
 from torch.fx import Node
 
 import shard
-from fquant import lora, optim, quantize, tree
+from fquant import lora, optim
 from fquant.compile import graph, liveness, trace
 from fquant.compile.cost import Collective
 from fquant.compile.cost import of as cost_of
@@ -40,31 +37,32 @@ from fquant.format import Format
 from models import decoder
 from models.config import Config
 
-from ..common import data
-from ..qlora import train
+from . import base, data
+from .training_step import DONATED, Checkpoint, Setup, initial, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
-DONATED = ("adapters", "moments")
-PASSES = (shard.passes.prefetch_gathers(),)  # as examples/qlora/train.py has, where blocks keep their inputs
+KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
 
 Figures = dict[tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and a rank's share of a step: ``batch`` rows of ``seq`` tokens.
+    """A rank's share of a step: ``accumulate`` micro-batches of ``batch`` rows of ``seq`` tokens.
 
-    ``weights`` is the dtype of what is not packed, ``stream`` that of the residual stream.
+    ``weights`` is the dtype of dense weights, ``stream`` that of the residual stream; without ``format`` all are dense.
     """
 
     cfg: Config
-    format: Format
+    format: Format | None
     targets: tuple[str, ...]
     rank: int
     batch: int
     seq: int
     weights: torch.dtype = torch.bfloat16
     stream: torch.dtype = torch.bfloat16
+    accumulate: int = 1
+    checkpoint: Checkpoint = "full"
 
 
 @dataclass(frozen=True)
@@ -112,22 +110,30 @@ def extrapolated(few: Figures, more: Figures, layers: int) -> Figures:
 
 
 def figures(job: Job, axes: Mapping[str, int]) -> Figures:
-    """Everything that is known of a step as it is written in ``job``, by name; no figure is derived from another."""
+    """Return every figure of a step as ``job`` has it, by name; none is derived from another."""
     with shard.abstract_mesh(**axes) as mesh:
-        given = arguments(job, mesh)
-        over = written_over(given, DONATED)
-        captured = trace.trace(partial(trace.apply, step(job, mesh)), given, over, PASSES, recompute=False)
-        told = cost_of(captured)
-        out: Figures = {("flops",): told.flops, ("read",): told.read, ("written",): told.written}
-        for c in told.collectives:
+        captured = traced(job, mesh)
+        found = cost_of(captured)
+        out: Figures = {("flops",): found.flops, ("read",): found.read, ("written",): found.written}
+        for c in found.collectives:
             out |= {(c.name, str(c.ranks), "count"): c.count, (c.name, str(c.ranks), "payload"): c.payload}
     return out | _memory(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
+
+
+def traced(job: Job, mesh: DeviceMesh) -> trace.Captured:
+    """Return ``train_step`` traced on the arguments of ``job``."""
+    args = arguments(job, mesh)
+    setup: Setup = args["setup"]
+    selective = setup.checkpoint == "selective"
+    return trace.trace(
+        partial(trace.apply, train_step), args, written_over(args, DONATED), setup.passes(), recompute=selective
+    )
 
 
 def total(found: Figures) -> Price:
     """The price that ``found`` amount to."""
     peak, *where = max((nbytes, *name[1:]) for name, nbytes in found.items() if name[0] == "peak")
-    kinds = {kind: found[kind,] for kind in ("base", *DONATED)}
+    kinds = {kind: found[kind,] for kind in KINDS}
     gathered = found["gathered", *where]
     collectives = []
     for name, ranks, _ in (name for name in found if name[-1] == "count"):
@@ -147,39 +153,21 @@ def total(found: Figures) -> Price:
 
 
 def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
-    """What a step takes, in meta tensors, by the names of its parameters."""
-    pattern = r"layers\.\d+\.({})".format
+    """Return the arguments of ``train_step`` by name; their tensors are on the device meta."""
+    schedule, rules = optim.cosine(1e-2, 60, 6), shard.Rules()  # no rate changes a cost
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
+    setup = Setup(job.cfg, mesh, rules, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
     with torch.device("meta"):
-        dense = decoder.shapes(job.cfg, job.weights)
-        packed = tree.map_at(pattern("|".join(train.TARGETS)), partial(quantize, format=job.format), dense)
-        adapters = lora.init(packed, pattern("|".join(job.targets)), job.rank)
+        weights = base.quantised(decoder.shapes(job.cfg, job.weights), job.format)
+        adapters = lora.init(weights, base.pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {
-            "adapters": adapters,
-            "moments": optimizer().init(adapters),
-            "base": shard.abstract_local(packed, decoder.dims(job.cfg), shard.Rules(), mesh),
-            "batch": data.Rows(*tokens),
+            "state": initial(adapters, opt),
+            "base": shard.abstract_local(weights, decoder.dims(job.cfg), rules, mesh),
+            "micros": tuple((data.Rows(*tokens), None) for _ in range(job.accumulate)),
             "count": torch.empty((), dtype=torch.int64),
+            "setup": setup,
         }
-
-
-def optimizer() -> optim.Optimizer:
-    """The optimiser of examples/qlora/train.py, at some learning rate."""
-    return optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.cosine(1e-2, 60, 6), weight_decay=0.0))
-
-
-def step(job: Job, mesh: DeviceMesh) -> Callable[..., tuple[Any, Any, Tensor]]:
-    """A whole step as a pure function: see :func:`arguments` for what it takes; new adapters, moments, the loss."""
-    rules, opt = shard.Rules(), optimizer()
-    comm = shard.comm(mesh, rules, tokens=job.batch * job.seq)
-
-    def step(adapters: Any, moments: Any, base: Any, batch: Any, count: Tensor) -> tuple[Any, Any, Tensor]:
-        gradient = grad_and_value(train.loss)(adapters, base, batch, count, None, job.cfg, comm, job.stream)
-        grads, value = shard.reduce(gradient, mesh, rules)
-        updates, moments = opt.update(grads, moments, adapters)
-        return optim.apply_updates(adapters, updates), moments, value
-
-    return step
 
 
 def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
@@ -190,8 +178,8 @@ def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
     size = lambda alive, told: sum(graph.sizes(by)[storage] for storage, by in alive.items() if told(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":
-            for kind in ("base", *DONATED):
-                out[kind,] = size(alive, lambda by, kind=kind: paths.get(by, "").startswith(f"{kind}."))
+            for kind, prefix in KINDS.items():
+                out[kind,] = size(alive, lambda by, prefix=prefix: paths.get(by, "").startswith(prefix))
             continue
         phase = phases.get(node, phase)
         where = (phase, str(node.target))
@@ -220,6 +208,8 @@ def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node
         for path in (paths.get(near, "") for near in node.all_input_nodes if node.op == "call_function"):
             if graph.collective(node) == "all_gather":  # issued ahead perhaps: the layer begins when it is waited for
                 paths[node] = path
+            elif path == "base.embed.bytes":
+                forward = True  # of the next micro-batch
             elif path == "base.final.bytes":
                 out[node], forward = "head", False
             elif path.startswith("base.layers."):

@@ -1,0 +1,55 @@
+"""The frozen base of a fine-tuning run: which of its weights are packed, in which format, and which can be adapted."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from fquant import format, quantize, tree
+from fquant.format import Format
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linears of a layer
+FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "none"]
+
+
+def parse_format(name: str, block: int | None) -> Format | None:
+    """Return the format called ``name``, or None for a dense base; raise ValueError for a block it cannot have."""
+    if name != "none":
+        return format.parse(name, block)
+    if block is not None:
+        raise ValueError(f"--block is {block} with --format none; a dense base has no blocks, leave one out")
+    return None
+
+
+def quantised(dense: Any, fmt: Format | None) -> Any:
+    """Return the tree ``dense`` with the linears of every layer packed in ``fmt``, or as it is without one."""
+    return dense if fmt is None else tree.map_at(pattern(TARGETS), partial(quantize, format=fmt), dense)
+
+
+def pattern(targets: tuple[str, ...]) -> str:
+    """Return the regular expression of the paths of ``targets`` in all layers."""
+    return rf"layers\.\d+\.({'|'.join(targets)})"
+
+
+def parse_targets(targets: str) -> tuple[str, ...]:
+    """Return the names in a value of --targets; raise ValueError for one that is no weight of a layer."""
+    names = tuple(name.strip() for name in targets.split(","))
+    for name in names:
+        if name not in TARGETS:
+            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
+    return names
+
+
+def check_blocks(fmt: Format | None, shapes: Any) -> None:
+    """Raise ValueError for a weight whose width is not a multiple of the block.
+
+    fquant quantises such a weight with a short last block in each row. bitsandbytes lets blocks straddle rows instead,
+    so PEFT would load the adapter beside another base than the one it was trained with.
+    """
+    if fmt is None or fmt.block is None:
+        return
+    for path, w in tree.items(shapes):
+        if path.split(".")[-1] in TARGETS and w.shape[1] % fmt.block:
+            fits = [block for block in format.BLOCKS if w.shape[1] % block == 0]
+            fix = f"use --block {fits[-1]}" if fits else "use --format int8"
+            raise ValueError(f"{path}: dim 1 = {w.shape[1]} is not a multiple of {fmt.name}'s block {fmt.block}; {fix}")

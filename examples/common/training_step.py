@@ -1,0 +1,137 @@
+"""One step of LoRA fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
+
+    step = capture(setup)                                    # jit(train_step, donate=("state",), passes=...)
+    state, measured = step(state, base, micros, count, setup)
+
+The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
+and the new adapters, which are written over the old ones. Ranks therefore compare what they run once a step.
+
+A ``Setup`` holds everything static: sizes, mesh, optimiser, checkpointing mode and dtype. Adapters are kept in float32
+and computed with in ``Setup.dtype``, the dtype of the residual stream.
+
+Checkpointing modes:
+
+    full        keep the input of each block, and recompute the block in the backward
+    selective   keep what is expensive to recompute; jit recomputes the rest
+    none        keep every activation
+
+No mode keeps gathered weights: they are gathered again, one block ahead, for the backward. Modes change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import grad_and_value
+
+import shard
+from fquant import LOCAL, Comm, jit, lora, optim, tree
+from fquant.compile import Pass
+from fquant.compile.cost import of as cost_of
+from models import decoder
+from models.config import Config
+
+from . import data
+
+Checkpoint = Literal["full", "selective", "none"]
+MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
+DONATED = ("state",)
+Micro = tuple[data.Rows, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The static half of a step. A rank has at most ``rows`` rows of ``seq`` tokens in a micro-batch."""
+
+    cfg: Config
+    mesh: DeviceMesh
+    rules: shard.Rules
+    opt: optim.Optimizer
+    schedule: optim.Schedule
+    rows: int
+    seq: int
+    checkpoint: Checkpoint = "full"
+    dtype: torch.dtype = torch.bfloat16
+
+    def comm(self) -> Comm:
+        """Return the communication of a forward pass."""
+        full = self.checkpoint == "full"
+        return shard.comm(self.mesh, self.rules, recompute=full, tokens=self.rows * self.seq)
+
+    def passes(self) -> tuple[Pass, ...]:
+        """Return the passes that place the gathers of blocks."""
+        ahead = shard.passes.prefetch_gathers()
+        return (ahead,) if self.checkpoint == "full" else (shard.passes.regather_blocks(), ahead)
+
+
+@tree.node
+class State:
+    """Adapters, the optimiser's moments, and the number of steps done, i64[]."""
+
+    adapters: lora.Adapters
+    moments: Any
+    done: Tensor
+
+
+@tree.node
+class Measured:
+    """Figures of one step over the global batch, each f32[]: nats a token, the norm of the gradient, the rate."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: Tensor
+
+
+def loss(
+    adapters: lora.Adapters,
+    base: Any,
+    batch: data.Rows,
+    count: Tensor,
+    keys: Tensor | None,
+    cfg: Config,
+    comm: Comm = LOCAL,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the summed loss of ``batch`` over ``count`` i64[], the targets of the global batch: f32[]."""
+    narrow = tree.map(lambda t: t.to(dtype), adapters)
+    params = lora.attach(base, narrow, keys)
+    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, dtype, count)
+
+
+def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup) -> tuple[State, Measured]:
+    """Take one step: gradients of all ``micros``, their sum over ranks, and one update of the adapters.
+
+    ``base`` is ``shard.local(...)`` of the placed base; ``count`` i64[] is the number of targets of the global batch.
+    """
+    total, comm = None, setup.comm()
+    for batch, keys in micros:
+        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup.cfg, comm, setup.dtype)
+        total = gradient if total is None else tree.map(torch.add, total, gradient)
+    grads, value = shard.reduce(total, setup.mesh, setup.rules)
+    updates, moments = setup.opt.update(grads, state.moments, state.adapters)
+    adapters = optim.apply_updates(state.adapters, updates)
+    measured = Measured(value, optim.global_norm(grads), setup.schedule(state.done))
+    return State(adapters, moments, state.done + 1), measured
+
+
+def capture(setup: Setup) -> Callable[..., tuple[State, Measured]]:
+    """Return ``train_step`` captured for ``setup``: its state is donated, and its gathers are placed by passes."""
+    return jit(train_step, donate=DONATED, passes=setup.passes(), recompute=setup.checkpoint == "selective")
+
+
+@cache
+def sent(step: Any) -> int:
+    """Return the bytes that a rank sends in a call of the captured ``step``, read off its graph once it is traced."""
+    (captured,) = step.traced.values()
+    return sum(collective.sent for collective in cost_of(captured).collectives)
+
+
+def initial(adapters: lora.Adapters, opt: optim.Optimizer) -> State:
+    """Return the state before the first step."""
+    return State(adapters, opt.init(adapters), torch.tensor(0, device=tree.leaves(adapters)[0].device))
