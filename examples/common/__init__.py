@@ -1,1 +1,1 @@
-"""What several programs share: data, records, runs, progress, launching."""
+"""Code that several programs share: the training step and its price, data, runs, progress, launching."""

@@ -1,4 +1,4 @@
-"""Command line: split from examples.qlora.options."""
+"""Parse command lines from dataclasses, and meshes from text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
-    """The axes in a value of --mesh; without one, fsdp over the ``world`` there is, or ``alone`` processes of ours.
+    """Return the axes of --mesh; without one, fsdp over all ``world`` processes, or over ``alone`` local ones.
 
-    Raises ValueError for a mesh that is not of the world's size, or what :func:`axes_in` does not read.
+    Raises ValueError for a mesh that is not of the world's size, or that :func:`axes_in` cannot read.
     """
     if mesh is None:
         return {"fsdp": world or alone}
@@ -31,7 +31,7 @@ def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
 
 
 def axes_in(mesh: str) -> dict[str, int]:
-    """The axes and sizes in a value of --mesh; raises ValueError for one that cannot be read or made."""
+    """Return the axes and sizes of a value of --mesh; raise ValueError if it cannot be read or made."""
     axes: dict[str, int] = {}
     for part in mesh.split(","):
         name, _, size = part.partition("=")
@@ -43,7 +43,7 @@ def axes_in(mesh: str) -> dict[str, int]:
 
 
 def command_line(default: T, args: list[str], prog: str) -> T:
-    """The options on the command line ``args``, the rest being those of ``default``, a dataclass.
+    """Return the options on the command line ``args``; others are those of ``default``, a dataclass.
 
     Raises ValueError naming an option that is unknown.
     """

@@ -1,20 +1,19 @@
-"""From documents to batches of packed token rows, every step of it a pure function.
+"""Pure functions from documents to batches of packed token rows.
 
     tok    = data.tokenizer(folder)                       # tokenizer.json
     corpus = data.encode(data.documents(path, tok), tok, eos)
     train, held = data.split(data.pack(corpus, seq), holdout=16)
-    rows   = data.batch(train, step, global_batch, seed)  # Rows of the step: nothing to remember, so nothing to resume
+    rows   = data.batch(train, step, global_batch, seed)  # the Rows of a step: no state, so nothing to resume
 
-A document (see examples.common.records) is made of pieces that are or are not *targets*: an answer that a model should learn
-to write, against a prompt that it should only read. Each piece is tokenised by itself, as the prompt is when the model
-is used.
+A document (examples/common/records.py) consists of pieces. A piece is a *target* if the model should learn to write it,
+an answer say, and not only read it. Each piece is tokenised by itself, as the prompt is when the model is used.
 
     stream       | bos  prompt  answer  eos | bos  prompt  answer  eos | ...     concatenated, then cut every seq tokens
     segment      | 0    0       0       0   | 1    1       1       1   | ...     attention stays within a segment
     target       | -    -       answer  eos | -    -       answer  eos | ...     predicted one position earlier
 
-A row [t] holds t tokens and for each of them the token after it, which for the last is the first of the next row: so
-every target is predicted once. The last row is padded with a segment of its own and no target.
+A row holds t tokens, and for each the token after it; the last token of a row predicts the first of the next. So every
+target is predicted once. The last row is padded with a segment of its own and no target.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Corpus:
 
 @node
 class Rows:
-    """Rows of packed tokens, see the module's docstring."""
+    """Rows of packed tokens, as in the module's docstring."""
 
     tokens: Tensor  # i64[n t]
     targets: Tensor  # i64[n t], the token after, or IGNORED
@@ -57,7 +56,7 @@ class Rows:
 
 
 def tokenizer(folder: str | Path) -> Tokenizer:
-    """The ``tokenizer.json`` in ``folder``, without any truncation or padding that it asks for."""
+    """Return the ``tokenizer.json`` in ``folder``, its truncation and padding switched off."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; wanted a tokenizer, copy it from where the model comes from")
@@ -71,7 +70,7 @@ def tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def special(folder: str | Path) -> tuple[int, int | None]:
-    """The ids of the end and, if there is one, the begin of a text, from ``config.json``."""
+    """Return the ids of the end and, if there is one, the begin of a text, from ``config.json``."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text("utf-8"))
     eos, bos = config.get("eos_token_id"), config.get("bos_token_id")
@@ -82,7 +81,7 @@ def special(folder: str | Path) -> tuple[int, int | None]:
 
 
 def digest(x: Any) -> str:
-    """A short text that differs where the tensors of the tree ``x`` differ."""
+    """Return a hash of the paths, types, shapes and bytes of the tensors in the tree ``x``."""
     found = hashlib.blake2b(digest_size=8)
     for path, t in tree.items(x):
         found.update(f"{path} {t.dtype} {tuple(t.shape)}".encode())
@@ -91,22 +90,25 @@ def digest(x: Any) -> str:
 
 
 def some(documents: list[Document], characters: int) -> list[Document]:
-    """Every n-th document, so that there are about ``characters`` characters of text."""
+    """Return every n-th document, which together have about ``characters`` characters."""
     total = sum(len(piece.text) for document in documents for piece in document.pieces)
     return documents[:: max(1, round(total / characters))]
 
 
 def documents(path: str | Path | None, tokenizer: Tokenizer) -> list[Document]:
-    """The documents of the file, or of the standard library if None. Chats are in Llama 3's template if it fits."""
+    """Return the documents of a file, or of the standard library if None.
+
+    Chats get Llama 3's template if the tokenizer has its tokens.
+    """
     if path is None:
         return stdlib_sources()
     return records(path, headers=all(tokenizer.token_to_id(token) is not None for token in HEADERS))
 
 
 def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int | None = None) -> Corpus:
-    """Tokenise. Each document begins with ``bos`` unless that is None and ends with ``eos``, a target if the end is.
+    """Tokenise documents. Each begins with ``bos`` unless None, and ends with ``eos``, a target if its last piece is.
 
-    Raises ValueError when there is no document, no target, or a token that the tokenizer does not have.
+    Raises ValueError if there is no document, no target, or a token that the tokenizer lacks.
     """
     if not documents:
         raise ValueError("data: no documents; wanted at least one")
@@ -138,10 +140,10 @@ def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int |
 
 
 def pack(corpus: Corpus, seq: int) -> Rows:
-    """Cut a corpus into rows of ``seq`` tokens [n t]; nothing is dropped.
+    """Cut a corpus into rows of ``seq`` tokens [n t]; no token is dropped.
 
-    A position predicts nothing where the token after it is no target or belongs to another document.
-    Raises ValueError when there is less than one row, or nothing to predict.
+    A position predicts nothing if the token after it is no target or belongs to another document.
+    Raises ValueError if there is less than one row, or nothing to predict.
     """
     if seq < 1:
         raise ValueError(f"--seq: got {seq}, wanted at least 1")
@@ -163,7 +165,7 @@ def pack(corpus: Corpus, seq: int) -> Rows:
 
 
 def split(rows: Rows, holdout: int) -> tuple[Rows, Rows]:
-    """``(train, held)``: ``holdout`` rows taken out at even distances, so that they resemble the rest."""
+    """Return ``(train, held)``: ``holdout`` rows are taken out at even distances, so that they resemble the rest."""
     num_rows = len(rows.tokens)
     if not 0 < holdout < num_rows:
         raise ValueError(
@@ -176,12 +178,12 @@ def split(rows: Rows, holdout: int) -> tuple[Rows, Rows]:
 
 
 def order(key: Tensor, epoch: int, n: int) -> Tensor:
-    """The order in which an epoch visits ``n`` rows, i64[n]."""
+    """Return the order in which an epoch visits ``n`` rows, i64[n]."""
     return random.permutation(random.fold(key, epoch), n)
 
 
 def batch(rows: Rows, step: int, global_batch: int, seed: int) -> Rows:
-    """The ``global_batch`` rows of a step, the same for every run and world size.
+    """Return the ``global_batch`` rows of a step, the same for every run and world size.
 
     Every epoch visits all rows once; a batch may hold the end of one epoch and the start of the next.
     """

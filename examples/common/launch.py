@@ -1,20 +1,24 @@
-"""Start local processes through torchrun's own API, and say which rank it was that failed.
+"""Start local processes through torchrun's API, and name the rank that failed.
 
-Nothing here is a launcher of ours: the agent, the store, the signals are torch's. What is added is one line at the end
-that names the rank and its fate, where torchrun prints a page.
+The agent, the store and the signals are torch's. Where torchrun prints a page, this module prints one line that names
+the rank and its fate. It also removes the folder in which the agent keeps logs.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException as Stopped
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from . import machine
 
 __all__ = ["RankFailed", "Stopped", "local", "record"]
 
@@ -24,21 +28,22 @@ class RankFailed(RuntimeError):
 
 
 def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
-    """``f(*args)`` on ``ranks`` local processes; the results, by rank. ``f`` is decorated with :data:`record`.
+    """Run ``f(*args)`` on ``ranks`` local processes and return the results by rank; decorate ``f`` with ``record``.
 
-    Raises RankFailed naming the first rank that died or raised; the others are stopped by then.
+    Raises RankFailed naming the first rank that died or raised, after the others were stopped.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
-    )  # fmt: skip
-    try:
-        results = elastic_launch(config, f)(*args)
-    except ChildFailedError as error:
-        raise RankFailed(_story(list(error.failures.values()), error.failures)) from None
+    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads(ranks)))
+    with tempfile.TemporaryDirectory(prefix="fquant-") as logs:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )  # fmt: skip
+        try:
+            results = elastic_launch(config, f)(*args)
+        except ChildFailedError as error:
+            raise RankFailed(_story(list(error.failures.values()), error.failures)) from None
     return [results[rank] for rank in range(ranks)]
 
 

@@ -1,4 +1,4 @@
-"""What this machine gives one rank: processor cores and memory."""
+"""Processor cores and memory that this machine gives one rank."""
 
 from __future__ import annotations
 

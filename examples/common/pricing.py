@@ -67,14 +67,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Price:
-    """What a step takes on one rank: bytes at the peak, by what they are for; FLOPs; bytes moved and sent."""
+    """The cost of a step on one rank: bytes at the peak by kind, FLOPs, bytes moved and sent."""
 
     base: int
     adapters: int
     moments: int  # of the optimiser
     gathered: int  # blocks that were gathered from all ranks
     activations: int  # and all else: gradients, the batch
-    phase: str  # where the peak is
+    phase: str  # in which the peak is
     flops: int
     read: int
     written: int
@@ -82,17 +82,17 @@ class Price:
 
     @property
     def peak(self) -> int:
-        """Bytes of all tensors at the peak."""
+        """Return the bytes of all tensors at the peak."""
         return self.base + self.adapters + self.moments + self.gathered + self.activations
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank sends."""
+        """Return the bytes that the rank sends."""
         return sum(c.sent for c in self.collectives)
 
 
 def price(job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: None) -> Price:
-    """The price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces."""
+    """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces."""
     layers = job.cfg.num_layers
     sizes = (FEW, FEW + 1) if layers > FEW + 1 else (layers, layers)
     found = []
@@ -103,9 +103,9 @@ def price(job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: N
 
 
 def extrapolated(few: Figures, more: Figures, layers: int) -> Figures:
-    """``few`` with ``layers`` layers more, ``more`` having one more."""
+    """Return ``few`` with ``layers`` more layers, given ``more`` with one more."""
     if few.keys() != more.keys():
-        raise RuntimeError(f"layers differ in what they do: {min(few.keys() ^ more.keys())}; price the whole model")
+        raise RuntimeError(f"layers are not alike: {min(few.keys() ^ more.keys())}; price the whole model")
     return {name: few[name] + layers * (more[name] - few[name]) for name in few}
 
 
@@ -131,7 +131,7 @@ def traced(job: Job, mesh: DeviceMesh) -> trace.Captured:
 
 
 def total(found: Figures) -> Price:
-    """The price that ``found`` amount to."""
+    """Return the figures ``found`` as a Price."""
     peak, *where = max((nbytes, *name[1:]) for name, nbytes in found.items() if name[0] == "peak")
     kinds = {kind: found[kind,] for kind in KINDS}
     gathered = found["gathered", *where]
@@ -171,11 +171,11 @@ def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
-    """Bytes of the arguments by kind; for every phase and op the most that is there, and what of it was gathered."""
+    """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
     phase, phases = "start", _phases(captured, leaves, num_layers)
     paths = dict(zip(_given(captured), captured.paths, strict=True))
-    size = lambda alive, told: sum(graph.sizes(by)[storage] for storage, by in alive.items() if told(by))
+    size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":
             for kind, prefix in KINDS.items():
@@ -194,9 +194,9 @@ def _given(captured: trace.Captured) -> list[Node]:
 
 
 def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
-    """The nodes with which a phase begins: a layer begins when its bytes are there, and again with its backward.
+    """Return the nodes that begin a phase: a layer begins when its bytes have arrived, in the forward and backward.
 
-    The update begins with the sum over ranks, of all gradients side by side.
+    The update begins with the reduction over ranks, which concatenates all gradients.
     """
     nodes = list(captured.module.graph.nodes)
     paths = dict(zip(_given(captured), captured.paths, strict=True))

@@ -1,4 +1,4 @@
-"""What a run shows while it is under way: a bar, or a line now and then without a terminal, and metrics.jsonl."""
+"""Progress of a run: a bar on a terminal, a few lines elsewhere, and a line a step in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fquant.io.safetensors import replacing
 
 METRICS = "metrics.jsonl"
-LINES = 10  # of a run that is not on a terminal
+LINES = 10  # of progress in a run without a terminal
 
 
 def bar(console: Console, shown: bool = True) -> Progress:
-    """A bar behind what is told."""
+    """Return a progress bar behind a description."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, disable=not shown)
 
 
 class Report:
-    """Steps on the terminal and in ``folder``; on a rank that is not the first, nothing at all.
+    """The steps of a run on the terminal and in ``folder``; silent on every rank but the first.
 
-    A step is a dataclass whose ``step`` is its number, of ``total``; ``told`` says what it measured. The ``done`` steps
-    of a run that is resumed keep their lines.
+    A step is a dataclass whose ``step`` is its number, of ``total``; ``summary`` makes a line of it. A resumed run
+    keeps the lines of its first ``done`` steps.
     """
 
-    def __init__(self, folder: Path, first: bool, total: int, done: int, told: Callable[[Any], str]) -> None:
-        self.folder, self.first, self.total, self.done, self.told = folder, first, total, done, told
+    def __init__(self, folder: Path, first: bool, total: int, done: int, summary: Callable[[Any], str]) -> None:
+        self.folder, self.first, self.total, self.done = folder, first, total, done
+        self.summary = summary
         self.console = Console(quiet=not first)
         self.every = max(1, total // LINES)
         self.progress = bar(self.console, first and self.console.is_terminal)
@@ -52,13 +53,13 @@ class Report:
         if not self.first:
             return
         self.metrics.write(json.dumps(dataclasses.asdict(x)) + "\n")
-        told, done = self.told(x), x.step + 1
-        self.progress.update(self.task, completed=done, description=told)
+        line, done = self.summary(x), x.step + 1
+        self.progress.update(self.task, completed=done, description=line)
         if not self.console.is_terminal and (done % self.every == 0 or done == self.total):
-            self.console.print(f"step {done:4d}/{self.total}  {told}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {done:4d}/{self.total}  {line}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """A line about what is being done."""
+        """Print a line about the phase of the run."""
         self.console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
 
     def __exit__(
@@ -70,11 +71,11 @@ class Report:
 
 
 def lines(folder: Path) -> list[str]:
-    """Those of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     with open(folder / METRICS) as file:
         return file.readlines()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds of each step."""
+    """Return the figures of each step in metrics.jsonl."""
     return [json.loads(line) for line in lines(folder)]

@@ -1,14 +1,14 @@
-"""From files to documents: text, and which of it a model should learn to write.
+"""Read files as documents: text, and the parts of it that a model should learn to write (targets).
 
-Files are UTF-8. One named *.jsonl has a record a line, each of one kind and with no other keys:
+Files are UTF-8. A file named *.jsonl has a record a line, each of one kind and with no other keys:
 
-    {"text": ...}                                            all of it is target
-    {"instruction": ..., "input": ..., "output": ...}        Alpaca: the output is; ``input`` may be absent
-    {"messages": [{"role": ..., "content": ...}, ...]}       what the assistant says is
+    {"text": ...}                                            all text is target
+    {"instruction": ..., "input": ..., "output": ...}        Alpaca: the output is target; ``input`` may be absent
+    {"messages": [{"role": ..., "content": ...}, ...]}       the assistant's turns are targets
     {"conversations": [{"from": ..., "value": ...}, ...]}    the same in ShareGPT's words
 
-Any other file is one document of plain text. Prompt templates: Alpaca's (github.com/tatsu-lab/stanford_alpaca, with a
-line break after "### Response:"); for chats Llama 3's headers, without the dates that 3.1 adds to its system turn, or
+Any other file is one document of plain text. Alpaca records get the template of github.com/tatsu-lab/stanford_alpaca,
+with a line break after "### Response:". Chats get Llama 3's headers, without the dates of 3.1's system turn, or
 headings like "### User".
 """
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fquant import tree
 
-# Of the standard library: what tests, what is generated (tables, documentation, build settings), what others installed.
+# Folders of the standard library with tests, generated files (tables, documentation, settings) or installed packages.
 SKIPPED = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__", "__phello__"}
 SKIPPED |= {"encodings", "pydoc_data", "turtledemo"}
 
@@ -41,21 +41,21 @@ ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 class Piece(NamedTuple):
-    """A stretch of a document, and whether a model is to learn to write it."""
+    """A stretch of a document, and whether the model should learn to write it."""
 
     text: str
     is_target: bool
 
 
 class Document(NamedTuple):
-    """``pieces`` in order, and where they come from: a file, or file:line."""
+    """Pieces in order, and their source: a file, or file:line."""
 
     name: str
     pieces: list[Piece]
 
 
 def stdlib_sources() -> list[Document]:
-    """The source files of the interpreter's standard library, by name; neither its tests nor generated tables."""
+    """Return the source files of the interpreter's standard library by name, without tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
@@ -71,7 +71,7 @@ def stdlib_sources() -> list[Document]:
 
 
 def records(path: str | Path, headers: bool = False) -> list[Document]:
-    """The documents of a file: see the module's docstring. ``headers`` writes chats in Llama 3's template.
+    """Return the documents of a file, as in the module's docstring; ``headers`` writes chats in Llama 3's template.
 
     Raises ValueError for a file that is missing, empty or not UTF-8, and for a bad record, naming its line.
     """
@@ -152,12 +152,12 @@ def _chat(turns: Any, kind: str, headers: bool) -> list[Piece]:
             head, body = f"### {role.title()}\n\n", text + "\n\n"
         pieces += [Piece(head, False), Piece(body, role == "assistant")]
     if not any(piece.is_target for piece in pieces):
-        raise ValueError(f"{kind}: nothing is said by the assistant; wanted at least one turn to learn from")
+        raise ValueError(f"{kind}: no turn is the assistant's; wanted at least one turn to learn from")
     return pieces
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one piece, so that tokens may cross what is no boundary."""
+    """Join neighbours of one kind, so that tokens may cross their boundary."""
     out: list[Piece] = []
     for piece in pieces:
         if out and out[-1].is_target == piece.is_target:

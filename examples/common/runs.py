@@ -1,14 +1,12 @@
-"""A run of a program that trains: how it is started, where it writes, and how it is continued.
+"""Start, record and resume a run of a program that trains.
 
-    run.json              the options, the mesh, and the processes that it was started with
+    run.json              the options, the mesh, and the processes of the run
     metrics.jsonl         a line a step (examples/common/progress.py)
-    state.safetensors     all that a step changes, every so many steps and at the end
-    result.json           what was found
+    state.safetensors     the state, every so many steps and at the end
+    result.json           the results
 
-Each file is written whole, so a run that was killed has a state that is all of one step. Its folder is enough to go on
-(``--resume``), on any mesh, and to the bit on the same one: what is random is a function of the seed and the step.
-
-A program's options are a frozen dataclass with a few fields and functions in common (:class:`Options`).
+Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder.
+On the same mesh the bits are the same, because randomness is a function of the seed and the step.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ RUN, STATE, RESULT = "run.json", "state.safetensors", "result.json"
 
 
 class Options(Protocol):
-    """What options of a program have."""
+    """The fields and methods that the options of every program have."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -56,11 +54,11 @@ class Options(Protocol):
         ...
 
     def axes(self, world: int | None) -> dict[str, int]:
-        """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
+        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this program starts them."""
         ...
 
     def shared(self) -> dict[str, Any]:
-        """What must be the same on every rank and when a run is resumed: all that changes the result."""
+        """Return the options that must be equal on every rank and in a resumed run: all that change the result."""
         ...
 
 
@@ -68,11 +66,11 @@ T = TypeVar("T", bound=Options)
 
 
 def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any], work: Callable[[T], Any]) -> int:
-    """Run the command line ``args`` of examples.``name``: exit status 0, 1 when a rank failed, 2 for bad input, named
-    in one line.
+    """Run the command line ``args`` of examples.``name`` and return its exit status.
 
-    ``prepare`` checks all input, before processes are started and anything is written. ``work`` is what each rank does,
-    decorated with ``launch.record``; it returns a message in place of a result when the input was at fault.
+    The status is 0, 1 if a rank failed, or 2 for bad input, which one line names. ``prepare`` checks all input before
+    processes start and anything is written. ``work`` runs on each rank, decorated with ``launch.record``; it returns a
+    message in place of a result if the input was at fault.
     """
     try:
         options = parse(default, args, f"python -m examples.{name}")
@@ -106,7 +104,7 @@ def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any],
 
 
 def parse(default: T, args: list[str], prog: str) -> T:
-    """The options on the command line, the rest being those of the run to resume, or ``default``.
+    """Return the options on the command line; others are those of the run to resume, or of ``default``.
 
     Raises ValueError naming an option that is unknown.
     """
@@ -117,7 +115,7 @@ def parse(default: T, args: list[str], prog: str) -> T:
 
 
 def restored(kind: type[T], path: Path) -> T:
-    """The options that a run wrote to its run.json; ValueError when these are not what this release knows."""
+    """Return the options in a run.json; raise ValueError for options that this release does not know."""
     try:
         run = json.loads(path.read_text())
         values: dict[str, Any] = {"mesh": run["mesh"], **_upgraded(kind, run["options"])}
@@ -138,14 +136,14 @@ def _upgraded(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def folder(options: Options) -> Path:
-    """Where a run writes."""
+    """Return the folder of a run."""
     found = options.resume or options.out
     assert found is not None, "the command chooses a folder before ranks start"
     return found
 
 
 def announce(options: Options) -> None:
-    """Make the folder and write run.json, on rank 0. Raises on every rank when that fails."""
+    """Make the folder and write run.json, on rank 0; raise on every rank if that fails."""
     me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}
     ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
@@ -164,7 +162,7 @@ def save(options: Options, state: Any) -> None:
 
 
 def load(options: Options, like: Any) -> Any:
-    """The state that :func:`save` wrote, a tree ``like`` this; ValueError on every rank when it is another."""
+    """Return the state that :func:`save` wrote; raise ValueError on every rank if its structure is not ``like``'s."""
     path = folder(options) / STATE
 
     def read() -> Any:
@@ -177,13 +175,13 @@ def load(options: Options, like: Any) -> Any:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """A file of JSON."""
+    """Write a file of JSON, whole or not at all."""
     with safetensors.replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def free_folder(out: Path | None, default: str) -> Path:
-    """``out``, or the first free of ``default``, ``default``-2, ...; ValueError for an ``out`` that is not empty."""
+    """Return ``out``, or the first free of ``default``, ``default``-2, ...; raise ValueError if ``out`` has files."""
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out}: is not empty; choose another folder, or --resume {out}")
@@ -196,7 +194,7 @@ def free_folder(out: Path | None, default: str) -> Path:
 
 
 def _check_resumed(resume: Path, options: Options) -> None:
-    """Raise ValueError for a folder where no run saved its state, or one that was started with other options."""
+    """Raise ValueError for a folder without a saved state, or of a run with other options."""
     for name in (STATE, RUN):
         if not (resume / name).is_file():
             raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
@@ -211,7 +209,7 @@ def _check_resumed(resume: Path, options: Options) -> None:
 
 
 def _with_folder(options: T, default: str) -> T:
-    """``options`` with ``out`` settled: given and free, or the first free of the defaults; or that of ``resume``."""
+    """Return ``options`` with a folder to write to."""
     return options if options.resume is not None else replace(options, out=free_folder(options.out, default))
 
 

@@ -1,12 +1,11 @@
-"""What it takes to train: memory, traffic and time of a step of examples/qlora/cli.py, before there are weights or GPUs.
+"""Predict memory, traffic and time of a training step of examples.qlora, without weights or GPUs.
 
     python -m examples.plan --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8 --device h100
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
 
-The step is traced, not estimated: see examples/plan/pricing.py for what is in its figures. A time is one that the device
-cannot beat (examples/plan/devices.py): every op reads its arguments from memory and writes its results there, and the
-longest of arithmetic, memory and wire is all there is.
+The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device
+(examples/plan/devices.py): the longest of arithmetic, memory traffic and wire, as if they overlapped perfectly.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WIDTH = 48  # of a bar, in characters
 
 @dataclass(frozen=True)
 class Options:
-    """Memory, traffic and time of a step of examples.qlora on machines that need not be there, from shapes alone.
+    """Predict memory, traffic and time of a step of examples.qlora from shapes alone, on machines you need not have.
 
     The smallest machine that trains Llama 3 70B: --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8
 
@@ -85,7 +84,7 @@ class Options:
     """Print a line of JSON for each mesh instead of tables."""
 
     def job(self) -> Job:
-        """What is to be priced. Raises ValueError for what cannot be."""
+        """Return the job to price; raise ValueError for options out of range."""
         for name in ("rank", "seq", "batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
@@ -99,7 +98,7 @@ class Options:
         return Job(cfg, fmt, targets, *sizes, self.checkpoint)
 
     def found(self) -> tuple[Config, torch.dtype]:
-        """The config of the model and the dtype of its weights."""
+        """Return the config of the model and the dtype of its weights."""
         if self.model in PRESETS:
             return PRESETS[self.model], torch.bfloat16
         if not (Path(self.model) / hf.CONFIG).is_file():
@@ -116,7 +115,7 @@ class Options:
         return cfg, known[name]
 
     def hardware(self) -> Device:
-        """The device, with the link that was asked for."""
+        """Return the device, with the link of --link if given."""
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; wanted one of {', '.join(DEVICES)}")
         device = DEVICES[self.device]
@@ -131,18 +130,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one mesh."""
+    """The figures of one mesh."""
 
     mesh: str
     ranks: int
     price: Price
     bound: Bound
     fits: bool
-    tokens_per_second: float  # of all ranks, at most
+    tokens_per_second: float  # of all ranks, upper bound
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, or 2 for bad input, which one line names."""
+    """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
     try:
         given = sys.argv[1:] if args is None else args
         options = command_line(Options("llama3-8b"), given, "python -m examples.plan")
@@ -170,7 +169,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found: Price) -> Row:
-    """What ``found`` means on ``device``."""
+    """Return the figures ``found`` as times and memory of ``device``."""
     ranks = math.prod(axes.values())
     least = bound(device, found.flops, found.read + found.written, found.sent)
     fits = found.peak + options.reserve * GIB <= device.memory
@@ -179,7 +178,7 @@ def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found
 
 
 def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
-    """Three tables and an answer, 80 columns wide."""
+    """Print three tables and an answer, 80 columns wide."""
     memory = table("GiB of a rank at its peak", "mesh", *(NAMES.get(kind, kind) for kind in KINDS), "peak")
     for column, colour in zip(memory.columns[1:], KINDS.values(), strict=False):
         column.style = colour
@@ -203,7 +202,7 @@ def show(console: Console, options: Options, device: Device, rows: list[Row]) ->
 
 
 def table(title: str, *names: str) -> Table:
-    """An empty table whose columns but the first are numbers."""
+    """Return an empty table; all columns but the first are numbers."""
     out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(names):
         out.add_column(name, justify="right" if i and name not in ("", "limit") else "left", no_wrap=True)
@@ -211,7 +210,7 @@ def table(title: str, *names: str) -> Table:
 
 
 def bar(found: Price, device: Device) -> Text:
-    """The memory of the device, a stripe for each kind of tensor and dots for what is left."""
+    """Return the memory of the device as a bar: a stripe for each kind of tensor, dots for free memory."""
     out, edge, used = Text(), 0, 0
     for kind, colour in KINDS.items():
         used += getattr(found, kind)
@@ -222,7 +221,7 @@ def bar(found: Price, device: Device) -> Text:
 
 
 def answer(options: Options, rows: list[Row]) -> str:
-    """The smallest machine of those asked about that trains this."""
+    """Return a sentence that names the smallest mesh that fits."""
     fitting = [x for x in rows if x.fits]
     if not fitting:
         least = min(rows, key=lambda x: x.price.peak)

@@ -1,10 +1,9 @@
-"""What a device offers to one rank: memory, bandwidth, arithmetic and a way to the other ranks.
+"""Devices as four figures a rank: memory, memory bandwidth, arithmetic rate and link to the other ranks.
 
-Memory is what ``nvidia-smi`` (for the MI300X ``rocm-smi``) says is there, not the product's name. Rates are the makers'
-peaks for dense bfloat16 with float32 sums, and for bytes in one direction: half of the figure that is printed for
-NVLink. Nothing runs as fast, so a time made of these is one that cannot be beaten. Sources: NVIDIA's data sheets of
-A10, A100, H100, H200, L4, L40S and B200, its white papers of the GA102, AD102 and Blackwell architectures, AMD's data
-sheet of the MI300X.
+Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X), not that of the product's name. Rates are the
+makers' peaks: dense bfloat16 with float32 sums, and bytes in one direction, half of NVLink's advertised figure. So a
+time computed from them is a lower bound. Sources are NVIDIA's data sheets of A10, A100, H100, H200, L4, L40S, B200.
+Further sources are its white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Device:
-    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second that a rank sends to its neighbour."""
+    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second to a neighbour."""
 
     memory: int
     bandwidth: float
@@ -26,7 +25,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that a step takes at least for its arithmetic, its memory, and what it sends; all may overlap."""
+    """Lower bounds of a step in seconds: arithmetic, memory traffic and sends, which may overlap."""
 
     compute: float
     memory: float
@@ -34,17 +33,17 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The longest of the three."""
+        """Return the longest of the three."""
         return max(self.compute, self.memory, self.wire)
 
     @property
     def limit(self) -> str:
-        """Which that is."""
+        """Return the name of the longest."""
         return next(name for name in ("compute", "memory", "wire") if getattr(self, name) == self.seconds)
 
 
 def bound(device: Device, flops: int, moved: int, sent: int) -> Bound:
-    """What ``device`` needs for ``flops`` FLOPs, ``moved`` bytes from and to its memory, ``sent`` bytes to others."""
+    """Return the times of ``device`` for ``flops`` FLOPs, ``moved`` bytes of memory traffic and ``sent`` bytes."""
     return Bound(flops / device.flops, moved / device.bandwidth, sent / device.link)
 
 

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 -m examples.qlora --model DIR --data FILE
     python -m examples.qlora --resume runs/qlora                 # continue, to the bit
 
-Writes, to a folder of its own: adapter/ for PEFT, metrics.jsonl with a line a step, loss.png, run.json with the options
-and the processes, state.safetensors to resume from. The training itself is in examples/qlora/train.py.
+Writes to a folder of its own: adapter/ for PEFT, metrics.jsonl with a line a step, loss.png, run.json with the options
+and processes, state.safetensors to resume from. The training is in examples/qlora/train.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADAPTER = "adapter"
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, 1 when a rank failed, 2 for bad input, which one line names."""
+    """Run the command line ``args``; return 0, 1 if a rank failed, or 2 for bad input, which one line names."""
     return runs.command("qlora", Options(), sys.argv[1:] if args is None else args, prepare, work)
 
 
@@ -43,7 +43,7 @@ def prepare(options: Options) -> None:
 
 @launch.record
 def work(options: Options) -> Result | str:
-    """What one rank does; a message in place of the result when the input was at fault."""
+    """Run one rank and return the result, or a message if the input was at fault."""
     try:
         run, state = train.start(options)
         folder, total = runs.folder(options), options.steps

@@ -24,8 +24,8 @@ HERE = Path(__file__).parent.parent
 class Options:
     """Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
 
-    Without arguments: quantises the small Llama shipped here to NF4 with double quantisation, shards it over two local
-    processes, trains on the Python source of the standard library, and writes an adapter that PEFT loads.
+    Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
+    local processes. It trains on the standard library's source and writes an adapter that PEFT loads.
 
     Start it under torchrun to use more machines: torchrun --nproc-per-node 8 -m examples.qlora --model DIR --data FILE
     """
@@ -35,7 +35,7 @@ class Options:
     data: Path | None = None
     """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
     format: FormatName = "nf4_dq"
-    """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 learn 16 and 24 KiB of vectors a weight, slowly."""
+    """How base weights are packed; none: dense. aq_2x8 and aq_3x8 learn 16 and 24 KiB of vectors a weight, slowly."""
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     rank: int = 16
@@ -114,18 +114,18 @@ class Options:
         return values | {"format": former.get(values.get("format", ""), values.get("format"))}
 
     def axes(self, world: int | None) -> dict[str, int]:
-        """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
+        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this program starts them."""
         return axes_of(self.mesh, world, alone=2)
 
     def learning_rate(self) -> optim.Schedule:
-        """The schedule of the learning rate."""
+        """Return the schedule of the learning rate."""
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         if self.schedule == "constant":
             return optim.constant(self.lr, warmup)
         return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
 
     def shared(self) -> dict[str, Any]:
-        """What must be the same on every rank and when a run is resumed: all that changes the result."""
+        """Return the options that must be equal on every rank and in a resumed run: all that change the result."""
         free = ("out", "resume", "save_every", "mesh")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in free}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -1,7 +1,8 @@
-"""The README keeps its promises: its two commands are as CI runs them, and its program runs."""
+"""README and docs keep their promises: commands are as CI runs them, every block of code runs, every link leads on."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,22 +14,22 @@ ROOT = Path(__file__).parents[2]
 MAIN = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/python -m examples.qlora"
 TESTS = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
 PROGRAM_LINES = 30
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-@pytest.fixture(scope="module")
-def readme():
-    return (ROOT / "README.md").read_text("utf-8")
-
-
-def blocks(text, language=r"\w*"):
+def blocks(page, language):
     """The fenced code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    """The commands of a page's console blocks."""
+    return [line[2:] for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("command", [MAIN, TESTS])
-def test_commands_are_printed_whole(readme, command):
-    lines = [line.strip().removeprefix("$ ") for block in blocks(readme) for line in block.splitlines()]
-    assert lines.count(command) == 1
+def test_commands_are_printed_whole(command):
+    assert commands("README.md").count(command) == 1
 
 
 def test_ci_runs_the_tests_command_of_the_readme():
@@ -40,7 +41,6 @@ def test_commands_are_possible():
     """What they name exists: the extra, the program, and the packages that installing brings."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert {"pytest", "pytest-xdist"} <= set(project["project"]["optional-dependencies"]["test"])
-    assert (ROOT / "examples" / "qlora" / "__main__.py").is_file()
     help = subprocess.run(
         [sys.executable, "-m", "examples.qlora", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -48,20 +48,46 @@ def test_commands_are_possible():
     assert "--steps" in help.stdout and "--out" in help.stdout
 
 
-def test_program_runs(readme, tmp_path):
-    """In a process of its own, from the repository's root as a reader would, with nothing left behind."""
-    program = blocks(readme, "python")[0]
+def run(command, folder):
+    """Run it from the repository's root, as a reader would; it leaves nothing behind."""
+    before = {p.name for p in ROOT.glob("[!.]*")}
+    env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {p.name for p in ROOT.glob("[!.]*")} == before
+    return ran.stdout
+
+
+PROGRAMS = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
+
+
+@pytest.mark.parametrize(("page", "i"), PROGRAMS)
+def test_every_program_runs(page, i, tmp_path):
+    program = blocks(page, "python")[i]
     assert len(program.splitlines()) <= PROGRAM_LINES
     path = tmp_path / "program.py"
     path.write_text(program)
-    before = {p.name for p in ROOT.glob("[!.]*")}
-    ran = subprocess.run(
-        [sys.executable, "-c", "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {p.name for p in ROOT.glob("[!.]*")} == before
+    run([sys.executable, "-c", f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for page in PAGES for c in commands(page) if c not in (MAIN, TESTS)])
+def test_every_command_runs(command, tmp_path):
+    program, *args = shlex.split(command)
+    assert program == "python"
+    assert run([sys.executable, *args], tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_is_a_picture(page):
+    text = (ROOT / page).read_text("utf-8")
+    assert len(re.findall(r"^```\w*$", text, re.MULTILINE)) % 2 == 0
+    assert set(re.findall(r"^```(\w+)$", text, re.MULTILINE)) <= {"python", "console", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text("utf-8")):
+        assert target.startswith("http") or (ROOT / page).parent.joinpath(target).is_file(), target
+    for name in re.findall(r"`((?:fquant|shard|models|examples|tests|docs)/[\w/.]+\.\w+)`", (ROOT / page).read_text()):
+        assert (ROOT / name).is_file(), name
