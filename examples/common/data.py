@@ -52,7 +52,7 @@ class Rows:
 
     tokens: Tensor  # i64[n t]
     targets: Tensor  # i64[n t], the token after, or IGNORED
-    segments: Tensor  # i64[n t], numbered from 0 in each row
+    segments: Tensor | None = None  # i64[n t], numbered from 0 in each row; absent: each row is one document
 
 
 def tokenizer(folder: str | Path) -> Tokenizer:

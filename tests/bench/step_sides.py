@@ -1,24 +1,24 @@
-"""Who takes part in the comparison of QLoRA steps, and what one step of each is.
+"""The contestants of the comparison of QLoRA steps, and one step of each.
 
-    take = SIDES["fquant"].make(shape, mesh)        # in a process of its own: quantise, attach adapters
+    take = SIDES["fquant"].make(shape)              # in a process of its own: quantise, attach adapters
     value = take()                                  # one step: loss, gradients, AdamW
 
-Everybody trains rank-r adapters of all seven linears of a Llama in bf16 beside a frozen base, with AdamW, on the same
-number of random tokens. fquant is ours, captured, its base in NF4_DQ, its adapters kept in f32 and used in bf16; eager
-is the same function without capture, and remat recomputes blocks. bf16, bnb and torchao are transformers with PEFT,
-over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps adapters in
-f32 and computes with them in f32. ``floor`` is the matrix products and attentions of such a step alone, as torch has
-them, on dense bf16; in the other floor attention is ours.
+All train rank-r adapters of the seven linears of a Llama in bf16 beside a frozen base, with AdamW, on the same random
+tokens. fquant is the step of examples.qlora, captured: a base in NF4_DQ, adapters kept in f32 and used in bf16. "eager"
+is the same function without capture, and "remat" recomputes blocks. "bf16", "bnb" and "torchao" are transformers with
+PEFT, over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps
+adapters in f32 and computes with them in f32. "floor" is the matrix products and attentions of such a step alone, as
+torch has them, on dense bf16; the other floor has our attention.
 
-On several processes each has its share of the batch. fquant is sharded (fsdp) or not (dp); the peers are wrapped as
-their documentation says, in FSDP2 (a group a decoder layer) or DDP.
+On several processes each has its share of the batch. fquant is sharded (fsdp) or replicated (dp). The peers are wrapped
+as their documentation says, in FSDP2 (a group for each decoder layer) or DDP.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,23 +26,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 import shard
-from fquant import LOCAL, NF4_DQ, Comm, cost, jit, lora, optim, quantize, remat, tree
+from examples.common import data, training_step
+from examples.common.base import TARGETS, pattern
+from examples.common.training_step import Checkpoint, Setup
+from fquant import NF4_DQ, cost, lora, optim, quantize, tree
 from models import decoder
 from models.attention import attention
 from models.config import Config
 from tests.bench import peers, timing
 
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-_PATTERN = rf"layers\.\d+\.({'|'.join(TARGETS)})"
 Take = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: the model, and the tokens of a step on all processes."""
+    """The model to train, and the tokens of a step on all processes."""
 
     layers: int = 8
     dim: int = 1024
@@ -66,46 +66,37 @@ class Shape:
         return Config(*sizes, max_positions=max(2048, self.seq))
 
     def sample(self, rank: int = 0, world: int = 1) -> Tensor:
-        """This rank's token sequences, int64 [b t + 1], the same for everybody."""
+        """Return this rank's token sequences, int64 [b t + 1], the same for every contestant."""
         tokens = torch.randint(0, self.vocab, (self.batch, self.seq + 1), generator=torch.Generator().manual_seed(0))
         return tokens.tensor_split(world)[rank]
 
 
 class Side(NamedTuple):
-    """A contestant: on how many processes, and how it is made on one of them, returning a step."""
+    """A contestant: its number of processes, and a function that makes its step on one of them."""
 
     ranks: int
     make: Callable[[Shape], Take]
 
 
-def ours(shape: Shape, captured: bool = True, recompute_blocks: bool = False) -> Take:
-    """fquant on one process."""
-    comm = replace(LOCAL, wrap=remat) if recompute_blocks else LOCAL
-    step = partial(_step, cfg=shape.config(), comm=comm, reduce=_same)
-    adapters, state, base = _start(shape)
-    step = jit(step, donate=("adapters", "state")) if captured else step
-    return _Ours(step, adapters, state, base, shape.sample(), shape.tokens)
-
-
-def ours_on_ranks(shape: Shape, **axes: int) -> Take:
-    """fquant on the ranks of a mesh."""
-    mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
-    adapters, state, base = _start(shape)
+def ours(shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, **axes: int) -> Take:
+    """Make fquant's step on the ranks of a mesh: the one that examples.qlora runs and examples.plan prices."""
+    mesh, rules, cfg = shard.mesh(**(axes or {"fsdp": 1})), shard.Rules(), shape.config()
+    adapters, base = _weights(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
-    most = shard.max_local_rows(shape.batch, mesh, rules) * shape.seq
-    comm = shard.comm(mesh, rules, recompute=False, tokens=most)
-    reduce = partial(shard.reduce, mesh=mesh, rules=rules)
-    step = jit(partial(_step, cfg=cfg, comm=comm, reduce=reduce), donate=("adapters", "state"), passes=PASSES)
+    most = shard.max_local_rows(shape.batch, mesh, rules)
+    setup = Setup(cfg, mesh, rules, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
-    return _Ours(step, adapters, state, shard.local(base), tokens, shape.tokens, PASSES)
+    rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
+    step = training_step.capture(setup) if captured else training_step.train_step
+    return _Ours(step, training_step.initial(adapters, OPT), rest)
 
 
 OPT = optim.adamw(1e-4)
-PASSES = (shard.passes.regather_blocks(), shard.passes.prefetch_gathers())
 
 
-def _start(shape: Shape) -> Any:
-    """Adapters in f32, the optimiser's state, and a base in NF4_DQ, a layer at a time."""
+def _weights(shape: Shape) -> Any:
+    """Return adapters in f32 and a base in NF4_DQ, made a layer at a time."""
     meta = decoder.shapes(shape.config(), torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
 
@@ -116,59 +107,36 @@ def _start(shape: Shape) -> Any:
         return quantize(dense, NF4_DQ) if path.split(".")[-1] in TARGETS else dense
 
     base = tree.map_with_path(leaf, meta)
-    adapters = lora.init(base, _PATTERN, shape.rank, shape.rank, key=0)
-    return adapters, OPT.init(adapters), base
-
-
-def loss(adapters: lora.Adapters, base: Any, tokens: Tensor, cfg: Config, comm: Comm, count: int) -> Tensor:
-    """The summed loss over ``count`` tokens; adapters are cast to bf16, which is all there is of a dtype policy."""
-    narrow = tree.map(lambda t: t.to(torch.bfloat16), adapters)
-    params = lora.attach(base, narrow)
-    return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], cfg, comm, count=count)
-
-
-def _step(
-    adapters: Any, state: Any, base: Any, tokens: Tensor, count: int, cfg: Config, comm: Comm, reduce: Any
-) -> Any:
-    grads, value = reduce(grad_and_value(loss)(adapters, base, tokens, cfg, comm, count))
-    updates, state = OPT.update(grads, state, adapters)
-    return optim.apply_updates(adapters, updates), state, value
-
-
-def _same(x: Any) -> Any:
-    return x
+    return lora.init(base, pattern(TARGETS), shape.rank, shape.rank, key=0), base
 
 
 class _Ours:
-    """A step of ours, and what it was predicted to take."""
+    """A step of fquant, and its predicted cost."""
 
-    def __init__(
-        self, step: Any, adapters: Any, state: Any, base: Any, tokens: Tensor, count: int, passes: Any = ()
-    ) -> None:
-        self.step, self.adapters, self.state, self.passes = step, adapters, state, passes
-        self.rest = base, tokens, count
+    def __init__(self, step: Any, state: Any, rest: tuple[Any, ...]) -> None:
+        self.step, self.state, self.rest, self.setup = step, state, rest, rest[-1]
 
     def __call__(self) -> float:
-        self.adapters, self.state, value = self.step(self.adapters, self.state, *self.rest)
-        return float(value)
+        self.state, measured = self.step(self.state, *self.rest)
+        return float(measured.loss)
 
     def facts(self) -> dict[str, int]:
-        """Bytes at the peak beside the arguments, and bytes sent, as predicted and as counted in a step."""
-        function = getattr(self.step, "__wrapped__", None)
-        if function is None:
+        """Return bytes at the peak beside the arguments and bytes sent, predicted and measured."""
+        if not hasattr(self.step, "traced"):
             return {}
-        told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"), passes=self.passes)
+        options = {"donate": training_step.DONATED, "passes": self.setup.passes()}
+        recompute = self.setup.checkpoint == "selective"
+        found = cost(training_step.train_step, self.state, *self.rest, recompute=recompute, **options)
         with shard.traffic() as traffic:
             self()
-        laid_out = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)
-        measured = laid_out + timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
+        planned = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)
         return {
-            "predicted": told.peak - told.arguments,
-            "measured": measured,
-            "sent predicted": sum(c.sent for c in told.collectives),
+            "predicted": found.peak - found.arguments,
+            "measured": planned + timing.extra_bytes(self),
+            "sent predicted": sum(c.sent for c in found.collectives),
             "sent": traffic.sent,
-            "nodes": told.nodes,
-            "flops": told.flops,
+            "nodes": found.nodes,
+            "flops": found.flops,
         }
 
 
@@ -284,15 +252,15 @@ def _sdpa(*heads: Tensor) -> Tensor:
 
 SIDES = {
     "fquant": Side(1, ours),
-    "fquant remat": Side(1, partial(ours, recompute_blocks=True)),
+    "fquant remat": Side(1, partial(ours, checkpoint="full")),
     "fquant eager": Side(1, partial(ours, captured=False)),
     "bf16": Side(1, partial(peer, kind="bf16")),
     "bnb": Side(1, partial(peer, kind="bnb")),
     "torchao": Side(1, partial(peer, kind="torchao")),
     "floor": Side(1, partial(floor, mix=_sdpa)),
     "floor, our attention": Side(1, partial(floor, mix=attention)),
-    "fquant fsdp=2": Side(2, partial(ours_on_ranks, fsdp=2)),
-    "fquant dp=2": Side(2, partial(ours_on_ranks, dp=2)),
+    "fquant fsdp=2": Side(2, partial(ours, fsdp=2)),
+    "fquant dp=2": Side(2, partial(ours, dp=2)),
     "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
     "torchao fsdp=2": Side(2, partial(peer, kind="torchao", wrapped="fsdp")),
     "bnb ddp=2": Side(2, partial(peer, kind="bnb", wrapped="ddp")),
