@@ -40,6 +40,7 @@ from tests.bench.report import Wanted, at_most
 from tests.bench.step_sides import SIDES, Shape
 
 PATIENCE = 600.0  # seconds for a contestant to load, or to take a step
+LEAVE = 20.0  # seconds for its processes to end
 PEERS, PEERS_2 = ("bf16", "bnb", "torchao"), ("bf16 fsdp=2", "torchao fsdp=2", "bnb ddp=2")
 LAYERS, LENGTHS = (2, 4, 8, 16), (64, 128, 256, 512)  # of --scale
 
@@ -130,12 +131,15 @@ class Contestant:
     def close(self) -> dict[str, int]:
         """The facts of the side, which ends."""
         facts = self._ask("facts")[0]
-        self.kill()
+        for end in self.ends:
+            end.send("end")
+        self.kill(LEAVE)
         return facts
 
-    def kill(self) -> None:
-        """End the processes now."""
+    def kill(self, seconds: float = 0.0) -> None:
+        """End the processes now, or after so many seconds: a killed process leaks its semaphores."""
         for process in self.processes:
+            process.join(seconds)
             process.kill()
             process.join()
 
@@ -174,8 +178,8 @@ def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Con
             trim()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         end.send(_resident("VmRSS"))
-        while True:
-            if end.recv() == "step":
+        while (asked := end.recv()) != "end":
+            if asked == "step":
                 began = time.perf_counter()
                 loss = take()
                 end.send((time.perf_counter() - began, _resident("VmHWM"), loss))
