@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import random, tree
 from ..kernels.ops.nearest import nearest
-from .codebook.rows import direction, settle
-from .precision import product
+from .codebook.rows import direction, zero_invalid
+from .precision import matmul
 from .quantized import Quantized
 from .scalar import projection_layers
 from .scalar.projection_layers import RowCounts
@@ -83,7 +83,7 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
     z, _, _ = _enter("random_projection.logits", state, x, None)
-    each = product(_by_head(direction(z)), state.vectors.to(z.dtype).mT)  # [heads n codes]
+    each = matmul(_by_head(direction(z)), state.vectors.to(z.dtype).mT)  # [heads n codes]
     return each.transpose(0, 1).reshape(*z.shape[:-1], each.shape[-1])
 
 
@@ -97,8 +97,8 @@ def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -
     x, kept = projection_layers.start(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    z = product(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
-    z, kept = settle(z, kept, 2)
+    z = matmul(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
+    z, kept = zero_invalid(z, kept, 2)
     return z, kept, projection_layers.counted(kept, mask)
 
 

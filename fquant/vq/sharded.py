@@ -2,8 +2,8 @@
 
     over = shard.exchange_rows(mesh, "fsdp", most=len(x))                              # what travels, as functions
     part = parted.init(key, 65536, 256, *shard.local_range(65536, mesh, "fsdp"))      # the codes from first to stop
-    x, codes, losses, stats = parted.apply(part, x, key, over=over)
-    part = parted.update(part, stats, over=over)
+    x, codes, losses, stats = parted.apply(part, x, key, exchange=exchange)
+    part = parted.update(part, stats, exchange=exchange)
 
 Let N rows of D numbers meet K codes. Either come together in one place, in each step:
 
@@ -41,9 +41,9 @@ from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
 from .codebook.book import Book, Metric, check_codes, tables
-from .codebook.gradient_estimators import Path, rotation
+from .codebook.gradient_estimators import GradientEstimator, rotation
 from .codebook.losses import commitment
-from .codebook.rows import unit, wide
+from .codebook.rows import at_least_float32, unit
 from .codebook.update import DECAY, EPS, Stats, check_wide, move, refresh
 from .codebook.update import stats as stats_of
 from .quantized import Quantized
@@ -109,19 +109,19 @@ def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
     return ShardedBook(own, first, num_codes)
 
 
-def encode(part: ShardedBook, x: Tensor, *, over: RowExchange = ONE_PROCESS) -> Tensor:
+def encode(part: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS) -> Tensor:
     """The nearest code of every row of ``x`` f[... D] (with heads [... h D]), of all parts': i64[...], -1 for a row
     that is not finite.
 
     Two collectives: rows travel, and keys. Raises what ``encode`` of a Book does, and TypeError for float64.
     """
     _check(part, x)
-    flat = _flat(part, wide(x.detach()), 1)
-    return over.mine(_search(part, over.gather(flat), over), len(flat)).reshape(x.shape[:-1])
+    flat = _flat(part, at_least_float32(x.detach()), 1)
+    return exchange.mine(_search(part, exchange.gather(flat), exchange), len(flat)).reshape(x.shape[:-1])
 
 
 def decode(
-    part: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, over: RowExchange = ONE_PROCESS
+    part: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, exchange: RowExchange = ONE_PROCESS
 ) -> Tensor:
     """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1. Two
     collectives: codes travel, and rows.
@@ -137,8 +137,8 @@ def decode(
         )
     check_codes(part.num_codes, codes)
     flat = _flat(part, mixed_radix.within(codes, part.num_codes))  # else no part would have it, and it would be zero
-    asked = over.gather(flat)  # filled up with zeros, whose rows are left out again
-    found = over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
+    asked = exchange.gather(flat)  # filled up with zeros, whose rows are left out again
+    found = exchange.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
     return found if dtype is None else found.to(dtype)
 
 
@@ -148,9 +148,9 @@ def apply(
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     draw: bool = False,
-    over: RowExchange = ONE_PROCESS,
+    exchange: RowExchange = ONE_PROCESS,
 ) -> Quantized:
     """``x`` f[... D] (with heads [... h D]), this process's rows, quantised by all parts: what ``apply`` of a Book
     does, with PartStats.
@@ -161,22 +161,22 @@ def apply(
     _check(part, x)
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
-    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.asked(mask, x)
-    point, live = rows.settle(wide(x), asked)
+    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.row_mask(mask, x)
+    point, live = rows.zero_invalid(at_least_float32(x), asked)
     # What is kept and not finite is told from what is masked: one is inf, the other, as what is filled up, nan.
     marks = torch.where(asked, torch.inf, torch.nan).to(point.dtype)[..., None]
     sent = _flat(part, torch.where(live[..., None], point, marks).detach(), 1)
-    size, everyone = len(sent), over.gather(sent)  # [N D] or [N h D]
+    size, everyone = len(sent), exchange.gather(sent)  # [N D] or [N h D]
     there = ~everyone.isnan().any(-1)
-    codes = _search(part, everyone, over)
-    q = over.scatter(_lookup(part, codes))[:size].reshape(x.shape).to(point.dtype)
-    mine = over.mine(codes, size).reshape(x.shape[:-1])
+    codes = _search(part, everyone, exchange)
+    q = exchange.scatter(_lookup(part, codes))[:size].reshape(x.shape).to(point.dtype)
+    mine = exchange.mine(codes, size).reshape(x.shape[:-1])
     live = mine >= 0
     start = unit(point) if part.book.metric == "cosine" else point
     each = None
     if key is not None:
-        number = rows.lay(part.book, over.mine(there.cumsum(0) - 1, size))
-        each = rows.back(part.book, rows.keys(random.fold(key, "gradient"), number), x)
+        number = rows.flatten_heads(part.book, exchange.mine(there.cumsum(0) - 1, size))
+        each = rows.unflatten_heads(rows.row_keys(random.fold(key, "gradient"), number), x)
     out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
     found = stats_of(part.book, everyone, _own(part, codes))
     number = asked.sum().to(found.kept.dtype)
@@ -193,7 +193,7 @@ def update(
     eps: float = EPS,
     threshold: float = 0.0,
     reset: float | None = None,
-    over: RowExchange = ONE_PROCESS,
+    exchange: RowExchange = ONE_PROCESS,
 ) -> ShardedBook:
     """``part`` after a step: what ``update`` of a Book does, of its own codes. One collective, of a few numbers.
 
@@ -202,11 +202,11 @@ def update(
     if threshold < 0 or (reset is not None and not (threshold > 0 and reset > 0)):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0, or 0 and no reset")
     moved = move(part.book, stats.own, decay)
-    here, ranks = over.place
+    here, ranks = exchange.place
     dead = moved.counts < threshold
     place = torch.arange(ranks, device=dead.device) == here
     mine = torch.where(place.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]
-    total, each = over.sum((moved.counts.sum(-1, keepdim=True), mine.to(moved.counts.dtype)))
+    total, each = exchange.sum((moved.counts.sum(-1, keepdim=True), mine.to(moved.counts.dtype)))
     book = moved if moved.learnable else refresh(moved, eps, (total, part.num_codes))
     if threshold:
         book = _expired(book, stats, dead, each[:here].sum(0).long()[..., None], threshold if reset is None else reset)
@@ -226,7 +226,7 @@ def _expired(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, coun
     turn = before + dead.cumsum(-1) - 1
     fresh = dead & (turn < hit.sum(-1, keepdim=True))
     at = stats.at.gather(-1, order.gather(-1, torch.where(fresh, turn, 0))).clamp(min=0)
-    pool = rows.lay(book, stats.pool, 1)  # [h N D]
+    pool = rows.flatten_heads(book, stats.pool, 1)  # [h N D]
     row = pool.gather(1, at.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
     row = row.to(book.codes.dtype)
     row = unit(row) if book.metric == "cosine" else row
@@ -244,16 +244,16 @@ def _flat(part: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:
     return t.reshape(math.prod(t.shape[:lead]), *t.shape[lead:])
 
 
-def _search(part: ShardedBook, x: Tensor, over: RowExchange) -> Tensor:
+def _search(part: ShardedBook, x: Tensor, exchange: RowExchange) -> Tensor:
     """The nearest code i64[N] or [N h] of rows x f32[N D] or [N h D], of all parts."""
     codes = tables(part.book).detach()
     half = codes.square().sum(-1) / 2 if part.book.metric == "euclidean" else torch.zeros_like(codes[..., 0])
-    found = nearest(rows.lay(part.book, x, 1), codes, half)
-    which, score = (rows.back(part.book, t[..., 0], x) for t in found)
+    found = nearest(rows.flatten_heads(part.book, x, 1), codes, half)
+    which, score = (rows.unflatten_heads(t[..., 0], x) for t in found)
     bits = (score + 0.0).view(torch.int32).long()  # -0.0 is 0.0
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as the scores are
     key = torch.where(which < 0, NOTHING, (ordered << 32) + (LOW - which - part.first))
-    key = over.largest(key)
+    key = exchange.largest(key)
     return torch.where(key == NOTHING, -1, LOW - (key & LOW))
 
 
@@ -270,7 +270,7 @@ def _own(part: ShardedBook, codes: Tensor) -> Tensor:
 
 def _drawn(part: ShardedBook, key: Tensor, x: Tensor, there: Tensor, live: Tensor) -> Tensor:
     """Where in x [N D] or [N h D] the rows are that a Book of all codes would draw, i64[K] or [h K]; -1 for none."""
-    there, live = rows.lay(part.book, there), rows.lay(part.book, live)  # [h N]
+    there, live = rows.flatten_heads(part.book, there), rows.flatten_heads(part.book, live)  # [h N]
     index = torch.arange(len(x), dtype=torch.float64, device=x.device)  # rows that are their own place
     at, hits = rows.draw(key, part.num_codes, index[:, None].expand(*there.shape, 1), there, live, None)
     return torch.where(hits > 0, at[..., 0].long(), -1).reshape(*part.book.codes.shape[:-2], part.num_codes)

@@ -36,7 +36,7 @@ class Moments:
 def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
     """What rows ``x`` f[... D] tell of their mean and variance, of those that are finite and that ``mask`` keeps."""
     rows.check(book, x)
-    laid, live = rows.settle(rows.lay(book, x.detach().double(), 1), rows.laid_mask(book, mask, x))
+    laid, live = rows.zero_invalid(rows.flatten_heads(book, x.detach().double(), 1), rows.flat_mask(book, mask, x))
     number, total, square = live.sum(1, dtype=laid.dtype)[:, None], laid.sum(1), laid.square().sum(1)
     return Moments(*((number, total, square) if book.codes.ndim == 3 else (number[0, 0], total[0], square[0])))
 

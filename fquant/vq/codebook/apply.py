@@ -16,9 +16,9 @@ from ..quantized import Mean, Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
-from .gradient_estimators import Path, rotation
+from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
-from .rows import Where, unit
+from .rows import RowOffset, unit
 from .update import stats as stats_of
 
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -30,12 +30,12 @@ def apply(
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
     codes: Tensor | None = None,
     draw: bool = False,
-    where: Where | None = None,
+    row_offset: RowOffset | None = None,
 ) -> Quantized:
     """``x`` f[... D] (with heads [... h D]) quantised: a Quantized of x's dtype, with Stats for ``update``.
 
@@ -64,9 +64,9 @@ def apply(
     if codes is not None and (temperature or codes.shape != x.shape[:-1]):
         got = f"codes {tuple(codes.shape)} at temperature {temperature}"
         raise ValueError(f"x: got {got} for rows {tuple(x.shape)}; wanted a code for each, and temperature 0")
-    point, live, number, each = rows.enter(book, x, key, mask, where)
+    point, live, number, each = rows.prepare(book, x, key, mask, row_offset)
     if codes is None and temperature > 0 and key is not None:
-        codes = sample(book, point, random.fold(key, "sample"), temperature, rows.back(book, number, x))
+        codes = sample(book, point, random.fold(key, "sample"), temperature, rows.unflatten_heads(number, x))
     elif codes is None:
         codes = encode(book, point)
     codes = torch.where(live, codes, -1)
@@ -86,5 +86,5 @@ def apply(
             case _:
                 found[name] = orthogonal(book)
     out = torch.where(live[..., None], gradient(start, q, book, each), 0).to(x.dtype)
-    drawing = {"key": random.fold(key, "draw"), "where": where} if draw and key is not None else {}
+    drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}
     return Quantized(out, codes, found, stats_of(book, x, codes, mask, **drawing))

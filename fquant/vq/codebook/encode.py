@@ -5,7 +5,7 @@
     codes = sample(book, x, key, temperature=0.5)
 
 Distances between all rows and all codes are never in memory at a time: ``fquant.kernels.ops.nearest`` makes a tile of them,
-keeps the best and forgets it, and what needs all distances of a row takes some rows at a time (``rows.by_rows``). Which
+keeps the best and forgets it, and what needs all distances of a row takes some rows at a time (``rows.map_tiles``). Which
 are taken together follows from shapes alone. Codes carry no gradient.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ... import random
 from ...kernels.ops.nearest import nearest
-from ..precision import product
+from ..precision import matmul
 from . import rows
 from .book import Book, code_vectors, tables
-from .rows import unit, wide
+from .rows import at_least_float32, unit
 
 LEAST = 1e-8  # of a squared distance whose root is taken
 
@@ -39,8 +39,8 @@ def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
     _check_top(book, top)
     codes = _table(book, x).detach()
     half = codes.square().sum(-1) / 2 if book.metric == "euclidean" else torch.zeros_like(codes[..., 0])
-    which, _ = nearest(rows.lay(book, x.detach(), 1), codes, half, top or 1)
-    return rows.back(book, which if top else which[..., 0], x)
+    which, _ = nearest(rows.flatten_heads(book, x.detach(), 1), codes, half, top or 1)
+    return rows.unflatten_heads(which if top else which[..., 0], x)
 
 
 def encode_among(
@@ -74,8 +74,8 @@ def encode_among(
         return torch.where(rows.finite(x)[..., None], best, -1)
 
     with torch.no_grad():
-        flat = (wide(x.detach()).reshape(-1, x.shape[-1]), given.detach().reshape(-1, given.shape[-1]))
-        return rows.by_rows(some, size, *flat).reshape(*x.shape[:-1], *([] if top is None else [top]))
+        flat = (at_least_float32(x.detach()).reshape(-1, x.shape[-1]), given.detach().reshape(-1, given.shape[-1]))
+        return rows.map_tiles(some, size, *flat).reshape(*x.shape[:-1], *([] if top is None else [top]))
 
 
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
@@ -89,8 +89,8 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
     rows.check(book, x)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; wanted one above 0, use encode for the nearest code")
-    laid = rows.lay(book, x.detach(), 1)
-    of = rows.numbers(None, laid, None) if number is None else rows.lay(book, number)
+    laid = rows.flatten_heads(book, x.detach(), 1)
+    of = rows.number_rows(None, laid, None) if number is None else rows.flatten_heads(book, number)
     codes = _table(book, x).detach()
 
     def some(codes: Tensor, x: Tensor, each: Tensor) -> Tensor:
@@ -98,13 +98,13 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
         drawn = (logits(x, codes, book.metric) / temperature + noise).argmax(-1)
         return torch.where(rows.finite(x), drawn, -1)
 
-    heads = zip(codes, wide(laid), rows.keys(key, of), strict=True)
-    return rows.back(book, torch.stack([rows.by_rows(partial(some, c), len(c), t, k) for c, t, k in heads]), x)
+    heads = zip(codes, at_least_float32(laid), rows.row_keys(key, of), strict=True)
+    return rows.unflatten_heads(torch.stack([rows.map_tiles(partial(some, c), len(c), t, k) for c, t, k in heads]), x)
 
 
 def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
     """How near rows [... n D] are to codes [... K D], [... n K]: minus the distance, for cosine the inner product."""
-    inner = product(x, codes.mT)
+    inner = matmul(x, codes.mT)
     if metric == "cosine":
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]

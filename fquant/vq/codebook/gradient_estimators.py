@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..precision import product
+from ..precision import matmul
 from . import rows
 from .book import Book, tables
 from .encode import logits
-from .rows import SMALLEST, unit
+from .rows import MIN_LENGTH, unit
 
-Path = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
+GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
 
 def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
@@ -52,9 +52,9 @@ def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None 
     del book, key
     start, q, change = x.detach(), q.detach(), _change(x)
     length, wanted = (t.norm(dim=-1, keepdim=True) for t in (start, q))
-    turns = length > SMALLEST
+    turns = length > MIN_LENGTH
     length = torch.where(turns, length, 1)
-    u, v = start / length, q / wanted.clamp(min=SMALLEST)
+    u, v = start / length, q / wanted.clamp(min=MIN_LENGTH)
     w = unit(u + v)
     along = lambda t: (change * t).sum(-1, keepdim=True)
     turned = change - 2 * along(w) * w + 2 * along(u) * v
@@ -100,10 +100,10 @@ def gumbel(
 
     def mean(x: Tensor, codes: Tensor) -> Tensor:
         likely = (logits(x, codes, metric) / temperature).softmax(-1)
-        return product(likely, codes.detach())
+        return matmul(likely, codes.detach())
 
-    pairs = zip(rows.lay(book, x, 1), tables(book).to(x.dtype), strict=True)
-    soft = rows.back(book, torch.stack([rows.by_rows(mean, len(c), x, given=(c,)) for x, c in pairs]), x)
+    pairs = zip(rows.flatten_heads(book, x, 1), tables(book).to(x.dtype), strict=True)
+    soft = rows.unflatten_heads(torch.stack([rows.map_tiles(mean, len(c), x, shared=(c,)) for x, c in pairs]), x)
     return q + _change(soft)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ... import random, tree
-from ..precision import times
+from ..precision import linear
 from ..quantized import Quantized
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense
@@ -32,9 +32,9 @@ from . import book as books
 from . import rows
 from .book import Book, Metric
 from .encode import encode_among
-from .gradient_estimators import Path, rotation
+from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment
-from .rows import Where, unit
+from .rows import RowOffset, unit
 from .update import Stats
 from .update import stats as stats_of
 from .update import update as update_book
@@ -96,9 +96,9 @@ def through(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
     """What ``codes`` f[... D] of the book become beside ``before`` f[... D], both of which broadcast: f[... D]."""
     net = layer.net
     x = torch.cat(torch.broadcast_tensors(before, codes), -1)
-    x = times(x, net.enter.weight, net.enter.bias)
+    x = linear(x, net.enter.weight, net.enter.bias)
     for block in net.blocks:
-        x = x + times(silu(times(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
+        x = x + linear(silu(linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
     return unit(x) if layer.book.metric == "cosine" else x
 
 
@@ -120,10 +120,10 @@ def apply(
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     codes: Tensor | None = None,
     draw: bool = False,
-    where: Where | None = None,
+    row_offset: RowOffset | None = None,
 ) -> Quantized:
     """x f[... D] quantised beside ``before`` f[... D]: what ``apply`` of a learnable Book does, with its arguments.
 
@@ -132,14 +132,14 @@ def apply(
     """
     if key is None and draw:
         raise ValueError("key is None with draw=True, which needs one")
-    point, live, _, each = rows.enter(layer.book, x, key, mask, where)
+    point, live, _, each = rows.prepare(layer.book, x, key, mask, row_offset)
     codes = torch.where(live, encode(layer, point, before) if codes is None else codes, -1)
     live = codes >= 0
     start = unit(point) if layer.book.metric == "cosine" else point
     q = decode(layer, codes, before)
     # Without the book: a path that compares rows with its codes would do so with those that no row has.
     out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
-    drawing = {"key": random.fold(key, "draw"), "where": where} if draw and key is not None else {}
+    drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}
     found = stats_of(layer.book, x, codes, mask, **drawing)
     return Quantized(out, codes, {"commitment": commitment(start, q, live)}, found)
 

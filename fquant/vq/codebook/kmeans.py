@@ -1,7 +1,7 @@
 """kmeans: a book whose codes are the means of clusters of rows.
 
     book = kmeans(book, x, key)
-    book = kmeans(book, x, key, where=shard.rows(len(x), mesh, axes), psum=partial(shard.psum, mesh=mesh, axes=axes))
+    book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)
 
 Lloyd's iterations from rows that are drawn by number (``rows.py``), each the stats of a book and one ``psum``: so on a
 mesh it is iterations + 1 collectives of fixed shapes, on every rank, and the result is that of one process on all rows,
@@ -21,11 +21,11 @@ from torch import Tensor
 from ... import random
 from ...kernels import dispatch
 from ...tree import map as tree_map
-from ..quantized import Psum, alone
+from ..quantized import Psum, one_process
 from . import rows
 from .book import Book
 from .encode import encode
-from .rows import Where, unit
+from .rows import RowOffset, unit
 from .update import Stats, drawn_rows, stats
 
 APART = 1 / 1024  # of a mean that is split, relative to it
@@ -39,8 +39,8 @@ def kmeans(
     *,
     mask: Tensor | None = None,
     split: bool = True,
-    where: Where | None = None,
-    psum: Psum = alone,
+    row_offset: RowOffset | None = None,
+    psum: Psum = one_process,
 ) -> Book:
     """``book`` at the means of clusters of rows ``x`` f[... D] (with heads [... h D]): codes, counts and sums.
 
@@ -55,10 +55,11 @@ def kmeans(
         raise ValueError(f"iterations is {iterations}; wanted at least 1")
     rows.check(book, x)
     num_codes = book.codes.shape[-2]
-    kept = rows.laid_mask(book, mask, x)
-    _check_enough(num_codes, where, kept, x.numel() // x.shape[-1] // (len(book.codes) if book.codes.ndim == 3 else 1))
+    kept = rows.flat_mask(book, mask, x)
+    size = x.numel() // x.shape[-1] // (len(book.codes) if book.codes.ndim == 3 else 1)
+    _check_enough(num_codes, row_offset, kept, size)
     none = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    drawn, hit = drawn_rows(psum(stats(book, x, none, mask, key=random.fold(key, "start"), where=where)))
+    drawn, hit = drawn_rows(psum(stats(book, x, none, mask, key=random.fold(key, "start"), row_offset=row_offset)))
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
         found = psum(stats(book, x, encode(book, x), mask))
@@ -94,9 +95,9 @@ def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
     return torch.where(given[..., None], codes * (2 - up), moved)
 
 
-def _check_enough(num_codes: int, where: Where | None, kept: Tensor | None, size: int) -> None:
-    if where is not None:
-        total = where[1]
+def _check_enough(num_codes: int, row_offset: RowOffset | None, kept: Tensor | None, size: int) -> None:
+    if row_offset is not None:
+        total = row_offset[1]
     else:
         total = size if kept is None else kept.sum(1).min()
     if isinstance(total, Tensor) and not dispatch.is_direct(total):

@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..precision import product
-from ..quantized import Mean, Psum, alone
+from ..precision import matmul
+from ..quantized import Mean, Psum, one_process
 from . import rows
 from .book import Book, check_codes, tables
 from .encode import logits
-from .rows import unit, wide
+from .rows import at_least_float32, unit
 
 RARE = 1e-5  # probability below which a logarithm is not taken
 
@@ -32,10 +32,10 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
 
     Gradients reach both; detach what is to stay where it is.
     """
-    square = (wide(q) - wide(x)).square()
+    square = (at_least_float32(q) - at_least_float32(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
-    mask = rows.expanded(mask, x)
+    mask = rows.expand_mask(mask, x)
     return Mean(torch.where(mask, square, 0).sum(), mask.sum(dtype=square.dtype))
 
 
@@ -50,7 +50,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
         got = f"{codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}"
         raise ValueError(f"codes: got {got}; wanted int64, one for each row")
     check_codes(book.codes.shape[-2], codes)
-    which, metric = rows.lay(book, codes), book.metric
+    which, metric = rows.flatten_heads(book, codes), book.metric
     live = live & (which >= 0)
 
     def one(x: Tensor, target: Tensor, codes: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
         return near.logsumexp(-1) - near.gather(-1, target[:, None])[:, 0]
 
     heads = zip(laid, torch.where(live, which, 0), table, strict=True)
-    each = torch.stack([rows.by_rows(one, len(c), x, target, given=(c,)) for x, target, c in heads])
+    each = torch.stack([rows.map_tiles(one, len(c), x, target, shared=(c,)) for x, target, c in heads])
     return Mean(torch.where(live, each, 0).sum(), live.sum(dtype=each.dtype))
 
 
@@ -67,7 +67,7 @@ def diversity(
     x: Tensor,
     temperature: float = 100.0,
     mask: Tensor | None = None,
-    psum: Psum = alone,
+    psum: Psum = one_process,
 ) -> Mean:
     """The mean over positions n of minus the entropy of softmax(temperature · logits), itself the mean over a batch.
 
@@ -86,7 +86,7 @@ def diversity(
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
     there = live.to(laid.dtype)
     each = [
-        rows.by_rows(one, max(1, batch) * len(c), by_position(x), by_position(n), given=(c,))
+        rows.map_tiles(one, max(1, batch) * len(c), by_position(x), by_position(n), shared=(c,))
         for x, n, c in zip(laid, there, table, strict=True)
     ]
     likely, number = psum((sum(each[1:], each[0]), sum(by_position(n).sum(1) for n in there)))
@@ -101,7 +101,7 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     ``among`` bool[K] or [h K] takes some codes only: ``stats.counts > 0`` those in use, and
     ``random.permutation(key, K) < n`` any n.
     """
-    codes = unit(wide(tables(book)))
+    codes = unit(at_least_float32(tables(book)))
     if among is None:
         number = codes.new_full((len(codes),), codes.shape[1])
     else:
@@ -110,11 +110,11 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
         among = among.expand(codes.shape[:2])
         codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
     # The squares of C·Cᵀ sum to those of Cᵀ·C, which is [D D] and not [K K].
-    return Mean(product(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
+    return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 
 
 def _laid(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [h n D] with zeros for those that have no term, the codes [h K D] and which rows have one, bool[h n]."""
     rows.check(book, x)
-    laid, live = rows.settle(rows.lay(book, wide(x), 1), rows.laid_mask(book, mask, x))
+    laid, live = rows.zero_invalid(rows.flatten_heads(book, at_least_float32(x), 1), rows.flat_mask(book, mask, x))
     return unit(laid) if book.metric == "cosine" else laid, tables(book).to(laid.dtype), live

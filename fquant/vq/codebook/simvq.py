@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ... import random, tree
-from ..precision import times
+from ..precision import linear
 from ..quantized import Quantized
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense, RowCounts
 from .book import Book
 from .book import decode as decode_book
 from .encode import encode as encode_book
-from .gradient_estimators import Path, rotation
+from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment
 
 
@@ -80,7 +80,7 @@ def apply(
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     codes: Tensor | None = None,
 ) -> Quantized:
     """x f[... dim] quantised, the losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
@@ -109,7 +109,7 @@ def update(state: SimVQ, stats: RowCounts) -> SimVQ:
 
 def _mapped(state: SimVQ, codes: Tensor) -> Tensor:
     for i, layer in enumerate(state.params):
-        codes = times(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
+        codes = linear(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
     return codes
 
 

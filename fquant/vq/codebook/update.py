@@ -30,7 +30,7 @@ from ...kernels import dispatch
 from ...tree import node
 from . import rows
 from .book import Book, check_codes, unmapped
-from .rows import Where, unit, wide
+from .rows import RowOffset, at_least_float32, unit
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def stats(
     mask: Tensor | None = None,
     *,
     key: Tensor | None = None,
-    where: Where | None = None,
+    row_offset: RowOffset | None = None,
 ) -> Stats:
     """What rows ``x`` f[... D] with ``codes`` i64[...] tell, of those that ``mask`` bool[...] keeps (its dims are the
     first).
@@ -73,12 +73,12 @@ def stats(
         raise ValueError(
             f"codes: got {codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row"
         )
-    if where is not None and key is None:
-        raise ValueError("where: got numbers of rows, which only drawing needs, and no key; give both or none")
+    if row_offset is not None and key is None:
+        raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
     check_codes(book.codes.shape[-2], codes)
-    laid = wide(rows.lay(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
-    which, kept = rows.lay(book, codes), rows.laid_mask(book, mask, x)
-    laid, live = rows.settle(laid, which >= 0 if kept is None else (which >= 0) & kept)
+    laid = at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
+    which, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
+    laid, live = rows.zero_invalid(laid, which >= 0 if kept is None else (which >= 0) & kept)
     if book.metric == "cosine":
         laid = unit(laid)
     elif book.affine is not None:
@@ -93,7 +93,7 @@ def stats(
     number = ones.new_full((), live.numel()) if kept is None else kept.to(ones.dtype).sum()
     drawn = hits = None
     if key is not None:
-        drawn, hits = rows.draw(key, num_codes, laid, kept, live, where)
+        drawn, hits = rows.draw(key, num_codes, laid, kept, live, row_offset)
         drawn, hits = drawn.reshape(book.codes.shape), hits.reshape(book.counts.shape)
     lost = number - ones.sum()
     return Stats(counts.reshape(book.counts.shape), sums.reshape(book.codes.shape), number, lost, drawn, hits)
@@ -197,7 +197,7 @@ def drawn_rows(stats: Stats) -> tuple[Tensor, Tensor]:
     if dispatch.is_direct(stats.hits.detach()) and bool((stats.hits > 1).any()):
         raise ValueError(
             f"stats: got {int(stats.hits.max())} rows of one number; wanted every number once, "
-            "give stats where=shard.rows(len(x), mesh, axes)"
+            "give stats row_offset=shard.rows(len(x), mesh, axes)"
         )
     return stats.drawn, stats.hits == 1
 

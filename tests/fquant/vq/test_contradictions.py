@@ -50,8 +50,8 @@ def unnumbered_kmeans(here):
 
 def too_few(here):
     x = mine(here, batch(0)[:12])
-    where = shard.rows(len(x), here.mesh, AXES)
-    return vq.kmeans(vq.init(3, K, D), x, random.key(1), where=where, psum=partial(total, here))
+    row_offset = shard.rows(len(x), here.mesh, AXES)
+    return vq.kmeans(vq.init(3, K, D), x, random.key(1), row_offset=row_offset, psum=partial(total, here))
 
 
 def captured(here, programs):
@@ -95,8 +95,8 @@ REFUSED = {
         "books: ranks disagree on counts",
     ),
     "no sum": (partial(told_apart, change=learned_alone), "books: ranks disagree on codes"),
-    "dead codes without numbers of rows": (unnumbered, "stats: got [23] rows of one number; .*where=shard.rows"),
-    "k-means without numbers of rows": (unnumbered_kmeans, "stats: got [23] rows of one number; .*where=shard.rows"),
+    "dead codes without numbers of rows": (unnumbered, "stats: got [23] rows of one number; .*row_offset=shard.rows"),
+    "k-means without numbers of rows": (unnumbered_kmeans, "stats: got [23] rows of one number; .*row_offset=shard.rows"),
     "k-means of fewer rows than codes": (too_few, "kmeans: got 12 rows for 16 codes"),
     "one more training step on rank 0": (
         partial(captured, programs=("train train measure", "train measure")), OTHER.format("train", "measure")

@@ -30,10 +30,10 @@ def data():
     return x, torch.arange(80).reshape(16, 5) % 7 > 0
 
 
-def step(name, state, x, mask, where, psum):
+def step(name, state, x, mask, row_offset, psum):
     """Losses, codes and the state after an update that starts dead codes again."""
     verbs = STATES[name][0]
-    more = {"draw": True, "where": where} if name in LEARN else {}
+    more = {"draw": True, "row_offset": row_offset} if name in LEARN else {}
     got = verbs.apply(state, x, random.key(5), mask, **more)
     stats, losses = got.stats, got.losses
     if name in LEARN:
@@ -53,8 +53,8 @@ def on_a_rank(split):
     examples, rows = (shard.rows(n, mesh, axes) for n in (len(x), mask.sum()))
     found = {}
     for name, (_, make) in STATES.items():
-        where = examples if "hierarchical" in name else rows
-        losses, codes, state, calls = step(name, make(), x, mask, where, lambda t: shard.psum(t, mesh, axes))
+        row_offset = examples if "hierarchical" in name else rows
+        losses, codes, state, calls = step(name, make(), x, mask, row_offset, lambda t: shard.psum(t, mesh, axes))
         found[name] = losses, codes, tree.leaves(state), calls
     return found
 

@@ -52,14 +52,15 @@ def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
     book, opt = spread(vq.init(3, K, D, **options)), optim.sgd(0.5)
     state, values, counts = opt.init(book.codes), [], []
 
-    def loss(codes, book, x, key, mask, where, total):
-        out = vq.apply(replace(book, codes=codes), x, key, mask=mask, draw=True, where=where, losses=("commitment",))
+    def loss(codes, book, x, key, mask, row_offset, total):
+        book = replace(book, codes=codes)
+        out = vq.apply(book, x, key, mask=mask, draw=True, row_offset=row_offset, losses=("commitment",))
         return out.losses["commitment"].sum / total, out
 
-    def step(book, state, x, key, mask, where):
+    def step(book, state, x, key, mask, row_offset):
         total = torch.tensor(float(ROWS * D))  # what every rank knows of the whole batch
         f = grad_and_value(loss, has_aux=True)
-        grads, (value, out) = f(book.codes, book, x, key, mask, where, total)
+        grads, (value, out) = f(book.codes, book, x, key, mask, row_offset, total)
         sums = {"stats": out.stats, "grads": grads, "value": value}
         if book.affine is not None:  # in float64, so another collective
             sums["moments"] = vq.moments(book, x, mask)
@@ -74,11 +75,11 @@ def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
     step = jit(step) if captured else step
     for i in range(steps):
         x, mask = batch(i, options.get("heads"))[cut], kept(i)[cut] if masked else None
-        where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
+        row_offset = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
         if masked:
             x = torch.where(torch.arange(ROWS)[cut].reshape(-1, *[1] * (x.ndim - 1)) % 13 == 5, torch.nan, x)
         with shard.traffic() as traffic:
-            book, state, value, stats = step(book, state, x, random.fold(random.key(9), i), mask, where)
+            book, state, value, stats = step(book, state, x, random.fold(random.key(9), i), mask, row_offset)
         values.append(value)
         counts.append([call[:2] for call in traffic.calls])
     return {"book": book, "values": values, "stats": stats}, counts
@@ -150,9 +151,11 @@ def clustered(sizes):
     for kind, masked in CLUSTERED:
         x, mask = batch(0, KINDS[kind].get("heads"))[cut], kept(0)[cut] if masked else None
         with shard.traffic() as traffic:
-            where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
+            row_offset = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
             psum = partial(shard.psum, mesh=mesh, axes=AXES)
-            book = vq.kmeans(vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask, where=where, psum=psum)
+            book = vq.kmeans(
+                vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask, row_offset=row_offset, psum=psum
+            )
         found.append((book, traffic.count("all_reduce")))
     return found
 
@@ -175,8 +178,10 @@ def uneven_batches(batches):
     book = spread(vq.init(3, K, D))
     for i in range(max(batches)):
         x = batch(10 * rank + i, n=20 if i < batches[rank] else 0)
-        where = shard.rows(len(x), mesh, AXES)
-        stats = shard.psum(vq.apply(book, x, random.fold(random.key(0), i), draw=True, where=where).stats, mesh, AXES)
+        row_offset = shard.rows(len(x), mesh, AXES)
+        stats = shard.psum(
+            vq.apply(book, x, random.fold(random.key(0), i), draw=True, row_offset=row_offset).stats, mesh, AXES
+        )
         book = vq.update(book, stats, threshold=1.0)
     return book
 
@@ -194,8 +199,8 @@ def replicas():
     """Ranks along fsdp have the same rows, as tensor parallel ones have: they are not counted twice."""
     mesh = shard.mesh(dp=2, fsdp=2)
     book, x = spread(vq.init(3, K, D)), batch(0).tensor_split(2)[mesh.get_local_rank("dp")]
-    where = shard.rows(len(x), mesh, ("dp",))
-    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True, where=where).stats, mesh, ("dp",))
+    row_offset = shard.rows(len(x), mesh, ("dp",))
+    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True, row_offset=row_offset).stats, mesh, ("dp",))
     return vq.update(book, stats, threshold=1.0)
 
 

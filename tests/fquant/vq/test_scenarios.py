@@ -33,7 +33,7 @@ def evaluate(book, x):
     """All that evaluation does, and what training does before it communicates: nothing in these talks."""
     with shard.traffic() as traffic:
         vq.decode(book, vq.encode(book, x, top=3))
-        out = vq.apply(book, x, random.key(5), draw=True, where=(0, ROWS), temperature=1.0)
+        out = vq.apply(book, x, random.key(5), draw=True, row_offset=(0, ROWS), temperature=1.0)
         vq.update(book, out.stats, threshold=2.0)
         vq.perplexity(out.stats.counts)
         if book.affine is not None:
@@ -90,9 +90,9 @@ def accumulated(here):
     book, each = replace(book_of(), counts=torch.zeros(K)), []
     for i in range(3):
         x = mine(here, batch(i))
-        where = None if here.mesh is None or i else shard.rows(len(x), here.mesh, AXES)
+        row_offset = None if here.mesh is None or i else shard.rows(len(x), here.mesh, AXES)
         with shard.traffic() as traffic:
-            each.append(vq.apply(book, x, random.key(2), draw=i == 0, where=where).stats)
+            each.append(vq.apply(book, x, random.key(2), draw=i == 0, row_offset=row_offset).stats)
         assert not traffic.calls
     return vq.update(book, total(here, vq.add(*each)), threshold=2.0)
 
@@ -157,10 +157,10 @@ def frozen_under_a_beam(here):
     state, x = residual.init_books(0, 7, D, 3), mine(here, batch(0))
     state = tree.map_at(r"layers\.\d+\.codes", lambda t: drawn(*t.shape, seed=len(t)), state)
     before = tree.map(torch.clone, state)
-    where = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
+    row_offset = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
     with shard.traffic() as traffic:
         codes = beam.encode(state, x, 4)
-        out = residual.apply(state, x, random.key(3), codes=codes, draw=True, where=where)
+        out = residual.apply(state, x, random.key(3), codes=codes, draw=True, row_offset=row_offset)
     after = residual.update(state, total(here, out.stats), threshold=1.0)
     with shard.traffic() as more:
         kept = beam.encode(state if here.rank == 0 else after, batch(0), 4)
@@ -182,8 +182,8 @@ def evaluated_before_kmeans(here):
     book, x = vq.init(3, K, D), mine(here, batch(0))
     if here.rank == 0:
         evaluate(book, x)
-    where = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
-    book = vq.kmeans(book, x, random.key(1), 4, where=where, psum=partial(total, here))
+    row_offset = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
+    book = vq.kmeans(book, x, random.key(1), 4, row_offset=row_offset, psum=partial(total, here))
     return learn(here, book, x)
 
 

@@ -59,12 +59,12 @@ def test_gradients_of_codes_are_those_of_all_rows(split):
 
 def large(rows, codes, dim):
     mesh, rank = shard.mesh(fsdp=dist.get_world_size()), dist.get_rank()
-    over = shard.exchange_rows(mesh, "fsdp", most=rows)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=rows)
     part = sharded.take_codes(whole("euclidean", codes, dim), *shard.local_range(codes, mesh, "fsdp"))
     x = drawn(rows * dist.get_world_size(), dim, seed=1)[rows * rank : rows * rank + rows]
     with shard.traffic() as seen:
-        got = sharded.apply(part, x, over=over)
-        after = sharded.update(part, got.stats, over=over)
+        got = sharded.apply(part, x, exchange=exchange)
+        after = sharded.update(part, got.stats, exchange=exchange)
     return got.codes, after.book.codes, seen.payload()
 
 
@@ -82,11 +82,13 @@ def test_65536_codes_of_256_numbers():
 
 def ties(split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
-    over = shard.exchange_rows(mesh, "fsdp", most=8)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=8)
     codes = torch.arange(12.0).remainder(4)[:, None].expand(12, 3)  # each three times, here and elsewhere
     book = replace(vq.init(0, 12, 3), codes=codes.contiguous())
     x = torch.tensor([[0.0] * 3, [1.0] * 3, [1.5] * 3, [9.0] * 3, [-0.0, 0, 0], [3e38] * 3, [-5.0] * 3])
-    return sharded.encode(sharded.take_codes(book, *shard.local_range(12, mesh, "fsdp")), x[: split[rank]], over=over)
+    return sharded.encode(
+        sharded.take_codes(book, *shard.local_range(12, mesh, "fsdp")), x[: split[rank]], exchange=exchange
+    )
 
 
 @pytest.mark.xdist_group("ranks")
@@ -159,8 +161,8 @@ def test_every_code_lies_on_one_rank():
 
 
 def too_many():
-    over = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", most=4)
-    sharded.encode(sharded.take_codes(whole("euclidean"), 0, K), drawn(5, D), over=over)
+    exchange = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", most=4)
+    sharded.encode(sharded.take_codes(whole("euclidean"), 0, K), drawn(5, D), exchange=exchange)
 
 
 @pytest.mark.xdist_group("ranks")

@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 from fquant import jit, random, tree, vq
 from fquant.io import safetensors
 from fquant.vq import sharded
-from fquant.vq.precision import product
+from fquant.vq.precision import matmul
 from tests.helpers.vq import family
 from tests.helpers.vq import scalar_cases as scalar
 from tests.helpers.vq.peers import assert_close, drawn
@@ -126,8 +126,8 @@ def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
 
     def step(some):
         size = lambda t: len(t) if "hierarchical" in name else int(t.sum())  # which numbers examples
-        where = size(mask[: some.start]), size(mask)
-        return case.apply(case.state, x[some], KEY, mask[some] if masked else None, where=where, **more)
+        row_offset = size(mask[: some.start]), size(mask)
+        return case.apply(case.state, x[some], KEY, mask[some] if masked else None, row_offset=row_offset, **more)
 
     whole, parts = step(slice(0, 4)), [step(slice(*at)) for at in ((0, 1), (1, 1), (1, 4))]
     codes = tree.map(lambda *t: torch.cat(t), *(part.codes for part in parts))
@@ -217,7 +217,7 @@ def test_products_are_mapped_within_autocast(shapes, in_dims):
     derivatives = lambda f: vmap(lambda a, b: (f(a, b), grad(lambda a, b: f(a, b).sin().sum(), (0, 1))(a, b)), in_dims)
     wanted = derivatives(torch.matmul)(a, b)
     with torch.autocast("cpu", torch.bfloat16):
-        got = derivatives(product)(a, b)
+        got = derivatives(matmul)(a, b)
     for one, other in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(one, other)
 

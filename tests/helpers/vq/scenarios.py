@@ -31,9 +31,9 @@ def mine(here, x):
 
 def learn(here, book, x, step=0, mask=None, axes=AXES):
     """``book`` after a step with rows x, in which dead codes start again."""
-    where = None if here.mesh is None else shard.rows(len(x) if mask is None else mask.sum(), here.mesh, axes)
+    row_offset = None if here.mesh is None else shard.rows(len(x) if mask is None else mask.sum(), here.mesh, axes)
     key = random.fold(random.key(9), step)
-    stats = vq.apply(book, x, key, mask=mask, draw=True, where=where).stats
+    stats = vq.apply(book, x, key, mask=mask, draw=True, row_offset=row_offset).stats
     return vq.update(book, total(here, stats, axes), threshold=1.0)
 
 

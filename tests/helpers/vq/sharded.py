@@ -27,18 +27,20 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, mask = (t[start : start + split[rank]] for t in (x, mask))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     with shard.traffic() as one:
-        got = sharded.apply(part, x, random.key(0), mask, draw=True, over=over)
+        got = sharded.apply(part, x, random.key(0), mask, draw=True, exchange=exchange)
     with shard.traffic() as two:
-        sharded.update(part, got.stats, threshold=threshold, over=over)
-    seen, after = steps(part, partial(sharded.apply, over=over), partial(sharded.update, over=over), x, mask, threshold)
+        sharded.update(part, got.stats, threshold=threshold, exchange=exchange)
+    seen, after = steps(
+        part, partial(sharded.apply, exchange=exchange), partial(sharded.update, exchange=exchange), x, mask, threshold
+    )
     seen = [(out, codes, shard.psum(loss, mesh, ("fsdp",))) for out, codes, loss in seen]
-    codes = sharded.encode(part, x, over=over)
+    codes = sharded.encode(part, x, exchange=exchange)
     counted = shard.psum((got.stats.own.kept, got.stats.own.lost), mesh, ("fsdp",))
     traffic = [sorted(call[0] for call in t.calls) for t in (one, two)]
-    return seen, after.book, codes, sharded.decode(part, codes, over=over), traffic, counted
+    return seen, after.book, codes, sharded.decode(part, codes, exchange=exchange), traffic, counted
 
 
 def one_book(book, x, mask, split, threshold, abreast=1):
@@ -77,10 +79,10 @@ def slopes_on_a_rank(book, x, weight, split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, weight = (t[start : start + split[rank]] for t in (x, weight))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split))
+    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split))
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
-    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, over=over)))
-    eager = slopes(part, x, weight, partial(sharded.apply, over=over))
+    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, exchange=exchange)))
+    eager = slopes(part, x, weight, partial(sharded.apply, exchange=exchange))
     captured = step(part, x, weight)
     assert all(torch.equal(*both) for both in zip(tree.leaves(eager), tree.leaves(captured), strict=True))
     return eager[0].book.codes, eager[1]

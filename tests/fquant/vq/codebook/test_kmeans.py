@@ -171,13 +171,13 @@ BAD = {
         "kmeans: got 5 rows for 8 codes",
     ),
     "fewer of all": (
-        lambda: vq.kmeans(B, X[:3], random.key(0), where=(0, torch.tensor(7))),
+        lambda: vq.kmeans(B, X[:3], random.key(0), row_offset=(0, torch.tensor(7))),
         "kmeans: got 7 rows for 8 codes",
     ),
     "iterations": (lambda: vq.kmeans(B, X, random.key(0), 0), "iterations is 0; wanted at least 1"),
     "same numbers": (
         lambda: vq.kmeans(B, X, random.key(0), psum=lambda t: tree.map(lambda s: 2 * s, t)),
-        "stats: got 2 rows of one number; .*where=shard.rows",
+        "stats: got 2 rows of one number; .*row_offset=shard.rows",
     ),
 }
 

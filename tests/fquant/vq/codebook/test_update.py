@@ -130,7 +130,7 @@ def test_batches_draw_from_the_rows_of_all_of_them():
     codes = vq.encode(b, x)
     whole = vq.stats(b, x, codes, key=key)
     cut = [0, 7, 7, 30]
-    parts = [vq.stats(b, x[a:z], codes[a:z], key=key, where=(a, 30)) for a, z in zip(cut, cut[1:], strict=False)]
+    parts = [vq.stats(b, x[a:z], codes[a:z], key=key, row_offset=(a, 30)) for a, z in zip(cut, cut[1:], strict=False)]
     assert torch.equal(vq.add(*parts).drawn, whole.drawn) and torch.equal(vq.add(*parts).hits, torch.ones(K))
     bare, first = vq.stats(b, x, codes), vq.stats(b, x[:12], codes[:12], key=key)
     for mixed in (vq.add(bare, first, bare), vq.add(first, bare)):
@@ -173,8 +173,8 @@ def test_a_draw_is_that_of_all_rows_whichever_way_they_are_split():
     whole = module.draw(key, K, x, kept, live, None)
     cut, parts = [0, 0, 13, 14, 40], []
     for a, z in zip(cut, cut[1:], strict=False):
-        where = (int(kept[:, :a].sum()), torch.tensor(total))
-        parts.append(module.draw(key, K, x[:, a:z], kept[:, a:z], live[:, a:z], where))
+        row_offset = (int(kept[:, :a].sum()), torch.tensor(total))
+        parts.append(module.draw(key, K, x[:, a:z], kept[:, a:z], live[:, a:z], row_offset))
     assert torch.equal(sum(p[0] for p in parts), whole[0]) and torch.equal(sum(p[1] for p in parts), whole[1])
     found = {tuple(row.tolist()) for row in whole[0][whole[1] == 1]}
     assert found <= {tuple(row.tolist()) for row in x[live]} and len(found) == int(whole[1].sum()) > 5
@@ -270,15 +270,18 @@ BAD = {
     ),
     "codes of floats": (lambda: vq.stats(B, X, C.float()), "codes: got torch.float32"),
     "last dim": (lambda: vq.stats(B, rows(9, 3), C), r"x: got shape \(9, 3\)"),
-    "where alone": (lambda: vq.stats(B, X, C, where=(0, 9)), "where: got numbers of rows, .* and no key"),
-    "where beyond": (
-        lambda: vq.stats(B, X, C, key=random.key(0), where=(3, 11)),
-        "where: got 9 kept rows from number 3 on, of 11 in all; .* use shard.rows",
+    "row_offset alone": (
+        lambda: vq.stats(B, X, C, row_offset=(0, 9)),
+        "row_offset: got numbers of rows, .* and no key",
     ),
-    "where below": (lambda: vq.stats(B, X, C, key=random.key(0), where=(-1, 20)), "from number -1 on, of 20"),
+    "where beyond": (
+        lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(3, 11)),
+        "row_offset: got 9 kept rows from number 3 on, of 11 in all; .* use shard.rows",
+    ),
+    "row_offset below": (lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(-1, 20)), "from number -1 on, of 20"),
     "where of tensors": (
-        lambda: vq.stats(B, X, C, key=random.key(0), where=(torch.tensor(3), torch.tensor(11))),
-        "where: got 9 kept rows from number 3",
+        lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(torch.tensor(3), torch.tensor(11))),
+        "row_offset: got 9 kept rows from number 3",
     ),
     "decay": (lambda: vq.ema(B, S, decay=1.0), "decay is 1.0; wanted 0 <= decay < 1"),
     "eps": (lambda: vq.ema(B, S, eps=0.0), "eps is 0.0; wanted one above 0"),
@@ -290,7 +293,10 @@ BAD = {
     ),
     "learnable, refreshed": (lambda: vq.refresh(book(learnable=True)), "the book is learnable"),
     "nothing drawn": (lambda: vq.expire(B, S), "stats: got none drawn, .*; give stats a key"),
-    "drawn twice": (lambda: vq.expire(B, vq.add(DRAWN, DRAWN)), "stats: got 2 rows of one number; .*where=shard.rows"),
+    "drawn twice": (
+        lambda: vq.expire(B, vq.add(DRAWN, DRAWN)),
+        "stats: got 2 rows of one number; .*row_offset=shard.rows",
+    ),
     "threshold": (
         lambda: vq.update(B, DRAWN, threshold=-1.0),
         "threshold is -1.0 and reset is None; wanted one above 0",
