@@ -112,7 +112,7 @@ def test_alone_it_is_the_book(name):
     wanted = vq.update(part.book, theirs, decay=0.0, threshold=threshold)
     assert_close(sharded.update(part, mine, decay=0.0, threshold=threshold).book, wanted, 1e-6)
     low = sharded.apply(part, x.bfloat16())
-    assert low.x.dtype is torch.bfloat16 and low.stats.own.sums.dtype is torch.float32
+    assert low.x.dtype is torch.bfloat16 and low.stats.local.sums.dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 cannot vmap view(dtype)")

@@ -38,7 +38,7 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
     )
     seen = [(out, codes, shard.psum(loss, mesh, ("fsdp",))) for out, codes, loss in seen]
     codes = sharded.encode(part, x, exchange=exchange)
-    counted = shard.psum((got.stats.own.kept, got.stats.own.lost), mesh, ("fsdp",))
+    counted = shard.psum((got.stats.local.kept, got.stats.local.lost), mesh, ("fsdp",))
     traffic = [sorted(call[0] for call in t.calls) for t in (one, two)]
     return seen, after.book, codes, sharded.decode(part, codes, exchange=exchange), traffic, counted
 

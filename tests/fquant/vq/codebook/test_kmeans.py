@@ -1,14 +1,13 @@
 """k-means: Lloyd's iterations against a naive loop, empty clusters, masks, and the objective of faiss."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fquant import jit, random, tree, vq
+from fquant.vq.codebook import kmeans as module
 
-MODULE = sys.modules["fquant.vq.codebook.kmeans"]  # whose name in the package is that of its function
 D = 3
 NAN = float("nan")
 
@@ -35,7 +34,7 @@ def lloyd(means, x, iterations):
 
 
 def split(codes, counts):
-    return MODULE._split(codes, counts, counts == 0)
+    return module._split(codes, counts, counts == 0)
 
 
 def distortion(book, x):
@@ -72,10 +71,10 @@ def test_empty_clusters_are_put_beside_large_ones():
     assert (found.counts == 0).sum() == 5
     parted = from_one
     for step in range(12):
-        parted = MODULE._moved(parted, vq.stats(parted, x, vq.encode(parted, x)), split=step < 11)
+        parted = module._move_to_means(parted, vq.stats(parted, x, vq.encode(parted, x)), split=step < 11)
     kept = from_one
     for _ in range(12):
-        kept = MODULE._moved(kept, vq.stats(kept, x, vq.encode(kept, x)), split=False)
+        kept = module._move_to_means(kept, vq.stats(kept, x, vq.encode(kept, x)), split=False)
     assert (vq.stats(parted, x, vq.encode(parted, x)).counts > 0).all()
     assert distortion(parted, x) < 0.6 * distortion(kept, x)
 
@@ -97,7 +96,7 @@ def test_what_is_split_is_of_unit_length_and_nothing_is_after_the_last_iteration
     once, kept = (vq.kmeans(book, x, random.key(2), 1, split=split) for split in (True, False))
     assert torch.equal(once.codes, kept.codes) and (vq.stats(kept, x, vq.encode(kept, x)).counts == 0).any()
     found = vq.stats(book, x, torch.zeros(36, dtype=torch.int64))
-    moved = MODULE._moved(book, found, split=True).codes
+    moved = module._move_to_means(book, found, split=True).codes
     assert ((moved - book.codes).abs().amax(-1) > 1e-5).sum() == 2
     if metric == "cosine":
         torch.testing.assert_close(moved.norm(dim=-1), torch.ones(12), rtol=1e-6, atol=0)

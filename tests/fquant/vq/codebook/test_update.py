@@ -266,7 +266,7 @@ DRAWN = vq.stats(B, X, C, key=random.key(0))
 BAD = {
     "codes of another shape": (
         lambda: vq.stats(B, X, C[:3]),
-        r"codes: got torch.int64 \(3,\) for x \(9, 4\); wanted one",
+        r"codes: got torch.int64 \(3,\) for x \(9, 4\); wanted int64, one",
     ),
     "codes of floats": (lambda: vq.stats(B, X, C.float()), "codes: got torch.float32"),
     "last dim": (lambda: vq.stats(B, rows(9, 3), C), r"x: got shape \(9, 3\)"),
@@ -299,7 +299,7 @@ BAD = {
     ),
     "threshold": (
         lambda: vq.update(B, DRAWN, threshold=-1.0),
-        "threshold is -1.0 and reset is None; wanted one above 0",
+        "threshold is -1.0 and reset is None; wanted both above 0, or 0",
     ),
     "reset alone": (lambda: vq.update(B, DRAWN, reset=1.0), "threshold is 0.0 and reset is 1.0"),
     "reset": (lambda: vq.expire(B, DRAWN, 2.0, reset=0.0), "reset is 0.0; wanted both above 0"),
