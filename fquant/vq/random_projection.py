@@ -10,8 +10,6 @@ of that codebook, of length 1.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -83,7 +81,7 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """Return the cosines to all code vectors, f32[... heads codes], with their gradients; not in tiles."""
     z, _, _ = _project("random_projection.logits", state, x, None)
-    cosines = matmul(_by_head(direction(z)), state.vectors.to(z.dtype).mT)  # [heads n codes]
+    cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)  # [heads n codes]
     return cosines.transpose(0, 1).reshape(*z.shape[:-1], cosines.shape[-1])
 
 
@@ -105,10 +103,6 @@ def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None)
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
     """Return the code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
     vectors = state.vectors.detach().to(z.dtype)
-    codes, _ = nearest(_by_head(direction(z.detach())), vectors, torch.zeros_like(vectors[..., 0]))
+    flat = rearrange(direction(z.detach()), "... h e -> h (...) e")
+    codes, _ = nearest(flat, vectors, torch.zeros_like(vectors[..., 0]))
     return codes.squeeze(-1).transpose(0, 1).reshape(z.shape[:-1])
-
-
-def _by_head(z: Tensor) -> Tensor:
-    """Reshape z [... heads width] to [heads n width]."""
-    return z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]).transpose(0, 1)

@@ -5,30 +5,25 @@
     x, codes, losses, stats = sharded.apply(state, x, key, exchange=exchange)
     state = sharded.update(state, stats, exchange=exchange)
 
-N rows of D numbers meet K codes. Each step must bring one to the other:
+Each step brings N rows of D numbers and K codes together in one of two ways:
 
     rows to codes     N·D·4 bytes gathered, N·8 compared, N·D·4 scattered
     codes to rows     K·D·4 bytes gathered, K·(D + 1)·4 summed as stats
 
-For 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, and a rank stores only its codes; so rows travel.
-Each rank finds the nearest of its own codes for the rows of all ranks. An all-reduce picks the best: the maximum of
-integers with the score in the high half and the code in the low half, in which the lowest of equally near codes wins.
-The decoded rows are a reduce-scatter, in which all terms but one are zero.
+For 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, so rows travel. An all-gather brings the rows to
+all ranks, and each searches its own codes. An all-reduce takes the maximum of integer keys: the score in the high half,
+the code in the low half. Of equally near codes the lowest wins. A reduce-scatter returns the decoded rows, as sums in
+which all terms but one are zero.
 
-A rank has the rows of all ranks, so the stats of its own codes are complete. An update sums a few numbers, for the
-smoothing and to assign drawn rows to dead codes. Collectives of a step are an all-gather, an all-reduce and a
-reduce-scatter, for any rows; of an update an all-reduce.
+The stats of a rank's codes are complete, because it has the rows of all ranks. An update sums a few numbers in one
+all-reduce, for the smoothing and to assign drawn rows to dead codes.
 
-*Heads.* A shard of a book with heads has some codes of every head. A row [h D] travels whole, so h·D replaces D above.
-Heads that share a book are more rows, as everywhere.
-
-Codes equal those of one process on all rows, unless two codes are equally near to within rounding, which depends on the
-shape of a matrix product.
+A shard of a book with heads has some codes of every head, and a row [h D] travels whole. Codes equal those of one
+process on all rows, unless two are equally near to within the rounding of a matrix product.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -39,23 +34,13 @@ from ..communication import ONE_PROCESS, RowExchange
 from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
+from .codebook import update as updates
 from .codebook.book import Book, Metric, check_lookup
 from .codebook.encode import search
 from .codebook.gradient_estimators import GradientEstimator, rotation
 from .codebook.losses import commitment
 from .codebook.rows import at_least_float32, unit
-from .codebook.update import (
-    DECAY,
-    EPS,
-    Stats,
-    assign_drawn,
-    check_float32,
-    check_threshold,
-    move,
-    refresh,
-    restart_at,
-)
-from .codebook.update import stats as stats_of
+from .codebook.update import DECAY, EPS, Stats
 from .quantized import Quantized
 from .scalar import mixed_radix
 
@@ -98,17 +83,14 @@ def init(
 ) -> ShardedBook:
     """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book that ``init`` of a Book creates.
 
-    The whole book is created in passing. Raises what ``init`` of a Book and :func:`take_codes` do.
+    Raises what ``init`` of a Book and :func:`take_codes` do.
     """
     book = books.init(key, num_codes, dim, heads=heads, metric=metric, learnable=learnable)
     return take_codes(book, first, num_codes if stop is None else stop)
 
 
 def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
-    """Take the codes ``first`` to ``stop`` (exclusive) of a book, with heads those of each.
-
-    Raises ValueError for an affine book, and for codes beyond the book, or none.
-    """
+    """Take the codes ``first`` to ``stop`` (exclusive) of every head; ValueError for an affine book, or no codes."""
     if book.affine is not None:
         raise ValueError("sharded.take_codes: the book is affine; wanted one that is not")
     num_codes = book.codes.shape[-2]
@@ -157,9 +139,8 @@ def apply(
 ) -> Quantized:
     """Quantise this rank's rows ``x`` f[... D] (with heads [... h D]) by the codes of all ranks, with ShardedStats.
 
-    Arguments are those of ``apply`` of a Book. Rows are numbered rank after rank, so there is no ``row_offset``. The
-    loss is the commitment of this rank's rows. Three collectives. Raises what :func:`encode` does, and ValueError for a
-    missing key.
+    Arguments are those of ``apply`` of a Book; rows are numbered rank after rank. The loss is the commitment of this
+    rank's rows. Three collectives. Raises what :func:`encode` does, and ValueError for a missing key.
     """
     _check(state, x)
     if draw and key is None:
@@ -181,7 +162,7 @@ def apply(
         numbers = rows.flatten_heads(state.book, exchange.mine(all_kept.cumsum(0) - 1, size))
         keys = rows.unflatten_heads(rows.row_keys(random.fold(key, "gradient"), numbers), x)
     out = torch.where(valid[..., None], gradient(start, q, None, keys), 0).to(x.dtype)
-    local = stats_of(state.book, gathered, _local_codes(state, all_codes))
+    local = updates.stats(state.book, gathered, _local_codes(state, all_codes))
     num_kept = kept.sum().to(local.kept.dtype)
     stats = ShardedStats(replace(local, kept=num_kept, lost=num_kept - valid.sum()))
     if draw and key is not None:
@@ -199,18 +180,15 @@ def update(
     reset: float | None = None,
     exchange: RowExchange = ONE_PROCESS,
 ) -> ShardedBook:
-    """Update this rank's codes after a step, as ``update`` of a Book does. One collective, of a few numbers.
-
-    Raises what that does.
-    """
-    check_threshold(threshold, reset)
-    book = move(state.book, stats.local, decay)
+    """Update this rank's codes as ``update`` of a Book does, and raise what it does. One collective, of few numbers."""
+    updates.check_threshold(threshold, reset)
+    book = updates.move(state.book, stats.local, decay)
     rank, num_ranks = exchange.place
     dead = book.counts < threshold
     is_rank = torch.arange(num_ranks, device=dead.device) == rank
     num_dead = torch.where(is_rank.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]
     total, num_dead = exchange.sum((book.counts.sum(-1, keepdim=True), num_dead.to(book.counts.dtype)))
-    book = book if book.learnable else refresh(book, eps, (total, state.num_codes))
+    book = book if book.learnable else updates.refresh(book, eps, (total, state.num_codes))
     if threshold:
         before = num_dead[:rank].sum(0).long()[..., None]  # [1] or [h 1]
         book = _expire(book, stats, dead, before, threshold if reset is None else reset)
@@ -220,23 +198,20 @@ def update(
 def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> Book:
     """Restart the dead codes of ``book`` at drawn rows; ``before`` [1] or [h 1] are dead on the ranks before."""
     if stats.pool is None or stats.drawn is None:
-        raise ValueError(
-            "stats: got none drawn, wanted rows to start dead codes at; use apply with a key and draw=True"
-        )
+        raise ValueError("stats: got none drawn, wanted rows to start dead codes at; use apply with key and draw=True")
     if not len(stats.pool):
         return book
-    restarts, turn = assign_drawn(dead, stats.drawn >= 0, before)
+    restarts, turn = updates.assign_drawn(dead, stats.drawn >= 0, before)
     index = stats.drawn.gather(-1, turn).clamp(min=0)
     pool = rows.flatten_heads(book, stats.pool, 1)  # [h N D]
     row = pool.gather(1, index.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
     row = row.to(book.codes.dtype)
-    return restart_at(book, restarts, unit(row) if book.metric == "cosine" else row, count)
+    return updates.restart_at(book, restarts, unit(row) if book.metric == "cosine" else row, count)
 
 
 def _flatten(state: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:
     """Reshape ``t`` [... (h) *rest] to [n (h) *rest], where ``rest`` has ``dims`` dims."""
-    lead = t.ndim - dims - (state.book.codes.ndim - 2)
-    return t.reshape(math.prod(t.shape[:lead]), *t.shape[lead:])
+    return t.reshape(-1, *t.shape[t.ndim - dims - (state.book.codes.ndim - 2) :])
 
 
 def _search(state: ShardedBook, x: Tensor, exchange: RowExchange) -> Tensor:
@@ -270,6 +245,6 @@ def _draw(state: ShardedBook, key: Tensor, x: Tensor, kept: Tensor, valid: Tenso
 
 def _check(state: ShardedBook, x: Tensor) -> None:
     rows.check(state.book, x)
-    check_float32(state.book)
+    updates.check_float32(state.book)
     if x.dtype is torch.float64:
         raise TypeError("x: got torch.float64; wanted float32 or narrower, whose scores are compared whole")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..quantized import Mean, Quantized
+from ..quantized import Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
@@ -44,16 +44,14 @@ def apply(
                  have code -1, come out as zeros, and have no gradient
     gradient     the gradient estimator for x (``gradient_estimators.py``)
     temperature  0 takes the nearest code; above 0 codes are drawn (``sample``)
-    losses       any of commitment, cross_entropy (of the codes), diversity, orthogonal; weights are the caller's
-    codes        i64[...] from another search, -1 for none
-    draw         draw rows for dead codes into the stats, for ``expire``
+    losses       any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights.
+    codes        i64[...] that another search found, -1 for none.
+    draw         draw rows for dead codes into the stats, for ``expire``.
     row_offset   (first, total) number of this rank's rows among all, see ``rows.py``; None in one process
 
     Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine,
-    rows have unit length in losses, stats and gradients too.
-
-    Raises TypeError for another dtype, ValueError for another shape, an unknown loss, a negative temperature, one
-    beside codes, and for a missing key.
+    rows have unit length in losses, stats and gradients too. Raises TypeError for another dtype, ValueError for another
+    shape, an unknown loss, a negative temperature, one beside codes, and for a missing key.
     """
     if unknown := [name for name in losses if name not in LOSSES]:
         raise ValueError(f"losses: got {', '.join(map(repr, unknown))}; wanted some of {', '.join(LOSSES)}")
@@ -72,19 +70,15 @@ def apply(
     codes = torch.where(valid, codes, -1)
     valid = codes >= 0  # a row too large for a finite distance has no code
     point = torch.where(valid[..., None], point, 0)
-    found: dict[str, Mean] = {}
     start = unit(point) if book.metric == "cosine" else point
     q = decode(book, codes, point.dtype)
-    for name in losses:
-        match name:
-            case "commitment":
-                found[name] = commitment(start, q, valid)
-            case "cross_entropy":
-                found[name] = cross_entropy(book, point, codes, valid)
-            case "diversity":
-                found[name] = diversity(book, point, mask=valid)
-            case _:
-                found[name] = orthogonal(book)
+    compute = {
+        "commitment": lambda: commitment(start, q, valid),
+        "cross_entropy": lambda: cross_entropy(book, point, codes, valid),
+        "diversity": lambda: diversity(book, point, mask=valid),
+        "orthogonal": lambda: orthogonal(book),
+    }
+    found = {name: compute[name]() for name in losses}
     out = torch.where(valid[..., None], gradient(start, q, book, keys), 0).to(x.dtype)
     drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}
     return Quantized(out, codes, found, stats_of(book, x, codes, mask, **drawing))

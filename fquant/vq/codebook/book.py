@@ -101,8 +101,8 @@ def init(
 def restart(book: Book, codes: Tensor) -> Book:
     """Set the codes of ``book`` to ``codes`` f[K D] or [h K D], its counts to one and its sums to the codes.
 
-    With the old sums, the next average would restore the old codes. Codes of metric cosine are scaled to unit length;
-    an affine book keeps its averages. Raises ValueError for another shape.
+    With the old sums, the next average would restore the old codes. Codes of metric cosine are scaled to unit length.
+    Raises ValueError for another shape.
     """
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
@@ -140,8 +140,8 @@ def invert_affine(book: Book, rows: Tensor) -> Tensor:
 def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Look up ``codes`` i64[...], with heads [... h]: [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, IndexError for codes beyond the book. In a transform or a capture, which do not
-    see values, the lookup itself fails.
+    Raises TypeError for another dtype, IndexError for codes beyond the book; in a transform or a capture, which do not
+    see values, when the lookup runs.
     """
     num_codes, dim = book.codes.shape[-2:]
     check_lookup(book, codes, num_codes)

@@ -4,9 +4,8 @@
     codes = encode(book, x, top=4)               # i64[... 4], the nearest first
     codes = sample(book, x, key, temperature=0.5)
 
-The distances of all rows to all codes are never in memory together. ``fquant.kernels.ops.nearest`` computes them tile
-by tile and keeps the best. A function that needs all distances of a row takes a tile of rows at a time
-(``rows.map_tiles``). Tiles depend on shapes alone. Codes carry no gradient.
+The distances of all rows to all codes are never in memory together: ``fquant.kernels.ops.nearest`` computes them tile
+by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time. Codes carry no gradient.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
     """Return the nearest code of every row of ``x`` f[... D] (with heads [... h D]), i64[...].
 
     With ``top``, the ``top`` nearest codes i64[... top], the nearest first. Of equally near codes the lowest index
-    comes first. A row that is not finite has code -1.
-
-    Raises TypeError for an ``x`` without floats, ValueError for another last dim, or a ``top`` beyond the codes.
+    comes first. A row that is not finite has code -1. Raises TypeError for an ``x`` without floats, ValueError for
+    another last dim, or a ``top`` beyond the codes.
     """
     rows.check(book, x)
     _check_top(book, top)
@@ -53,11 +51,9 @@ def encode_among(
 ) -> Tensor:
     """Return the nearest code of every row of x f[... D] in a codebook of its own, ``f(codes, given)``: i64[...].
 
-    ``f`` takes codes [... D] and what they depend on, ``given`` [... c], which broadcast, to [... D]: the network of an
-    implicit neural codebook (Huijben et al. 2024). The code then stands for ``f(decode(book, codes), given)``. With
-    ``top``, i64[... top] as :func:`encode` returns them.
-
-    Raises what :func:`encode` does, and ValueError for a book with heads, or a ``given`` of other first dims than x.
+    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]: the network of an implicit neural
+    codebook (Huijben et al. 2024). A code stands for ``f(decode(book, codes), given)``. With ``top``, i64[... top] as
+    from :func:`encode`. Raises what it does, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
     rows.check(book, x)
     if book.codes.ndim == 3:
@@ -87,13 +83,13 @@ def encode_among(
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
     """Draw a code for every row of ``x`` f[... D] with probability softmax(logits / temperature): i64[...].
 
-    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise of a row depends on its number,
-    ``number`` i64[...]; by default rows are counted.
-
-    Raises what :func:`encode` does, and ValueError for a temperature that is not positive.
+    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of the key and of the
+    row's ``number`` i64[...], by default its position. Raises what :func:`encode` does, and ValueError for a
+    temperature that is not positive.
     """
     rows.check(book, x)
-    check_temperature(temperature, ", use encode for the nearest code")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; wanted one above 0, use encode for the nearest code")
     flat = rows.flatten_heads(book, x.detach(), 1)
     numbers = rows.number_rows(None, flat, None) if number is None else rows.flatten_heads(book, number)
 
@@ -114,12 +110,6 @@ def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]
     return -(squares - 2 * inner).clamp(min=MIN_SQUARE).sqrt()
-
-
-def check_temperature(temperature: float, fix: str = "") -> None:
-    """Raise ValueError for a temperature that is not positive."""
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; wanted one above 0{fix}")
 
 
 def _check_top(book: Book, top: int | None) -> None:

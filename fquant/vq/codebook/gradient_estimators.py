@@ -3,9 +3,9 @@
     x, codes, losses, stats = apply(book, x, key, gradient=rotation)
     ... gradient=partial(directional, variance=1e-3)
 
-Each is a function ``(x, q, book, key)`` of rows x [... D] and their codes q [... D]. Estimators that ignore the book and
-the key take None for them. The value of all but ``directional`` is q, to the bit: the derivative enters as a difference
-that is zero. Constants are constant to derivatives of every order.
+Each is a function ``(x, q, book, key)`` of rows x [... D] and their codes q [... D]; book and key may be None for those
+that ignore them. The value of all but ``directional`` is q, to the bit: the derivative enters as a difference that is
+zero. Constants are constant to derivatives of every order.
 
     direct             q alone: codes of a learnable book have a gradient, rows have none
     straight_through   the identity (Bengio et al. 2013)
@@ -25,7 +25,7 @@ from ... import random
 from ..precision import matmul
 from . import rows
 from .book import Book, vectors_by_head
-from .encode import check_temperature, logits
+from .encode import logits
 from .rows import MIN_LENGTH, unit
 
 GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
@@ -33,22 +33,19 @@ GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tenso
 
 def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
     """Return ``q`` with its own derivative, and none of ``x``."""
-    del x, book, key
     return q
 
 
 def straight_through(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
     """Return ``q`` with the derivative of ``x``."""
-    del book, key
     return q.detach() + _zero_with_derivative(x)
 
 
 def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
     """Return ``q`` with the derivative of R·x, for the constant rotation and scaling R by |q| / |x| from x to q.
 
-    A row shorter than 1e-6 has no direction to turn, and has the derivative of :func:`straight_through`.
+    A row shorter than 1e-6 has no direction, and gets the derivative of :func:`straight_through`.
     """
-    del book, key
     start, q, change = x.detach(), q.detach(), _zero_with_derivative(x)
     length, q_length = (t.norm(dim=-1, keepdim=True) for t in (start, q))
     turns = length > MIN_LENGTH
@@ -65,11 +62,9 @@ def directional(
 ) -> Tensor:
     """Return ``x + |q - x|·u``, u the constant unit vector of q - x plus normal noise of ``variance`` a number.
 
-    The value is q up to the noise. ``key`` is i64[], or i64 of x's first dims, a stream for each row.
-
-    Raises ValueError without a key, unless the variance is zero, and for a negative one.
+    The value is q up to the noise. ``key`` is i64[], or i64 of x's first dims, a stream for each row. Raises ValueError
+    without a key, unless the variance is zero, and for a negative one.
     """
-    del book
     if variance < 0:
         raise ValueError(f"variance is {variance}; wanted at least 0")
     difference = q - x
@@ -90,10 +85,10 @@ def gumbel(
 
     Raises ValueError without a book, and for a temperature that is not positive.
     """
-    del key
     if book is None:
         raise ValueError("gumbel: got no book; wanted that of q")
-    check_temperature(temperature)
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; wanted one above 0")
     metric = book.metric
 
     def mean_code(x: Tensor, codes: Tensor) -> Tensor:

@@ -3,20 +3,20 @@
     layer = implicit.init(key, num_codes=256, dim=64)
     x     = implicit.decode(layer, codes, before)
 
-This is a layer of a residual. ``before`` is the sum that the layers before have decoded to. A small network maps it and
-a code to the vector that the code stands for, so each row has a codebook of its own.
+In a residual, ``before`` is the sum of the layers before. A small network maps it and a code to the vector that the
+code stands for, so each row has a codebook of its own.
 
     x = enter([before, code])                   2D to D
     x = x + down(silu(up(x)))                   ``depth`` blocks, D to H to D
 
-Book and network train by gradients. Of the stats only counts are used, to restart dead codes. The search runs the
-network for every row and every code: rows · K · D numbers, a tile of rows at a time. The first layer of such a residual
-is a plain book (``residual.init_implicit``).
+Book and network train by gradients; stats only restart dead codes. The search runs the network for every row and every
+code: rows · K · D numbers, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +81,9 @@ def init(
         raise ValueError(f"implicit.init: depth is {depth} and hidden {hidden}; wanted at least 0 and 1")
     key = random.key(key)
     book = books.init(random.fold(key, "book"), num_codes, dim, metric=metric, learnable=True)
-    block_keys = [random.fold(key, i) for i in range(depth)]
     blocks = [
         Block(dense(random.fold(k, "up"), hidden, dim, True), dense(random.fold(k, "down"), dim, hidden, True))
-        for k in block_keys
+        for k in (random.fold(key, i) for i in range(depth))
     ]
     return Implicit(book, Net(dense(random.fold(key, "enter"), dim, 2 * dim, True), blocks))
 
@@ -100,11 +99,8 @@ def adapt(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
 
 
 def encode(layer: Implicit, x: Tensor, before: Tensor, top: int | None = None) -> Tensor:
-    """Return the nearest code of rows ``x`` f[... D], i64[...], or with ``top`` i64[... top].
-
-    Raises what :func:`encode_among` does.
-    """
-    return encode_among(layer.book, x, lambda codes, before: adapt(layer, codes, before), before, top)
+    """Return the nearest codes of rows ``x`` f[... D], i64[...] or i64[... top]; raises what encode_among does."""
+    return encode_among(layer.book, x, partial(adapt, layer), before, top)
 
 
 def decode(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:

@@ -3,12 +3,11 @@
     book = kmeans(book, x, key)
     book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)
 
-Lloyd's iterations start at rows drawn by number (``rows.py``). Each computes the stats of the book and one ``psum``. On
-a mesh these are iterations + 1 collectives of fixed shapes, and the result is that of one process on all rows, for any
-split of the rows.
+Lloyd's iterations start at rows drawn by number (``rows.py``). Each takes the stats of the book and one ``psum``, so a
+mesh runs iterations + 1 collectives of fixed shapes. For any split of the rows the result is that of one process.
 
-A cluster without rows would never move. It is put beside a large one instead, and shares its rows: both become copies
-of its mean, each slightly larger than the other in every second dim, as in faiss.
+A cluster without rows would never move. It is put beside a large one to share its rows: both become copies of its
+mean, each slightly larger than the other in every second dim, as in faiss.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def kmeans(
     keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has.
 
     Raises ValueError for fewer rows than codes on all ranks together; where values cannot be seen, the missing codes
-    start at the book's. Raises it too if rows of two ranks have the same numbers, and for less than 1 iteration.
+    start at the book's. Raises it too for rows of two ranks with the same numbers, and less than 1 iteration.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")
@@ -95,16 +94,10 @@ def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
 
 def _check_enough(book: Book, x: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> None:
     kept = rows.flat_mask(book, mask, x)
-    if row_offset is not None:
-        total = row_offset[1]
-    elif kept is not None:
-        total = kept.sum(1).min()
-    else:
-        total = rows.flatten_heads(book, x, 1).shape[1]
+    total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
+    total = total if row_offset is None else row_offset[1]
     if isinstance(total, Tensor) and not dispatch.is_direct(total):
         return
     if int(total) < book.codes.shape[-2]:
-        raise ValueError(
-            f"kmeans: got {int(total)} rows for {book.codes.shape[-2]} codes; wanted at least as many, of all ranks "
-            "together: use more rows, fewer codes, or the codes of init"
-        )
+        wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
+        raise ValueError(f"kmeans: got {int(total)} rows for {book.codes.shape[-2]} codes; {wanted}")

@@ -1,9 +1,8 @@
 """Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean.
 
-A Mean is a sum and a count, which ranks add (``quantized.py``). Rows that a mask excludes, that are not finite, or that
-have no code, have no term. Everything is computed in float32, or float64 for float64. A loss that needs the distances
-to all codes takes a tile of rows at a time and recomputes the tile in the backward. (The backward of torch.func.grad
-keeps the recomputed distances, unless it is captured.)
+Rows that a mask excludes, that are not finite, or that have no code, have no term. Losses are computed in float32, or
+float64 for float64. Distances to all codes are computed in tiles of rows, again in the backward. (The backward of
+torch.func.grad keeps the recomputed distances, unless it is captured.)
 
     commitment      mean squared difference of rows and their codes
     cross_entropy   of softmax(logits) and codes: those of the rows, or others (Shen et al. 2023)
@@ -29,8 +28,7 @@ MIN_PROBABILITY = 1e-5  # in a logarithm
 def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the mean of (q - x)² over the numbers of rows x and q [... D].
 
-    ``mask`` bool[...], whose dims are the first of x, selects rows. Gradients reach both x and q; detach one to hold it
-    constant.
+    ``mask`` bool[...], whose dims are the first of x, selects rows. Gradients reach x and q, unless one is detached.
     """
     square = (at_least_float32(q) - at_least_float32(x)).square()
     if mask is None:
@@ -42,8 +40,8 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
 def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
-    Logits are minus the distances to all codes, or for cosine the inner products. Raises ValueError unless codes are
-    one int64 for each row, IndexError for codes beyond the book, where values can be seen.
+    Raises ValueError unless codes are one int64 for each row, IndexError for codes beyond the book, where values can be
+    seen.
     """
     flat, table, valid = _flatten(book, x, mask)
     check_row_codes(book, codes, x)
@@ -60,11 +58,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
 
 
 def diversity(
-    book: Book,
-    x: Tensor,
-    temperature: float = 100.0,
-    mask: Tensor | None = None,
-    psum: Psum = one_process,
+    book: Book, x: Tensor, temperature: float = 100.0, mask: Tensor | None = None, psum: Psum = one_process
 ) -> Mean:
     """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 

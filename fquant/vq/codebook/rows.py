@@ -1,16 +1,15 @@
 """Rows of any leading shape: validity, the layout by heads, tiles, and rows drawn from all ranks.
 
-*Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n]. ``flatten_heads`` and
-``unflatten_heads`` convert. Quantisers compute in float32 at least.
+*Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n].
 
 *Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it is
-counted, but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic
-(``zero_invalid``), so they reach no gradient.
+counted, but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic,
+so they reach no gradient.
 
 *Drawing.* K-means starts, and dead codes restart, at drawn rows. A row is drawn by its number among the kept rows of
-all ranks. The numbers are a function of the key, so all ranks draw the same ones. Each rank gives the rows that it
-has, among zeros; their sum over ranks does not depend on the split. To draw ``count`` distinct rows, the rows are cut
-into ``count`` strata, each of which gives one, in random order. If rows are fewer, some strata are empty.
+all ranks, a function of the key. Each rank gives the drawn rows that it has, among zeros, so their sum over ranks does
+not depend on the split. For distinct rows, all rows are cut into as many strata as are drawn, and each gives one, in
+random order. If rows are fewer, some strata are empty.
 
 ``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks.
 On a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.
@@ -18,9 +17,8 @@ On a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,10 +37,7 @@ RowOffset = tuple[int | Tensor, int | Tensor]
 
 
 def mask(lengths: Tensor, size: int) -> Tensor:
-    """Return the mask bool[... size] of the places below ``lengths`` i64[...].
-
-    Raises ValueError for a length beyond ``size`` or below zero, where values can be seen.
-    """
+    """Return the mask bool[... size] of places below ``lengths`` i64[...]; ValueError unless these are 0 to size."""
     if is_direct(lengths) and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= size:
         raise ValueError(f"lengths: got {int(lengths.min())} to {int(lengths.max())}; wanted 0 to {size}, the places")
     return torch.arange(size, device=lengths.device) < lengths[..., None]
@@ -110,11 +105,8 @@ def row_mask(mask: Tensor, x: Tensor, name: str = "") -> Tensor:
 
 def flatten_heads(book: Book, t: Tensor, dims: int = 0) -> Tensor:
     """Reshape ``t`` [... (h) *rest] to [h n *rest], where ``rest`` has ``dims`` dims."""
-    heads = book.codes.ndim == 3
-    lead = t.ndim - dims - heads
-    size = math.prod(t.shape[:lead])
-    rest = t.shape[t.ndim - dims :]
-    return t.reshape(size, book.codes.shape[0], *rest).transpose(0, 1) if heads else t.reshape(1, size, *rest)
+    *heads, _, _ = book.codes.shape
+    return t.reshape(-1, *heads or [1], *t.shape[t.ndim - dims :]).transpose(0, 1)
 
 
 def unflatten_heads(t: Tensor, x: Tensor) -> Tensor:
@@ -130,7 +122,7 @@ def flat_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
 def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple[Any, ...] = ()) -> Tensor:
     """Return ``f(*rows, *shared)``, computed tile by tile along dim 0, for an ``f`` that needs ``width`` numbers a row.
 
-    With ``shared``, the arguments of f that are differentiated too, a backward recomputes each tile.
+    With ``shared``, which is differentiated too, a backward recomputes each tile.
     """
     size = len(rows[0])
     step = max(1, TILE // 4 // width)
@@ -140,22 +132,19 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
     return torch.cat([tile(*(t[i : i + step] for t in rows), *shared) for i in range(0, size, step)])
 
 
-class Prepared(NamedTuple):
-    """Rows x [... D] before they are encoded."""
+def prepare(
+    book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Prepare rows ``x`` [... D] for ``apply``. Raises what :func:`check` and :func:`row_mask` do.
 
-    point: Tensor  # [... D], at least float32, zeros where invalid
-    valid: Tensor  # bool[...]
-    numbers: Tensor  # i64[h n], see number_rows
-    keys: Tensor | None  # i64[...], a key a row for the gradient estimator
-
-
-def prepare(book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None) -> Prepared:
-    """Prepare rows ``x`` [... D] for ``apply``. Raises what :func:`check` and :func:`row_mask` do."""
+    Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
+    their keys i64[...] for the gradient estimator, or None.
+    """
     check(book, x)
     point, valid = zero_invalid(at_least_float32(x), None if mask is None else row_mask(mask, x))
     numbers = number_rows(flat_mask(book, mask, x), flatten_heads(book, x.detach(), 1), row_offset)
     keys = None if key is None else unflatten_heads(row_keys(random.fold(key, "gradient"), numbers), x)
-    return Prepared(point, valid, numbers, keys)
+    return point, valid, numbers, keys
 
 
 def number_rows(kept: Tensor | None, rows: Tensor, row_offset: RowOffset | None) -> Tensor:

@@ -3,8 +3,7 @@
     state = simvq.init(key, num_codes=8192, dim=64)
     grads = grad(lambda params: loss(replace(state, params=params)))(state.params)
 
-The map moves all codes together, so none dies and a large codebook stays in use. Nothing is averaged or updated:
-gradients do everything, and on a mesh they are summed with all others.
+The map moves all codes together, so none dies and a large codebook stays in use. It trains by gradients alone.
 
     frozen f32[K F]  ->  map  ->  codes f32[K D]          encode: the nearest of them, as for a Book
 
@@ -85,11 +84,9 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... dim], with losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
 
-    ``mask`` bool[...] selects the rows that count. ``gradient`` is the gradient estimator for x
-    (``gradient_estimators.py``), and ``key``, whose dims are the first of x, is for it. ``codes`` i64[...] are those of
-    another search.
-
-    Raises TypeError for an x without floats or a mask without bools, ValueError for another shape.
+    ``mask`` bool[...] selects the rows that count. ``gradient`` is the gradient estimator for x, and ``key``, whose
+    dims are the first of x, is for it. ``codes`` i64[...] are those of another search. Raises TypeError for an x
+    without floats or a mask without bools, ValueError for another shape.
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")

@@ -4,14 +4,12 @@
     s    = shard.psum(s, mesh, axes)                  # on a mesh, this line
     book = ema(book, s)                               # the same on every rank, local
 
-The fields of ``Stats`` are float32 and their shapes depend on the book alone. Their sum over ranks is one all-reduce of
-K·(D + 1)·4 bytes a head and two numbers, for any rows, and a rank without rows adds zeros. ``add`` sums the stats of
-several batches. A tree of Stats, such as those of a residual quantiser's layers, is still one all-reduce. The summed
-stats are those of all rows, so the result of one process on the whole batch is the definition of right.
+``Stats`` are float32, of shapes that depend on the book alone. Their sum over ranks is one all-reduce of K·(D + 1)·4
+bytes a head and two numbers; a tree of Stats is still one. Summed stats are those of all rows, so the result of one
+process on the whole batch is the definition of right.
 
-*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes, from the rows of all ranks
-(``rows.py``). ``expire`` restarts codes with small counts at them. Rows are drawn even if no code is dead: no rank can
-know, and the number of collectives must not depend on it.
+*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes (``rows.py``), and ``expire`` restarts
+codes with small counts there. Rows are drawn even if no code is dead, because no rank knows that before the collective.
 
 The average is that of van den Oord et al. 2017 (appendix A.1) with Laplace smoothing, computed as by
 vector-quantize-pytorch.
@@ -63,8 +61,8 @@ def stats(
     The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
     ``row_offset`` numbers this rank's rows among all (``rows.py``).
 
-    Raises TypeError for another dtype of x, mask or book, ValueError for other shapes, a ``row_offset`` without a key
-    or beyond its total, IndexError for codes beyond the book, where values can be seen.
+    Raises TypeError for another dtype of x, mask or book. Raises ValueError for other shapes, and a ``row_offset``
+    without a key or beyond its total. Raises IndexError for codes beyond the book, where values can be seen.
     """
     rows.check(book, x)
     check_float32(book)
@@ -82,9 +80,9 @@ def stats(
     # A code beyond the book must fail in the sum, and not be added to a code of the next head.
     first = torch.arange(heads, device=codes.device)[:, None] * num_codes
     index = torch.where(valid, torch.where(codes < num_codes, codes + first, heads * num_codes), 0)
-    index, ones = index.reshape(valid.numel()), valid.to(flat.dtype)
-    counts = ones.new_zeros(heads * num_codes).index_add(0, index, ones.reshape(valid.numel()))
-    sums = flat.new_zeros(heads * num_codes, dim).index_add(0, index, flat.reshape(valid.numel(), dim))
+    index, ones = index.flatten(), valid.to(flat.dtype)
+    counts = ones.new_zeros(heads * num_codes).index_add(0, index, ones.flatten())
+    sums = flat.new_zeros(heads * num_codes, dim).index_add(0, index, flat.flatten(0, 1))
     num_kept = ones.new_full((), valid.numel()) if kept is None else kept.to(ones.dtype).sum()
     drawn = hits = None
     if key is not None:
@@ -95,10 +93,7 @@ def stats(
 
 
 def add(*each: Stats) -> Stats:
-    """Sum the stats of several batches, for one update.
-
-    Rows are drawn in one of the batches, or in several whose ``row_offset`` numbers the rows of all.
-    """
+    """Sum the stats of batches; those with drawn rows number the rows of all by ``row_offset``, or there is one."""
     total, *rest = each
     for other in rest:
         drawn = [s for s in (total, other) if s.drawn is not None]
@@ -157,10 +152,8 @@ def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None
     """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
 
     Their count becomes ``reset``, by default the threshold. No row is used twice: if more codes are dead than rows were
-    drawn, the rest stay.
-
-    Raises ValueError for stats without drawn rows, or with a row drawn twice (ranks whose rows have the same numbers,
-    where values can be seen), and for a threshold or a reset that is not positive.
+    drawn, the rest stay. Raises ValueError for a threshold or a reset that is not positive, stats without drawn rows,
+    or a row drawn twice: ranks whose rows have the same numbers, where values can be seen.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -176,17 +169,15 @@ def drawn_rows(stats: Stats) -> tuple[Tensor, Tensor]:
     if stats.drawn is None or stats.hits is None:
         raise ValueError("stats: got none drawn, wanted rows to start dead codes at; give stats a key")
     if dispatch.is_direct(stats.hits.detach()) and bool((stats.hits > 1).any()):
-        raise ValueError(
-            f"stats: got {int(stats.hits.max())} rows of one number; wanted every number once, "
-            "give stats row_offset=shard.rows(len(x), mesh, axes)"
-        )
+        wanted = "wanted every number once, give stats row_offset=shard.rows(len(x), mesh, axes)"
+        raise ValueError(f"stats: got {int(stats.hits.max())} rows of one number; {wanted}")
     return stats.drawn, stats.hits == 1
 
 
 def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Assign drawn rows in order to the codes that are ``dead`` bool[... k], after ``before`` dead codes elsewhere.
+    """Assign the drawn rows that ``hit`` bool[... K] marks to ``dead`` bool[... k] codes, after ``before`` of others.
 
-    Returns which codes get a row, bool[... k], and its index in ``hit`` bool[... K], which marks the rows that exist.
+    Returns which codes get a row, bool[... k], and its index in K.
     """
     order = torch.argsort(torch.where(hit, 0, 1), dim=-1, stable=True)
     turn = before + dead.cumsum(-1) - 1
@@ -215,8 +206,7 @@ def update(
 ) -> Book:
     """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire`.
 
-    A threshold of 0 expires nothing. Raises what they do, and ValueError for a negative threshold, or a reset without
-    one.
+    A threshold of 0 expires nothing. Raises what they do, and ValueError for a negative threshold, or a lone reset.
     """
     check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)
@@ -230,10 +220,7 @@ def unless_empty(stats: Stats, new: T, old: T) -> T:
 
 
 def perplexity(counts: Tensor) -> Tensor:
-    """Return the effective number of codes in use, f32[...], of ``counts`` f32[... K]: exp of the entropy.
-
-    It is 1 if all counts are zero.
-    """
+    """Return the perplexity f32[...] of ``counts`` f32[... K], exp of the entropy; 1 if all are zero."""
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return torch.exp(-torch.xlogy(share, share).sum(-1))
 
@@ -241,8 +228,7 @@ def perplexity(counts: Tensor) -> Tensor:
 def check_threshold(threshold: float, reset: float | None) -> None:
     """Check that threshold and reset are above 0, or 0 and None: ValueError."""
     if threshold < 0 or (reset is not None and not (threshold > 0 and reset > 0)):
-        got = f"threshold is {threshold} and reset is {reset}"
-        raise ValueError(f"{got}; wanted both above 0, or 0 and no reset")
+        raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0, or 0 and no reset")
 
 
 def check_float32(book: Book) -> None:
