@@ -15,8 +15,10 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import random, tree
-from ..kernels.ops.nearest import nearest
-from .codebook.rows import direction, zero_invalid
+from .codebook import rows
+from .codebook.book import constant
+from .codebook.encode import search
+from .codebook.rows import direction
 from .precision import matmul
 from .quantized import Quantized
 from .scalar import projection_layers
@@ -57,10 +59,7 @@ def encode(state: RandomProjection, x: Tensor) -> Tensor:
 
 
 def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Look up codes i[...] or [... heads]: vectors [... heads·width] side by side, in ``dtype``; zeros for -1.
-
-    Raises IndexError for a code beyond the codebook.
-    """
+    """Look up codes i[...] or [... heads]: vectors [... heads·width] in ``dtype``; zeros for -1; IndexError beyond."""
     heads, num_codes, _ = state.vectors.shape
     codes, known = projection_layers.split("random_projection.decode", codes, heads, num_codes)
     pairs = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
@@ -81,8 +80,8 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """Return the cosines to all code vectors, f32[... heads codes], with their gradients; not in tiles."""
     z, _, _ = _project("random_projection.logits", state, x, None)
-    cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)  # [heads n codes]
-    return cosines.transpose(0, 1).reshape(*z.shape[:-1], cosines.shape[-1])
+    cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)
+    return rows.unflatten_heads(cosines, z)
 
 
 def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
@@ -96,13 +95,11 @@ def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     z = matmul(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
-    z, kept = zero_invalid(z, kept, 2)
+    z, kept = rows.zero_invalid(z, kept, 2)
     return z, kept, projection_layers.counted(kept, mask)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
     """Return the code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
-    vectors = state.vectors.detach().to(z.dtype)
-    flat = rearrange(direction(z.detach()), "... h e -> h (...) e")
-    codes, _ = nearest(flat, vectors, torch.zeros_like(vectors[..., 0]))
-    return codes.squeeze(-1).transpose(0, 1).reshape(z.shape[:-1])
+    codes, _ = search(constant(state.vectors, "cosine"), direction(z.detach()))
+    return rows.unflatten_heads(codes[..., 0], z)

@@ -25,6 +25,7 @@ process on all rows, unless two are equally near to within the rounding of a mat
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
 from .codebook import update as updates
-from .codebook.book import Book, Metric, check_lookup
+from .codebook.book import Book, check_lookup
 from .codebook.encode import search
 from .codebook.gradient_estimators import GradientEstimator, rotation
 from .codebook.losses import commitment
@@ -71,21 +72,13 @@ class ShardedStats:
 
 
 def init(
-    key: int | Tensor,
-    num_codes: int,
-    dim: int,
-    first: int = 0,
-    stop: int | None = None,
-    *,
-    heads: int | None = None,
-    metric: Metric = "euclidean",
-    learnable: bool = False,
+    key: int | Tensor, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any
 ) -> ShardedBook:
     """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book that ``init`` of a Book creates.
 
-    Raises what ``init`` of a Book and :func:`take_codes` do.
+    ``options`` are those of ``init`` of a Book. Raises what it and :func:`take_codes` do.
     """
-    book = books.init(key, num_codes, dim, heads=heads, metric=metric, learnable=learnable)
+    book = books.init(key, num_codes, dim, **options)
     return take_codes(book, first, num_codes if stop is None else stop)
 
 

@@ -5,10 +5,10 @@
     book = shift(book, m)
     x, codes, losses, stats = apply(book, x, key)
 
-An affine book (``init(..., affine=True)``) maps its codes to the mean and variance of rows before it compares them:
+An affine book (``init(..., affine=True)``) compares rows with its codes mapped to the mean and variance of rows:
 (c - mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
-estimator"). The averages are part of the book. ``shift`` moves them, in training only: before the step, as in
-vector-quantize-pytorch, or after it, when the moments can share the sum of the stats over ranks.
+estimator"). ``shift`` moves the averages in training only: before the step, as in vector-quantize-pytorch, or after
+it, when the moments can share the sum of the stats over ranks.
 """
 
 from __future__ import annotations

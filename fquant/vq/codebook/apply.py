@@ -78,6 +78,7 @@ def apply(
         "diversity": lambda: diversity(book, point, mask=valid),
         "orthogonal": lambda: orthogonal(book),
     }
+    # Before ``out``, because the order of the gradients' sum is part of the numerics.
     found = {name: compute[name]() for name in losses}
     out = torch.where(valid[..., None], gradient(start, q, book, keys), 0).to(x.dtype)
     drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}

@@ -98,6 +98,11 @@ def init(
     return Book(codes, codes.new_ones(codes.shape[:-1]), codes.clone(), metric, learnable, averages)
 
 
+def constant(codes: Tensor, metric: Metric = "euclidean") -> Book:
+    """Return a book of ``codes`` f[K D] or [h K D] for a search or a lookup, with counts of one."""
+    return Book(codes, torch.ones_like(codes[..., 0]), codes, metric)
+
+
 def restart(book: Book, codes: Tensor) -> Book:
     """Set the codes of ``book`` to ``codes`` f[K D] or [h K D], its counts to one and its sums to the codes.
 

@@ -123,8 +123,8 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... D] given ``before`` f[... D], as ``apply`` of a learnable Book does, with its arguments.
 
-    The one loss is the commitment, which moves the row, the code and the network. The gradient of ``before`` passes
-    through the network. Raises what ``apply`` of a Book does.
+    The one loss is the commitment, which moves the row, the code and the network. Gradients reach ``before`` through
+    the network. Raises what ``apply`` of a Book does.
     """
     if key is None and draw:
         raise ValueError("key is None with draw=True, which needs one")

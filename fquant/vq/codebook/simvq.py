@@ -22,7 +22,7 @@ from ..precision import linear
 from ..quantized import Quantized
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense, RowCounts
-from .book import Book
+from .book import constant
 from .book import decode as decode_book
 from .encode import encode as encode_book
 from .gradient_estimators import GradientEstimator, rotation
@@ -41,10 +41,7 @@ class SimVQ:
 def init(
     key: int | Tensor, num_codes: int, dim: int, *, frozen_dim: int | None = None, hidden: tuple[int, ...] = ()
 ) -> SimVQ:
-    """Create a state for x f[... dim], with frozen codes of ``frozen_dim``, by default dim.
-
-    Raises ValueError for sizes below 1.
-    """
+    """Create a state for x f[... dim], frozen codes of ``frozen_dim``, by default dim; ValueError for sizes below 1."""
     widths = (dim if frozen_dim is None else frozen_dim, *hidden, dim)
     if num_codes < 1 or min(widths) < 1:
         raise ValueError(f"simvq.init: num_codes is {num_codes} and widths are {widths}; wanted at least 1 of each")
@@ -61,15 +58,12 @@ def code_vectors(state: SimVQ) -> Tensor:
 
 def encode(state: SimVQ, x: Tensor, top: int | None = None) -> Tensor:
     """Return the nearest code of every row of ``x`` f[... dim], i64[...], as ``encode`` of a Book does."""
-    return encode_book(_book(code_vectors(state).detach()), x, top)
+    return encode_book(constant(code_vectors(state).detach()), x, top)
 
 
 def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Look up ``codes`` i64[...]: [... dim] in ``dtype``, by default that of the codes; zeros for -1.
-
-    Raises what ``decode`` of a Book does.
-    """
-    q = torch.where((codes == -1)[..., None], 0.0, _map(state, decode_book(_book(state.frozen), codes)))
+    """Look up ``codes`` i64[...]: [... dim] in ``dtype``, or the state's; zeros for -1; raises as a Book does."""
+    q = torch.where((codes == -1)[..., None], 0.0, _map(state, decode_book(constant(state.frozen), codes)))
     return q if dtype is None else q.to(dtype)
 
 
@@ -109,7 +103,3 @@ def _map(state: SimVQ, codes: Tensor) -> Tensor:
     for i, layer in enumerate(state.params):
         codes = linear(codes if i == 0 else codes.relu(), layer.weight, layer.bias)
     return codes
-
-
-def _book(codes: Tensor) -> Book:
-    return Book(codes, torch.ones_like(codes[:, 0]), codes)
