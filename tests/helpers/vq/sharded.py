@@ -1,4 +1,4 @@
-"""Sharded: split from tests.fquant.vq.test_sharded."""
+"""Comparison of a sharded book with the book of one process, for ``test_sharded`` and ``test_sharded_heads``."""
 
 from functools import partial
 
@@ -14,12 +14,14 @@ from tests.helpers.vq.peers import assert_close, drawn
 
 
 def steps(book, apply, update, x, mask, threshold):
-    """Three steps, the last starting dead codes again: what each gives, and the book."""
+    """Run three steps, the last of which restarts dead codes; return their results and the book."""
     seen = []
     for i in range(3):
         got = apply(book, x + 0.1 * i, random.key(i), mask, draw=True, gradient=vq.directional)
         seen.append((got.x, got.codes, got.losses["commitment"]))
-        book = update(book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0)  # so that the smoothing shows
+        book = update(
+            book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0
+        )  # shows the smoothing
     return seen, book
 
 
@@ -44,9 +46,9 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
 
 
 def one_book(book, x, mask, split, threshold, abreast=1):
-    """``book`` after the steps, which its parts on ranks with ``split`` rows take alike.
+    """Check that shards of ``book`` on ranks with ``split`` rows equal it in every step; return the book.
 
-    ``abreast`` is how many rows that the book sees are one of x, of which heads may share it.
+    ``abreast`` is the number of rows of the book in a row of x, which is above 1 if heads share the book.
     """
     start, (seen, book) = book, steps(book, vq.apply, vq.update, x, mask, threshold)
     got = ranks.run(len(split), on_a_rank, start, x, mask, split, threshold, abreast)
@@ -89,7 +91,7 @@ def slopes_on_a_rank(book, x, weight, split):
 
 
 def gradients_are_those_of_all_rows(book, rows, split):
-    """Gradients of ``book`` and of so many ``rows``, on ranks with ``split`` of them, and in one process."""
+    """Check that gradients of ``book`` and of ``rows`` on ranks with ``split`` rows equal those of one process."""
     x, weight = drawn(*rows, seed=1), drawn(*rows, seed=2)
     by_book, by_x = slopes(book, x, weight, vq.apply)
     got = ranks.run(len(split), slopes_on_a_rank, book, x, weight, split)

@@ -17,7 +17,7 @@ def rows(*shape, seed=0):
 
 
 def start(book, x, key):
-    """The rows that k-means begins at."""
+    """Return the rows at which k-means starts."""
     none = torch.zeros(x.shape[:-1], dtype=torch.int64)
     drawn = vq.stats(book, x, none, key=random.fold(key, "start")).drawn
     assert drawn is not None
@@ -66,7 +66,7 @@ def test_empty_clusters_are_put_beside_large_ones():
     far = torch.tensor([[0.0, 0, 0], [100, 0, 0], [0, 100, 0]])
     x = torch.cat([far[0] + rows(400, D), far[1] + rows(40, D, seed=1), far[2] + rows(9, D, seed=2)])
     book = vq.init(0, 8, D)
-    from_one = replace(book, codes=torch.cat([far + 1, 500 + rows(5, D)]))  # five that no row is near to
+    from_one = replace(book, codes=torch.cat([far + 1, 500 + rows(5, D)]))  # five far from every row
     found = vq.stats(from_one, x, vq.encode(from_one, x))
     assert (found.counts == 0).sum() == 5
     parted = from_one
@@ -118,7 +118,7 @@ def test_masked_and_broken_rows_do_not_count(metric):
 
 
 def test_one_sum_an_iteration_and_one_for_the_start():
-    """On ranks it is tested in test_vq_mesh."""
+    """Count the sums of one process; ranks are in ``test_mesh``."""
     for iterations in (1, 4):
         sums = []
         vq.kmeans(
@@ -136,9 +136,8 @@ def test_captured_it_is_the_same_to_the_bit():
     with pytest.raises(ValueError, match="kmeans: got 6 rows for 10 codes"):
         jit(f)(book, x[:6], key)
     masked = jit(lambda book, x, key, mask: vq.kmeans(book, x, key, 1, mask=mask, split=False))
-    got = masked(
-        book, x, key, torch.arange(120) < 6
-    )  # nobody can see how few are kept: 4 start where the book has them
+    # The number of kept rows cannot be seen in a capture: 4 codes start at the book's.
+    got = masked(book, x, key, torch.arange(120) < 6)
     assert (
         got.counts.sum() >= 10 and len(set(map(tuple, book.codes.tolist())) & set(map(tuple, got.codes.tolist()))) >= 4
     )
