@@ -76,7 +76,7 @@ def init(
 ) -> ShardedBook:
     """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book that ``init`` of a Book creates.
 
-    ``options`` are those of ``init`` of a Book. Raises what it and :func:`take_codes` do.
+    ``options`` are those of ``init`` of a Book. Raises its errors and those of :func:`take_codes`.
     """
     book = books.init(key, num_codes, dim, **options)
     return take_codes(book, first, num_codes if stop is None else stop)
@@ -97,8 +97,8 @@ def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
 def encode(state: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS) -> Tensor:
     """Return the nearest code of all ranks' for every row of ``x`` f[... D] (with heads [... h D]), i64[...].
 
-    A row that is not finite has code -1. Two collectives, of rows and of keys. Raises what ``encode`` of a Book does,
-    and TypeError for float64.
+    A row that is not finite has code -1. Two collectives, of rows and of keys. Raises the errors of ``encode`` of a
+    Book, and TypeError for float64.
     """
     _check(state, x)
     flat = _flatten(state, at_least_float32(x.detach()), 1)
@@ -133,7 +133,7 @@ def apply(
     """Quantise this rank's rows ``x`` f[... D] (with heads [... h D]) by the codes of all ranks, with ShardedStats.
 
     Arguments are those of ``apply`` of a Book; rows are numbered rank after rank. The loss is the commitment of this
-    rank's rows. Three collectives. Raises what :func:`encode` does, and ValueError for a missing key.
+    rank's rows. Three collectives. Raises the errors of :func:`encode`, and ValueError for a missing key.
     """
     _check(state, x)
     if draw and key is None:
@@ -173,7 +173,7 @@ def update(
     reset: float | None = None,
     exchange: RowExchange = ONE_PROCESS,
 ) -> ShardedBook:
-    """Update this rank's codes as ``update`` of a Book does, and raise what it does. One collective, of few numbers."""
+    """Update this rank's codes as ``update`` of a Book does, with its errors. One collective, of few numbers."""
     updates.check_threshold(threshold, reset)
     book = updates.move(state.book, stats.local, decay)
     rank, num_ranks = exchange.place

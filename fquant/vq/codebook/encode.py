@@ -53,7 +53,7 @@ def encode_among(
 
     ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]: the network of an implicit neural
     codebook (Huijben et al. 2024). A code stands for ``f(decode(book, codes), given)``. With ``top``, i64[... top] as
-    from :func:`encode`. Raises what it does, and ValueError for a book with heads, or a ``given`` of other first dims.
+    from :func:`encode`. Raises its errors, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
     rows.check(book, x)
     if book.codes.ndim == 3:
@@ -84,7 +84,7 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
     """Draw a code for every row of ``x`` f[... D] with probability softmax(logits / temperature): i64[...].
 
     The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of the key and of the
-    row's ``number`` i64[...], by default its position. Raises what :func:`encode` does, and ValueError for a
+    row's ``number`` i64[...], by default its position. Raises the errors of :func:`encode`, and ValueError for a
     temperature that is not positive.
     """
     rows.check(book, x)

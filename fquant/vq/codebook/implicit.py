@@ -74,7 +74,7 @@ def init(
 ) -> Implicit:
     """Create a layer with ``depth`` blocks of width ``hidden``, by default dim, initialised as torch's nn.Linear.
 
-    Raises what ``init`` of a Book does, and ValueError for a negative depth or a width below 1.
+    Raises the errors of ``init`` of a Book, and ValueError for a negative depth or a width below 1.
     """
     hidden = dim if hidden is None else hidden
     if depth < 0 or hidden < 1:
@@ -99,7 +99,7 @@ def adapt(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
 
 
 def encode(layer: Implicit, x: Tensor, before: Tensor, top: int | None = None) -> Tensor:
-    """Return the nearest codes of rows ``x`` f[... D], i64[...] or i64[... top]; raises what encode_among does."""
+    """Return the nearest codes of rows ``x`` f[... D], i64[...] or i64[... top], with the errors of encode_among."""
     return encode_among(layer.book, x, partial(adapt, layer), before, top)
 
 
@@ -124,7 +124,7 @@ def apply(
     """Quantise x f[... D] given ``before`` f[... D], as ``apply`` of a learnable Book does, with its arguments.
 
     The one loss is the commitment, which moves the row, the code and the network. Gradients reach ``before`` through
-    the network. Raises what ``apply`` of a Book does.
+    the network. Raises the errors of ``apply`` of a Book.
     """
     if key is None and draw:
         raise ValueError("key is None with draw=True, which needs one")
@@ -141,5 +141,5 @@ def apply(
 
 
 def update(layer: Implicit, stats: Stats, **options: Any) -> Implicit:
-    """Update the book of ``layer``; ``options`` are those of ``update`` of a Book. Raises what that does."""
+    """Update the book of ``layer``; ``options`` are those of ``update`` of a Book. Raises its errors."""
     return replace(layer, book=update_book(layer.book, stats, **options))

@@ -135,7 +135,7 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
 def prepare(
     book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Prepare rows ``x`` [... D] for ``apply``. Raises what :func:`check` and :func:`row_mask` do.
+    """Prepare rows ``x`` [... D] for ``apply``. Raises the errors of :func:`check` and :func:`row_mask`.
 
     Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
     their keys i64[...] for the gradient estimator, or None.

@@ -62,7 +62,7 @@ def encode(state: SimVQ, x: Tensor, top: int | None = None) -> Tensor:
 
 
 def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Look up ``codes`` i64[...]: [... dim] in ``dtype``, or the state's; zeros for -1; raises as a Book does."""
+    """Look up ``codes`` i64[...]: [... dim] in ``dtype``, or the state's; zeros for -1; with the errors of a Book."""
     q = torch.where((codes == -1)[..., None], 0.0, _map(state, decode_book(constant(state.frozen), codes)))
     return q if dtype is None else q.to(dtype)
 

@@ -144,7 +144,7 @@ def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = Non
 
 
 def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight: Tensor | None = None) -> Book:
-    """Update the running averages and the codes: :func:`move`, then :func:`refresh`. Raises what they do."""
+    """Update the running averages and the codes: :func:`move`, then :func:`refresh`. Raises their errors."""
     return refresh(move(book, stats, decay, weight), eps)
 
 
@@ -206,7 +206,7 @@ def update(
 ) -> Book:
     """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire`.
 
-    A threshold of 0 expires nothing. Raises what they do, and ValueError for a negative threshold, or a lone reset.
+    A threshold of 0 expires nothing. Raises their errors, and ValueError for a negative threshold, or a lone reset.
     """
     check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)

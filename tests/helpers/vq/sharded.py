@@ -19,9 +19,7 @@ def steps(book, apply, update, x, mask, threshold):
     for i in range(3):
         got = apply(book, x + 0.1 * i, random.key(i), mask, draw=True, gradient=vq.directional)
         seen.append((got.x, got.codes, got.losses["commitment"]))
-        book = update(
-            book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0
-        )  # shows the smoothing
+        book = update(book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0)  # shows the smoothing
     return seen, book
 
 
