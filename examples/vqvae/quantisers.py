@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fquant import random, tree, vq
 from fquant.vq.codebook import simvq
-from fquant.vq.codebook.rows import Where
+from fquant.vq.codebook.rows import RowOffset
 from fquant.vq.composite import grouped, residual
 from fquant.vq.composite.residual import Residual
 from fquant.vq.scalar import fsp, fsq, latent, lfq
@@ -143,23 +143,23 @@ def with_trained(state: Any, parts: dict[str, Tensor]) -> Any:
     return tree.map_with_path(lambda path, t: parts.get(path, t), state)
 
 
-def at_rows(state: Any, rows: Tensor, key: Tensor, where: Where, psum: Callable[[Any], Any]) -> Any:
+def at_rows(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset, psum: Callable[[Any], Any]) -> Any:
     """``state`` with its books at the k-means of ``rows`` f[... dim], or of what the layers before leave of them.
 
     What has no plain books stays as it is.
     """
     if isinstance(state, vq.Book):
-        return vq.kmeans(state, rows, key, where=where, psum=psum)
+        return vq.kmeans(state, rows, key, row_offset=row_offset, psum=psum)
     if isinstance(state, grouped.Grouped):
         parts = rows.split([group.dim for group in state.groups], -1)
         each = enumerate(zip(state.groups, parts, strict=True))
-        return replace(state, groups=[at_rows(g, part, random.fold(key, i), where, psum) for i, (g, part) in each])
+        return replace(state, groups=[at_rows(g, part, random.fold(key, i), row_offset, psum) for i, (g, part) in each])
     if not isinstance(state, Residual):
         return state
     layers = []
     for i, layer in enumerate(state.layers):
         if isinstance(layer, vq.Book):
-            layer = vq.kmeans(layer, rows, random.fold(key, i), where=where, psum=psum)
+            layer = vq.kmeans(layer, rows, random.fold(key, i), row_offset=row_offset, psum=psum)
             rows = rows - vq.decode(layer, vq.encode(layer, rows))
         layers.append(layer)
     return replace(state, layers=layers)

@@ -175,10 +175,10 @@ def begun(run: Run, training: Training) -> Training:
     if not run.quantiser.learns:
         return training
     positions = (job.patch // config(job).scale) ** 2
-    images, _, where = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
+    images, _, row_offset = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
     with torch.no_grad():
         latents = autoencoder.encode(training.net, images)
-    return replace(training, quantiser=quantisers.at_rows(training.quantiser, latents, key, where, psum(run.mesh)))
+    return replace(training, quantiser=quantisers.at_rows(training.quantiser, latents, key, row_offset, psum(run.mesh)))
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -203,10 +203,10 @@ def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, varian
     scale = {"reconstruction": 1 / variance, **quantiser.weights}
 
     def step(
-        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, where: Any, key: Tensor
+        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor
     ) -> tuple[Autoencoder, Any, Any, dict[str, Tensor]]:
         if quantiser.learns:
-            options: dict[str, Any] = {"key": key, "draw": True, "where": where}
+            options: dict[str, Any] = {"key": key, "draw": True, "row_offset": row_offset}
         else:
             options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
 
@@ -274,11 +274,11 @@ def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]
 def pixel_books(run: Run) -> list[vq.Book]:
     """What k-means has for the blocks of pixels that a code stands for, as many codes and layers as the quantiser."""
     job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
-    images, _, where = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
+    images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
     left, books = quantisers.blocks(images, scale), []
     for i in range(run.quantiser.num_layers):
         book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
-        books.append(vq.kmeans(book, left, random.fold(key, i), where=where, psum=psum(run.mesh)))
+        books.append(vq.kmeans(book, left, random.fold(key, i), row_offset=row_offset, psum=psum(run.mesh)))
         left = left - vq.decode(books[-1], vq.encode(books[-1], left))
     return books
 

@@ -1,18 +1,18 @@
-"""exact: products in the dtype of their factors, where autocast would make them in bfloat16.
+"""Matrix products in the dtype of their factors, also within autocast.
 
-A code is the nearest of many, so a product that is a thousandth off is another code, and what a loss is made of may be
-nothing but such thousandths. So whatever multiplies matrices here does it by
+A code is the nearest of many, so a product in bfloat16 gives another code, and a loss may consist of such rounding
+errors alone. Every matrix product of a quantiser is therefore one of
 
-    inner = product(x, codes.mT)
-    y     = times(x, weight, bias)               # linear, of any kind of weight
+    inner = matmul(x, codes.mT)
+    y     = linear(x, weight, bias)              # any kind of weight
 
-which are exact, and have exact derivatives wherever these are taken. Within autocast the backward of ``@`` would be
-made in bfloat16, too, and there ``torch.func.grad`` of a whole step may well be taken. What is no such product is in
+Both have derivatives of the same precision, wherever these are taken: ``torch.func.grad`` of a whole step may run
+within autocast, which would compute the backward of ``@`` in bfloat16. Other products run in
 
-    with exact(x):
+    with no_autocast(x):
 
-which turns autocast off, forwards and where a tile is made again for a backward. That of a convolution is exact by
-itself, and so is that of a Packed weight; that of an Adapted one is as autocast makes it.
+which covers the forward and its recomputation in a backward. The backward of a convolution, or of a Packed weight, is
+exact by itself. The backward of an Adapted weight follows autocast.
 """
 
 from __future__ import annotations
@@ -24,46 +24,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import packed_linear
 from ..autodiff import forward_mode
-from ..packed_linear import Weight, linear
 
 
-def exact(x: Tensor) -> AbstractContextManager[Any]:
-    """Without autocast on the device of ``x``."""
-    if not _cast(x):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off for the device of ``x``."""
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, f[... n k] and f[... k m] of one dtype, whose first dims broadcast."""
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply ``a @ b``, f[... n k] and f[... k m] of one dtype, whose leading dims broadcast."""
     if b.ndim == 2 and a.ndim != 2:
-        return product(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
-    if not _cast(a):
+        return matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+    if not _autocasts(a):
         return a @ b
-    if torch.compiler.is_dynamo_compiling():  # which refuses to trace a Function that has a jvp
-        with exact(a):
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace a Function that has a jvp
+        with no_autocast(a):
             return a @ b
-    return _Product.apply(a, b)
+    return _Matmul.apply(a, b)
 
 
-def times(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """What ``linear`` is, within autocast too."""
+def linear(x: Tensor, w: packed_linear.Weight, bias: Tensor | None = None) -> Tensor:
+    """Apply ``fquant.linear``, also within autocast in the dtype of ``x``."""
     if not isinstance(w, Tensor):
-        with exact(x):
-            return linear(x, w, bias)
-    if not _cast(x):
-        return linear(x, w, bias)
-    y = product(x, w.to(x.dtype).mT)
+        with no_autocast(x):
+            return packed_linear.linear(x, w, bias)
+    if not _autocasts(x):
+        return packed_linear.linear(x, w, bias)
+    y = matmul(x, w.to(x.dtype).mT)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-class _Product(torch.autograd.Function):
-    """``a @ b`` without autocast, and so are its derivatives, of every order."""
+class _Matmul(torch.autograd.Function):
+    """``a @ b`` without autocast, with derivatives of every order without it."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        with exact(a):
+        with no_autocast(a):
             return a @ b
 
     @staticmethod
@@ -74,21 +72,21 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        return product(g, b.mT).sum_to_size(a.shape), product(a.mT, g).sum_to_size(b.shape)
+        return matmul(g, b.mT).sum_to_size(a.shape), matmul(a.mT, g).sum_to_size(b.shape)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-        given = tuple(zip((a, b), in_dims, strict=True))
-        most = max(t.ndim - (at is not None) for t, at in given)  # dims beside the mapped one, aligned at the last
-        front = lambda t, at: t.movedim(at, 0)[:, *[None] * (most + 1 - t.ndim)]
-        return product(*(t if at is None else front(t, at) for t, at in given)), 0
+        factors = tuple(zip((a, b), in_dims, strict=True))
+        ndim = max(t.ndim - (dim is not None) for t, dim in factors)  # without the mapped dim; the last dims align
+        front = lambda t, dim: t.movedim(dim, 0)[:, *[None] * (ndim + 1 - t.ndim)]
+        return matmul(*(t if dim is None else front(t, dim) for t, dim in factors)), 0
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
         with forward_mode(ctx.saved_tensors) as (a, b):
-            return product(da, b) + product(a, db)
+            return matmul(da, b) + matmul(a, db)
 
 
-def _cast(x: Tensor) -> bool:
+def _autocasts(x: Tensor) -> bool:
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

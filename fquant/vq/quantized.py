@@ -1,16 +1,16 @@
-"""What every quantiser returns, and how a mean over rows is kept until all rows are in.
+"""The result of every quantiser, and means whose sums and counts travel separately.
 
 Each quantiser is a module of functions over a *state*, a node of its own:
 
     state = fsq.init(key, levels=(8, 5, 5, 5))
-    codes = fsq.encode(state, x)                       # integers, whose leading dims are those of x
+    codes = fsq.encode(state, x)                       # integers, with the leading dims of x
     x     = fsq.decode(state, codes)
-    x, codes, losses, stats = fsq.apply(state, x, key) # what training uses: x carries gradients, losses are Means
-    state = fsq.update(state, stats)                   # stats may be summed over a mesh before: shard.psum
+    x, codes, losses, stats = fsq.apply(state, x, key) # for training: x carries gradients, losses are Means
+    state = fsq.update(state, stats)                   # on a mesh, after shard.psum of the stats
 
-A mean of means is not the mean where shares of a batch differ in size, so a loss is its sum and how many terms it has:
-what travels is the two, and who has the numbers of all rows divides. What is no mean over rows (an entropy of their
-mean, say) needs the sum over ranks where it is made: ``psum``, by default that of a process ``alone``.
+A loss is a sum and a count, because a mean of means is wrong if ranks have different numbers of rows. Ranks add both,
+then divide. A loss that is not a mean over rows, such as the entropy of a mean, sums over ranks inside: it takes
+``psum``, by default that of one process.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from torch import Tensor
 from .. import tree
 
 T = TypeVar("T")
-Psum = Callable[[Any], Any]  # of a tree of sums to the tree of their sums over ranks, differentiable: shard.psum
+Psum = Callable[[Any], Any]  # from a tree of sums to their sums over ranks, differentiable: shard.psum
 
 
-def alone(sums: Any) -> Any:
-    """The sum over ranks where there is one."""
+def one_process(sums: Any) -> Any:
+    """Return ``sums``: the sum over the ranks of one process."""
     return sums
 
 
 @tree.node
 class Mean:
-    """A mean that is not yet taken: the ``sum`` f32[] of so many terms, ``count`` f32[]."""
+    """A mean before the division: the ``sum`` f32[] of ``count`` f32[] terms."""
 
     sum: Tensor
     count: Tensor
 
 
 class Quantized(NamedTuple):
-    """What ``apply`` returns."""
+    """The result of ``apply``."""
 
-    x: Tensor  # [... dim], of the dtype given: what was quantised, with the gradient that the state asks for
+    x: Tensor  # [... dim], quantised, in the dtype of the input, with the gradient that the state asks for
     codes: Tensor  # i64[...]
     losses: dict[str, Mean]
-    stats: Any  # a tree to sum over ranks and to hand to ``update``; None where there is nothing to update
+    stats: Any  # a tree to sum over ranks and to pass to ``update``; None without an update
 
 
-def beside(each: Sequence[T]) -> T:
-    """Trees of one structure, of losses say, as one of [several ...] numbers."""
-    return tree.map(lambda *parts: torch.stack(parts), *each)
+def stack_trees(trees: Sequence[T]) -> T:
+    """Stack trees of one structure along a new first dim."""
+    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def mean(x: Mean) -> Tensor:
-    """The mean, f32[]; zero of no terms."""
+    """Return the mean, f32[]; zero if there are no terms."""
     return x.sum / x.count.clamp(min=1)

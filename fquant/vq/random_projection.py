@@ -1,25 +1,25 @@
 """Random-projection quantisation, whose codes are targets to predict, as in BEST-RQ (Chiu et al. 2022).
 
-    state = projection.init(key, dim=80, num_codes=8192, width=16)
-    targets = projection.encode(state, features)            # i64[... heads], or [...] of one
+    state = random_projection.init(key, dim=80, num_codes=8192, width=16)
+    targets = random_projection.encode(state, features)     # i64[...], with several codebooks [... heads]
 
-Each row is normalised to mean 0 and variance 1, projected by a random matrix (Xavier), and its code is that of the
-vector of a random codebook with the smallest angle to it. Nothing is trained, and nothing has a gradient: what comes
-out, and what codes decode to, are vectors of that codebook, of length 1.
+Each row is normalised to mean 0 and variance 1 and projected by a random matrix (Xavier). Its code is the vector of a
+random codebook with the smallest angle to the projection. Nothing is trained or has a gradient. Codes decode to vectors
+of that codebook, of length 1.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from .. import random, tree
-from ..kernels.ops.nearest import nearest
-from .codebook.rows import direction, settle
-from .precision import product
+from .codebook import rows
+from .codebook.book import constant
+from .codebook.encode import search
+from .codebook.rows import direction
+from .precision import matmul
 from .quantized import Quantized
 from .scalar import projection_layers
 from .scalar.projection_layers import RowCounts
@@ -27,7 +27,7 @@ from .scalar.projection_layers import RowCounts
 
 @tree.node
 class RandomProjection:
-    """``heads`` projections, each with a codebook of its own."""
+    """Random projections, each with a random codebook of its own (``heads`` of them)."""
 
     weight: Tensor  # f32[heads width dim]
     vectors: Tensor  # f32[heads codes width], of length 1
@@ -37,15 +37,15 @@ class RandomProjection:
 def init(
     key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
 ) -> RandomProjection:
-    """A state for x f[... dim], projected to ``width``; ``norm`` False takes rows as they are.
+    """Create a state for x f[... dim], projected to ``width``; with ``norm`` False rows are not normalised.
 
-    Raises ValueError for sizes below 1, and for rows of one number, of which the norm leaves nothing.
+    Raises ValueError for sizes below 1, and for rows of one number with ``norm``.
     """
     sizes = {"dim": dim, "num_codes": num_codes, "width": width, "num_codebooks": num_codebooks}
     if wrong := [f"{name} is {n}" for name, n in sizes.items() if n < 1]:
         raise ValueError(f"random_projection.init: {', '.join(wrong)}; wanted at least 1")
     if norm and dim == 1:
-        raise ValueError("projection.init: dim is 1, and a row of one number has no variance; use norm=False")
+        raise ValueError("random_projection.init: dim is 1, and a row of one number has no variance; use norm=False")
     key = random.key(key)
     weight = random.normal(random.fold(key, "weight"), (num_codebooks, width, dim)) * (2 / (dim + width)) ** 0.5
     vectors = random.normal(random.fold(key, "vectors"), (num_codebooks, num_codes, width))
@@ -53,62 +53,53 @@ def init(
 
 
 def encode(state: RandomProjection, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[...], or [... heads] of several; -1 for a row that is not finite."""
-    z, kept, _ = _enter("random_projection.encode", state, x, None)
+    """Return codes i64[...], of several codebooks [... heads], for x f[... dim]; -1 for a row that is not finite."""
+    z, kept, _ = _project("random_projection.encode", state, x, None)
     return projection_layers.joined(_nearest(state, z), kept)
 
 
 def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[...], or [... heads] -> their vectors [... heads·width], side by side, in ``dtype``; zero for -1.
-
-    Raises IndexError for one that is none.
-    """
+    """Look up codes i[...] or [... heads]: vectors [... heads·width] in ``dtype``; zeros for -1; IndexError beyond."""
     heads, num_codes, _ = state.vectors.shape
     codes, known = projection_layers.split("random_projection.decode", codes, heads, num_codes)
-    each = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
-    found = torch.stack([vectors[some] for some, vectors in each], -2)  # [... heads width]
+    pairs = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
+    found = torch.stack([vectors[codes] for codes, vectors in pairs], -2)  # [... heads width]
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
 
 
 def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """The codes of x f[... dim], and their vectors [... heads·width], which have no gradient; no losses.
+    """Return the codes of x f[... dim] and their vectors [... heads·width], without a gradient and without losses.
 
-    Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
+    Nothing is random, so ``key`` is not used. ``mask`` bool[...] selects the rows that count.
     """
-    z, kept, counts = _enter("random_projection.apply", state, x, mask)
+    z, kept, counts = _project("random_projection.apply", state, x, mask)
     codes = projection_layers.joined(_nearest(state, z), kept)
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
 
 
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
-    """The cosines that codes are chosen by, f32[... heads codes], with their gradients: all of them at once."""
-    z, _, _ = _enter("random_projection.logits", state, x, None)
-    each = product(_by_head(direction(z)), state.vectors.to(z.dtype).mT)  # [heads n codes]
-    return each.transpose(0, 1).reshape(*z.shape[:-1], each.shape[-1])
+    """Return the cosines to all code vectors, f32[... heads codes], with their gradients; not in tiles."""
+    z, _, _ = _project("random_projection.logits", state, x, None)
+    cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)
+    return rows.unflatten_heads(cosines, z)
 
 
 def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
-    """The state itself: nothing of it is learned."""
+    """Return the state unchanged, because nothing in it is learned."""
     return state
 
 
-def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    """z [... heads width]."""
+def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
+    """Return z [... heads width], which of its rows are valid, and their counts."""
     x, kept = projection_layers.start(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
-    z = product(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
-    z, kept = settle(z, kept, 2)
+    z = matmul(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
+    z, kept = rows.zero_invalid(z, kept, 2)
     return z, kept, projection_layers.counted(kept, mask)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:
-    """The code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
-    vectors = state.vectors.detach().to(z.dtype)
-    which, _ = nearest(_by_head(direction(z.detach())), vectors, torch.zeros_like(vectors[..., 0]))
-    return which.squeeze(-1).transpose(0, 1).reshape(z.shape[:-1])
-
-
-def _by_head(z: Tensor) -> Tensor:
-    """z [... heads width] as [heads n width]."""
-    return z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]).transpose(0, 1)
+    """Return the code of the smallest angle to z [... heads width], the first of equals: [... heads]."""
+    codes, _ = search(constant(state.vectors, "cosine"), direction(z.detach()))
+    return rows.unflatten_heads(codes[..., 0], z)

@@ -1,61 +1,57 @@
-"""parted: a book too large for one process, of which each has some of the codes, and some of the rows.
+"""A codebook sharded over ranks: each has some of the codes and some of the rows.
 
-    over = shard.exchange_rows(mesh, "fsdp", most=len(x))                              # what travels, as functions
-    part = parted.init(key, 65536, 256, *shard.local_range(65536, mesh, "fsdp"))      # the codes from first to stop
-    x, codes, losses, stats = parted.apply(part, x, key, over=over)
-    part = parted.update(part, stats, over=over)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=len(x))                        # the collectives, as functions
+    state = sharded.init(key, 65536, 256, *shard.local_range(65536, mesh, "fsdp"))   # this rank's codes
+    x, codes, losses, stats = sharded.apply(state, x, key, exchange=exchange)
+    state = sharded.update(state, stats, exchange=exchange)
 
-Let N rows of D numbers meet K codes. Either come together in one place, in each step:
+Each step brings N rows of D numbers and K codes together in one of two ways:
 
-    rows go to the codes     N·D·4 bytes gathered, N·8 compared, N·D·4 scattered
-    codes go to the rows     K·D·4 bytes gathered, and as stats K·(D + 1)·4 summed
+    rows to codes     N·D·4 bytes gathered, N·8 compared, N·D·4 scattered
+    codes to rows     K·D·4 bytes gathered, K·(D + 1)·4 summed as stats
 
-With 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, and what a process keeps is smaller by as much as
-there are others; so rows travel. Each process finds the nearest of its own codes for the rows of all, and the best of
-these is one maximum of whole numbers, which hold the score above and the number of the code below: of equal scores the
-lowest number is left, as in one process. What the rows are quantised to is one sum in which each term but one is zero.
+For 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, so rows travel. An all-gather brings the rows to
+all ranks, and each searches its own codes. An all-reduce takes the maximum of integer keys: the score in the high half,
+the code in the low half. Of equally near codes the lowest wins. A reduce-scatter returns the decoded rows, as sums in
+which all terms but one are zero.
 
-Since the rows of all are there, stats of a process's own codes need nothing more. For the smoothing, and for dead codes
-to be told apart, an update sums a few numbers, in one collective of fixed shape. Collectives of a step: an all-gather,
-an all-reduce, a reduce-scatter, whatever the rows are; of an update an all-reduce.
+The stats of a rank's codes are complete, because it has the rows of all ranks. An update sums a few numbers in one
+all-reduce, for the smoothing and to assign drawn rows to dead codes.
 
-*Heads.* Of a book with heads each part has some codes of every head; a row [h D] travels whole, and what has D numbers
-above has h·D. Heads that share a book are more rows of it, as everywhere.
-
-A row has the code that it has in one process on all rows but where two codes are as near to within a rounding, which a
-matrix product of another shape may round differently.
+A shard of a book with heads has some codes of every head, and a row [h D] travels whole. Codes equal those of one
+process on all rows, unless two are equally near to within the rounding of a matrix product.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import random
 from ..communication import ONE_PROCESS, RowExchange
-from ..kernels.ops.nearest import nearest
 from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
-from .codebook.book import Book, Metric, check_codes, tables
-from .codebook.gradient_estimators import Path, rotation
+from .codebook import update as updates
+from .codebook.book import Book, check_lookup
+from .codebook.encode import search
+from .codebook.gradient_estimators import GradientEstimator, rotation
 from .codebook.losses import commitment
-from .codebook.rows import unit, wide
-from .codebook.update import DECAY, EPS, Stats, check_wide, move, refresh
-from .codebook.update import stats as stats_of
+from .codebook.rows import at_least_float32, unit
+from .codebook.update import DECAY, EPS, Stats
 from .quantized import Quantized
 from .scalar import mixed_radix
 
-NOTHING = -(2**63)  # the key of a row that has no code
-LOW = 2**32 - 1  # the lower half of a key
+NO_CODE = -(2**63)  # the key of a row without a code
+LOW = 2**32 - 1  # the low half of a key
 
 
 @node
 class ShardedBook:
-    """The codes ``first``, ``first + 1`` ... of a book of ``num_codes``, of every head, as a ``book`` of their own."""
+    """The codes from ``first`` on of a book of ``num_codes``, for every head, as a ``book`` of their own."""
 
     book: Book
     first: int = static()
@@ -64,220 +60,184 @@ class ShardedBook:
 
 @node
 class ShardedStats:
-    """What a part learns from the rows of all; ``own`` is local, and only ``kept`` and ``lost`` are still to be summed.
+    """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum.
 
-    With a key, ``pool`` f32[N D] (with heads [N h D]) are the rows of all, and ``at`` i64[K] or [h K] is where those
-    drawn for dead codes are in it, -1 where nothing was drawn.
+    With a key, ``pool`` f32[N D] (with heads [N h D]) has the rows of all ranks. ``drawn`` i64[K] or [h K] indexes
+    those drawn for dead codes, -1 for none.
     """
 
-    own: Stats
+    local: Stats
     pool: Tensor | None = None
-    at: Tensor | None = None
+    drawn: Tensor | None = None
 
 
 def init(
-    key: int | Tensor,
-    num_codes: int,
-    dim: int,
-    first: int = 0,
-    stop: int | None = None,
-    *,
-    heads: int | None = None,
-    metric: Metric = "euclidean",
-    learnable: bool = False,
+    key: int | Tensor, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any
 ) -> ShardedBook:
-    """The codes ``first`` to ``stop`` (without it), by default all, of the book that ``init`` of a Book makes of these.
+    """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book that ``init`` of a Book creates.
 
-    All codes are drawn for it, and the others forgotten. Raises what ``init`` of a Book and :func:`part` do.
+    ``options`` are those of ``init`` of a Book. Raises its errors and those of :func:`take_codes`.
     """
-    book = books.init(key, num_codes, dim, heads=heads, metric=metric, learnable=learnable)
+    book = books.init(key, num_codes, dim, **options)
     return take_codes(book, first, num_codes if stop is None else stop)
 
 
 def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
-    """The codes ``first`` to ``stop`` (without it) of a book, with heads those of each.
-
-    Raises ValueError for an affine book, and codes that it does not have, or none.
-    """
+    """Take the codes ``first`` to ``stop`` (exclusive) of every head; ValueError for an affine book, or no codes."""
     if book.affine is not None:
-        raise ValueError("parted.part: the book is affine; wanted one that is not")
+        raise ValueError("sharded.take_codes: the book is affine; wanted one that is not")
     num_codes = book.codes.shape[-2]
     if not 0 <= first < stop <= num_codes:
-        raise ValueError(f"parted.part: codes {first} to {stop} of {num_codes}; wanted some that the book has")
+        raise ValueError(f"sharded.take_codes: codes {first} to {stop} of {num_codes}; wanted some that the book has")
     codes, sums = (t[..., first:stop, :].clone() for t in (book.codes, book.sums))
-    own = replace(book, codes=codes, counts=book.counts[..., first:stop].clone(), sums=sums)
-    return ShardedBook(own, first, num_codes)
+    local = replace(book, codes=codes, counts=book.counts[..., first:stop].clone(), sums=sums)
+    return ShardedBook(local, first, num_codes)
 
 
-def encode(part: ShardedBook, x: Tensor, *, over: RowExchange = ONE_PROCESS) -> Tensor:
-    """The nearest code of every row of ``x`` f[... D] (with heads [... h D]), of all parts': i64[...], -1 for a row
-    that is not finite.
+def encode(state: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS) -> Tensor:
+    """Return the nearest code of all ranks' for every row of ``x`` f[... D] (with heads [... h D]), i64[...].
 
-    Two collectives: rows travel, and keys. Raises what ``encode`` of a Book does, and TypeError for float64.
+    A row that is not finite has code -1. Two collectives, of rows and of keys. Raises the errors of ``encode`` of a
+    Book, and TypeError for float64.
     """
-    _check(part, x)
-    flat = _flat(part, wide(x.detach()), 1)
-    return over.mine(_search(part, over.gather(flat), over), len(flat)).reshape(x.shape[:-1])
+    _check(state, x)
+    flat = _flatten(state, at_least_float32(x.detach()), 1)
+    return exchange.mine(_search(state, exchange.gather(flat), exchange), len(flat)).reshape(x.shape[:-1])
 
 
 def decode(
-    part: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, over: RowExchange = ONE_PROCESS
+    state: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, exchange: RowExchange = ONE_PROCESS
 ) -> Tensor:
-    """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1. Two
-    collectives: codes travel, and rows.
+    """Look up ``codes`` i64[...] (with heads [... h]): [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, ValueError for another number of heads, IndexError for codes beyond the book.
+    Two collectives, of codes and of rows. Raises TypeError for another dtype, ValueError for another number of heads,
+    IndexError for codes beyond the book.
     """
-    if codes.dtype is not torch.int64:
-        raise TypeError(f"codes: got {codes.dtype}; wanted int64, as from encode")
-    heads = part.book.codes.shape[:-2]
-    if codes.shape[codes.ndim - len(heads) :] != heads:
-        raise ValueError(
-            f"codes: got shape {tuple(codes.shape)}; wanted [... {heads[0]}], a code for each of the heads"
-        )
-    check_codes(part.num_codes, codes)
-    flat = _flat(part, mixed_radix.within(codes, part.num_codes))  # else no part would have it, and it would be zero
-    asked = over.gather(flat)  # filled up with zeros, whose rows are left out again
-    found = over.scatter(_lookup(part, asked))[: len(flat)].reshape(*codes.shape, part.book.codes.shape[-1])
+    check_lookup(state.book, codes, state.num_codes)
+    flat = _flatten(state, mixed_radix.within(codes, state.num_codes))  # a code that no rank has would decode to zero
+    gathered = exchange.gather(flat)  # padded with zeros, whose rows are cut off below
+    found = exchange.scatter(_lookup(state, gathered))[: len(flat)].reshape(*codes.shape, state.book.codes.shape[-1])
     return found if dtype is None else found.to(dtype)
 
 
 def apply(
-    part: ShardedBook,
+    state: ShardedBook,
     x: Tensor,
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     draw: bool = False,
-    over: RowExchange = ONE_PROCESS,
+    exchange: RowExchange = ONE_PROCESS,
 ) -> Quantized:
-    """``x`` f[... D] (with heads [... h D]), this process's rows, quantised by all parts: what ``apply`` of a Book
-    does, with PartStats.
+    """Quantise this rank's rows ``x`` f[... D] (with heads [... h D]) by the codes of all ranks, with ShardedStats.
 
-    Rows are numbered process after process, so there is no ``where``. The loss is the commitment of this process's
-    rows. Three collectives. Raises what :func:`encode` does, and ValueError for want of a key.
+    Arguments are those of ``apply`` of a Book; rows are numbered rank after rank. The loss is the commitment of this
+    rank's rows. Three collectives. Raises the errors of :func:`encode`, and ValueError for a missing key.
     """
-    _check(part, x)
+    _check(state, x)
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
-    asked = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.asked(mask, x)
-    point, live = rows.settle(wide(x), asked)
-    # What is kept and not finite is told from what is masked: one is inf, the other, as what is filled up, nan.
-    marks = torch.where(asked, torch.inf, torch.nan).to(point.dtype)[..., None]
-    sent = _flat(part, torch.where(live[..., None], point, marks).detach(), 1)
-    size, everyone = len(sent), over.gather(sent)  # [N D] or [N h D]
-    there = ~everyone.isnan().any(-1)
-    codes = _search(part, everyone, over)
-    q = over.scatter(_lookup(part, codes))[:size].reshape(x.shape).to(point.dtype)
-    mine = over.mine(codes, size).reshape(x.shape[:-1])
-    live = mine >= 0
-    start = unit(point) if part.book.metric == "cosine" else point
-    each = None
+    kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.row_mask(mask, x)
+    point, valid = rows.zero_invalid(at_least_float32(x), kept)
+    # A lost row travels as inf, and a masked one as nan, which is also what rows are padded with.
+    marks = torch.where(kept, torch.inf, torch.nan).to(point.dtype)[..., None]
+    sent = _flatten(state, torch.where(valid[..., None], point, marks).detach(), 1)
+    size, gathered = len(sent), exchange.gather(sent)  # [N D] or [N h D]
+    all_kept = ~gathered.isnan().any(-1)
+    all_codes = _search(state, gathered, exchange)
+    q = exchange.scatter(_lookup(state, all_codes))[:size].reshape(x.shape).to(point.dtype)
+    codes = exchange.mine(all_codes, size).reshape(x.shape[:-1])
+    valid = codes >= 0
+    start = unit(point) if state.book.metric == "cosine" else point
+    keys = None
     if key is not None:
-        number = rows.lay(part.book, over.mine(there.cumsum(0) - 1, size))
-        each = rows.back(part.book, rows.keys(random.fold(key, "gradient"), number), x)
-    out = torch.where(live[..., None], gradient(start, q, None, each), 0).to(x.dtype)
-    found = stats_of(part.book, everyone, _own(part, codes))
-    number = asked.sum().to(found.kept.dtype)
-    found = ShardedStats(replace(found, kept=number, lost=number - live.sum()))
+        numbers = rows.flatten_heads(state.book, exchange.mine(all_kept.cumsum(0) - 1, size))
+        keys = rows.unflatten_heads(rows.row_keys(random.fold(key, "gradient"), numbers), x)
+    out = torch.where(valid[..., None], gradient(start, q, None, keys), 0).to(x.dtype)
+    local = updates.stats(state.book, gathered, _local_codes(state, all_codes))
+    num_kept = kept.sum().to(local.kept.dtype)
+    stats = ShardedStats(replace(local, kept=num_kept, lost=num_kept - valid.sum()))
     if draw and key is not None:
-        found = replace(found, pool=everyone, at=_drawn(part, random.fold(key, "draw"), everyone, there, codes >= 0))
-    return Quantized(out, mine, {"commitment": commitment(start, q, live)}, found)
+        drawn = _draw(state, random.fold(key, "draw"), gathered, all_kept, all_codes >= 0)
+        stats = replace(stats, pool=gathered, drawn=drawn)
+    return Quantized(out, codes, {"commitment": commitment(start, q, valid)}, stats)
 
 
 def update(
-    part: ShardedBook,
+    state: ShardedBook,
     stats: ShardedStats,
     decay: float = DECAY,
     eps: float = EPS,
     threshold: float = 0.0,
     reset: float | None = None,
-    over: RowExchange = ONE_PROCESS,
+    exchange: RowExchange = ONE_PROCESS,
 ) -> ShardedBook:
-    """``part`` after a step: what ``update`` of a Book does, of its own codes. One collective, of a few numbers.
-
-    Raises what that does.
-    """
-    if threshold < 0 or (reset is not None and not (threshold > 0 and reset > 0)):
-        raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0, or 0 and no reset")
-    moved = move(part.book, stats.own, decay)
-    here, ranks = over.place
-    dead = moved.counts < threshold
-    place = torch.arange(ranks, device=dead.device) == here
-    mine = torch.where(place.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]
-    total, each = over.sum((moved.counts.sum(-1, keepdim=True), mine.to(moved.counts.dtype)))
-    book = moved if moved.learnable else refresh(moved, eps, (total, part.num_codes))
+    """Update this rank's codes as ``update`` of a Book does, with its errors. One collective, of few numbers."""
+    updates.check_threshold(threshold, reset)
+    book = updates.move(state.book, stats.local, decay)
+    rank, num_ranks = exchange.place
+    dead = book.counts < threshold
+    is_rank = torch.arange(num_ranks, device=dead.device) == rank
+    num_dead = torch.where(is_rank.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]
+    total, num_dead = exchange.sum((book.counts.sum(-1, keepdim=True), num_dead.to(book.counts.dtype)))
+    book = book if book.learnable else updates.refresh(book, eps, (total, state.num_codes))
     if threshold:
-        book = _expired(book, stats, dead, each[:here].sum(0).long()[..., None], threshold if reset is None else reset)
-    return replace(part, book=book)
+        before = num_dead[:rank].sum(0).long()[..., None]  # [1] or [h 1]
+        book = _expire(book, stats, dead, before, threshold if reset is None else reset)
+    return replace(state, book=book)
 
 
-def _expired(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> Book:
-    """``book`` with the dead codes, of which there are ``before`` [1] or [h 1] in the parts before, at rows drawn."""
-    if stats.pool is None or stats.at is None:
-        raise ValueError(
-            "stats: got none drawn, wanted rows to start dead codes at; use apply with a key and draw=True"
-        )
+def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> Book:
+    """Restart the dead codes of ``book`` at drawn rows; ``before`` [1] or [h 1] are dead on the ranks before."""
+    if stats.pool is None or stats.drawn is None:
+        raise ValueError("stats: got none drawn, wanted rows to start dead codes at; use apply with key and draw=True")
     if not len(stats.pool):
         return book
-    hit = stats.at >= 0
-    order = torch.argsort(torch.where(hit, 0, 1), stable=True, dim=-1)  # first what was drawn
-    turn = before + dead.cumsum(-1) - 1
-    fresh = dead & (turn < hit.sum(-1, keepdim=True))
-    at = stats.at.gather(-1, order.gather(-1, torch.where(fresh, turn, 0))).clamp(min=0)
-    pool = rows.lay(book, stats.pool, 1)  # [h N D]
-    row = pool.gather(1, at.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
+    restarts, turn = updates.assign_drawn(dead, stats.drawn >= 0, before)
+    index = stats.drawn.gather(-1, turn).clamp(min=0)
+    pool = rows.flatten_heads(book, stats.pool, 1)  # [h N D]
+    row = pool.gather(1, index.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
     row = row.to(book.codes.dtype)
-    row = unit(row) if book.metric == "cosine" else row
-    return replace(
-        book,
-        codes=torch.where(fresh[..., None], row, book.codes),
-        counts=torch.where(fresh, count, book.counts),
-        sums=torch.where(fresh[..., None], row * count, book.sums),
-    )
+    return updates.restart_at(book, restarts, unit(row) if book.metric == "cosine" else row, count)
 
 
-def _flat(part: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:
-    """``t`` [... (h) *rest] as [n (h) *rest], ``rest`` having so many dims."""
-    lead = t.ndim - dims - (part.book.codes.ndim - 2)
-    return t.reshape(math.prod(t.shape[:lead]), *t.shape[lead:])
+def _flatten(state: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:
+    """Reshape ``t`` [... (h) *rest] to [n (h) *rest], where ``rest`` has ``dims`` dims."""
+    return t.reshape(-1, *t.shape[t.ndim - dims - (state.book.codes.ndim - 2) :])
 
 
-def _search(part: ShardedBook, x: Tensor, over: RowExchange) -> Tensor:
-    """The nearest code i64[N] or [N h] of rows x f32[N D] or [N h D], of all parts."""
-    codes = tables(part.book).detach()
-    half = codes.square().sum(-1) / 2 if part.book.metric == "euclidean" else torch.zeros_like(codes[..., 0])
-    found = nearest(rows.lay(part.book, x, 1), codes, half)
-    which, score = (rows.back(part.book, t[..., 0], x) for t in found)
-    bits = (score + 0.0).view(torch.int32).long()  # -0.0 is 0.0
-    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as the scores are
-    key = torch.where(which < 0, NOTHING, (ordered << 32) + (LOW - which - part.first))
-    key = over.largest(key)
-    return torch.where(key == NOTHING, -1, LOW - (key & LOW))
+def _search(state: ShardedBook, x: Tensor, exchange: RowExchange) -> Tensor:
+    """Return the nearest code i64[N] or [N h] of all ranks', for rows x f32[N D] or [N h D]."""
+    codes, score = (rows.unflatten_heads(t[..., 0], x) for t in search(state.book, x))
+    bits = (score + 0.0).view(torch.int32).long()  # the sum turns -0.0 into 0.0
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # in the order of the scores
+    key = torch.where(codes < 0, NO_CODE, (ordered << 32) + (LOW - codes - state.first))
+    key = exchange.largest(key)
+    return torch.where(key == NO_CODE, -1, LOW - (key & LOW))
 
 
-def _lookup(part: ShardedBook, codes: Tensor) -> Tensor:
-    """f32[N D] of codes i64[N], or [N h D] of [N h]: those of this part, and zeros."""
-    return books.decode(part.book, _own(part, codes))
+def _lookup(state: ShardedBook, codes: Tensor) -> Tensor:
+    """Look up codes i64[N] or [N h]: f32[N D] or [N h D], zeros for the codes of other ranks."""
+    return books.decode(state.book, _local_codes(state, codes))
 
 
-def _own(part: ShardedBook, codes: Tensor) -> Tensor:
-    """``codes`` as this part numbers them, -1 for those of others."""
-    own = codes - part.first
-    return torch.where((own >= 0) & (own < part.book.codes.shape[-2]), own, -1)
+def _local_codes(state: ShardedBook, codes: Tensor) -> Tensor:
+    """Number ``codes`` within this rank's, -1 for those of other ranks."""
+    local = codes - state.first
+    return torch.where((local >= 0) & (local < state.book.codes.shape[-2]), local, -1)
 
 
-def _drawn(part: ShardedBook, key: Tensor, x: Tensor, there: Tensor, live: Tensor) -> Tensor:
-    """Where in x [N D] or [N h D] the rows are that a Book of all codes would draw, i64[K] or [h K]; -1 for none."""
-    there, live = rows.lay(part.book, there), rows.lay(part.book, live)  # [h N]
-    index = torch.arange(len(x), dtype=torch.float64, device=x.device)  # rows that are their own place
-    at, hits = rows.draw(key, part.num_codes, index[:, None].expand(*there.shape, 1), there, live, None)
-    return torch.where(hits > 0, at[..., 0].long(), -1).reshape(*part.book.codes.shape[:-2], part.num_codes)
+def _draw(state: ShardedBook, key: Tensor, x: Tensor, kept: Tensor, valid: Tensor) -> Tensor:
+    """Return the indices in x [N D] or [N h D] of the rows that a whole Book draws, i64[K] or [h K]; -1 for none."""
+    kept, valid = rows.flatten_heads(state.book, kept), rows.flatten_heads(state.book, valid)  # [h N]
+    index = torch.arange(len(x), dtype=torch.float64, device=x.device)  # drawn instead of the rows
+    drawn, hits = rows.draw(key, state.num_codes, index[:, None].expand(*kept.shape, 1), kept, valid, None)
+    return torch.where(hits > 0, drawn[..., 0].long(), -1).reshape(*state.book.codes.shape[:-2], state.num_codes)
 
 
-def _check(part: ShardedBook, x: Tensor) -> None:
-    rows.check(part.book, x)
-    check_wide(part.book)
+def _check(state: ShardedBook, x: Tensor) -> None:
+    rows.check(state.book, x)
+    updates.check_float32(state.book)
     if x.dtype is torch.float64:
         raise TypeError("x: got torch.float64; wanted float32 or narrower, whose scores are compared whole")

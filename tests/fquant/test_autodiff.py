@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacfwd, jvp
 
 from fquant import NF4, dequantize, jit, linear, quantize, remat
 from fquant.kernels.reference.causal_attention import dense
-from fquant.vq.precision import product
+from fquant.vq.precision import matmul
 from models import blocks, fused_cross_entropy
 from models.attention import attention
 from models.norm import rms_norm
@@ -36,7 +36,7 @@ CASES = {  # a function of a number t, and the same in plain tensor operations
         lambda t: fused_cross_entropy.cross_entropy(t * t * X, W * t, TARGETS),
         lambda t: F.cross_entropy(t * t * X @ (W * t).mT, TARGETS),
     ),
-    "within autocast": (autocast(lambda t: product(t * t * X, W.mT * t)), lambda t: t * t * X @ (W.mT * t)),
+    "within autocast": (autocast(lambda t: matmul(t * t * X, W.mT * t)), lambda t: t * t * X @ (W.mT * t)),
     "remat": (lambda t: remat(wave)(t * t * X), lambda t: wave(t * t * X)),
     "remat, order 2": (lambda t: remat(wave, order=2)(t * t * X), lambda t: wave(t * t * X)),
 }

@@ -1,15 +1,14 @@
-"""affine: codes that follow the mean and variance of rows, so that a book whose encoder moves fast is not left behind.
+"""Affine codebooks: codes that follow the mean and variance of rows, for an encoder that moves fast.
 
     m    = moments(book, x)                           # local
     m    = shard.psum(m, mesh, axes)                  # on a mesh
     book = shift(book, m)
     x, codes, losses, stats = apply(book, x, key)
 
-An affine book (``init(..., affine=True)``) compares rows with its codes after these were given the mean and the
-variance of rows: (c - mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the
-straight-through estimator"). The averages are part of the book and move where ``shift`` is called, in training only:
-before the step, as vector-quantize-pytorch has it, or after it together with the stats, whose sum over ranks theirs can
-share.
+An affine book (``init(..., affine=True)``) compares rows with its codes mapped to the mean and variance of rows:
+(c - mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
+estimator"). ``shift`` moves the averages in training only: before the step, as in vector-quantize-pytorch, or after
+it, when the moments can share the sum of the stats over ranks.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ class Moments:
 
 
 def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
-    """What rows ``x`` f[... D] tell of their mean and variance, of those that are finite and that ``mask`` keeps."""
+    """Return the moments of rows ``x`` f[... D]: the finite ones that ``mask`` selects."""
     rows.check(book, x)
-    laid, live = rows.settle(rows.lay(book, x.detach().double(), 1), rows.laid_mask(book, mask, x))
-    number, total, square = live.sum(1, dtype=laid.dtype)[:, None], laid.sum(1), laid.square().sum(1)
+    flat = rows.flatten_heads(book, x.detach().double(), 1)
+    flat, valid = rows.zero_invalid(flat, rows.flat_mask(book, mask, x))
+    number, total, square = valid.sum(1, dtype=flat.dtype)[:, None], flat.sum(1), flat.square().sum(1)
     return Moments(*((number, total, square) if book.codes.ndim == 3 else (number[0, 0], total[0], square[0])))
 
 
 def shift(book: Book, moments: Moments, row_decay: float = 0.99, code_decay: float = 0.9) -> Book:
-    """``book`` with its averages moved towards the moments of rows and of its codes; the first call sets them.
+    """Move the averages of ``book`` towards the moments of rows and of its codes; the first call sets them.
 
-    Of no rows at all, it is left as it is. Raises ValueError for a book that is not affine, or decays
-    outside of [0, 1).
+    Without any rows the book stays. Raises ValueError for a book that is not affine, or decays outside of [0, 1).
     """
     if book.affine is None:
         raise ValueError("the book is not affine; make one with init(..., affine=True)")
     for name, decay in (("row_decay", row_decay), ("code_decay", code_decay)):
         if not 0 <= decay < 1:
             raise ValueError(f"{name} is {decay}; wanted 0 <= {name} < 1")
-    of, codes = book.affine, book.codes.detach()
+    old, codes = book.affine, book.codes.detach()
     number = moments.number.clamp(min=1)
     mean = moments.sum / number
     var = (moments.square / number - mean.square()).clamp(min=0)
-    any = (moments.number > 0).any()
+    any_rows = (moments.number > 0).any()
 
-    def moved(old: Tensor, new: Tensor, decay: float) -> Tensor:
-        new = new.to(old.dtype)
-        return torch.where(any, torch.where(of.seen > 0, old * decay + new * (1 - decay), new), old)
+    def average(old_value: Tensor, value: Tensor, decay: float) -> Tensor:
+        value = value.to(old_value.dtype)
+        moved = torch.where(old.seen > 0, old_value * decay + value * (1 - decay), value)
+        return torch.where(any_rows, moved, old_value)
 
-    seen = torch.where(any, torch.ones_like(of.seen), of.seen)
     new = Affine(
-        moved(of.row_mean, mean, row_decay),
-        moved(of.row_var, var, row_decay),
-        moved(of.code_mean, codes.mean(-2), code_decay),
-        moved(of.code_var, codes.var(-2, correction=0), code_decay),
-        seen,
+        average(old.row_mean, mean, row_decay),
+        average(old.row_var, var, row_decay),
+        average(old.code_mean, codes.mean(-2), code_decay),
+        average(old.code_var, codes.var(-2, correction=0), code_decay),
+        torch.where(any_rows, torch.ones_like(old.seen), old.seen),
     )
     return replace(book, affine=new)

@@ -1,7 +1,7 @@
-"""apply: quantise rows as training does: codes, what they stand for with a gradient, losses, and stats for the update.
+"""Quantisation for training: codes, code vectors with a gradient, losses, and stats for the update.
 
-Nothing here communicates, whatever the rows are; what ranks have to sum is returned (``quantized.py``, ``update.py``).
-Evaluation has no function of its own: it is ``decode(book, encode(book, x))``.
+Nothing here communicates; the sums over ranks are of the results (``quantized.py``, ``update.py``). Evaluation is
+``decode(book, encode(book, x))``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..quantized import Mean, Quantized
+from ..quantized import Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
-from .gradient_estimators import Path, rotation
+from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
-from .rows import Where, unit
+from .rows import RowOffset, unit
 from .update import stats as stats_of
 
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -30,30 +30,28 @@ def apply(
     key: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    gradient: Path = rotation,
+    gradient: GradientEstimator = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
     codes: Tensor | None = None,
     draw: bool = False,
-    where: Where | None = None,
+    row_offset: RowOffset | None = None,
 ) -> Quantized:
-    """``x`` f[... D] (with heads [... h D]) quantised: a Quantized of x's dtype, with Stats for ``update``.
+    """Quantise ``x`` f[... D] (with heads [... h D]): a Quantized in x's dtype, with Stats for ``update``.
 
-    key          i64[], the same on every rank; what needs it raises without
-    mask         bool[...], whose dims are the first of x: rows that count. The others have code -1 and come out as
-                 zeros, as do rows that are not finite; neither has a gradient
-    gradient     how derivatives reach x (``gradient.py``)
-    temperature  0 takes the nearest code, above it codes are drawn (``sample``)
-    losses       some of commitment, cross_entropy (of the codes), diversity, orthogonal; weights are the caller's
-    codes        i64[...] that rows have got already, by another search; -1 is none
-    draw         stats carry rows to start dead codes at, for ``expire``
-    where        (first, total) number of this rank's rows among all, see ``rows.py``; alone, None
+    key          i64[], the same on every rank; an option that needs it raises without
+    mask         bool[...], whose dims are the first of x: rows that count. Other rows, and rows that are not finite,
+                 have code -1, come out as zeros, and have no gradient
+    gradient     the gradient estimator for x (``gradient_estimators.py``)
+    temperature  0 takes the nearest code; above 0 codes are drawn (``sample``)
+    losses       any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights.
+    codes        i64[...] that another search found, -1 for none.
+    draw         draw rows for dead codes into the stats, for ``expire``.
+    row_offset   (first, total) number of this rank's rows among all, see ``rows.py``; None in one process
 
-    Codes are a constant unless the book is learnable, and then the commitment moves rows and codes alike. For cosine,
-    rows are of unit length throughout: in losses, stats and gradients too.
-
-    Raises TypeError for another dtype, ValueError for another shape, a loss that is not known, a negative temperature,
-    one beside codes, and for want of a key.
+    Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine,
+    rows have unit length in losses, stats and gradients too. Raises TypeError for another dtype, ValueError for another
+    shape, an unknown loss, a negative temperature, one beside codes, and for a missing key.
     """
     if unknown := [name for name in losses if name not in LOSSES]:
         raise ValueError(f"losses: got {', '.join(map(repr, unknown))}; wanted some of {', '.join(LOSSES)}")
@@ -64,27 +62,24 @@ def apply(
     if codes is not None and (temperature or codes.shape != x.shape[:-1]):
         got = f"codes {tuple(codes.shape)} at temperature {temperature}"
         raise ValueError(f"x: got {got} for rows {tuple(x.shape)}; wanted a code for each, and temperature 0")
-    point, live, number, each = rows.enter(book, x, key, mask, where)
+    point, valid, numbers, keys = rows.prepare(book, x, key, mask, row_offset)
     if codes is None and temperature > 0 and key is not None:
-        codes = sample(book, point, random.fold(key, "sample"), temperature, rows.back(book, number, x))
+        codes = sample(book, point, random.fold(key, "sample"), temperature, rows.unflatten_heads(numbers, x))
     elif codes is None:
         codes = encode(book, point)
-    codes = torch.where(live, codes, -1)
-    live = codes >= 0  # not of rows so large that no distance is finite
-    point = torch.where(live[..., None], point, 0)
-    found: dict[str, Mean] = {}
+    codes = torch.where(valid, codes, -1)
+    valid = codes >= 0  # a row too large for a finite distance has no code
+    point = torch.where(valid[..., None], point, 0)
     start = unit(point) if book.metric == "cosine" else point
     q = decode(book, codes, point.dtype)
-    for name in losses:
-        match name:
-            case "commitment":
-                found[name] = commitment(start, q, live)
-            case "cross_entropy":
-                found[name] = cross_entropy(book, point, codes, live)
-            case "diversity":
-                found[name] = diversity(book, point, mask=live)
-            case _:
-                found[name] = orthogonal(book)
-    out = torch.where(live[..., None], gradient(start, q, book, each), 0).to(x.dtype)
-    drawing = {"key": random.fold(key, "draw"), "where": where} if draw and key is not None else {}
+    compute = {
+        "commitment": lambda: commitment(start, q, valid),
+        "cross_entropy": lambda: cross_entropy(book, point, codes, valid),
+        "diversity": lambda: diversity(book, point, mask=valid),
+        "orthogonal": lambda: orthogonal(book),
+    }
+    # Before ``out``, because the order of the gradients' sum is part of the numerics.
+    found = {name: compute[name]() for name in losses}
+    out = torch.where(valid[..., None], gradient(start, q, book, keys), 0).to(x.dtype)
+    drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}
     return Quantized(out, codes, found, stats_of(book, x, codes, mask, **drawing))

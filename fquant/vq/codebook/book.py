@@ -1,19 +1,18 @@
-"""Book: a codebook and what an exponential moving average of it needs, and what its codes stand for.
+"""A codebook with its running averages, and the lookup of its codes.
 
     book  = init(key, num_codes=1024, dim=64)
     x     = decode(book, codes)                  # i64[...] to f32[... 64]
 
 The invariants of a Book of K codes of D numbers:
 
-* ``codes`` f32[K D] are what moves: by ``ema``, by ``expire``, or by gradients if the book is ``learnable``. What rows
-  are compared with is ``codebook(book)``: the same, of unit length if the metric is cosine, mapped if the book is
-  affine.
-* ``counts`` f32[K] and ``sums`` f32[K D] are running means of how many rows a code got and of their sum. They start at
-  one and at the codes (van den Oord et al. 2017, appendix A.1; the start is that of vector-quantize-pytorch).
-* State is float32 whatever the rows are.
-* With ``heads`` all three have one more dim in front, [h K D], and head i of rows [... h D] has codes of its own. Heads
-  that share a book are more rows of it: rows [... h D] of a book without heads.
-* Code -1 stands for no code: of a row that is masked, dropped, or not finite. It decodes to zeros.
+* ``codes`` f32[K D] move by ``ema``, by ``expire``, or by gradients if the book is ``learnable``. Rows are compared
+  with ``code_vectors(book)``: the codes, of unit length if the metric is cosine, mapped if the book is affine.
+* ``counts`` f32[K] and ``sums`` f32[K D] are running means of the number and the sum of the rows of each code. They
+  start at one and at the codes (van den Oord et al. 2017, appendix A.1; the start is that of vector-quantize-pytorch).
+* State is float32 for rows of any dtype.
+* With ``heads`` all three have a first dim h, and head i of rows [... h D] has codes of its own. Heads that share
+  codes need no such book: they are rows [... h D] of a book without heads.
+* Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
 * A book that is not learnable is a constant to every transform.
 """
 
@@ -34,13 +33,12 @@ from .rows import unit
 
 Metric = Literal["euclidean", "cosine"]
 METRICS = ("euclidean", "cosine")
-FLAT = 1e-5  # variance below which a dim counts as having this one
+MIN_VARIANCE = 1e-5  # of a dim of rows or codes
 
 
 @node
 class Affine:
-    """Running means and variances f32[D] (or [h D]) of rows and of codes; ``seen`` f32[] is zero until there are
-    any."""
+    """Running means and variances f32[D] or [h D] of rows and codes; ``seen`` f32[] is zero before the first rows."""
 
     row_mean: Tensor
     row_var: Tensor
@@ -71,16 +69,15 @@ def init(
     learnable: bool = False,
     affine: bool = False,
 ) -> Book:
-    """A book of random codes, uniform within ±sqrt(6 / (num_codes·dim)), as torch's ``kaiming_uniform_`` of [1 K D].
+    """Create a book of random codes, uniform within ±sqrt(6 / (num_codes·dim)) as torch's ``kaiming_uniform_``.
 
-    heads      so many books beside each other; None is one book, without that dim
-    metric     euclidean, or cosine: then codes have unit length, and so has every row before it is compared
+    heads      number of books side by side; None is one book, without that dim
+    metric     euclidean, or cosine: codes, and rows before they are compared, have unit length
     learnable  codes are parameters: gradients reach them, and ``ema`` refuses them
-    affine     codes are compared after they have been given the mean and variance of rows (Huh et al. 2023), which
-               ``shift`` follows; until its first call nothing is changed
+    affine     codes are mapped to the mean and variance of rows (Huh et al. 2023), which ``shift`` follows; before its
+               first call the map is the identity
 
-    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine, whose codes would not stay of unit
-    length.
+    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine, whose codes have unit length.
     """
     for name, size in (("num_codes", num_codes), ("dim", dim), ("heads", 1 if heads is None else heads)):
         if size < 1:
@@ -89,23 +86,28 @@ def init(
         raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(METRICS)}")
     if affine and metric == "cosine":
         raise ValueError("affine is True with metric 'cosine', whose codes have unit length; use metric='euclidean'")
-    front = () if heads is None else (heads,)
+    lead = () if heads is None else (heads,)
     bound = math.sqrt(6 / (num_codes * dim))
-    codes = bound * (2 * random.uniform(random.key(key), (*front, num_codes, dim)) - 1)
+    codes = bound * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
     if metric == "cosine":
         codes = unit(codes)
-    start = None
+    averages = None
     if affine:
-        zero, one = (make(*front, dim) for make in (codes.new_zeros, codes.new_ones))
-        start = Affine(zero, one, zero.clone(), one.clone(), codes.new_zeros(()))
-    return Book(codes, codes.new_ones(codes.shape[:-1]), codes.clone(), metric, learnable, start)
+        zero, one = (make(*lead, dim) for make in (codes.new_zeros, codes.new_ones))
+        averages = Affine(zero, one, zero.clone(), one.clone(), codes.new_zeros(()))
+    return Book(codes, codes.new_ones(codes.shape[:-1]), codes.clone(), metric, learnable, averages)
+
+
+def constant(codes: Tensor, metric: Metric = "euclidean") -> Book:
+    """Return a book of ``codes`` f[K D] or [h K D] for a search or a lookup, with counts of one."""
+    return Book(codes, torch.ones_like(codes[..., 0]), codes, metric)
 
 
 def restart(book: Book, codes: Tensor) -> Book:
-    """``book`` begun again at ``codes`` f[K D] (with heads [h K D]): with counts of one, and sums at them.
+    """Set the codes of ``book`` to ``codes`` f[K D] or [h K D], its counts to one and its sums to the codes.
 
-    With the sums that it had, the next average would put the codes back where they were. Codes of metric cosine are
-    made of unit length; an affine book keeps its averages. Raises ValueError for another shape.
+    With the old sums, the next average would restore the old codes. Codes of metric cosine are scaled to unit length.
+    Raises ValueError for another shape.
     """
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
@@ -115,63 +117,75 @@ def restart(book: Book, codes: Tensor) -> Book:
 
 
 def code_vectors(book: Book) -> Tensor:
-    """The codes that rows are compared with and decode to, f32[K D] or [h K D]."""
+    """Return the vectors that rows are compared with and decode to, f32[K D] or [h K D]."""
     codes = book.codes if book.learnable else book.codes.detach()
     if book.metric == "cosine":
-        return unit(codes) if book.learnable else codes  # those of an average are kept of unit length
+        return unit(codes) if book.learnable else codes  # ema keeps them of unit length
     if book.affine is None:
         return codes
-    of, ratio = book.affine, _ratio(book.affine)
-    return (codes - of.code_mean[..., None, :]) * ratio[..., None, :] + of.row_mean[..., None, :]
+    affine, ratio = book.affine, _std_ratio(book.affine)
+    return (codes - affine.code_mean[..., None, :]) * ratio[..., None, :] + affine.row_mean[..., None, :]
 
 
-def tables(book: Book) -> Tensor:
-    """``codebook(book)`` as [h K D], h being 1 without heads."""
+def vectors_by_head(book: Book) -> Tensor:
+    """Return :func:`code_vectors` as [h K D], with h = 1 without heads."""
     codes = code_vectors(book)
     return codes if codes.ndim == 3 else codes[None]
 
 
-def unmapped(book: Book, rows: Tensor) -> Tensor:
-    """``rows`` [h n D] as the codes whose place in ``codebook(book)`` they are: the inverse of an affine book's map."""
+def invert_affine(book: Book, rows: Tensor) -> Tensor:
+    """Map ``rows`` [h n D] to the codes whose vectors they are: the inverse of an affine book's map."""
     if book.affine is None:
         return rows
-    parts = (book.affine.row_mean, _ratio(book.affine), book.affine.code_mean)
+    parts = (book.affine.row_mean, _std_ratio(book.affine), book.affine.code_mean)
     mean, ratio, code_mean = (part.to(rows.dtype).reshape(-1, 1, rows.shape[-1]) for part in parts)
     return (rows - mean) / ratio + code_mean
 
 
 def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What ``codes`` i64[...] (with heads [... h]) stand for, [... D] in ``dtype``, or the book's; zeros for -1.
+    """Look up ``codes`` i64[...], with heads [... h]: [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, IndexError for codes beyond the book: in a transform and in a capture, where
-    values cannot be seen, when the lookup is run.
+    Raises TypeError for another dtype, IndexError for codes beyond the book; in a transform or a capture, which do not
+    see values, when the lookup runs.
     """
     num_codes, dim = book.codes.shape[-2:]
+    check_lookup(book, codes, num_codes)
+    table = code_vectors(book).reshape(-1, dim)
+    # A code beyond the book must fail in the lookup, and not find a code of the next head.
+    beyond = torch.where(codes == -1, 0, len(table))
+    first = torch.arange(len(book.codes), device=codes.device) * num_codes if book.codes.ndim == 3 else 0
+    index = torch.where((codes >= 0) & (codes < num_codes), codes + first, beyond)
+    return torch.where((codes == -1)[..., None], 0.0, F.embedding(index, table)).to(dtype or table.dtype)
+
+
+def check_lookup(book: Book, codes: Tensor, num_codes: int) -> None:
+    """Check that ``codes`` are i64 (TypeError), [... h] with heads (ValueError), and of a book of ``num_codes``."""
     if not isinstance(codes, Tensor) or codes.dtype is not torch.int64:
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes: got {got}; wanted int64, as from encode")
-    heads = book.codes.shape[0] if book.codes.ndim == 3 else None
-    if heads is not None and codes.shape[-1:] != (heads,):
-        raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted [... {heads}], a code for each of the heads")
-    check_codes(num_codes, codes)
-    table = code_vectors(book).reshape(-1, dim)
-    # What is beyond is left to fail in the lookup, and must not be found among the codes of the next head.
-    beyond = torch.where(codes == -1, 0, len(table))
-    of_head = 0 if heads is None else torch.arange(heads, device=codes.device) * num_codes
-    at = torch.where((codes >= 0) & (codes < num_codes), codes + of_head, beyond)
-    return torch.where((codes == -1)[..., None], 0.0, F.embedding(at, table)).to(dtype or table.dtype)
+    if book.codes.ndim == 3 and codes.shape[-1:] != book.codes.shape[:1]:
+        wanted = f"wanted [... {len(book.codes)}], a code for each of the heads"
+        raise ValueError(f"codes: got shape {tuple(codes.shape)}; {wanted}")
+    check_codes(codes, num_codes)
 
 
-def check_codes(num_codes: int, codes: Tensor) -> None:
-    """Raise IndexError for codes that a book of so many does not have, where values can be seen."""
+def check_row_codes(book: Book, codes: Tensor, x: Tensor) -> None:
+    """Check that ``codes`` are one i64 for each row of ``x`` (ValueError), and codes of the book (IndexError)."""
+    if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
+        got = f"{codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}"
+        raise ValueError(f"codes: got {got}; wanted int64, one for each row")
+    check_codes(codes, book.codes.shape[-2])
+
+
+def check_codes(codes: Tensor, num_codes: int) -> None:
+    """Raise IndexError for codes beyond a book of ``num_codes``, where values can be seen."""
     if dispatch.is_direct(codes) and codes.numel():
         least, most = (int(t) for t in codes.aminmax())
         if least < -1 or most >= num_codes:
             wrong = least if least < -1 else most
-            raise IndexError(
-                f"codes: got {wrong} for a book of {num_codes}; wanted 0 to {num_codes - 1}, or -1 for none"
-            )
+            wanted = f"wanted 0 to {num_codes - 1}, or -1 for none"
+            raise IndexError(f"codes: got {wrong} for a book of {num_codes}; {wanted}")
 
 
-def _ratio(of: Affine) -> Tensor:
-    return of.row_var.clamp(min=FLAT).sqrt() / of.code_var.clamp(min=FLAT).sqrt()
+def _std_ratio(affine: Affine) -> Tensor:
+    return affine.row_var.clamp(min=MIN_VARIANCE).sqrt() / affine.code_var.clamp(min=MIN_VARIANCE).sqrt()

@@ -1,14 +1,13 @@
-"""losses: what is added to a loss so that rows come near their codes, and codes get used; each a Mean.
+"""Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean.
 
-A Mean is a sum and how many terms it has, so that ranks can add both (``quantized.py``). Rows that a mask leaves out,
-that are not finite or that have no code have no term. Everything is computed in float32 (float64 of float64), a tile of
-rows at a time where it takes distances to all codes, which are made again in the backward. (The backward of
-torch.func.grad keeps what it makes, unless it is captured.)
+Rows that a mask excludes, that are not finite, or that have no code, have no term. Losses are computed in float32, or
+float64 for float64. Distances to all codes are computed in tiles of rows, again in the backward. (The backward of
+torch.func.grad keeps the recomputed distances, unless it is captured.)
 
-    commitment      mean square difference of rows and their codes
-    cross_entropy   of softmax(logits) and codes: of those they got, or of codes that are given (Shen et al. 2023)
-    diversity       minus the entropy of how likely each code is at a position, on average over the batch
-    orthogonal      mean squared cosine of two codes, less what it is at best (Shin et al. 2021, equation 2)
+    commitment      mean squared difference of rows and their codes
+    cross_entropy   of softmax(logits) and codes: those of the rows, or others (Shen et al. 2023)
+    diversity       minus the entropy of the mean code probabilities of a position, over the batch
+    orthogonal      mean squared cosine of two codes, less its minimum (Shin et al. 2021, equation 2)
 """
 
 from __future__ import annotations
@@ -16,92 +15,83 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..precision import product
-from ..quantized import Mean, Psum, alone
+from ..precision import matmul
+from ..quantized import Mean, Psum, one_process
 from . import rows
-from .book import Book, check_codes, tables
+from .book import Book, check_row_codes, vectors_by_head
 from .encode import logits
-from .rows import unit, wide
+from .rows import at_least_float32, unit
 
-RARE = 1e-5  # probability below which a logarithm is not taken
+MIN_PROBABILITY = 1e-5  # in a logarithm
 
 
 def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
-    """The mean of (q - x)² over the numbers of rows x and q [... D] that ``mask`` bool[...] keeps (its dims are the
-    first).
+    """Return the mean of (q - x)² over the numbers of rows x and q [... D].
 
-    Gradients reach both; detach what is to stay where it is.
+    ``mask`` bool[...], whose dims are the first of x, selects rows. Gradients reach x and q, unless one is detached.
     """
-    square = (wide(q) - wide(x)).square()
+    square = (at_least_float32(q) - at_least_float32(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
-    mask = rows.expanded(mask, x)
+    mask = rows.expand_mask(mask, x)
     return Mean(torch.where(mask, square, 0).sum(), mask.sum(dtype=square.dtype))
 
 
 def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
-    """The mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...], -1 being no term.
+    """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
-    Logits are minus the distances to all codes, or for cosine the inner products. Raises ValueError for codes that are
-    not one int64 for each row, IndexError for those that the book does not have, where values can be seen.
+    Raises ValueError unless codes are one int64 for each row, IndexError for codes beyond the book, where values can be
+    seen.
     """
-    laid, table, live = _laid(book, x, mask)
-    if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
-        got = f"{codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}"
-        raise ValueError(f"codes: got {got}; wanted int64, one for each row")
-    check_codes(book.codes.shape[-2], codes)
-    which, metric = rows.lay(book, codes), book.metric
-    live = live & (which >= 0)
+    flat, table, valid = _flatten(book, x, mask)
+    check_row_codes(book, codes, x)
+    targets, metric = rows.flatten_heads(book, codes), book.metric
+    valid = valid & (targets >= 0)
 
-    def one(x: Tensor, target: Tensor, codes: Tensor) -> Tensor:
-        near = logits(x, codes, metric)
-        return near.logsumexp(-1) - near.gather(-1, target[:, None])[:, 0]
+    def tile_losses(x: Tensor, target: Tensor, codes: Tensor) -> Tensor:
+        score = logits(x, codes, metric)
+        return score.logsumexp(-1) - score.gather(-1, target[:, None])[:, 0]
 
-    heads = zip(laid, torch.where(live, which, 0), table, strict=True)
-    each = torch.stack([rows.by_rows(one, len(c), x, target, given=(c,)) for x, target, c in heads])
-    return Mean(torch.where(live, each, 0).sum(), live.sum(dtype=each.dtype))
+    heads = zip(flat, torch.where(valid, targets, 0), table, strict=True)
+    terms = torch.stack([rows.map_tiles(tile_losses, len(c), x, target, shared=(c,)) for x, target, c in heads])
+    return Mean(torch.where(valid, terms, 0).sum(), valid.sum(dtype=terms.dtype))
 
 
 def diversity(
-    book: Book,
-    x: Tensor,
-    temperature: float = 100.0,
-    mask: Tensor | None = None,
-    psum: Psum = alone,
+    book: Book, x: Tensor, temperature: float = 100.0, mask: Tensor | None = None, psum: Psum = one_process
 ) -> Mean:
-    """The mean over positions n of minus the entropy of softmax(temperature · logits), itself the mean over a batch.
+    """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 
-    ``x`` f[... n D] (with heads [... n h D], which count as more of the batch). ``psum`` sums a tree over the ranks
-    that have parts of the batch: the entropy of a mean is not a sum, so these have to talk before. A position without
-    rows has no term.
+    ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. The entropy of a mean is not a
+    sum, so ``psum`` sums a tree over the ranks that share the batch. A position without rows has no term.
     """
-    laid, table, live = _laid(book, x, mask)
+    flat, table, valid = _flatten(book, x, mask)
     size = x.shape[-3] if book.codes.ndim == 3 else x.shape[-2]
-    metric, batch = book.metric, laid.shape[1] // max(1, size)
+    metric, batch = book.metric, flat.shape[1] // max(1, size)
 
-    def one(x: Tensor, live: Tensor, codes: Tensor) -> Tensor:  # [m b D], [m b] -> [m K]
-        likely = (temperature * logits(x, codes, metric)).softmax(-1)
-        return (likely * live[..., None]).sum(1)
+    def tile_sums(x: Tensor, weight: Tensor, codes: Tensor) -> Tensor:  # [m b D], [m b] -> [m K]
+        probabilities = (temperature * logits(x, codes, metric)).softmax(-1)
+        return (probabilities * weight[..., None]).sum(1)
 
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
-    there = live.to(laid.dtype)
-    each = [
-        rows.by_rows(one, max(1, batch) * len(c), by_position(x), by_position(n), given=(c,))
-        for x, n, c in zip(laid, there, table, strict=True)
+    weights = valid.to(flat.dtype)
+    sums = [
+        rows.map_tiles(tile_sums, max(1, batch) * len(c), by_position(x), by_position(w), shared=(c,))
+        for x, w, c in zip(flat, weights, table, strict=True)
     ]
-    likely, number = psum((sum(each[1:], each[0]), sum(by_position(n).sum(1) for n in there)))
-    likely = likely / number.clamp(min=1)[:, None]
-    negative = (likely * likely.clamp(min=RARE).log()).sum(-1)
-    return Mean(torch.where(number > 0, negative, 0).sum(), (number > 0).sum(dtype=negative.dtype))
+    total, count = psum((sum(sums[1:], sums[0]), sum(by_position(w).sum(1) for w in weights)))
+    mean = total / count.clamp(min=1)[:, None]
+    negative = (mean * mean.clamp(min=MIN_PROBABILITY).log()).sum(-1)
+    return Mean(torch.where(count > 0, negative, 0).sum(), (count > 0).sum(dtype=negative.dtype))
 
 
 def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
-    """The mean of squared cosines between two codes, itself included, less one over the number of codes.
+    """Return the mean of squared cosines between two codes, itself included, less one over the number of codes.
 
-    ``among`` bool[K] or [h K] takes some codes only: ``stats.counts > 0`` those in use, and
-    ``random.permutation(key, K) < n`` any n.
+    ``among`` bool[K] or [h K] selects codes: ``stats.counts > 0`` those in use, ``random.permutation(key, K) < n``
+    any n.
     """
-    codes = unit(wide(tables(book)))
+    codes = unit(at_least_float32(vectors_by_head(book)))
     if among is None:
         number = codes.new_full((len(codes),), codes.shape[1])
     else:
@@ -109,12 +99,13 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
             raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
         among = among.expand(codes.shape[:2])
         codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
-    # The squares of C·Cᵀ sum to those of Cᵀ·C, which is [D D] and not [K K].
-    return Mean(product(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
+    # The squares of C·Cᵀ [K K] and of Cᵀ·C [D D] have the same sum.
+    return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 
 
-def _laid(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [h n D] with zeros for those that have no term, the codes [h K D] and which rows have one, bool[h n]."""
+def _flatten(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows [h n D], zeros where invalid, the code vectors [h K D], and which rows are valid, bool[h n]."""
     rows.check(book, x)
-    laid, live = rows.settle(rows.lay(book, wide(x), 1), rows.laid_mask(book, mask, x))
-    return unit(laid) if book.metric == "cosine" else laid, tables(book).to(laid.dtype), live
+    flat = rows.flatten_heads(book, at_least_float32(x), 1)
+    flat, valid = rows.zero_invalid(flat, rows.flat_mask(book, mask, x))
+    return unit(flat) if book.metric == "cosine" else flat, vectors_by_head(book).to(flat.dtype), valid

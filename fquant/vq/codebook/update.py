@@ -1,17 +1,15 @@
-"""update: what a book learns from rows, split where ranks have to talk.
+"""Statistics of rows and the update of a book by them, split at the sum over ranks.
 
-    s    = stats(book, x, codes)                      # how many rows a code got, and their sum: local
+    s    = stats(book, x, codes)                      # counts and sums of the rows of each code: local
     s    = shard.psum(s, mesh, axes)                  # on a mesh, this line
     book = ema(book, s)                               # the same on every rank, local
 
-All of ``Stats`` is float32 and of shapes that depend on the book alone, so its sum is one all-reduce of K·(D + 1)·4
-bytes a head and two numbers, whatever the rows are, and of a rank without rows it is zeros. Stats of several batches
-add up the same way (``add``), and a tree of Stats (of the layers of a residual quantiser, say) is still one all-reduce.
-The sum of stats is that of all rows, so what one process gets from the whole batch is the definition of right.
+``Stats`` are float32, of shapes that depend on the book alone. Their sum over ranks is one all-reduce of K·(D + 1)·4
+bytes a head and two numbers; a tree of Stats is still one. Summed stats are those of all rows, so the result of one
+process on the whole batch is the definition of right.
 
-*Dead codes.* With a ``key``, stats carry as many rows as there are codes, drawn from the rows of all ranks
-(``rows.py``), and ``expire`` puts them where a code has got few. They are drawn whether or not a code is dead, for no
-rank can know; so that the number of collectives is one too.
+*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes (``rows.py``), and ``expire`` restarts
+codes with small counts there. Rows are drawn even if no code is dead, because no rank knows that before the collective.
 
 The average is that of van den Oord et al. 2017 (appendix A.1) with Laplace smoothing, computed as by
 vector-quantize-pytorch.
@@ -29,8 +27,8 @@ from ... import tree
 from ...kernels import dispatch
 from ...tree import node
 from . import rows
-from .book import Book, check_codes, unmapped
-from .rows import Where, unit, wide
+from .book import Book, check_row_codes, invert_affine
+from .rows import RowOffset, at_least_float32, unit
 
 T = TypeVar("T")
 
@@ -41,11 +39,11 @@ DECAY, EPS = 0.8, 1e-5  # of vector-quantize-pytorch
 class Stats:
     """Sums over rows; the sum of two is that of all their rows."""
 
-    counts: Tensor  # f32[K] or [h K], rows of each code
-    sums: Tensor  # f32[K D] or [h K D], and their sum
-    kept: Tensor  # f32[], rows that the mask keeps; of each head
-    lost: Tensor  # f32[], those of them that are not finite or have no code, and count for no code
-    drawn: Tensor | None = None  # f32[K D] or [h K D], rows to start at again
+    counts: Tensor  # f32[K] or [h K], number of rows of each code
+    sums: Tensor  # f32[K D] or [h K D], sum of the rows of each code
+    kept: Tensor  # f32[], number of rows that the mask selects, over all heads
+    lost: Tensor  # f32[], number of kept rows that are not finite or have no code; they count for no code
+    drawn: Tensor | None = None  # f32[K D] or [h K D], rows at which dead codes restart
     hits: Tensor | None = None  # f32[K] or [h K], one where a row was drawn
 
 
@@ -56,150 +54,145 @@ def stats(
     mask: Tensor | None = None,
     *,
     key: Tensor | None = None,
-    where: Where | None = None,
+    row_offset: RowOffset | None = None,
 ) -> Stats:
-    """What rows ``x`` f[... D] with ``codes`` i64[...] tell, of those that ``mask`` bool[...] keeps (its dims are the
-    first).
+    """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...], those that ``mask`` bool[...] selects.
 
-    With a ``key``, the same on every rank, rows to start dead codes at are drawn; ``where`` says which numbers this
-    rank's rows have among all (``rows.py``).
+    The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
+    ``row_offset`` numbers this rank's rows among all (``rows.py``).
 
-    Raises TypeError for other dtypes, of the book too, ValueError for other shapes, ``where`` without a key or not
-    within its total, IndexError for codes that the book does not have, where values can be seen.
+    Raises TypeError for another dtype of x, mask or book. Raises ValueError for other shapes, and a ``row_offset``
+    without a key or beyond its total. Raises IndexError for codes beyond the book, where values can be seen.
     """
     rows.check(book, x)
-    check_wide(book)
-    if codes.dtype is not torch.int64 or codes.shape != x.shape[:-1]:
-        raise ValueError(
-            f"codes: got {codes.dtype} {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row"
-        )
-    if where is not None and key is None:
-        raise ValueError("where: got numbers of rows, which only drawing needs, and no key; give both or none")
-    check_codes(book.codes.shape[-2], codes)
-    laid = wide(rows.lay(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
-    which, kept = rows.lay(book, codes), rows.laid_mask(book, mask, x)
-    laid, live = rows.settle(laid, which >= 0 if kept is None else (which >= 0) & kept)
+    check_float32(book)
+    check_row_codes(book, codes, x)
+    if row_offset is not None and key is None:
+        raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
+    flat = at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
+    codes, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
+    flat, valid = rows.zero_invalid(flat, codes >= 0 if kept is None else (codes >= 0) & kept)
     if book.metric == "cosine":
-        laid = unit(laid)
+        flat = unit(flat)
     elif book.affine is not None:
-        laid = torch.where(live[..., None], unmapped(book, laid), 0)
-    heads, num_codes, dim = len(laid), *book.codes.shape[-2:]
-    # What is beyond the book is left to fail in the sum, and must not be added to a code of the next head.
-    of_head = torch.arange(heads, device=which.device)[:, None] * num_codes
-    at = torch.where(live, torch.where(which < num_codes, which + of_head, heads * num_codes), 0).reshape(live.numel())
-    ones = live.to(laid.dtype)
-    counts = ones.new_zeros(heads * num_codes).index_add(0, at, ones.reshape(live.numel()))
-    sums = laid.new_zeros(heads * num_codes, dim).index_add(0, at, laid.reshape(live.numel(), dim))
-    number = ones.new_full((), live.numel()) if kept is None else kept.to(ones.dtype).sum()
+        flat = torch.where(valid[..., None], invert_affine(book, flat), 0)
+    heads, num_codes, dim = len(flat), *book.codes.shape[-2:]
+    # A code beyond the book must fail in the sum, and not be added to a code of the next head.
+    first = torch.arange(heads, device=codes.device)[:, None] * num_codes
+    index = torch.where(valid, torch.where(codes < num_codes, codes + first, heads * num_codes), 0)
+    index, ones = index.flatten(), valid.to(flat.dtype)
+    counts = ones.new_zeros(heads * num_codes).index_add(0, index, ones.flatten())
+    sums = flat.new_zeros(heads * num_codes, dim).index_add(0, index, flat.flatten(0, 1))
+    num_kept = ones.new_full((), valid.numel()) if kept is None else kept.to(ones.dtype).sum()
     drawn = hits = None
     if key is not None:
-        drawn, hits = rows.draw(key, num_codes, laid, kept, live, where)
+        drawn, hits = rows.draw(key, num_codes, flat, kept, valid, row_offset)
         drawn, hits = drawn.reshape(book.codes.shape), hits.reshape(book.counts.shape)
-    lost = number - ones.sum()
-    return Stats(counts.reshape(book.counts.shape), sums.reshape(book.codes.shape), number, lost, drawn, hits)
+    lost = num_kept - ones.sum()
+    return Stats(counts.reshape(book.counts.shape), sums.reshape(book.codes.shape), num_kept, lost, drawn, hits)
 
 
 def add(*each: Stats) -> Stats:
-    """The stats of all rows of several batches, for one update of what they were gathered for.
-
-    Rows are drawn in one of the batches, or in several whose ``where`` number the rows of all.
-    """
-    first = each[0]
-    for one in each[1:]:
-        if one.drawn is None or first.drawn is None:
-            drawn, hits = (one.drawn, one.hits) if first.drawn is None else (first.drawn, first.hits)
-            bare = tree.map(torch.add, *(replace(s, drawn=None, hits=None) for s in (first, one)))
-            first = replace(bare, drawn=drawn, hits=hits)
+    """Sum the stats of batches; those with drawn rows number the rows of all by ``row_offset``, or there is one."""
+    total, *rest = each
+    for other in rest:
+        drawn = [s for s in (total, other) if s.drawn is not None]
+        if len(drawn) == 1:
+            bare = (replace(s, drawn=None, hits=None) for s in (total, other))
+            total = replace(tree.map(torch.add, *bare), drawn=drawn[0].drawn, hits=drawn[0].hits)
         else:
-            first = tree.map(torch.add, first, one)
-    return first
+            total = tree.map(torch.add, total, other)
+    return total
 
 
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
-    """``book`` with counts and sums moved towards those of ``stats`` by (1 - decay)·weight; codes stay.
+    """Move counts and sums of ``book`` towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
-    ``weight`` f32[K] or [h K] says how much each code follows: 0 not at all, 1 as without it. Raises ValueError for a
-    decay outside of [0, 1), or stats or weights of another shape, TypeError for a book that is not of float32.
+    ``weight`` f32[K] or [h K] scales the step of each code, from 0, no step, to 1. Raises ValueError for a decay
+    outside of [0, 1), or stats or weights of another shape, TypeError for a book that is not of float32.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")
     _check_stats(book, stats)
     if weight is None:
-        counts, sums = book.counts.lerp(stats.counts, 1 - decay), book.sums.lerp(stats.sums, 1 - decay)
-        return replace(book, counts=counts, sums=sums)
-    if weight.shape not in (book.counts.shape, book.counts.shape[-1:]):
-        raise ValueError(
-            f"weight: got shape {tuple(weight.shape)}; wanted {tuple(book.counts.shape)}, one for each code"
-        )
-    way = ((1 - decay) * weight.to(book.counts.dtype)).expand(book.counts.shape)
-    counts, sums = book.counts.lerp(stats.counts, way), book.sums.lerp(stats.sums, way[..., None].expand_as(book.sums))
-    return replace(book, counts=counts, sums=sums)
+        step = sums_step = 1 - decay
+    elif weight.shape not in (book.counts.shape, book.counts.shape[-1:]):
+        wanted = f"wanted {tuple(book.counts.shape)}, one for each code"
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}; {wanted}")
+    else:
+        step = ((1 - decay) * weight.to(book.counts.dtype)).expand(book.counts.shape)
+        sums_step = step[..., None].expand_as(book.sums)
+    return replace(book, counts=book.counts.lerp(stats.counts, step), sums=book.sums.lerp(stats.sums, sums_step))
 
 
-def refresh(book: Book, eps: float = EPS, of: tuple[Tensor, int] | None = None) -> Book:
-    """``book`` with its codes made of its sums and counts, smoothed (Laplace); of unit length for cosine.
+def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = None) -> Book:
+    """Set the codes of ``book`` to its sums over its counts, with Laplace smoothing; of unit length for cosine.
 
-    ``of`` is the count of all codes and their number, where the book is a part of one (``parted.py``). A book whose
-    counts are all zero keeps its codes. Raises ValueError for a learnable book, whose codes gradients move, and an
-    ``eps`` that is not positive.
+    ``whole`` is the total count and the number of codes of the book of which this is a shard (``sharded.py``). A book
+    of zero counts keeps its codes. Raises ValueError for a learnable book, whose codes gradients move, and an ``eps``
+    that is not positive.
     """
     if book.learnable:
         raise ValueError("the book is learnable, its codes move by gradients; use move for its counts, or update")
     if not eps > 0:
         raise ValueError(f"eps is {eps}; wanted one above 0")
-    total, number = of or (book.counts.sum(-1, keepdim=True), book.counts.shape[-1])
-    smooth = (book.counts + eps) / (total + number * eps) * total
+    total, num_codes = whole or (book.counts.sum(-1, keepdim=True), book.counts.shape[-1])
+    smooth = (book.counts + eps) / (total + num_codes * eps) * total
     codes = book.sums / torch.where(smooth > 0, smooth, 1)[..., None]
     codes = unit(codes) if book.metric == "cosine" else codes
     return replace(book, codes=torch.where((smooth > 0)[..., None], codes, book.codes))
 
 
 def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight: Tensor | None = None) -> Book:
-    """``book`` after the rows that ``stats`` tell of: :func:`move`, then :func:`refresh`. Raises what they do."""
-    if book.learnable:
-        raise ValueError("the book is learnable, its codes move by gradients; use move for its counts, or update")
+    """Update the running averages and the codes: :func:`move`, then :func:`refresh`. Raises their errors."""
     return refresh(move(book, stats, decay, weight), eps)
 
 
 def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None = None) -> Book:
-    """``book`` with codes whose count is below ``threshold`` started again, each at a row that ``stats`` have drawn.
+    """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
 
-    Their count is then ``reset``, by default the threshold. Where more codes are dead than rows were drawn, of few rows
-    say, the rest wait, and no row is used twice.
-
-    Raises ValueError for stats without drawn rows, or in which rows were drawn twice (ranks whose rows have the same
-    numbers, where values can be seen), and for a threshold or a reset that is not positive.
+    Their count becomes ``reset``, by default the threshold. No row is used twice: if more codes are dead than rows were
+    drawn, the rest stay. Raises ValueError for a threshold or a reset that is not positive, stats without drawn rows,
+    or a row drawn twice: ranks whose rows have the same numbers, where values can be seen.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
     _check_stats(book, stats)
     drawn, hit = drawn_rows(stats)
-    dead = book.counts < threshold
-    places = torch.arange(dead.shape[-1], device=dead.device)
-    order = torch.argsort(torch.where(hit, places, places + dead.shape[-1]), -1)  # first what was drawn
-    turn = dead.cumsum(-1) - 1
-    fresh = dead & (turn < hit.sum(-1, keepdim=True))
-    at = order.gather(-1, turn.clamp(min=0))
-    row = drawn.gather(-2, at[..., None].expand(drawn.shape))
-    count = threshold if reset is None else reset
-    return replace(
-        book,
-        codes=torch.where(fresh[..., None], row, book.codes),
-        counts=torch.where(fresh, count, book.counts),
-        sums=torch.where(fresh[..., None], row * count, book.sums),
-    )
+    restarts, index = assign_drawn(book.counts < threshold, hit)
+    row = drawn.gather(-2, index[..., None].expand(drawn.shape))
+    return restart_at(book, restarts, row, threshold if reset is None else reset)
 
 
 def drawn_rows(stats: Stats) -> tuple[Tensor, Tensor]:
-    """The rows that stats have drawn, [K D] or [h K D], and where there is one, bool; ValueError if some came twice."""
+    """Return the drawn rows, [K D] or [h K D], and a mask of those that there are; ValueError for one drawn twice."""
     if stats.drawn is None or stats.hits is None:
         raise ValueError("stats: got none drawn, wanted rows to start dead codes at; give stats a key")
     if dispatch.is_direct(stats.hits.detach()) and bool((stats.hits > 1).any()):
-        raise ValueError(
-            f"stats: got {int(stats.hits.max())} rows of one number; wanted every number once, "
-            "give stats where=shard.rows(len(x), mesh, axes)"
-        )
+        wanted = "wanted every number once, give stats row_offset=shard.rows(len(x), mesh, axes)"
+        raise ValueError(f"stats: got {int(stats.hits.max())} rows of one number; {wanted}")
     return stats.drawn, stats.hits == 1
+
+
+def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+    """Assign the drawn rows that ``hit`` bool[... K] marks to ``dead`` bool[... k] codes, after ``before`` of others.
+
+    Returns which codes get a row, bool[... k], and its index in K.
+    """
+    order = torch.argsort(torch.where(hit, 0, 1), dim=-1, stable=True)
+    turn = before + dead.cumsum(-1) - 1
+    restarts = dead & (turn < hit.sum(-1, keepdim=True))
+    return restarts, order.gather(-1, torch.where(restarts, turn, 0))
+
+
+def restart_at(book: Book, restarts: Tensor, row: Tensor, count: float) -> Book:
+    """Set the codes of ``book`` that ``restarts`` marks to ``row`` [K D] or [h K D], with that ``count``."""
+    return replace(
+        book,
+        codes=torch.where(restarts[..., None], row, book.codes),
+        counts=torch.where(restarts, count, book.counts),
+        sums=torch.where(restarts[..., None], row * count, book.sums),
+    )
 
 
 def update(
@@ -211,38 +204,41 @@ def update(
     threshold: float = 0.0,
     reset: float | None = None,
 ) -> Book:
-    """``book`` after a step: :func:`ema`, of a learnable book :func:`move`, then :func:`expire` if threshold is above
-    0.
+    """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire`.
 
-    Raises what they do, and ValueError for a negative threshold, or a reset without one.
+    A threshold of 0 expires nothing. Raises their errors, and ValueError for a negative threshold, or a lone reset.
     """
-    if threshold < 0 or (reset is not None and threshold == 0):
-        raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted one above 0, or 0 and no reset")
+    check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)
     return expire(book, stats, threshold, reset) if threshold else book
 
 
 def unless_empty(stats: Stats, new: T, old: T) -> T:
-    """The tree ``new``, or ``old`` where ``stats`` are of no rows at all."""
+    """Select the tree ``new`` if ``stats`` count any row, else ``old``."""
     reached = stats.counts.sum() > 0
     return tree.map(lambda a, b: torch.where(reached, a, b), new, old)
 
 
 def perplexity(counts: Tensor) -> Tensor:
-    """How many codes are in use, f32[...], of their ``counts`` f32[... K]: exp of the entropy; 1 where all are zero."""
+    """Return the perplexity f32[...] of ``counts`` f32[... K], exp of the entropy; 1 if all are zero."""
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return torch.exp(-torch.xlogy(share, share).sum(-1))
 
 
-def check_wide(book: Book) -> None:
+def check_threshold(threshold: float, reset: float | None) -> None:
+    """Check that threshold and reset are above 0, or 0 and None: ValueError."""
+    if threshold < 0 or (reset is not None and not (threshold > 0 and reset > 0)):
+        raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0, or 0 and no reset")
+
+
+def check_float32(book: Book) -> None:
     """Raise TypeError for a book that is not of float32, or float64."""
-    wanted = (torch.float32, torch.float64)
     for name, t in (("codes", book.codes), ("counts", book.counts), ("sums", book.sums)):
-        if t.dtype not in wanted:  # of bfloat16, 256 and one are 256
+        if t.dtype not in (torch.float32, torch.float64):  # in bfloat16, 256 plus one is 256
             raise TypeError(f"book: {name} are {t.dtype}; wanted float32, leave a Book out where a model is cast")
 
 
 def _check_stats(book: Book, stats: Stats) -> None:
-    check_wide(book)
+    check_float32(book)
     if stats.sums.shape != book.sums.shape:
         raise ValueError(f"stats: got sums {tuple(stats.sums.shape)}; wanted {tuple(book.sums.shape)}, as the book's")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..codebook.book import Book
 from ..codebook.implicit import Implicit
-from ..codebook.rows import by_rows, unit
+from ..codebook.rows import map_tiles, unit
 from ..scalar import mixed_radix
 from . import residual
 from .layer import VERBS
@@ -50,7 +50,7 @@ def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | Non
     with torch.no_grad():
         left, kept, _ = residual.enter("beam.encode", state, x.detach(), None)
         flat = left.reshape(-1, left.shape[-1])
-        codes = by_rows(partial(_search, layers, weights, beam), beam * beam * left.shape[-1], flat)
+        codes = map_tiles(partial(_search, layers, weights, beam), beam * beam * left.shape[-1], flat)
     return torch.where(kept[..., None], codes.reshape(*kept.shape, len(layers)), mixed_radix.NONE)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import random, tree
-from ..quantized import Quantized, beside
+from ..quantized import Quantized, stack_trees
 from . import residual
 from .residual import Residual
 
@@ -83,7 +83,7 @@ def apply(
         some = {} if codes is None else {"codes": codes[..., i, :]}
         each.append(residual.apply(group, part, mine, mask, **some, **options))
     x, codes = torch.cat([got.x for got in each], -1), torch.stack([got.codes for got in each], -2)
-    return Quantized(x, codes, beside([got.losses for got in each]), [got.stats for got in each])
+    return Quantized(x, codes, stack_trees([got.losses for got in each]), [got.stats for got in each])
 
 
 def update(state: Grouped, stats: Sequence[Any], **options: Any) -> Grouped:

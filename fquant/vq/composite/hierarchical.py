@@ -16,8 +16,8 @@ vector-quantize-pytorch, what is left included.
 has code -1. What is masked out is zero in what comes out.
 
 *Learning.* Statistics are a list, a Stats of each scale's cells; of a shared book the one of all cells, so that it is
-updated once, as if they had been one batch. Cells are numbered example by example, so ``where`` is the number of the
-first example among those of all ranks, and how many these are.
+updated once, as if they had been one batch. Cells are numbered example by example, so ``row_offset`` is the number of
+the first example among those of all ranks, and how many these are.
 
 *Nested dropout.* With a key, and with probability ``dropout``, only the first scales stay, at least ``least`` and not
 all: the others have code -1, and add nothing, neither to losses nor to statistics.
@@ -38,12 +38,12 @@ from ... import random, tree
 from ..codebook import book as books
 from ..codebook.apply import apply as apply_book
 from ..codebook.book import Book, Metric
-from ..codebook.gradient_estimators import Path, straight_through
-from ..codebook.rows import Where
+from ..codebook.gradient_estimators import GradientEstimator, straight_through
+from ..codebook.rows import RowOffset
 from ..codebook.update import Stats, add, unless_empty
 from ..codebook.update import update as update_book
-from ..precision import exact
-from ..quantized import Quantized, beside
+from ..precision import no_autocast
+from ..quantized import Quantized, stack_trees
 from ..scalar import projection_layers
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -167,8 +167,8 @@ def apply(
     mask: Tensor | None = None,
     *,
     depth: Tensor | None = None,
-    gradient: Path = straight_through,
-    where: Where | None = None,
+    gradient: GradientEstimator = straight_through,
+    row_offset: RowOffset | None = None,
     **options: Any,
 ) -> Quantized:
     """x f[... *places dim] quantised: codes a list, losses as Means of [scales] numbers, and Levels as statistics.
@@ -176,7 +176,7 @@ def apply(
     key    i64[], the same on every rank: turns on dropout, and what of the books is random
     mask   bool[... *places], rows that count; ``vq.mask`` makes one of lengths
     depth  i64[] or [...], how many scales an example has, instead of a draw
-    where  (first, total) numbers of this rank's examples, see ``rows.py``
+    row_offset  (first, total) numbers of this rank's examples, see ``rows.py``
 
     ``options`` are those of ``apply`` of a Book. Raises what that does, and ValueError for other shapes.
     """
@@ -196,7 +196,7 @@ def apply(
         raise ValueError(f"{name}: depth is {got}; wanted int64 (), or one for each example {tuple(lead)}")
     deep = None if depth is None else depth.expand(lead).reshape(-1)
     whole, shared, cells = left.shape[0], len(state.books) == 1, [math.prod(scale) for scale in state.scales]
-    first, total = where or (0, whole)
+    first, total = row_offset or (0, whole)
     out, codes, each, stats = torch.zeros_like(left), [], [], []
     for i, scale in enumerate(state.scales):
         pooled, counted = (_pooled(t, scale) for t in (left * live, live))
@@ -210,7 +210,7 @@ def apply(
             torch.where(used[..., None], down, torch.nan),
             None if key is None else key if shared else random.fold(key, i),
             gradient=gradient,
-            where=(before + first * cells[i], total * (sum(cells) if shared else cells[i])),
+            row_offset=(before + first * cells[i], total * (sum(cells) if shared else cells[i])),
             **options,
         )
         full = _full(state, i, got.x.movedim(-1, 1), size)
@@ -222,7 +222,7 @@ def apply(
         each.append(got.losses)
     result = torch.where(kept[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
     lost = projection_layers.counted(kept, mask).bad.to(torch.float32)
-    return Quantized(result, codes, beside(each), Levels([add(*stats)] if shared else stats, lost))  # type: ignore[arg-type]
+    return Quantized(result, codes, stack_trees(each), Levels([add(*stats)] if shared else stats, lost))  # type: ignore[arg-type]
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
@@ -269,7 +269,7 @@ def _full(state: Hierarchical, i: int, q: Tensor, size: tuple[int, ...]) -> Tens
         return q
     of = state.params[round(i / max(len(state.scales) - 1, 1) * (len(state.params) - 1))]
     weight, bias = of.weight.to(q.dtype), of.bias.to(q.dtype)
-    with exact(q):
+    with no_autocast(q):
         return torch.lerp(q, CONV[len(size) - 1](q, weight, bias, padding=1), state.blend)
 
 

@@ -40,11 +40,11 @@ from ... import random, tree
 from ..codebook import rows
 from ..codebook.book import Book
 from ..codebook.book import decode as decode_book
-from ..codebook.gradient_estimators import Path
+from ..codebook.gradient_estimators import GradientEstimator
 from ..codebook.losses import cross_entropy as cross_entropy_of
-from ..codebook.rows import Where
+from ..codebook.rows import RowOffset
 from ..codebook.update import Stats, add, unless_empty
-from ..quantized import Mean, Quantized, beside
+from ..quantized import Mean, Quantized, stack_trees
 from ..scalar import mixed_radix, projection_layers
 from ..scalar.projection_layers import RowCounts
 from .layer import VERBS
@@ -101,7 +101,7 @@ def apply(
     codes: Tensor | None = None,
     depth: Tensor | None = None,
     grad_frac: float = 0.0,
-    outer: Path | None = None,
+    outer: GradientEstimator | None = None,
     **options: Any,
 ) -> Quantized:
     """x f[... dim] quantised; the losses of the layers as Means of [layers] numbers.
@@ -123,7 +123,7 @@ def apply(
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
     _check(state, x, key, codes, depth)
     start, kept, counts = enter("residual.apply", state, x, mask)
-    mask = None if mask is None else rows.expanded(mask, kept)
+    mask = None if mask is None else rows.expand_mask(mask, kept)
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
     deep = None if depth is None else depth.reshape((*depth.shape, *[1] * (kept.ndim - depth.ndim)))
@@ -133,13 +133,14 @@ def apply(
         more = dict(options) if codes is None else {**options, "codes": codes[..., i]}
         mine = None if key is None else key if state.shared else random.fold(key, i)
         if state.shared:
-            more["where"] = _numbers(i, len(layers), kept if mask is None else mask, mask, options.get("where"))
+            row_offset = options.get("row_offset")
+            more["row_offset"] = _numbers(i, len(layers), kept if mask is None else mask, mask, row_offset)
         found = VERBS[type(layer)].apply(layer, left, out, mine, used, mask, **more)
         left, out = left - _partly(found.x, grad_frac), out + found.x
         each.append(found)
     if outer is not None:
-        out = outer(start, out, None, None if key is None else _row_keys(key, kept, mask, options.get("where")))
-    losses = beside([found.losses for found in each])
+        out = outer(start, out, None, None if key is None else _row_keys(key, kept, mask, options.get("row_offset")))
+    losses = stack_trees([found.losses for found in each])
     stats: Any = counts if VERBS[type(layers[0])].update is None else [found.stats for found in each]
     stats = [add(*stats)] if state.shared else stats
     return Quantized(_leave(state, out, kept).to(x.dtype), torch.stack([f.codes for f in each], -1), losses, stats)
@@ -162,7 +163,7 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None
             raise TypeError(f"residual.cross_entropy: layers.{i} is a {type(layer).__name__}; wanted a Book")
         each.append(cross_entropy_of(layer, left, some, kept))
         left = left - decode_book(layer, some).to(left.dtype).detach()
-    return beside(each)
+    return stack_trees(each)
 
 
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
@@ -236,14 +237,14 @@ def _partly(q: Tensor, frac: float) -> Tensor:
     return q.detach() if frac == 0 else q.detach() + frac * (q - q.detach())
 
 
-def _numbers(i: int, layers: int, kept: Tensor, mask: Tensor | None, where: Where | None) -> Where:
+def _numbers(i: int, layers: int, kept: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> RowOffset:
     """The numbers of a shared book's rows: those of layer i come after those of all ranks of the layers before."""
-    first, total = where or (0, kept.numel() if mask is None else mask.sum())
+    first, total = row_offset or (0, kept.numel() if mask is None else mask.sum())
     return first + i * total, layers * total
 
 
-def _row_keys(key: Tensor, kept: Tensor, mask: Tensor | None, where: Where | None) -> Tensor:
+def _row_keys(key: Tensor, kept: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> Tensor:
     """A key i64[...] for each row, of its number."""
     flat = None if mask is None else mask.reshape(1, -1)
-    number = rows.numbers(flat, kept.reshape(1, -1), where)
-    return rows.keys(random.fold(key, "outer"), number).reshape(kept.shape)
+    number = rows.number_rows(flat, kept.reshape(1, -1), row_offset)
+    return rows.row_keys(random.fold(key, "outer"), number).reshape(kept.shape)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
-from ..precision import product
+from ..precision import matmul
 from ..quantized import Mean, Quantized
 from . import mixed_radix, projection_layers
 from .projection_layers import RowCounts
@@ -110,7 +110,7 @@ def _join(state: Binary, ones: Tensor, kept: Tensor) -> Tensor:
 def _log_p(state: Binary, logits: Tensor) -> Tensor:
     """Of every pattern: [... bits] -> [... 2^bits]."""
     ones = mixed_radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
-    return product(F.logsigmoid(logits), ones.T) + product(F.logsigmoid(-logits), (1.0 - ones).T)
+    return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Mean, Psum, Quantized, alone
+from ..quantized import Mean, Psum, Quantized, one_process
 from . import mixed_radix, projection_layers
 from .projection_layers import Projections, RowCounts, row
 
@@ -126,7 +126,7 @@ def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def apply(
-    state: FSP, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, psum: Psum = alone
+    state: FSP, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, psum: Psum = one_process
 ) -> Quantized:
     """x f[... dim] quantised, or with a ``key``, whose shape leads x's, shaken; a RowCounts as statistics.
 

@@ -134,7 +134,7 @@ def _enter(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tenso
     z, kept = projection_layers.enter(x, kept, state.params, state.num_codebooks)  # [... c d]
     if state.scale is not None:
         z = z / row(state.scale, z)
-    z, kept = rows.settle(projection_layers.turn(z, state.rotation), kept, 2)
+    z, kept = rows.zero_invalid(projection_layers.turn(z, state.rotation), kept, 2)
     return z, kept, projection_layers.counted(kept, mask)
 
 

@@ -34,8 +34,8 @@ from torch import Tensor
 from ... import random, tree
 from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
-from ..precision import product
-from ..quantized import Mean, Psum, Quantized, alone
+from ..precision import matmul
+from ..quantized import Mean, Psum, Quantized, one_process
 from . import mixed_radix, projection_layers
 from .projection_layers import Projections, RowCounts
 
@@ -137,7 +137,7 @@ def apply(
     mask: Tensor | None = None,
     *,
     inv_temperature: float = 100.0,
-    psum: Psum = alone,
+    psum: Psum = one_process,
 ) -> Quantized:
     """x f[... dim] quantised, its gradient passed straight through; a RowCounts as statistics, and the losses
 
@@ -170,7 +170,7 @@ def entropies(
     mask: Tensor | None = None,
     *,
     inv_temperature: float = 100.0,
-    psum: Psum = alone,
+    psum: Psum = one_process,
 ) -> tuple[Tensor, Tensor]:
     """What :func:`apply` has for entropies, in nats: the mean of the rows', and that of the mean."""
     z, kept, _ = _enter("lfq.entropies", state, x, mask)
@@ -191,7 +191,7 @@ def _enter(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tenso
     if state.clamp is not None:
         z = torch.tanh(z / state.clamp) * state.clamp
     if state.rotation is not None:
-        z, kept = rows.settle(projection_layers.turn(z, state.rotation), kept, 2)
+        z, kept = rows.zero_invalid(projection_layers.turn(z, state.rotation), kept, 2)
     if state.spherical:
         z = rows.direction(z) * state.scale
     return z, kept, projection_layers.counted(kept, mask)
@@ -228,7 +228,7 @@ def _entropies(
     on, off = torch.sigmoid(a), torch.sigmoid(-a)
     each = -(on * F.logsigmoid(a) + off * F.logsigmoid(-a)).sum((0, 2))  # [n]
     high, low = (_patterns(*half) for half in zip(_halves(off), _halves(on), strict=True))  # [(c g) n 2^(b/2)]
-    sums = product((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
+    sums = matmul((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
     here = weight.sum()
     sums, each, n = psum((sums, (each * weight).sum(), here))
     n = n.clamp(min=1.0)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook import rows
-from ..precision import product, times
+from ..precision import linear, matmul
 from . import mixed_radix
 
 
@@ -104,31 +104,31 @@ def start(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, 
         raise TypeError(f"{name}: x is {x.dtype}; wanted floats")
     if not x.ndim or x.shape[-1] != dim:
         raise ValueError(f"{name}: x is {tuple(x.shape)}; wanted {dim} in the last dim, as init was told")
-    return rows.settle(rows.wide(x), None if mask is None else rows.asked(mask, x, f"{name}: "))
+    return rows.zero_invalid(rows.at_least_float32(x), None if mask is None else rows.row_mask(mask, x, f"{name}: "))
 
 
 def counted(kept: Tensor, mask: Tensor | None) -> RowCounts:
     """The counts of rows of which those ``kept`` are left."""
-    asked = torch.ones_like(kept) if mask is None else rows.expanded(mask, kept)
+    asked = torch.ones_like(kept) if mask is None else rows.expand_mask(mask, kept)
     return RowCounts(kept.sum(), (~asked).sum(), (asked & ~kept).sum())
 
 
 def enter(x: Tensor, kept: Tensor, params: Projections | None, num_codebooks: int) -> tuple[Tensor, Tensor]:
     """x [... dim] -> z [... c d], settled."""
-    z = x if params is None else times(x, params.enter.weight, params.enter.bias)
-    return rows.settle(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept, 2)
+    z = x if params is None else linear(x, params.enter.weight, params.enter.bias)
+    return rows.zero_invalid(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), kept, 2)
 
 
 def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
     """x [... dim] -> z [... c d], the cosines of the angles between x and the rows of the weight, a Tensor."""
-    z = times(rows.direction(x), rows.direction(params.enter.weight))
+    z = linear(rows.direction(x), rows.direction(params.enter.weight))
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
 def leave(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
     """z [... c d] -> x [... dim], of the codes that are ``known`` bool[... c]; without one it is zero."""
     flat = rearrange(torch.where(known[..., None], z, 0.0), "... c d -> ... (c d)")
-    x = flat if params is None else times(flat, params.leave.weight, params.leave.bias)
+    x = flat if params is None else linear(flat, params.leave.weight, params.leave.bias)
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
 
@@ -136,7 +136,7 @@ def turn(z: Tensor, rotation: Tensor | None) -> Tensor:
     """z [... d] times the rotation f32[d d], if there is one."""
     if rotation is None:
         return z
-    return product(z, rotation.to(z.dtype))
+    return matmul(z, rotation.to(z.dtype))
 
 
 def turn_back(z: Tensor, rotation: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Programs that contradict themselves, since ranks are to do different things: on two and three ranks all raise.
+"""Programs in which ranks contradict each other: on two and three ranks all of them raise.
 
-They are of what ``test_vq_scenarios`` has; there ranks are one process.
+The programs that agree are in ``test_scenarios``; there the ranks equal one process.
 """
 
 import re
@@ -19,12 +19,12 @@ from tests.helpers.vq.scenarios import SIZES, Here, book_of, learn, mine, total,
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
 ]
 
 
-def told_apart(here, change):
-    """Rank 0 has another book, or has learned by itself: whoever asks is told, on all ranks."""
+def compared(here, change):
+    """Compare books after ``change`` on this rank; the fingerprint detects a difference on all ranks."""
     book = change(here, book_of())
     agree.same("books", agree.fingerprint(book))
 
@@ -38,7 +38,7 @@ def learned_alone(here, book):
 
 
 def unnumbered(here):
-    """Each rank draws rows for dead codes as if it had all of them."""
+    """Draw rows for dead codes on each rank as if it had all rows."""
     book = book_of()
     stats = vq.apply(book, mine(here, batch(0))[:9], random.key(0), draw=True).stats
     return vq.update(book, total(here, stats), threshold=2.0)
@@ -50,12 +50,12 @@ def unnumbered_kmeans(here):
 
 def too_few(here):
     x = mine(here, batch(0)[:12])
-    where = shard.rows(len(x), here.mesh, AXES)
-    return vq.kmeans(vq.init(3, K, D), x, random.key(1), where=where, psum=partial(total, here))
+    row_offset = shard.rows(len(x), here.mesh, AXES)
+    return vq.kmeans(vq.init(3, K, D), x, random.key(1), row_offset=row_offset, psum=partial(total, here))
 
 
 def captured(here, programs):
-    """Rank 0 runs the first of ``programs``, the others the second: names of captured functions, in order."""
+    """Run the first of ``programs`` on rank 0, the second on others; each lists captured functions in order."""
 
     def train(book, x):
         return vq.ema(book, total(here, vq.stats(book, x, vq.encode(book, x))))
@@ -76,7 +76,7 @@ def captured(here, programs):
 
 
 def crossed(here):
-    """One captured function for two books of one shape, whose sums cross: what comes of it is told apart."""
+    """Update two books of one shape in another order on rank 0, which crosses their sums, and compare the books."""
     step = jit(lambda book, x: vq.ema(book, total(here, vq.stats(book, x, vq.encode(book, x)))))
     books, x = {"a": book_of(1), "b": book_of(2)}, mine(here, batch(0))
     for name in "ab" if here.rank == 0 else "ba":
@@ -84,19 +84,20 @@ def crossed(here):
     agree.same("books", agree.fingerprint(books))
 
 
+NUMBERS = "stats: got [23] rows of one number; .*row_offset=shard.rows"
 OTHER = "ranks are about to run different things: rank 0 {}; ranks? [1, 2]+ {}"
 REFUSED = {
     "per-rank seeds": (
-        partial(told_apart, change=lambda here, book: book_of(here.rank)), "books: ranks disagree on codes"
+        partial(compared, change=lambda here, book: book_of(here.rank)), "books: ranks disagree on codes"
     ),
-    "loaded on rank 0": (partial(told_apart, change=loaded), "books: ranks disagree on codes"),
+    "loaded on rank 0": (partial(compared, change=loaded), "books: ranks disagree on codes"),
     "counts of one rank say that codes are dead": (
-        partial(told_apart, change=lambda here, book: replace(book, counts=book.counts * here.rank)),
+        partial(compared, change=lambda here, book: replace(book, counts=book.counts * here.rank)),
         "books: ranks disagree on counts",
     ),
-    "no sum": (partial(told_apart, change=learned_alone), "books: ranks disagree on codes"),
-    "dead codes without numbers of rows": (unnumbered, "stats: got [23] rows of one number; .*where=shard.rows"),
-    "k-means without numbers of rows": (unnumbered_kmeans, "stats: got [23] rows of one number; .*where=shard.rows"),
+    "no sum": (partial(compared, change=learned_alone), "books: ranks disagree on codes"),
+    "dead codes without numbers of rows": (unnumbered, NUMBERS),
+    "k-means without numbers of rows": (unnumbered_kmeans, NUMBERS),
     "k-means of fewer rows than codes": (too_few, "kmeans: got 12 rows for 16 codes"),
     "one more training step on rank 0": (
         partial(captured, programs=("train train measure", "train measure")), OTHER.format("train", "measure")

@@ -1,4 +1,4 @@
-"""Quantisers made of books: on a mesh what they are in one process, by one collective an update; all transforms."""
+"""Quantisers composed of books: a mesh equals one process with one collective an update, and all transforms hold."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.helpers import ranks
 from tests.helpers.vq.family import DIM, LEARN, STATES
 from tests.helpers.vq.peers import assert_close, drawn
 
-# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
+# Forward mode of torch loads its decompositions through torch.jit.script, which is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 SPLITS = [[13, 3], [13, 0, 3]]  # examples of each rank
 MORE_SPLITS = [[8, 8], [0, 16], [5, 5, 6], [0, 0, 16]]
@@ -24,16 +24,16 @@ slow = lambda cases: [pytest.param(case, marks=pytest.mark.slow, id=str(case)) f
 
 
 def data():
-    """All examples [16 5 dim] and which rows count; two are bad."""
+    """Return all examples [16 5 dim], two of them not finite, and a mask."""
     x = drawn(16, 5, DIM)
     x[3, 2, 1] = x[9] = torch.nan
     return x, torch.arange(80).reshape(16, 5) % 7 > 0
 
 
-def step(name, state, x, mask, where, psum):
-    """Losses, codes and the state after an update that starts dead codes again."""
+def step(name, state, x, mask, row_offset, psum):
+    """Return losses, codes, the state after an update that restarts dead codes, and the number of collectives."""
     verbs = STATES[name][0]
-    more = {"draw": True, "where": where} if name in LEARN else {}
+    more = {"draw": True, "row_offset": row_offset} if name in LEARN else {}
     got = verbs.apply(state, x, random.key(5), mask, **more)
     stats, losses = got.stats, got.losses
     if name in LEARN:
@@ -53,8 +53,8 @@ def on_a_rank(split):
     examples, rows = (shard.rows(n, mesh, axes) for n in (len(x), mask.sum()))
     found = {}
     for name, (_, make) in STATES.items():
-        where = examples if "hierarchical" in name else rows
-        losses, codes, state, calls = step(name, make(), x, mask, where, lambda t: shard.psum(t, mesh, axes))
+        row_offset = examples if "hierarchical" in name else rows
+        losses, codes, state, calls = step(name, make(), x, mask, row_offset, lambda t: shard.psum(t, mesh, axes))
         found[name] = losses, codes, tree.leaves(state), calls
     return found
 
@@ -93,7 +93,7 @@ def loss(name, state, x):
 def test_transforms(name):
     (verbs, make), x = STATES[name], clean()
     state = make()
-    # one example after the other
+    # vmap over examples
     whole, each = verbs.apply(state, x), vmap(lambda x: verbs.apply(state, x))(x)
     assert_close(each.x, whole.x, 1e-6)
     assert all(torch.equal(*both) for both in zip(tree.leaves(each.codes), tree.leaves(whole.codes), strict=True))
@@ -101,7 +101,7 @@ def test_transforms(name):
     assert all(torch.equal(*both) for both in zip(tree.leaves(codes), tree.leaves(whole.codes), strict=True))
     slopes = vmap(grad(lambda x: loss(name, state, x)))(x)
     assert_close(slopes, torch.stack([grad(lambda x: loss(name, state, x))(one) for one in x]), 1e-5)
-    # forwards what it is backwards
+    # forward mode against reverse mode
     v, by = drawn(*x.shape, seed=9), grad(lambda state, x: loss(name, state, x), (0, 1))(state, x)
     dv = tree.map(lambda t: drawn(*t.shape, seed=t.numel() + 1), state)
     forwards = jvp(lambda state, x: loss(name, state, x), (state, x), (dv, v))[1]

@@ -1,6 +1,6 @@
-"""Codebooks on ranks: whatever the rows of each, all have the same book, and it is that of one process on all rows.
+"""Codebooks on ranks: for any split of the rows, all ranks have the book of one process on all rows.
 
-Scenarios in which vector-quantize-pytorch hangs, aborts or silently diverges are in test_vq_scenarios.
+Scenarios in which vector-quantize-pytorch hangs, aborts or silently diverges are in ``test_scenarios``.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.helpers.vq.mesh import AXES, ROWS, STEPS, D, K, batch, cut_of, same, 
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
 ]
 SPLITS = {  # rows of each rank
     "2 even": (30, 30),
@@ -39,27 +39,28 @@ KINDS = {
 
 
 def kept(step):
-    """Some rows are masked, and some are broken: on one rank all of them."""
+    """Return the mask of a step."""
     return torch.rand(ROWS, generator=torch.Generator().manual_seed(step)) > 0.3
 
 
 def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
-    """``steps`` of training on the rows ``cut`` of every batch; what comes out, and the collectives of each step.
+    """Train on the rows ``cut`` of every batch; return the results and the collectives of each step.
 
-    Without a mesh the rows are all there are.
+    Without a mesh, ``cut`` has all rows.
     """
     psum = partial(shard.psum, mesh=mesh, axes=AXES) if mesh else lambda t: t
     book, opt = spread(vq.init(3, K, D, **options)), optim.sgd(0.5)
     state, values, counts = opt.init(book.codes), [], []
 
-    def loss(codes, book, x, key, mask, where, total):
-        out = vq.apply(replace(book, codes=codes), x, key, mask=mask, draw=True, where=where, losses=("commitment",))
+    def loss(codes, book, x, key, mask, row_offset, total):
+        book = replace(book, codes=codes)
+        out = vq.apply(book, x, key, mask=mask, draw=True, row_offset=row_offset, losses=("commitment",))
         return out.losses["commitment"].sum / total, out
 
-    def step(book, state, x, key, mask, where):
-        total = torch.tensor(float(ROWS * D))  # what every rank knows of the whole batch
+    def step(book, state, x, key, mask, row_offset):
+        total = torch.tensor(float(ROWS * D))  # the size of the whole batch, known to every rank
         f = grad_and_value(loss, has_aux=True)
-        grads, (value, out) = f(book.codes, book, x, key, mask, where, total)
+        grads, (value, out) = f(book.codes, book, x, key, mask, row_offset, total)
         sums = {"stats": out.stats, "grads": grads, "value": value}
         if book.affine is not None:  # in float64, so another collective
             sums["moments"] = vq.moments(book, x, mask)
@@ -74,18 +75,18 @@ def run(mesh, cut, options, steps=STEPS, masked=False, captured=False):
     step = jit(step) if captured else step
     for i in range(steps):
         x, mask = batch(i, options.get("heads"))[cut], kept(i)[cut] if masked else None
-        where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
+        row_offset = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES) if mesh else None
         if masked:
             x = torch.where(torch.arange(ROWS)[cut].reshape(-1, *[1] * (x.ndim - 1)) % 13 == 5, torch.nan, x)
         with shard.traffic() as traffic:
-            book, state, value, stats = step(book, state, x, random.fold(random.key(9), i), mask, where)
+            book, state, value, stats = step(book, state, x, random.fold(random.key(9), i), mask, row_offset)
         values.append(value)
         counts.append([call[:2] for call in traffic.calls])
     return {"book": book, "values": values, "stats": stats}, counts
 
 
 def ranked(sizes, kinds, **how):
-    """What :func:`run` gives of each of ``kinds``."""
+    """Return :func:`run` of each of ``kinds``."""
     mesh = shard.mesh(fsdp=len(sizes))
     return {kind: run(mesh, cut_of(sizes), KINDS[kind], **how) for kind in kinds}
 
@@ -95,7 +96,7 @@ QUICK = ("2 uneven", "3, one empty")
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process has of each kind."""
+    """Return the result of one process for each kind."""
     return {kind: run(None, slice(None), options)[0] for kind, options in KINDS.items()}
 
 
@@ -150,16 +151,18 @@ def clustered(sizes):
     for kind, masked in CLUSTERED:
         x, mask = batch(0, KINDS[kind].get("heads"))[cut], kept(0)[cut] if masked else None
         with shard.traffic() as traffic:
-            where = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
+            row_offset = shard.rows(len(x) if mask is None else mask.sum(), mesh, AXES)
             psum = partial(shard.psum, mesh=mesh, axes=AXES)
-            book = vq.kmeans(vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask, where=where, psum=psum)
+            book = vq.kmeans(
+                vq.init(3, K, D, **KINDS[kind]), x, random.key(1), 5, mask=mask, row_offset=row_offset, psum=psum
+            )
         found.append((book, traffic.count("all_reduce")))
     return found
 
 
 @pytest.mark.parametrize("split", ["2, the first empty", "3, one empty"])
 def test_kmeans_is_that_of_one_process(split):
-    """Its start too, which is another draw of rows in vector-quantize-pytorch, and an error with heads."""
+    """The start too, for which vector-quantize-pytorch draws other rows on ranks, and fails with heads."""
     each = ranks.run(len(SPLITS[split]), clustered, SPLITS[split])
     for (kind, masked), *of_ranks in zip(CLUSTERED, *each, strict=True):
         x, mask = batch(0, KINDS[kind].get("heads")), kept(0) if masked else None
@@ -170,13 +173,15 @@ def test_kmeans_is_that_of_one_process(split):
 
 
 def uneven_batches(batches):
-    """Ranks with different numbers of batches: who has none left brings no rows."""
+    """Train on ranks with different numbers of batches: a rank without a batch has no rows."""
     mesh, rank = shard.mesh(fsdp=len(batches)), dist.get_rank()
     book = spread(vq.init(3, K, D))
     for i in range(max(batches)):
         x = batch(10 * rank + i, n=20 if i < batches[rank] else 0)
-        where = shard.rows(len(x), mesh, AXES)
-        stats = shard.psum(vq.apply(book, x, random.fold(random.key(0), i), draw=True, where=where).stats, mesh, AXES)
+        row_offset = shard.rows(len(x), mesh, AXES)
+        stats = shard.psum(
+            vq.apply(book, x, random.fold(random.key(0), i), draw=True, row_offset=row_offset).stats, mesh, AXES
+        )
         book = vq.update(book, stats, threshold=1.0)
     return book
 
@@ -191,11 +196,11 @@ def test_uneven_numbers_of_batches(batches):
 
 
 def replicas():
-    """Ranks along fsdp have the same rows, as tensor parallel ones have: they are not counted twice."""
+    """Sum over dp alone: ranks along fsdp have the same rows, as in tensor parallelism."""
     mesh = shard.mesh(dp=2, fsdp=2)
     book, x = spread(vq.init(3, K, D)), batch(0).tensor_split(2)[mesh.get_local_rank("dp")]
-    where = shard.rows(len(x), mesh, ("dp",))
-    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True, where=where).stats, mesh, ("dp",))
+    row_offset = shard.rows(len(x), mesh, ("dp",))
+    stats = shard.psum(vq.apply(book, x, random.key(0), draw=True, row_offset=row_offset).stats, mesh, ("dp",))
     return vq.update(book, stats, threshold=1.0)
 
 
@@ -206,7 +211,7 @@ def test_replicas_of_rows_count_once():
 
 
 def diverse(sizes):
-    """The batch is split over ranks; positions are 5."""
+    """Split the batch over ranks, with 5 positions."""
     mesh, book = shard.mesh(fsdp=len(sizes)), replace(spread(vq.init(3, K, D)), learnable=True)
     x = batch(0).reshape(-1, 5, D)[cut_of(sizes)]
     psum = partial(shard.psum, mesh=mesh, axes=AXES)

@@ -1,6 +1,6 @@
 """The codebook beside vector-quantize-pytorch 1.32: from one state, equal outputs, codes, losses, gradients and state.
 
-Everything where that library is right; where it is not, oracles are in the other files.
+Cases in which that library is wrong have oracles in the other files.
 """
 
 import warnings
@@ -28,7 +28,7 @@ def rows(*shape, seed=0):
 
 
 def pair(dim=D, heads=None, metric="euclidean", learnable=False, affine=False, **options):
-    """A book, and a peer with its codes; codes are spread as rows are, so that many are in use."""
+    """Return a book and a peer with its codes, which are spread like rows, so that many are in use."""
     book = vq.init(3, K, dim, heads=heads, metric=metric, learnable=learnable, affine=affine)
     if metric == "euclidean":
         codes = rows(*book.codes.shape, seed=77)
@@ -54,7 +54,7 @@ def split(x, heads):
 
 
 def weighed(x):
-    """A scalar with a different gradient for every number of x."""
+    """Return a scalar with a different gradient for every number of x."""
     return (x * torch.linspace(-1, 2, x.numel()).reshape(x.shape)).sum()
 
 
@@ -71,7 +71,7 @@ def same_state(book, them):
 
 
 STE, DIRECT = {"rotation_trick": False}, {"rotation_trick": False, "route_gradients_to_input": False}
-CASES = {  # what a book has, what the peer is told beside it, how ours is applied
+CASES = {  # options of both, of the peer alone, and of our apply
     "rotation": ({}, {}, {}),
     "straight-through": ({}, STE, {"gradient": vq.straight_through}),
     "no gradient": ({}, DIRECT, {"gradient": vq.direct}),
@@ -133,19 +133,19 @@ CASES = {  # what a book has, what the peer is told beside it, how ours is appli
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step(name):
-    """One step: output, codes, loss, gradients of rows and codes, and the state that it leaves."""
-    of, told, asked = CASES[name]
-    book, them = pair(**of, **told)
-    heads = of.get("heads")
+    """Compare one step: output, codes, loss, gradients of rows and codes, and the state after it."""
+    options, peer_options, apply_options = CASES[name]
+    book, them = pair(**options, **peer_options)
+    heads = options.get("heads")
     x = rows(B, N, D * (heads or 1))
     theirs = x.clone().requires_grad_()
-    # Frozen first: its average is written over what its autograd saved, and gradients are those of other codes.
-    wanted, codes, loss = them(theirs, freeze_codebook=not of.get("learnable"))
-    parameter = [them._codebook.embed] if of.get("learnable") else []
+    # Frozen first: the peer writes its average over tensors that autograd saved, which changes its gradients.
+    wanted, codes, loss = them(theirs, freeze_codebook=not options.get("learnable"))
+    parameter = [them._codebook.embed] if options.get("learnable") else []
     grads = torch.autograd.grad(weighed(wanted) + loss, [theirs, *parameter], allow_unused=True)
 
     def ours(x, book):
-        out = vq.apply(book, split(x, heads), **asked)
+        out = vq.apply(book, split(x, heads), **apply_options)
         loss = sum((vq.mean(one) for one in out.losses.values()), torch.zeros(()))
         return weighed(out.x.flatten(2)) + loss, (out, loss)
 
@@ -190,10 +190,10 @@ def test_twenty_steps(name):
         torch.testing.assert_close(vq.mean(out.losses["commitment"]), loss.detach().reshape(()), **CLOSE)
         book = vq.update(book, out.stats, **step)
         same_state(book, them)
-    assert vq.perplexity(out.stats.counts).min() > 5  # the steps had something to choose
+    assert vq.perplexity(out.stats.counts).min() > 5  # several codes are in use
     them.eval()
     x = rows(B, N, D * options.get("heads", 1), seed=99)
-    if not options.get("affine"):  # whose averages move in evaluation too, there
+    if not options.get("affine"):  # the peer moves its averages in evaluation too
         codes = vq.encode(book, split(x, options.get("heads")))
         wanted, theirs, _ = them(x)
         assert torch.equal(codes, theirs)
@@ -209,7 +209,7 @@ def test_affine_quantises_with_the_averages_of_this_step():
     for name, one in list(zip(names, tree.leaves(book.affine), strict=True))[:4]:
         torch.testing.assert_close(one, getattr(them._codebook, name)[0, 0], **CLOSE)
     them(x + 1)
-    book = vq.update(book, vq.apply(book, x).stats)  # the means of codes are those of the book as it is now
+    book = vq.update(book, vq.apply(book, x).stats)  # the means of codes are those of the current book
     book = vq.shift(book, vq.moments(book, x + 1))
     assert book.affine is not None
     torch.testing.assert_close(book.affine.code_mean, them._codebook.codebook_mean[0, 0], **CLOSE)
@@ -285,7 +285,7 @@ def test_the_best_few(metric):
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_a_codebook_of_each_row(metric):
-    """A transform of codes that a row decides on, as implicit neural codebooks have."""
+    """Transform codes by a row, as implicit neural codebooks do."""
     book, them = pair(metric=metric)
     x, given, mix = rows(B, N, D), rows(B, N, 3, seed=1), rows(D + 3, D, seed=2)
 
@@ -337,7 +337,7 @@ def test_kmeans_from_the_same_rows(metric):
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_the_step_after_a_start_by_kmeans(metric):
-    """What it leaves is averaged once there, before the first step."""
+    """The peer averages its result once, before the first step."""
     x, key, book = rows(400, D), random.key(4), vq.init(0, K, D, metric=metric)
     with warnings.catch_warnings(action="ignore"):
         them: Any = peer.VectorQuantize(

@@ -1,4 +1,4 @@
-"""Random projections: the codes of vector-quantize-pytorch, of the nearest of all vectors."""
+"""Random projections: the codes of vector-quantize-pytorch, and of the vector with the smallest angle."""
 
 import math
 from functools import partial
@@ -15,7 +15,7 @@ from tests.helpers.vq.peers import assert_close, drawn
 
 
 def both(heads, norm):
-    """One of the peer's for each head: of several it has a Linear between the projection and the codebooks, too."""
+    """Return a peer for each head, because one of several heads adds a Linear before the codebooks."""
     torch.manual_seed(1)
     make = partial(RandomProjectionQuantizer, dim=12, codebook_size=50, codebook_dim=6, norm=norm)
     peers = [make() for _ in range(heads)]
@@ -65,7 +65,7 @@ def test_equal_vectors_have_the_first_code():
 
 
 def test_it_begins_at_random_by_its_key():
-    """Projections with the variance of Xavier's; vectors of length 1 and in all directions."""
+    """Projections have the variance of Xavier's; vectors have length 1 and all directions."""
     state = random_projection.init(0, 400, 500, 100, num_codebooks=2)
     variance = state.weight.double().square().mean()
     assert abs(variance - 2 / 500) < 5 * 2 / 500 * math.sqrt(2 / state.weight.numel())

@@ -1,9 +1,9 @@
-"""Codebooks on two and three ranks where vector-quantize-pytorch hangs, aborts, or goes astray without a word.
+"""Codebooks on two and three ranks in scenarios where vector-quantize-pytorch hangs, aborts, or silently diverges.
 
-A row is a program that every rank runs on rows of its own, some ranks having none. After it all ranks have what one
-process has that runs it on all rows, whatever rank 0 has done besides. Programs that contradict themselves are in
-test_vq_contradictions, training as such is in test_vq_mesh, losses that are no sums, of LFQ and FSP, are in
-test_vq_scalar_mesh, and other quantisers in test_vq_family.
+A scenario is a program that every rank runs on its own rows; some ranks have none. After it all ranks have the result
+of one process on all rows, even if rank 0 does more. Programs in which ranks contradict each other are in
+``test_contradictions``, plain training is in ``test_mesh``. Losses of LFQ and FSP that are not sums are in
+``test_scalar_mesh``, other quantisers in ``test_family``.
 """
 
 from dataclasses import replace
@@ -25,15 +25,15 @@ from tests.helpers.vq.scenarios import SIZES, Here, book_of, learn, mine, total,
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
 ]
 
 
 def evaluate(book, x):
-    """All that evaluation does, and what training does before it communicates: nothing in these talks."""
+    """Run evaluation and the local part of training, and check that neither communicates."""
     with shard.traffic() as traffic:
         vq.decode(book, vq.encode(book, x, top=3))
-        out = vq.apply(book, x, random.key(5), draw=True, where=(0, ROWS), temperature=1.0)
+        out = vq.apply(book, x, random.key(5), draw=True, row_offset=(0, ROWS), temperature=1.0)
         vq.update(book, out.stats, threshold=2.0)
         vq.perplexity(out.stats.counts)
         if book.affine is not None:
@@ -42,7 +42,7 @@ def evaluate(book, x):
 
 
 def own_seeds(here):
-    """Ranks begin with codes of their own, and are told those of rank 0."""
+    """Start ranks with codes of their own, and broadcast those of rank 0."""
     book = book_of(here.rank)
     book = book if here.mesh is None else shard.replicate(book)
     for i in range(3):
@@ -51,7 +51,7 @@ def own_seeds(here):
 
 
 def loaded_on_rank_0(here):
-    """Rank 0 has a trained book, of a checkpoint, and codes that are dead; the others have a new one."""
+    """Load a trained book with dead codes on rank 0; the others have a new one."""
     book = book_of()
     if here.rank == 0:
         book = vq.kmeans(book, batch(5), random.key(1))
@@ -61,7 +61,7 @@ def loaded_on_rank_0(here):
 
 
 def checkpointed(here):
-    """A quantiser within what is computed again in the backward, whichever way: its stats are counted once."""
+    """Quantise inside activation checkpointing, of three kinds: the stats are counted once."""
     book, x = book_of(), mine(here, batch(0))
 
     def block(w, book, x):
@@ -86,19 +86,19 @@ def checkpointed(here):
 
 
 def accumulated(here):
-    """Three batches for one update, without a word between them; the rows for dead codes are those of the first."""
+    """Accumulate three batches for one update without a collective; rows for dead codes come from the first."""
     book, each = replace(book_of(), counts=torch.zeros(K)), []
     for i in range(3):
         x = mine(here, batch(i))
-        where = None if here.mesh is None or i else shard.rows(len(x), here.mesh, AXES)
+        row_offset = None if here.mesh is None or i else shard.rows(len(x), here.mesh, AXES)
         with shard.traffic() as traffic:
-            each.append(vq.apply(book, x, random.key(2), draw=i == 0, where=where).stats)
+            each.append(vq.apply(book, x, random.key(2), draw=i == 0, row_offset=row_offset).stats)
         assert not traffic.calls
     return vq.update(book, total(here, vq.add(*each)), threshold=2.0)
 
 
 def replicas(here):
-    """All ranks have the same rows, as those have that share a tensor: rows are summed over ``dp`` alone."""
+    """Sum over ``dp`` alone, because all ranks have the same rows, as in tensor parallelism."""
     book = book_of()
     for i in range(3):
         book = learn(here, book, batch(i), i, axes=("dp",))
@@ -106,7 +106,7 @@ def replicas(here):
 
 
 def two_books(here, sizes):
-    """Two books that ranks come to in different order: the sum is taken where both are done."""
+    """Apply two books in another order on each rank, and sum the stats of both together."""
     books = {name: spread(vq.init(i, size, D)) for i, (name, size) in enumerate(zip("ab", sizes, strict=True))}
     stats = {}
     for i in (0, 1) if here.rank == 0 else (1, 0):
@@ -126,7 +126,7 @@ def more_dead_codes_than_rows(here):
 
 
 def a_forward_more(here):
-    """Rank 0 evaluates, and takes a step of its own, between the steps of all."""
+    """Evaluate on rank 0, with a local step, between the steps of all ranks."""
     book = book_of(affine=True)
     for i in range(2):
         x = mine(here, batch(i))
@@ -138,13 +138,13 @@ def a_forward_more(here):
 
 
 def an_empty_mask(here):
-    """All rows of rank 0 are masked, while codes are dead."""
+    """Mask all rows of rank 0 while codes are dead."""
     book = replace(book_of(), counts=torch.zeros(K))
     return learn(here, book, mine(here, batch(0)), mask=mine(here, torch.arange(ROWS) >= here.sizes[0]))
 
 
 def frozen(here):
-    """Rank 0 keeps its book, which goes on to be what the others' are; it brings its rows all the same."""
+    """Keep the old book on rank 0, which still contributes its rows to the update."""
     book = book_of()
     after = learn(here, book, mine(here, batch(0)))
     kept = book if here.rank == 0 else after
@@ -153,14 +153,14 @@ def frozen(here):
 
 
 def frozen_under_a_beam(here):
-    """The same of a residual whose codes are searched for together."""
+    """Keep the old state on rank 0, of a residual with beam search."""
     state, x = residual.init_books(0, 7, D, 3), mine(here, batch(0))
     state = tree.map_at(r"layers\.\d+\.codes", lambda t: drawn(*t.shape, seed=len(t)), state)
     before = tree.map(torch.clone, state)
-    where = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
+    row_offset = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
     with shard.traffic() as traffic:
         codes = beam.encode(state, x, 4)
-        out = residual.apply(state, x, random.key(3), codes=codes, draw=True, where=where)
+        out = residual.apply(state, x, random.key(3), codes=codes, draw=True, row_offset=row_offset)
     after = residual.update(state, total(here, out.stats), threshold=1.0)
     with shard.traffic() as more:
         kept = beam.encode(state if here.rank == 0 else after, batch(0), 4)
@@ -173,7 +173,7 @@ def frozen_under_a_beam(here):
 
 
 def another_branch(here):
-    """The rows of rank 0 alone come to the book."""
+    """Pass only the rows of rank 0 to the book."""
     x = batch(0)[: here.sizes[0]]
     return learn(here, book_of(), x if here.rank == 0 else x[:0])
 
@@ -182,13 +182,13 @@ def evaluated_before_kmeans(here):
     book, x = vq.init(3, K, D), mine(here, batch(0))
     if here.rank == 0:
         evaluate(book, x)
-    where = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
-    book = vq.kmeans(book, x, random.key(1), 4, where=where, psum=partial(total, here))
+    row_offset = None if here.mesh is None else shard.rows(len(x), here.mesh, AXES)
+    book = vq.kmeans(book, x, random.key(1), 4, row_offset=row_offset, psum=partial(total, here))
     return learn(here, book, x)
 
 
 def groups(here):
-    """Rank 0 runs what draws a depth and quantises, for itself."""
+    """Quantise once more on rank 0, with a depth of its own."""
     books = grouped.init(0, [partial(residual.init_books, num_codes=7, width=D // 2, num_layers=3, dropout=True)] * 2)
     books = tree.map_at(r"groups\.\d+\.layers\.\d+\.codes", lambda t: 30 * t, books)
     scalars = grouped.init(1, [partial(residual.init_fsq, levels=(5, 3), num_layers=3, dropout=True)] * 2)
@@ -204,7 +204,7 @@ def groups(here):
 
 
 def interleaved(here):
-    """A sum of the user's is under way while rows are quantised, begun before on one rank and after on others."""
+    """Overlap a user's all-reduce with the quantiser; rank 0 starts it before, the others after."""
     book, x, work = book_of(), mine(here, batch(0)), None
     other = torch.arange(3.0) + here.rank
     if here.mesh is None:
@@ -220,7 +220,7 @@ def interleaved(here):
 
 
 def implicit_and_dropout(here):
-    """Networks of layers that are dropped have gradients of zeros, as every rank knows."""
+    """Train implicit codebooks with dropout: networks of dropped layers have zero gradients on every rank."""
     state = residual.init_implicit(0, 7, D, 3, depth=1, dropout=True)
     state = tree.map_at(r"layers\.\d+(\.book)?\.codes", lambda t: drawn(*t.shape, seed=len(t)), state)
     depths = set()
@@ -239,7 +239,7 @@ def implicit_and_dropout(here):
     return state
 
 
-EQUAL = {  # by their names in the list of what goes wrong elsewhere
+EQUAL = {  # by the name of the failure in vector-quantize-pytorch
     "per-rank seeds": own_seeds,
     "different initted: loaded on rank 0": loaded_on_rank_0,
     "activation checkpointing": checkpointed,

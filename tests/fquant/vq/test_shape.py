@@ -1,4 +1,4 @@
-"""Every quantiser has the same verbs, which take the same first arguments and mean the same by them."""
+"""Every quantiser has the same verbs, with the same first arguments of the same meaning."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from fquant.vq.scalar import binary, fsp, fsq, latent, lfq
 from tests.helpers.vq.peers import drawn
 
 D = 6
-CASES = {  # verbs, what makes a state of a key, and how many codes there are
+CASES = {  # verbs, a function from a key to a state, and the number of codes
     "book": (vq, lambda key: vq.init(key, 9, D), 9),
     "heads": (vq, lambda key: vq.init(key, 9, D, heads=4), 9),
     "a part": (sharded, lambda key: sharded.init(key, 9, D), 9),
@@ -32,8 +32,8 @@ CASES = {  # verbs, what makes a state of a key, and how many codes there are
     "projection": (random_projection, lambda key: random_projection.init(key, D, 9, 4, num_codebooks=2), 9),
 }
 MODULES = {verbs for verbs, _, _ in CASES.values()} | {implicit}
-LEARN = ("book", "heads", "a part", "residual", "shared", "implicit", "grouped", "hierarchical")  # some rows are drawn
-SHAPE = {"encode": 2, "decode": 2, "apply": 4, "update": 2}  # verbs, and how many arguments can be given by place
+LEARN = ("book", "heads", "a part", "residual", "shared", "implicit", "grouped", "hierarchical")  # from drawn rows too
+SHAPE = {"encode": 2, "decode": 2, "apply": 4, "update": 2}  # verbs, and their number of positional arguments
 every = pytest.mark.parametrize("name", CASES)
 
 
@@ -52,7 +52,7 @@ def test_a_state_is_a_function_of_its_key(name):
     assert tree.structure(state) == tree.structure(same) == tree.structure(other)
     assert all(torch.equal(*both) for both in zip(tree.leaves(state), tree.leaves(same), strict=True))
     apart = [not torch.equal(*both) for both in zip(tree.leaves(state), tree.leaves(other), strict=True)]
-    assert any(apart) or name == "binary"  # of which nothing is drawn
+    assert any(apart) or name == "binary"  # it draws nothing
 
 
 def test_parts_of_one_key_are_parts_of_one_book():
@@ -128,4 +128,4 @@ def test_a_mask_of_the_first_dims_is_one_of_all(name):
     got, wanted = (verbs.apply(make(0), x, random.key(1), m, **more) for m in (mask, whole))
     assert got.x[1].eq(0).all() and got.x[0].ne(0).any()
     for a, b in zip(tree.leaves(tuple(got)), tree.leaves(tuple(wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # nan marks what a part has masked
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # nan marks the masked rows of a shard

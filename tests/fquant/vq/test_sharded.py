@@ -1,4 +1,4 @@
-"""A book whose codes lie on several ranks is on all of them what it is in one process, and says what it sends."""
+"""A sharded book equals the book of one process on every rank, and sends the documented bytes."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.helpers import ranks
 from tests.helpers.vq.peers import assert_close, drawn
 from tests.helpers.vq.sharded import gradients_are_those_of_all_rows, one_book, steps
 
-# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
+# Forward mode of torch loads its decompositions through torch.jit.script, which is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 K, D, N = 23, 5, 30
 BOOKS = {
@@ -35,7 +35,7 @@ def whole(name, codes=K, dim=D):
 
 
 def data(rows=N, dim=D):
-    """Rows, of which two are bad, and which count."""
+    """Return rows, two of them not finite, and a mask."""
     x = drawn(rows, dim, seed=1)
     x[4], x[17, 2] = torch.nan, torch.inf
     return x, torch.arange(rows) % 6 > 0
@@ -48,7 +48,7 @@ def data(rows=N, dim=D):
 @pytest.mark.parametrize("name", BOOKS)
 def test_parts_are_one_book(name, split):
     book = one_book(whole(name), *data(), split, 1.5)
-    assert (book.counts == 1.5).sum() > 3  # codes started again
+    assert (book.counts == 1.5).sum() > 3  # codes restarted
 
 
 @pytest.mark.xdist_group("ranks")
@@ -59,12 +59,12 @@ def test_gradients_of_codes_are_those_of_all_rows(split):
 
 def large(rows, codes, dim):
     mesh, rank = shard.mesh(fsdp=dist.get_world_size()), dist.get_rank()
-    over = shard.exchange_rows(mesh, "fsdp", most=rows)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=rows)
     part = sharded.take_codes(whole("euclidean", codes, dim), *shard.local_range(codes, mesh, "fsdp"))
     x = drawn(rows * dist.get_world_size(), dim, seed=1)[rows * rank : rows * rank + rows]
     with shard.traffic() as seen:
-        got = sharded.apply(part, x, over=over)
-        after = sharded.update(part, got.stats, over=over)
+        got = sharded.apply(part, x, exchange=exchange)
+        after = sharded.update(part, got.stats, exchange=exchange)
     return got.codes, after.book.codes, seen.payload()
 
 
@@ -76,17 +76,19 @@ def test_65536_codes_of_256_numbers():
     got = vq.apply(book, drawn(512, 256, seed=1))
     assert torch.equal(torch.cat([f[0] for f in found]), got.codes)
     assert_close(torch.cat([f[1] for f in found]), vq.update(book, got.stats).codes, 1e-6)
-    wire = 2 * 512 * 256 * 4 + 512 * 8 + 3 * 4  # rows there and back, keys, and the numbers of an update
-    assert all(f[2] == wire for f in found) and wire < 65536 * 257 * 4 / 60  # of what stats would be
+    wire = 2 * 512 * 256 * 4 + 512 * 8 + 3 * 4  # rows both ways, keys, and the sums of an update
+    assert all(f[2] == wire for f in found) and wire < 65536 * 257 * 4 / 60  # of the stats
 
 
 def ties(split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
-    over = shard.exchange_rows(mesh, "fsdp", most=8)
-    codes = torch.arange(12.0).remainder(4)[:, None].expand(12, 3)  # each three times, here and elsewhere
+    exchange = shard.exchange_rows(mesh, "fsdp", most=8)
+    codes = torch.arange(12.0).remainder(4)[:, None].expand(12, 3)  # each three times, on different ranks
     book = replace(vq.init(0, 12, 3), codes=codes.contiguous())
     x = torch.tensor([[0.0] * 3, [1.0] * 3, [1.5] * 3, [9.0] * 3, [-0.0, 0, 0], [3e38] * 3, [-5.0] * 3])
-    return sharded.encode(sharded.take_codes(book, *shard.local_range(12, mesh, "fsdp")), x[: split[rank]], over=over)
+    return sharded.encode(
+        sharded.take_codes(book, *shard.local_range(12, mesh, "fsdp")), x[: split[rank]], exchange=exchange
+    )
 
 
 @pytest.mark.xdist_group("ranks")
@@ -106,23 +108,23 @@ def test_alone_it_is_the_book(name):
     assert torch.equal(sharded.encode(part, x.reshape(2, 15, D)), vq.encode(part.book, x.reshape(2, 15, D)))
     drawn_too = {"key": random.key(0), "draw": True}
     mine, theirs = sharded.apply(part, x, **drawn_too).stats, vq.apply(part.book, x, **drawn_too).stats
-    threshold = float(theirs.counts.median())  # which some have got exactly
+    threshold = float(theirs.counts.median())  # some counts are exactly this
     wanted = vq.update(part.book, theirs, decay=0.0, threshold=threshold)
     assert_close(sharded.update(part, mine, decay=0.0, threshold=threshold).book, wanted, 1e-6)
     low = sharded.apply(part, x.bfloat16())
-    assert low.x.dtype is torch.bfloat16 and low.stats.own.sums.dtype is torch.float32
+    assert low.x.dtype is torch.bfloat16 and low.stats.local.sums.dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 cannot vmap view(dtype)")
 @pytest.mark.parametrize("name", BOOKS)
 def test_alone_under_transforms(name):
-    """Mapped it is a loop, captured equal to the bit, and forwards what it is backwards."""
+    """vmap equals a loop, capture is equal to the bit, and forward mode equals reverse mode."""
     part, (x, mask) = sharded.take_codes(whole(name), 3, 17), data()
     x, mask, keys = x.reshape(3, 10, D), mask.reshape(3, 10), random.fold(random.key(0), torch.arange(3))
 
     def step(part, x, key, mask):
         got = sharded.apply(part, x, key, mask=mask, draw=True, gradient=vq.directional)
-        known = replace(got.stats, pool=got.stats.pool.nan_to_num())  # what marks rows that have no code
+        known = replace(got.stats, pool=got.stats.pool.nan_to_num())  # the marks of invalid rows
         return (*got[:3], known), sharded.update(part, got.stats, threshold=1.5), sharded.encode(part, x)
 
     loop = tree.map(lambda *t: torch.stack(t), *(step(part, *one) for one in zip(x, keys, mask, strict=True)))
@@ -159,8 +161,8 @@ def test_every_code_lies_on_one_rank():
 
 
 def too_many():
-    over = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", most=4)
-    sharded.encode(sharded.take_codes(whole("euclidean"), 0, K), drawn(5, D), over=over)
+    exchange = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", most=4)
+    sharded.encode(sharded.take_codes(whole("euclidean"), 0, K), drawn(5, D), exchange=exchange)
 
 
 @pytest.mark.xdist_group("ranks")
@@ -171,8 +173,12 @@ def test_more_rows_than_were_said_are_refused():
 
 PART, X = sharded.take_codes(whole("euclidean"), 3, 9), drawn(4, D)
 WRONG = {
-    "affine": (lambda: sharded.take_codes(vq.init(0, 4, 3, affine=True), 0, 2), ValueError, "the book is affine; wanted one"),
-    "beyond": (lambda: sharded.take_codes(whole("cosine"), 20, 24), ValueError, "codes 20 to 24 of 23; wanted some that"),
+    "affine": (
+        lambda: sharded.take_codes(vq.init(0, 4, 3, affine=True), 0, 2), ValueError, "the book is affine; wanted one"
+    ),
+    "beyond": (
+        lambda: sharded.take_codes(whole("cosine"), 20, 24), ValueError, "codes 20 to 24 of 23; wanted some that"
+    ),
     "none": (lambda: sharded.take_codes(whole("cosine"), 5, 5), ValueError, "codes 5 to 5 of 23"),
     "double": (lambda: sharded.encode(PART, X.double()), TypeError, "x: got torch.float64; wanted float32 or narrower"),
     "last dim": (lambda: sharded.apply(PART, drawn(2, 3)), ValueError, r"x: got shape \(2, 3\) for a book of 5"),

@@ -1,4 +1,4 @@
-"""A book with heads, or shared by them, whose codes lie on several ranks is what it is in one process."""
+"""A sharded book with heads, or shared by heads, equals the book of one process."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def whole(name):
 
 
 def data(of_heads=True):
-    """Rows [30 h D], of which some are bad in one head or in all; which count, head by head or for all of them."""
+    """Return rows [30 h D], some not finite in one head or in all, and a mask by head or for all heads."""
     x = drawn(N, HEADS, D, seed=1)
     x[4], x[17, 1, 2] = torch.nan, torch.inf
     mask = torch.arange(N * HEADS).reshape(N, HEADS) % 7 > 0
@@ -45,7 +45,7 @@ def data(of_heads=True):
 @pytest.mark.parametrize("name, of_heads", [(name, True) for name in BOOKS] + [("heads", False)], ids=str)
 def test_parts_are_one_book(name, of_heads, split):
     book = one_book(whole(name), *data(of_heads), split, 2.5, HEADS if name == "shared" else 1)
-    assert (book.counts == 2.5).sum() > 1  # codes started again
+    assert (book.counts == 2.5).sum() > 1  # codes restarted
 
 
 @pytest.mark.xdist_group("ranks")
@@ -61,13 +61,13 @@ def test_alone_it_is_the_book(name):
     got, part = steps(sharded.take_codes(whole(name), 0, K), sharded.apply, sharded.update, x, mask, 2.5)
     for (out, codes, loss), (same, equal, near) in zip(got, seen, strict=True):
         assert torch.equal(out, same) and torch.equal(codes, equal)
-        assert_close(loss, near, 1e-6)  # whose terms are added in another order
+        assert_close(loss, near, 1e-6)  # the terms are added in another order
     assert_close(part.book, book, 1e-6)
     folded = x.reshape(2, 15, HEADS, D)
     assert torch.equal(sharded.encode(part, folded), vq.encode(part.book, folded))
-    one = sharded.encode(part, x[0])  # a row without dims before it
+    one = sharded.encode(part, x[0])  # a row without leading dims
     assert torch.equal(one, vq.encode(part.book, x[0])) and sharded.decode(part, one).shape == (HEADS, D)
-    if torch.__version__ >= "2.13":  # before, it cannot vmap view(dtype)
+    if torch.__version__ >= "2.13":  # older versions cannot vmap view(dtype)
         mapped = vmap(lambda x: sharded.encode(part, x))(folded)
         assert torch.equal(mapped, vq.encode(part.book, folded))
 
@@ -78,7 +78,7 @@ def test_of_no_rows_a_part_stays_as_it_is(name):
     got = sharded.apply(part, torch.zeros(0, HEADS, D), random.key(0), draw=True)
     assert got.x.shape == (0, HEADS, D) and got.codes.shape == (0, HEADS)
     after = sharded.update(part, got.stats, decay=0.5, threshold=1.5)
-    assert torch.equal(after.book.counts, part.book.counts / 2)  # they fade, and no row is there to start at
+    assert torch.equal(after.book.counts, part.book.counts / 2)  # they decay, and there is no row to restart at
 
 
 def test_contradictions_are_refused():

@@ -1,4 +1,4 @@
-"""What all quantisers have in common, made of books or not: files, dtypes, autocast, rows and codes that are none."""
+"""Properties of all quantisers: files, dtypes, autocast, rows that are not finite, and codes beyond the state."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 from fquant import jit, random, tree, vq
 from fquant.io import safetensors
 from fquant.vq import sharded
-from fquant.vq.precision import product
+from fquant.vq.precision import matmul
 from tests.helpers.vq import family
 from tests.helpers.vq import scalar_cases as scalar
 from tests.helpers.vq.peers import assert_close, drawn
@@ -24,7 +24,7 @@ KEY = random.key(5)
 
 
 class Case(NamedTuple):
-    """A state and its verbs; rows of an example are ``shape``, and ``learns`` from its statistics."""
+    """A state, its verbs, the ``shape`` of an example's rows, and ``learns``: True if statistics update it."""
 
     state: Any
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ def total(out):
 
 @pytest.mark.parametrize("name", LEARN)
 def test_a_file_between_two_batches_of_one_update(name, tmp_path):
-    """What is accumulated is a tree like any other; vector-quantize-pytorch forgets it."""
+    """Accumulated stats are a tree like any other; vector-quantize-pytorch does not save them."""
     case = CASES[name]
     first, more = (case.apply(case.state, rows(name, seed=i), KEY, draw=True).stats for i in (0, 1))
     safetensors.save(tmp_path / "a", {"state": case.state, "stats": first})
@@ -98,7 +98,7 @@ def test_a_file_between_two_batches_of_one_update(name, tmp_path):
     equal(after(back["state"], back["stats"]), whole)
     alone = case.update(case.state, more)
     assert any(not torch.equal(*both) for both in zip(tree.leaves(whole), tree.leaves(alone), strict=True))
-    shown = case.update(back["state"], back["stats"], threshold=1.5)  # with the rows that were drawn before
+    shown = case.update(back["state"], back["stats"], threshold=1.5)  # with the rows drawn before
     equal(shown, case.update(case.state, first, threshold=1.5))
 
 
@@ -117,7 +117,7 @@ def test_narrow_rows_leave_state_as_wide_as_it_was(name, dtype):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", [name for name in LEARN if name != "a part"] + ["residual, outer"])
 def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
-    """Of examples that are split, each part is what it is in the whole: codes, noise, and rows for dead codes."""
+    """Codes, noise, and rows for dead codes of a part of the examples are those of the whole."""
     name, _, outer = name.partition(", outer") if "outer" in name else (name, "", None)
     case, x = CASES[name], rows(name)
     mask = torch.arange(20).reshape(4, 5) % 7 != 2 if masked else torch.ones(4, 5, dtype=torch.bool)
@@ -125,9 +125,9 @@ def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
     more |= {"draw": True} | ({} if name == "implicit" else {"temperature": 0.5})
 
     def step(some):
-        size = lambda t: len(t) if "hierarchical" in name else int(t.sum())  # which numbers examples
-        where = size(mask[: some.start]), size(mask)
-        return case.apply(case.state, x[some], KEY, mask[some] if masked else None, where=where, **more)
+        size = lambda t: len(t) if "hierarchical" in name else int(t.sum())  # hierarchical numbers examples
+        row_offset = size(mask[: some.start]), size(mask)
+        return case.apply(case.state, x[some], KEY, mask[some] if masked else None, row_offset=row_offset, **more)
 
     whole, parts = step(slice(0, 4)), [step(slice(*at)) for at in ((0, 1), (1, 1), (1, 4))]
     codes = tree.map(lambda *t: torch.cat(t), *(part.codes for part in parts))
@@ -138,13 +138,13 @@ def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
 
 @pytest.mark.parametrize("name", LEARN)
 def test_a_narrow_state_is_refused(name):
-    """A model's cast may reach it: after 200 steps codes of bfloat16 are an eighth off in vector-quantize-pytorch."""
-    case, told = CASES[name], "book: (codes|counts|sums) are torch.bfloat16; wanted float32, leave a Book out where"
-    with pytest.raises(TypeError, match=told):
+    """A cast of the model may reach it: in vector-quantize-pytorch bfloat16 codes are an eighth off after 200 steps."""
+    case, message = CASES[name], "book: (codes|counts|sums) are torch.bfloat16; wanted float32, leave a Book out where"
+    with pytest.raises(TypeError, match=message):
         case.apply(tree.map(lambda t: t.bfloat16(), case.state), rows(name), KEY)
     stats = case.apply(case.state, rows(name), KEY).stats
     for at in ("codes", "counts", "sums"):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             case.update(tree.map_at(rf"(.*\.)?{at}", lambda t: t.bfloat16(), case.state), stats)
 
 
@@ -165,7 +165,7 @@ def test_gradients_of_narrow_rows_are_those_of_wide_ones_rounded(name, dtype):
 
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_changes_nothing(name):
-    """Of vector-quantize-pytorch one code in seventy is another. Gradients are taken outside, as torch advises, too."""
+    """In vector-quantize-pytorch one code in seventy differs. Gradients are also taken outside, as torch advises."""
     case, x = CASES[name], rows(name).requires_grad_()
     more = {"losses": LOSSES, "gradient": vq.gumbel, "temperature": 0.5} if name in BOOKS else {}
     more |= {"draw": True} if case.learns else {}
@@ -183,12 +183,12 @@ def test_autocast_changes_nothing(name):
     equal(torch.autograd.grad(loss, x) if loss.requires_grad else (), slope)
 
 
-PRODUCTS = ("heads", "residual", "implicit", "simvq", "fsq, projected", "lfq", "binary")  # each takes others
+PRODUCTS = ("heads", "residual", "implicit", "simvq", "fsq, projected", "lfq", "binary")  # each by another path
 
 
 @pytest.mark.parametrize("name", [n if n in PRODUCTS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_derivatives_within_autocast_are_those_outside(name):
-    """As bfloat16 would have them they are up to a fiftieth off."""
+    """In bfloat16 they are up to a fiftieth off."""
     case, x = CASES[name], rows(name)
     more = {"losses": LOSSES, "gradient": vq.gumbel, "temperature": 0.5} if name in BOOKS else {}
     v = drawn(*x.shape, seed=3)
@@ -217,14 +217,14 @@ def test_products_are_mapped_within_autocast(shapes, in_dims):
     derivatives = lambda f: vmap(lambda a, b: (f(a, b), grad(lambda a, b: f(a, b).sin().sum(), (0, 1))(a, b)), in_dims)
     wanted = derivatives(torch.matmul)(a, b)
     with torch.autocast("cpu", torch.bfloat16):
-        got = derivatives(product)(a, b)
+        got = derivatives(matmul)(a, b)
     for one, other in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", LEARN)
 def test_rows_that_are_not_finite_are_counted_and_poison_nothing(name):
-    """Nor do rows that a mask leaves out, whatever is in them."""
+    """Masked rows poison nothing either, for any content."""
     case, x = CASES[name], rows(name)
     lead = x.shape[:2]
     mask = torch.arange(lead.numel()).reshape(lead) % 7 != 2
@@ -242,21 +242,21 @@ def test_rows_that_are_not_finite_are_counted_and_poison_nothing(name):
     assert all(t.isfinite().all() for t in [slope, value, out.x, *tree.leaves(out.losses), *tree.leaves(after)])
     gone = bad | ~mask
     assert not out.x[gone].any() and not slope[gone].any()
-    if "hierarchical" in name:  # whose rows are cells of several
+    if "hierarchical" in name:  # its rows are cells of several
         assert out.stats.lost == (bad & mask).sum()
         return
     assert (out.codes[gone] == -1).all() and (out.codes[~gone] >= 0).any()
     assert (case.encode(case.state, dirty)[gone] == -1).all()
-    times = {"heads": 2, "shared": 3}.get(name, 1)  # as many rows are counted
+    times = {"heads": 2, "shared": 3}.get(name, 1)  # rows count once for each
     for path, number in tree.items(out.stats):
         if path.endswith("kept"):
             assert number == times * mask.sum()
-        if path.endswith("lost"):  # those of layers that are dropped, too
+        if path.endswith("lost"):  # dropped layers lose rows too
             assert number == times * (bad & mask).sum() or (name in ("dropout", "grouped") and number == mask.sum())
 
 
 def size_of(name):
-    """How many codes there are, in the largest layer."""
+    """Return the number of codes of the largest layer."""
     if name in scalar.CASES:
         return scalar.CASES[name][2]
     return max(int(t.shape[-2]) for path, t in tree.items(CASES[name].state) if path.endswith(("codes", "frozen")))
@@ -279,7 +279,7 @@ BEYOND = (
 
 @pytest.mark.parametrize("name", [n if n in BEYOND else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_codes_beyond_fail_in_a_capture_and_in_a_map_too(name):
-    """Where nobody looks at values, what is looked up with them does; nothing wraps around."""
+    """In a transform or a capture, the lookup itself fails; no index wraps around."""
     case, size = CASES[name], size_of(name)
     codes = case.encode(case.state, rows(name))
     decode = jit(lambda state, codes: case.decode(state, codes))
@@ -310,13 +310,13 @@ def test_wrong_rows_and_codes_are_refused(name):
         case.decode(case.state, tree.map(lambda c: c.float(), codes))
 
 
-MADE = [*LEARN, "simvq", "residual simvq"]  # of books; the others are compiled in test_vq_scalar
+MADE = [*LEARN, "simvq", "residual simvq"]  # of books; the others are compiled in test_scalar
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_a_step_compiles_to_one_graph(name):
-    """Quantised, differentiated, updated, dead codes started again: ten graph breaks in vector-quantize-pytorch."""
+    """Compile a whole step, with dead codes: ten graph breaks in vector-quantize-pytorch."""
     case, x = CASES[name], rows(name)
     drawing, dead = ({"draw": True}, {"threshold": 1.5}) if case.learns else ({}, {})
 

@@ -1,6 +1,6 @@
-"""What gradients train, step by step beside vector-quantize-pytorch: after each the states are equal.
+"""Gradient descent beside vector-quantize-pytorch: the states are equal after each step.
 
-All of a state is differentiated and takes part in the descent: what is no parameter has a gradient of zeros, and stays.
+The whole state is differentiated and descends: a constant has a gradient of zeros, and stays.
 """
 
 import warnings
@@ -32,7 +32,7 @@ STEPS, RATE = 4, 0.2
 
 
 class Case(NamedTuple):
-    """A state and the peer of it: what each makes of rows (out, codes, loss), and what trains of each."""
+    """A state and its peer, the function of each from rows to (out, codes, loss), and its trainable part."""
 
     state: Any
     them: Any
@@ -81,7 +81,7 @@ def lfq_case(name):
 
 
 def latent_case():
-    """Without the losses, by which the peer trains nothing (test_vq_latent)."""
+    """Compare without the losses, which train nothing in the peer (``test_latent``)."""
 
     def theirs(p, x):
         out, codes, _ = p(x.mT)
@@ -170,7 +170,7 @@ def test_steps_are_the_peers(name):
     for i in range(STEPS):
         x, target = (drawn(3, 20, width(case), seed=seed) for seed in (50 + i, 100 + i))
         descent.zero_grad()
-        out, codes, loss = case.theirs(case.them, x.clone().requires_grad_())  # it treats constants otherwise
+        out, codes, loss = case.theirs(case.them, x.clone().requires_grad_())  # the peer treats constants differently
         ((out - target).square().mean() + loss).backward()
         descent.step()
 

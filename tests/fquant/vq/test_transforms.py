@@ -1,4 +1,4 @@
-"""Every transform of the verbs of a codebook: mapped, they are a loop; captured, they are equal to the bit."""
+"""Every transform of a codebook's verbs: vmap equals a loop, and capture is equal to the bit."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fquant import jit, random, tree, vq
 from fquant.vq.codebook import rows as rows_module
 
-pytestmark = [  # torch's own
+pytestmark = [  # by torch itself
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
 ]
@@ -54,7 +54,7 @@ def rows(kind="plain", seed=0, dtype=torch.float32):
 
 
 def scalar(codes, x, b, key, path="rotation"):
-    """A loss of everything that ``apply`` differentiates."""
+    """Return a loss of everything that ``apply`` differentiates."""
     out = vq.apply(replace(b, codes=codes), x, key, gradient=PATHS[path], losses=LOSSES)
     wave = (out.x * torch.linspace(0.2, 1.5, out.x.numel(), dtype=x.dtype).reshape(x.shape)).sin().sum()
     return wave + sum(w * vq.mean(one) for w, one in zip((1, 0.1, 0.01, 0.5), out.losses.values(), strict=True))
@@ -79,7 +79,7 @@ def equal(got, want):
 
 
 def whole(b, x, key, mask=None):
-    """A step: all that a verb makes."""
+    """Run a step with every verb and return all results."""
     if b.affine is not None:
         b = vq.shift(b, vq.moments(b, x, mask))
     out = vq.apply(b, x, key, mask=mask, draw=True, temperature=0.5, gradient=vq.directional, losses=LOSSES)
@@ -91,7 +91,7 @@ def whole(b, x, key, mask=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", PATHS)
 def test_derivatives_agree(kind, path):
-    """Forward and reverse, once and twice, in float64."""
+    """Compare forward and reverse mode, first and second order, in float64."""
     b, x, key = book(kind, dtype=torch.float64), rows(kind, dtype=torch.float64), random.key(1)
     f = lambda codes, x: scalar(codes, x, b, key, path)
     v = (draw("v", *b.codes.shape, dtype=torch.float64), draw("w", *x.shape, dtype=torch.float64))
@@ -110,7 +110,7 @@ def test_derivatives_agree(kind, path):
 
 @pytest.mark.parametrize("path", ["direct", "gumbel"])
 def test_what_is_differentiated_as_it_is_computed_has_its_finite_differences(path):
-    """Straight-through derivatives are none of the value's; those of a learnable book's codes and of losses are."""
+    """Straight-through derivatives are not those of the value; a learnable book's and the losses' are."""
     b, x, key = book("learnable", dtype=torch.float64), rows(dtype=torch.float64), random.key(1)
     f = (lambda c, x: scalar(c, x, b, key)) if path == "direct" else None
     if f is None:
@@ -147,7 +147,7 @@ QUICK = {"cosine, learnable heads", "affine", "gumbel"}
 
 
 def some(names):
-    """All of them, those that add little being slow."""
+    """Parametrize over ``names``, marking those that add little as slow."""
     return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
 
 
@@ -174,7 +174,7 @@ def test_captured_gradients_are_equal_to_the_bit(path):
 
 @pytest.mark.parametrize("kind", ["cosine", "affine", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_book_that_is_written_over_has_the_gradients_of_what_it_was(kind):
-    """vector-quantize-pytorch writes its average over what autograd has saved: the same loss, other gradients."""
+    """vector-quantize-pytorch writes its average over saved tensors: the same loss, other gradients."""
     given, x, key = book(kind), rows(kind), random.key(3)
     given = replace(given, learnable=False)
 

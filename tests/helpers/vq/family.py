@@ -1,4 +1,4 @@
-"""Family: split from tests.fquant.vq.test_family."""
+"""States of quantisers that are composed of books, for ``test_family``."""
 
 from fquant import tree
 from fquant.vq.codebook import simvq
@@ -9,7 +9,7 @@ DIM = 6
 
 
 def spread(state):
-    """Codes as far from each other as rows are, so that sums in another order choose no other code."""
+    """Spread codes like rows, so that a sum in another order selects the same code."""
     return tree.map_at(r"(.*\.)?(codes|frozen)", lambda codes: drawn(*codes.shape, seed=codes.numel()), state)
 
 

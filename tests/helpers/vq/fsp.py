@@ -1,4 +1,4 @@
-"""Fsp: split from tests.fquant.vq.scalar.test_fsp."""
+"""FSP beside vector-quantize-pytorch: a peer and our state with its projections."""
 
 from dataclasses import replace
 

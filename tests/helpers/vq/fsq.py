@@ -1,4 +1,4 @@
-"""Fsq: split from tests.fquant.vq.scalar.test_fsq."""
+"""FSQ beside vector-quantize-pytorch: a peer and our state with its parameters."""
 
 import torch
 from vector_quantize_pytorch import FSQ
@@ -7,7 +7,7 @@ from fquant.vq.scalar import fsq
 from tests.helpers.vq.peers import like
 
 LEVELS, EVEN = (8, 5, 5, 6), (5, 5, 5, 5)
-OPTIONS = {  # ours, and how the peer calls it
+OPTIONS = {  # our option: the peer's name
     "symmetric": "preserve_symmetry",
     "hard_clamp": "bound_hard_clamp",
     "rotation": "orthogonal_rotation",
@@ -16,7 +16,7 @@ OPTIONS = {  # ours, and how the peer calls it
 
 
 def both(levels, options):
-    """The peer's module and our state of the same numbers."""
+    """Return the peer's module and our state with the same parameters."""
     torch.manual_seed(1)
     renamed: dict = {OPTIONS.get(name, name): value for name, value in options.items()}
     peer = FSQ(levels, **renamed).eval()

@@ -1,4 +1,4 @@
-"""Latent: split from tests.fquant.vq.scalar.test_latent."""
+"""Latent quantisation beside vector-quantize-pytorch: a peer and our state with its projections."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Lfq: split from tests.fquant.vq.scalar.test_lfq."""
+"""LFQ beside vector-quantize-pytorch: options of both, a peer and our state with its parameters."""
 
 import torch
 from vector_quantize_pytorch import LFQ
@@ -7,7 +7,7 @@ from fquant.vq.scalar import lfq
 from tests.helpers.vq.peers import like
 
 WARM = 0.5  # an inverse temperature at which no probability is below 1e-5, the floor under the peer's logarithm
-CASES = {  # of 4 bits: our options, and what the peer calls them
+CASES = {  # of 4 bits: our options, and the peer's
     "plain": ({}, {}),
     "codebooks": ({"num_codebooks": 3}, {"num_codebooks": 3}),
     "scaled": ({"scale": 0.25}, {"codebook_scale": 0.25}),

@@ -1,4 +1,4 @@
-"""Mesh: split from tests.fquant.vq.test_mesh."""
+"""Batches, splits and comparisons for codebooks on ranks."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def cut_of(sizes):
 
 
 def same(results, want):
-    """Equal between ranks to the bit, and to one process within 1e-6."""
+    """Check that ranks are equal to the bit, and equal one process within 1e-6."""
     assert tree.structure(results[0]) == tree.structure(want)
     for got in results[1:]:
         for one, other in zip(tree.leaves(got), tree.leaves(results[0]), strict=True):

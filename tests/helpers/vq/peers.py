@@ -1,4 +1,4 @@
-"""vector-quantize-pytorch beside ours: its parameters as ours, and the gradients of both as trees of one structure."""
+"""Conversion from vector-quantize-pytorch: its parameters as ours, and gradients of both in one structure."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def drawn(*shape, seed=0, size=1.0):
 
 
 def projections(peer, of=lambda t: t.detach().clone()):
-    """The projections of one of the peer's modules, or ``of`` them; None where it has none."""
+    """Return ``of`` the projections of the peer's module, by default clones; None if it has none."""
     if isinstance(peer.project_out, torch.nn.Identity):
         return None
     return projection_layers.Projections(_dense(peer.project_in, of), _dense(peer.project_out, of))
@@ -24,13 +24,13 @@ def _dense(layer, of):
     bias = getattr(layer, "bias", None)
     weight = of(layer.weight)
     return projection_layers.Dense(
-        weight if isinstance(layer, torch.nn.Linear) else weight.T,  # its cosine projection is [in out]
+        weight if isinstance(layer, torch.nn.Linear) else weight.T,  # the peer's cosine projection is [in out]
         None if bias is None else of(bias),
     )
 
 
 def like(state, peer):
-    """``state`` with the projections, and the rotation, of the peer's module."""
+    """Replace the projections and the rotation of ``state`` by those of the peer's module."""
     turn = getattr(peer, "orthogonal_rot", None)
     assert (state.rotation is None) == (turn is None)
     assert tree.structure(state.params) == tree.structure(projections(peer))
@@ -38,7 +38,7 @@ def like(state, peer):
 
 
 def theirs(peer, loss, x):
-    """The gradients of ``loss(peer, x)``: of x, and of the projections."""
+    """Return the gradients of ``loss(peer, x)`` for x and the projections."""
     peer.zero_grad()
     x = x.clone().requires_grad_()
     loss(peer, x).backward()
@@ -46,14 +46,14 @@ def theirs(peer, loss, x):
 
 
 def ours(state, loss, x):
-    """The gradients of ``loss(state, x)``."""
+    """Return the gradients of ``loss(state, x)`` for x and the projections."""
     if state.params is None:
         return grad(lambda x: loss(state, x))(x), None
     return grad(lambda x, params: loss(replace(state, params=params), x), (0, 1))(x, state.params)
 
 
 def assert_close(got, wanted, tolerance=1e-5):
-    """Of two trees."""
+    """Check that two trees have one structure and close leaves."""
     assert tree.structure(got) == tree.structure(wanted)
     for (path, a), b in zip(tree.items(got), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}")

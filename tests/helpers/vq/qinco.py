@@ -1,4 +1,4 @@
-"""Qinco: split from tests.fquant.vq.composite.test_beam."""
+"""Implicit neural codebooks beside vector-quantize-pytorch: our residual state and a peer with its parameters."""
 
 import warnings
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fquant.vq.composite import residual
 from fquant.vq.scalar.projection_layers import Dense
 from tests.helpers.vq.peers import drawn
 
-with warnings.catch_warnings(action="ignore"):  # of torch, which the package asks for what is deprecated
+with warnings.catch_warnings(action="ignore"):  # the package uses deprecated functions of torch
     import vector_quantize_pytorch as peer
 
 D = 5

@@ -1,4 +1,4 @@
-"""Residual books: split from tests.fquant.vq.composite.test_residual_books."""
+"""Residuals of books beside vector-quantize-pytorch: a state, a peer with its codes, and their comparison."""
 
 import warnings
 from dataclasses import replace
@@ -10,7 +10,7 @@ from fquant import vq
 from fquant.vq.composite import residual
 from tests.helpers.vq.peers import drawn, projections
 
-with warnings.catch_warnings(action="ignore"):  # of torch, which the package asks for what is deprecated
+with warnings.catch_warnings(action="ignore"):  # the package uses deprecated functions of torch
     import vector_quantize_pytorch as peer
 
 B, N, D, L, K = 3, 20, 6, 4, 12
@@ -19,7 +19,7 @@ STRAIGHT = {"gradient": vq.straight_through}
 
 
 def make(num_codes=K, **options):
-    """A state whose codes are spread as what is left for them is."""
+    """Return a state whose codes are spread like the residuals of their layer."""
     sizes = (num_codes,) * L if isinstance(num_codes, int) else num_codes
     state = residual.init_books(3, sizes, D, **options)
     if options.get("metric") == "cosine":

@@ -1,10 +1,10 @@
-"""Scalar cases: split from tests.fquant.vq.scalar.test_scalar."""
+"""States of all quantisers without a learned codebook."""
 
 from fquant.vq import random_projection
 from fquant.vq.composite import residual
 from fquant.vq.scalar import binary, fsp, fsq, latent, lfq
 
-CASES = {  # a state, and how many codes
+CASES = {  # verbs, a state, and its number of codes
     "fsq": (fsq, fsq.init(0, (8, 5, 5)), 200),
     "fsq, projected": (fsq, fsq.init(1, (5, 5, 5), 7, num_codebooks=2, rotation=True), 125),
     "fsq, noisy": (fsq, fsq.init(2, (5, 4), 6, symmetric=True, noise_dropout=0.5), 20),
@@ -23,7 +23,7 @@ CASES = {  # a state, and how many codes
 
 
 def width(state):
-    """The last dim of x."""
+    """Return the last dim of x."""
     if isinstance(state, random_projection.RandomProjection):
         return state.weight.shape[-1]
     return state.bits if isinstance(state, binary.Binary) else state.dim

@@ -1,4 +1,4 @@
-"""Scenarios: split from tests.fquant.vq.test_scenarios."""
+"""Training steps of codebooks that run on a rank or in one process, for scenarios and contradictions."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ SIZES = {2: (41, 19), 3: (50, 0, 10)}  # rows of each rank
 
 
 class Here(NamedTuple):
-    """A rank, or one process alone: which of the rows it has, and those of whom it is to do as."""
+    """A rank, or one process without a mesh: its mesh, rank, slice of the rows, and the rows of each rank."""
 
     mesh: Any
     rank: int
@@ -25,15 +25,15 @@ def total(here, x, axes=AXES):
 
 
 def mine(here, x):
-    """Of x, which may be shorter than all rows are, this rank's part."""
+    """Return this rank's part of x, which may have fewer rows than a batch."""
     return x[here.cut.start * len(x) // ROWS : here.cut.stop * len(x) // ROWS]
 
 
 def learn(here, book, x, step=0, mask=None, axes=AXES):
-    """``book`` after a step with rows x, in which dead codes start again."""
-    where = None if here.mesh is None else shard.rows(len(x) if mask is None else mask.sum(), here.mesh, axes)
+    """Update ``book`` by a step with rows x that restarts dead codes."""
+    row_offset = None if here.mesh is None else shard.rows(len(x) if mask is None else mask.sum(), here.mesh, axes)
     key = random.fold(random.key(9), step)
-    stats = vq.apply(book, x, key, mask=mask, draw=True, where=where).stats
+    stats = vq.apply(book, x, key, mask=mask, draw=True, row_offset=row_offset).stats
     return vq.update(book, total(here, stats, axes), threshold=1.0)
 
 
@@ -42,6 +42,6 @@ def book_of(seed=3, **options):
 
 
 def worlds(names):
-    """Each name with each number of ranks; with two and three in turn it is quick."""
+    """Parametrize names with 2 and 3 ranks; one of the two, in turn, is not slow."""
     marks = lambda i, size: [] if i % 2 == size % 2 else pytest.mark.slow
     return [pytest.param(name, size, marks=marks(i, size)) for i, name in enumerate(names) for size in SIZES]

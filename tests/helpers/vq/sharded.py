@@ -1,4 +1,4 @@
-"""Sharded: split from tests.fquant.vq.test_sharded."""
+"""Comparison of a sharded book with the book of one process, for ``test_sharded`` and ``test_sharded_heads``."""
 
 from functools import partial
 
@@ -14,12 +14,12 @@ from tests.helpers.vq.peers import assert_close, drawn
 
 
 def steps(book, apply, update, x, mask, threshold):
-    """Three steps, the last starting dead codes again: what each gives, and the book."""
+    """Run three steps, the last of which restarts dead codes; return their results and the book."""
     seen = []
     for i in range(3):
         got = apply(book, x + 0.1 * i, random.key(i), mask, draw=True, gradient=vq.directional)
         seen.append((got.x, got.codes, got.losses["commitment"]))
-        book = update(book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0)  # so that the smoothing shows
+        book = update(book, got.stats, eps=0.1, threshold=threshold if i == 2 else 0.0)  # shows the smoothing
     return seen, book
 
 
@@ -27,24 +27,26 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, mask = (t[start : start + split[rank]] for t in (x, mask))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
+    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     with shard.traffic() as one:
-        got = sharded.apply(part, x, random.key(0), mask, draw=True, over=over)
+        got = sharded.apply(part, x, random.key(0), mask, draw=True, exchange=exchange)
     with shard.traffic() as two:
-        sharded.update(part, got.stats, threshold=threshold, over=over)
-    seen, after = steps(part, partial(sharded.apply, over=over), partial(sharded.update, over=over), x, mask, threshold)
+        sharded.update(part, got.stats, threshold=threshold, exchange=exchange)
+    seen, after = steps(
+        part, partial(sharded.apply, exchange=exchange), partial(sharded.update, exchange=exchange), x, mask, threshold
+    )
     seen = [(out, codes, shard.psum(loss, mesh, ("fsdp",))) for out, codes, loss in seen]
-    codes = sharded.encode(part, x, over=over)
-    counted = shard.psum((got.stats.own.kept, got.stats.own.lost), mesh, ("fsdp",))
+    codes = sharded.encode(part, x, exchange=exchange)
+    counted = shard.psum((got.stats.local.kept, got.stats.local.lost), mesh, ("fsdp",))
     traffic = [sorted(call[0] for call in t.calls) for t in (one, two)]
-    return seen, after.book, codes, sharded.decode(part, codes, over=over), traffic, counted
+    return seen, after.book, codes, sharded.decode(part, codes, exchange=exchange), traffic, counted
 
 
 def one_book(book, x, mask, split, threshold, abreast=1):
-    """``book`` after the steps, which its parts on ranks with ``split`` rows take alike.
+    """Check that shards of ``book`` on ranks with ``split`` rows equal it in every step; return the book.
 
-    ``abreast`` is how many rows that the book sees are one of x, of which heads may share it.
+    ``abreast`` is the number of rows of the book in a row of x, which is above 1 if heads share the book.
     """
     start, (seen, book) = book, steps(book, vq.apply, vq.update, x, mask, threshold)
     got = ranks.run(len(split), on_a_rank, start, x, mask, split, threshold, abreast)
@@ -77,17 +79,17 @@ def slopes_on_a_rank(book, x, weight, split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, weight = (t[start : start + split[rank]] for t in (x, weight))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split))
+    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split))
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
-    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, over=over)))
-    eager = slopes(part, x, weight, partial(sharded.apply, over=over))
+    step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, exchange=exchange)))
+    eager = slopes(part, x, weight, partial(sharded.apply, exchange=exchange))
     captured = step(part, x, weight)
     assert all(torch.equal(*both) for both in zip(tree.leaves(eager), tree.leaves(captured), strict=True))
     return eager[0].book.codes, eager[1]
 
 
 def gradients_are_those_of_all_rows(book, rows, split):
-    """Gradients of ``book`` and of so many ``rows``, on ranks with ``split`` of them, and in one process."""
+    """Check that gradients of ``book`` and of ``rows`` on ranks with ``split`` rows equal those of one process."""
     x, weight = drawn(*rows, seed=1), drawn(*rows, seed=2)
     by_book, by_x = slopes(book, x, weight, vq.apply)
     got = ranks.run(len(split), slopes_on_a_rank, book, x, weight, split)

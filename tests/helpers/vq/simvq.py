@@ -1,4 +1,4 @@
-"""Simvq: split from tests.fquant.vq.codebook.test_simvq."""
+"""SimVQ beside vector-quantize-pytorch: our state and a peer with its parameters."""
 
 import warnings
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from fquant.vq.codebook import simvq
 
-with warnings.catch_warnings(action="ignore"):  # of torch, which the package asks for what is deprecated
+with warnings.catch_warnings(action="ignore"):  # the package uses deprecated functions of torch
     import vector_quantize_pytorch as peer
 
 D, K = 6, 20

@@ -1,4 +1,4 @@
-"""Codebooks: how they start, what rows are encoded to and codes decode to, against naive loops; and what is refused."""
+"""Codebooks: initial values, encoding and decoding against naive loops, and refused arguments."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def book(heads=None, **options):
 
 
 def nearest(codes, x, metric, top=1):
-    """The naive loop, of one row: the lowest index of the nearest first."""
+    """Return the nearest codes of one row by a loop, the lowest index of equals first."""
     far = [float((x.double() - c.double()).square().sum()) for c in codes]
     if metric == "cosine":
         far = [-float(x.double() @ c.double()) for c in codes]
@@ -107,7 +107,7 @@ def test_cosine_codes_and_rows_are_of_unit_length():
 
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-5, 1.0, 1e10, 1e25, 1e37])
 def test_a_row_of_any_length_has_its_direction(size):
-    """One shorter than 1e-6 counts as that long; squares of long ones are no float32."""
+    """A row shorter than 1e-6 counts as that long; squares of long rows overflow float32."""
     b, x = book(metric="cosine"), rows(40, D)
     x = x / x.double().norm(dim=-1, keepdim=True).float()
     out = vq.apply(b, size * x)
@@ -129,7 +129,7 @@ def test_affine_dims_that_hardly_vary_have_a_variance_all_the_same():
     torch.testing.assert_close(seen[:, 1].mean(), torch.tensor(3.0))
     torch.testing.assert_close(seen[:, 2], x[:, 2].mean().expand(K), rtol=1e-4, atol=1e-4)
     row, codes = vq.code_vectors(b)[3], b.codes[3].clone()
-    codes[2] += 1e-4  # beside a spread of zero, which counts as that of 1e-5
+    codes[2] += 1e-4  # its variance of zero counts as 1e-5
     moved = vq.code_vectors(replace(b, codes=b.codes.index_copy(0, torch.tensor([3]), codes[None])))[3]
     torch.testing.assert_close((moved - row)[2] / 1e-4, x[:, 2].std(correction=0) / 1e-5**0.5, rtol=1e-2, atol=0)
     assert (spread[[0, 1, 3, 4]] > 0.1).all()
@@ -137,7 +137,7 @@ def test_affine_dims_that_hardly_vary_have_a_variance_all_the_same():
 
 def test_affine_codes_have_the_mean_and_variance_of_rows():
     b = book(affine=True)
-    assert torch.equal(vq.code_vectors(b), b.codes)  # until they have been seen
+    assert torch.equal(vq.code_vectors(b), b.codes)  # before the first rows
     x = 7 * rows(400, D) + 30
     b = vq.shift(b, vq.moments(b, x))
     seen = vq.code_vectors(b).double()
@@ -166,7 +166,7 @@ def test_moments_leave_out_what_does_not_count():
         var = of.row_var.double()
         torch.testing.assert_close(
             var, wide.var(0, correction=0), rtol=1e-5, atol=0
-        )  # the mean is a thousand times that
+        )  # the mean is a thousand times larger
         x[0, 0] = INF
         assert (vq.moments(b, x, mask).number == want.number - 1).all()
 
@@ -210,7 +210,7 @@ def test_a_sample_depends_on_the_number_of_the_row_and_not_on_the_rows_beside_it
 
 
 def test_codes_that_are_set_stay():
-    """The next step of vector-quantize-pytorch throws them away, for its sums are of the codes before."""
+    """The next step of vector-quantize-pytorch discards them, because its sums are of the codes before."""
     for options in ({}, {"metric": "cosine"}, {"heads": 2}):
         b = vq.init(1, K, D, **options)
         x, new = rows(200, *b.codes.shape[:-2], D), rows(*b.codes.shape, seed=4)

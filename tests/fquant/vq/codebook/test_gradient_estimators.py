@@ -1,4 +1,4 @@
-"""Gradient paths: values, first and second derivatives against what they say, also where the peer errs."""
+"""Gradient estimators: values, first and second derivatives against their definitions, also where the peer errs."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from fquant import random, vq
 from fquant.vq.codebook import rows as rows_module
 from fquant.vq.codebook.book import unit
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
 
 D = 5
 
@@ -24,7 +24,7 @@ ZERO = torch.zeros(D, dtype=torch.float64)
 
 
 def rotation_matrix(x, q):
-    """The rotation of x's direction to q's in the plane of both, times the ratio of their lengths."""
+    """Return the rotation from x's direction to q's in the plane of both, times the ratio of their lengths."""
     u, v = x / x.norm(), q / q.norm()
     cos = u @ v
     across = v - cos * u
@@ -48,7 +48,7 @@ def test_rotation_is_the_rotation_of_the_plane(seed):
 
 
 def test_rotation_of_what_points_the_other_way():
-    """A reflection: still of the length of q, and an isometry but for the scale."""
+    """Opposite vectors give a reflection, which keeps the length of q and is an isometry up to the scale."""
     q = -2.5 * X
     matrix = jacrev(vq.rotation)(X, q)
     torch.testing.assert_close(matrix @ X, q)
@@ -57,7 +57,7 @@ def test_rotation_of_what_points_the_other_way():
 
 
 def test_rotation_of_a_row_that_is_zero_is_its_code():
-    """vector-quantize-pytorch gives zero there."""
+    """vector-quantize-pytorch returns zero."""
     x = torch.stack([X, ZERO, 1e-9 * X])
     q = torch.stack([Q, Q, Q])
     assert torch.equal(vq.rotation(x, q), q)
@@ -102,7 +102,7 @@ def test_directional_gives_every_row_noise_of_its_own():
 
 
 def test_every_head_of_every_row_draws_for_itself():
-    """Of heads with the same codes and the same rows, and of rows that are alike."""
+    """Heads with the same codes and rows, and equal rows, get different noise."""
     book = vq.init(0, 7, D, heads=3)
     codes = draw("heads", 7, D).float().expand(3, 7, D).clone()
     book = vq.Book(codes, book.counts, codes.clone())
@@ -111,7 +111,7 @@ def test_every_head_of_every_row_draws_for_itself():
     assert len({tuple(row) for row in got.x.reshape(-1, D).tolist()}) == 150
     drawn = vq.sample(book, x, random.key(2), temperature=5.0)
     share = [(drawn[:, i] == drawn[:, j]).float().mean() for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert max(share) < 0.5  # of seven codes that are about as likely
+    assert max(share) < 0.5  # seven codes are about equally likely
     assert max((drawn[1:, i] == drawn[:-1, j]).float().mean() for i in range(3) for j in range(3)) < 0.5
 
 
@@ -178,7 +178,7 @@ def test_derivatives_of_every_kind_agree(name):
     forward_over, reverse_over = hessian(both)(z), jacrev(jacrev(both))(z)
     torch.testing.assert_close(forward_over, reverse_over)
     torch.testing.assert_close(vmap(grad(h))(X[None], Q[None])[0], grad(h)(X, Q))
-    if name in ("straight-through", "rotation"):  # linear in x, as far as derivatives see: R' h'' R
+    if name in ("straight-through", "rotation"):  # linear in x for derivatives: R' h'' R
         jac = jacrev(f)(X, Q)
         inner = torch.diag(-Q.sin() * torch.linspace(1, 2, D))
         torch.testing.assert_close(hessian(h)(X, Q), jac.T @ inner @ jac)

@@ -1,14 +1,13 @@
 """k-means: Lloyd's iterations against a naive loop, empty clusters, masks, and the objective of faiss."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fquant import jit, random, tree, vq
+from fquant.vq.codebook import kmeans as module
 
-MODULE = sys.modules["fquant.vq.codebook.kmeans"]  # whose name in the package is that of its function
 D = 3
 NAN = float("nan")
 
@@ -18,7 +17,7 @@ def rows(*shape, seed=0):
 
 
 def start(book, x, key):
-    """The rows that k-means begins at."""
+    """Return the rows at which k-means starts."""
     none = torch.zeros(x.shape[:-1], dtype=torch.int64)
     drawn = vq.stats(book, x, none, key=random.fold(key, "start")).drawn
     assert drawn is not None
@@ -35,7 +34,7 @@ def lloyd(means, x, iterations):
 
 
 def split(codes, counts):
-    return MODULE._split(codes, counts, counts == 0)
+    return module._split(codes, counts, counts == 0)
 
 
 def distortion(book, x):
@@ -67,15 +66,15 @@ def test_empty_clusters_are_put_beside_large_ones():
     far = torch.tensor([[0.0, 0, 0], [100, 0, 0], [0, 100, 0]])
     x = torch.cat([far[0] + rows(400, D), far[1] + rows(40, D, seed=1), far[2] + rows(9, D, seed=2)])
     book = vq.init(0, 8, D)
-    from_one = replace(book, codes=torch.cat([far + 1, 500 + rows(5, D)]))  # five that no row is near to
+    from_one = replace(book, codes=torch.cat([far + 1, 500 + rows(5, D)]))  # five far from every row
     found = vq.stats(from_one, x, vq.encode(from_one, x))
     assert (found.counts == 0).sum() == 5
     parted = from_one
     for step in range(12):
-        parted = MODULE._moved(parted, vq.stats(parted, x, vq.encode(parted, x)), split=step < 11)
+        parted = module._move_to_means(parted, vq.stats(parted, x, vq.encode(parted, x)), split=step < 11)
     kept = from_one
     for _ in range(12):
-        kept = MODULE._moved(kept, vq.stats(kept, x, vq.encode(kept, x)), split=False)
+        kept = module._move_to_means(kept, vq.stats(kept, x, vq.encode(kept, x)), split=False)
     assert (vq.stats(parted, x, vq.encode(parted, x)).counts > 0).all()
     assert distortion(parted, x) < 0.6 * distortion(kept, x)
 
@@ -97,7 +96,7 @@ def test_what_is_split_is_of_unit_length_and_nothing_is_after_the_last_iteration
     once, kept = (vq.kmeans(book, x, random.key(2), 1, split=split) for split in (True, False))
     assert torch.equal(once.codes, kept.codes) and (vq.stats(kept, x, vq.encode(kept, x)).counts == 0).any()
     found = vq.stats(book, x, torch.zeros(36, dtype=torch.int64))
-    moved = MODULE._moved(book, found, split=True).codes
+    moved = module._move_to_means(book, found, split=True).codes
     assert ((moved - book.codes).abs().amax(-1) > 1e-5).sum() == 2
     if metric == "cosine":
         torch.testing.assert_close(moved.norm(dim=-1), torch.ones(12), rtol=1e-6, atol=0)
@@ -119,7 +118,7 @@ def test_masked_and_broken_rows_do_not_count(metric):
 
 
 def test_one_sum_an_iteration_and_one_for_the_start():
-    """On ranks it is tested in test_vq_mesh."""
+    """Count the sums of one process; ranks are in ``test_mesh``."""
     for iterations in (1, 4):
         sums = []
         vq.kmeans(
@@ -137,9 +136,8 @@ def test_captured_it_is_the_same_to_the_bit():
     with pytest.raises(ValueError, match="kmeans: got 6 rows for 10 codes"):
         jit(f)(book, x[:6], key)
     masked = jit(lambda book, x, key, mask: vq.kmeans(book, x, key, 1, mask=mask, split=False))
-    got = masked(
-        book, x, key, torch.arange(120) < 6
-    )  # nobody can see how few are kept: 4 start where the book has them
+    # The number of kept rows cannot be seen in a capture: 4 codes start at the book's.
+    got = masked(book, x, key, torch.arange(120) < 6)
     assert (
         got.counts.sum() >= 10 and len(set(map(tuple, book.codes.tolist())) & set(map(tuple, got.codes.tolist()))) >= 4
     )
@@ -171,13 +169,13 @@ BAD = {
         "kmeans: got 5 rows for 8 codes",
     ),
     "fewer of all": (
-        lambda: vq.kmeans(B, X[:3], random.key(0), where=(0, torch.tensor(7))),
+        lambda: vq.kmeans(B, X[:3], random.key(0), row_offset=(0, torch.tensor(7))),
         "kmeans: got 7 rows for 8 codes",
     ),
     "iterations": (lambda: vq.kmeans(B, X, random.key(0), 0), "iterations is 0; wanted at least 1"),
     "same numbers": (
         lambda: vq.kmeans(B, X, random.key(0), psum=lambda t: tree.map(lambda s: 2 * s, t)),
-        "stats: got 2 rows of one number; .*where=shard.rows",
+        "stats: got 2 rows of one number; .*row_offset=shard.rows",
     ),
 }
 

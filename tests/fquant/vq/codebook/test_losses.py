@@ -10,7 +10,7 @@ from fquant import cost, random, tree, vq
 from fquant.vq.codebook import rows as rows_module
 from tests.helpers.live_memory import Peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
 
 K, D = 9, 4
 NAN = float("nan")
@@ -26,7 +26,7 @@ def book(heads=None, metric="euclidean", learnable=True):
 
 
 def near(b, x, head=None):
-    """The logits of one row, naively."""
+    """Return the logits of one row by a loop."""
     codes = b.codes if head is None else b.codes[head]
     if b.metric == "cosine":
         return torch.stack([(x / x.norm()) @ (c / c.norm()) for c in codes])
@@ -44,7 +44,7 @@ def tiles(request, monkeypatch):
 
 
 def every_order(f, g, at):
-    """Equal in value, gradient and second derivatives."""
+    """Compare values, gradients and second derivatives at ``at``."""
     close(f(at), g(at))
     close(grad(f)(at), grad(g)(at))
     close(hessian(f)(at), hessian(g)(at))
@@ -78,7 +78,7 @@ def test_cross_entropy(heads, metric, tiles):
 
 
 def test_a_row_that_is_a_code_has_a_gradient():
-    """Of the length of nothing there is none."""
+    """The root of the distance has no derivative at zero."""
     b = replace(book(), codes=torch.arange(1.0 * K * D, dtype=torch.float64).reshape(K, D))
     x, codes = b.codes[:4].clone(), torch.tensor([0, 1, 2, 5])
     for f in (
@@ -97,7 +97,7 @@ def test_diversity(heads, metric, tiles):
 
     def naive(x, b=b):
         terms = []
-        for n in range(3):  # nobody is at the last
+        for n in range(3):  # the last has no rows
             likely = [
                 (1.5 * near(b, x[(i, j, n, h) if heads else (i, j, n)], h if heads else None)).softmax(0)
                 for i in range(2) for j in range(3) for h in range(heads or 1) if mask[i, j, n]
@@ -157,7 +157,7 @@ def test_commitment(learnable):
 
 
 def test_cosine_and_a_mask_compare_rows_of_unit_length():
-    """vector-quantize-pytorch compares codes with the rows as they came: 27.2 for 0.10."""
+    """vector-quantize-pytorch compares codes with unnormalised rows: 27.2 for 0.10."""
     b = book(metric="cosine", learnable=False)
     b = replace(b, codes=b.codes / b.codes.norm(dim=-1, keepdim=True))
     x = 20 * draw("x", 6, D)

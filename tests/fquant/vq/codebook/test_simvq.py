@@ -1,4 +1,4 @@
-"""SimVQ, residual SimVQ and grouped residuals: what vector-quantize-pytorch computes from the same state."""
+"""SimVQ, residual SimVQ and grouped residuals against vector-quantize-pytorch from the same state."""
 
 import random as python_random
 import warnings
@@ -112,7 +112,7 @@ def test_a_large_codebook_is_never_beside_all_rows():
         return grad(lambda p: mean(simvq.apply(replace(state, params=p), x).losses["codebook"]))(state.params)
 
     assert_close(jit(step)(state, x), step(state, x), 0.0)
-    assert cost(step, state, x).peak < 4 * 30000 * 3000 / 20  # bytes, of those of all distances
+    assert cost(step, state, x).peak < 4 * 30000 * 3000 / 20  # a twentieth of the bytes of all distances
 
 
 # --- grouped

@@ -1,4 +1,4 @@
-"""What a book learns from rows: stats against a naive loop in float64, masks, rows that are not finite, dead codes."""
+"""Updates of a book: stats against a loop in float64, masks, rows that are not finite, and dead codes."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def book(heads=None, **options):
 
 
 def loop(b, x, codes, mask=None):
-    """Counts and sums of the rows that count, one after the other, and how many rows were kept and lost."""
+    """Return counts, sums, and the numbers of kept and lost rows, by a loop over rows."""
     heads = b.codes.shape[0] if b.codes.ndim == 3 else 1
     counts, sums = torch.zeros(heads, K, dtype=torch.float64), torch.zeros(heads, K, D, dtype=torch.float64)
     x, codes, kept, lost = x.double().reshape(-1, heads, D), codes.reshape(-1, heads), 0, 0
@@ -49,7 +49,7 @@ def same(got, want):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads, metric", [(None, "euclidean"), (None, "cosine"), (3, "euclidean"), (3, "cosine")])
 def test_stats_are_the_naive_loop(heads, metric, masked, dtype):
-    """With heads and masks too, where vector-quantize-pytorch fails."""
+    """Heads with masks too, for which vector-quantize-pytorch fails."""
     b = book(heads, metric=metric)
     x = rows(5, 8, *([heads] if heads else []), D)
     codes = torch.randint(-1, K, x.shape[:-1], generator=torch.Generator().manual_seed(3))
@@ -68,7 +68,7 @@ def test_stats_are_the_naive_loop(heads, metric, masked, dtype):
 @pytest.mark.parametrize("where", ["rows", "pads", "everywhere"])
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_what_is_not_finite_poisons_nothing(where, metric):
-    """One NaN turns every code of vector-quantize-pytorch to NaN, in a pad too."""
+    """One NaN, even in padding, turns every code of vector-quantize-pytorch to NaN."""
     b = book(metric=metric)
     clean = rows(4, 6, D)
     mask = vq.mask(torch.tensor([6, 2, 6, 3]), 6)
@@ -99,7 +99,7 @@ def test_masked_rows_are_rows_that_are_not_there():
         options = {"draw": True, "temperature": 0.5, "gradient": vq.directional, "losses": LOSSES[:2]}
         out = vq.apply(b, x, key, mask=mask, **options)
         cut = vq.apply(b, x[mask], key, **options)
-        assert torch.equal(out.codes[mask], cut.codes)  # what is drawn too, since rows are numbered without them
+        assert torch.equal(out.codes[mask], cut.codes)  # drawn codes too, because masked rows have no number
         for one, other in zip(tree.leaves((out.stats, out.losses)), tree.leaves((cut.stats, cut.losses)), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(out.x[mask], cut.x)
@@ -130,7 +130,7 @@ def test_batches_draw_from_the_rows_of_all_of_them():
     codes = vq.encode(b, x)
     whole = vq.stats(b, x, codes, key=key)
     cut = [0, 7, 7, 30]
-    parts = [vq.stats(b, x[a:z], codes[a:z], key=key, where=(a, 30)) for a, z in zip(cut, cut[1:], strict=False)]
+    parts = [vq.stats(b, x[a:z], codes[a:z], key=key, row_offset=(a, 30)) for a, z in zip(cut, cut[1:], strict=False)]
     assert torch.equal(vq.add(*parts).drawn, whole.drawn) and torch.equal(vq.add(*parts).hits, torch.ones(K))
     bare, first = vq.stats(b, x, codes), vq.stats(b, x[:12], codes[:12], key=key)
     for mixed in (vq.add(bare, first, bare), vq.add(first, bare)):
@@ -152,12 +152,12 @@ def test_rows_are_drawn_once_each_and_about_as_often(total):
     mean = 120 * min(K, total) / max(total, 1)
     assert (seen - mean).abs().max() <= 6 * mean**0.5 + 1e-9 * total
     if total > K:
-        assert not torch.equal(*drawn)  # heads draw each for itself
+        assert not torch.equal(*drawn)  # each head draws by itself
 
 
 @pytest.mark.parametrize("total", [K, 7, 110])
 def test_any_code_may_get_any_row(total):
-    """Where few codes are dead, or rows, these are not always the first."""
+    """With few dead codes, or few rows, the drawn rows are not always the first."""
     x, live = torch.arange(1.0, total + 1)[:, None].expand(1, total, D), torch.ones(1, total, dtype=torch.bool)
     first = [module.draw(random.key(i), K, x, None, live, None)[0][0, :, 0] for i in range(60)]
     for code in (0, K - 1):
@@ -173,8 +173,8 @@ def test_a_draw_is_that_of_all_rows_whichever_way_they_are_split():
     whole = module.draw(key, K, x, kept, live, None)
     cut, parts = [0, 0, 13, 14, 40], []
     for a, z in zip(cut, cut[1:], strict=False):
-        where = (int(kept[:, :a].sum()), torch.tensor(total))
-        parts.append(module.draw(key, K, x[:, a:z], kept[:, a:z], live[:, a:z], where))
+        row_offset = (int(kept[:, :a].sum()), torch.tensor(total))
+        parts.append(module.draw(key, K, x[:, a:z], kept[:, a:z], live[:, a:z], row_offset))
     assert torch.equal(sum(p[0] for p in parts), whole[0]) and torch.equal(sum(p[1] for p in parts), whole[1])
     found = {tuple(row.tolist()) for row in whole[0][whole[1] == 1]}
     assert found <= {tuple(row.tolist()) for row in x[live]} and len(found) == int(whole[1].sum()) > 5
@@ -213,7 +213,7 @@ def test_a_code_that_has_got_the_threshold_lives():
 
 
 def test_more_dead_codes_than_rows_wait():
-    """As many are replaced as there are rows, each by another; vector-quantize-pytorch repeats rows on a mesh."""
+    """As many codes restart as there are rows, each at another; vector-quantize-pytorch repeats rows on a mesh."""
     b = replace(book(), counts=torch.zeros(K))
     x = rows(6, D)
     x[2] = NAN
@@ -250,7 +250,9 @@ def test_nothing_is_written_over():
     out = vq.apply(b, x, random.key(0), draw=True)
     first = vq.update(b, out.stats, threshold=1.5)
     same(b, before)
-    same(vq.update(b, vq.apply(b, x, random.key(0), draw=True).stats, threshold=1.5), first)  # a recompute is no update
+    same(
+        vq.update(b, vq.apply(b, x, random.key(0), draw=True).stats, threshold=1.5), first
+    )  # a recomputation does not update
 
 
 def test_perplexity():
@@ -266,19 +268,22 @@ DRAWN = vq.stats(B, X, C, key=random.key(0))
 BAD = {
     "codes of another shape": (
         lambda: vq.stats(B, X, C[:3]),
-        r"codes: got torch.int64 \(3,\) for x \(9, 4\); wanted one",
+        r"codes: got torch.int64 \(3,\) for x \(9, 4\); wanted int64, one",
     ),
     "codes of floats": (lambda: vq.stats(B, X, C.float()), "codes: got torch.float32"),
     "last dim": (lambda: vq.stats(B, rows(9, 3), C), r"x: got shape \(9, 3\)"),
-    "where alone": (lambda: vq.stats(B, X, C, where=(0, 9)), "where: got numbers of rows, .* and no key"),
-    "where beyond": (
-        lambda: vq.stats(B, X, C, key=random.key(0), where=(3, 11)),
-        "where: got 9 kept rows from number 3 on, of 11 in all; .* use shard.rows",
+    "row_offset alone": (
+        lambda: vq.stats(B, X, C, row_offset=(0, 9)),
+        "row_offset: got numbers of rows, .* and no key",
     ),
-    "where below": (lambda: vq.stats(B, X, C, key=random.key(0), where=(-1, 20)), "from number -1 on, of 20"),
+    "where beyond": (
+        lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(3, 11)),
+        "row_offset: got 9 kept rows from number 3 on, of 11 in all; .* use shard.rows",
+    ),
+    "row_offset below": (lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(-1, 20)), "from number -1 on, of 20"),
     "where of tensors": (
-        lambda: vq.stats(B, X, C, key=random.key(0), where=(torch.tensor(3), torch.tensor(11))),
-        "where: got 9 kept rows from number 3",
+        lambda: vq.stats(B, X, C, key=random.key(0), row_offset=(torch.tensor(3), torch.tensor(11))),
+        "row_offset: got 9 kept rows from number 3",
     ),
     "decay": (lambda: vq.ema(B, S, decay=1.0), "decay is 1.0; wanted 0 <= decay < 1"),
     "eps": (lambda: vq.ema(B, S, eps=0.0), "eps is 0.0; wanted one above 0"),
@@ -290,10 +295,13 @@ BAD = {
     ),
     "learnable, refreshed": (lambda: vq.refresh(book(learnable=True)), "the book is learnable"),
     "nothing drawn": (lambda: vq.expire(B, S), "stats: got none drawn, .*; give stats a key"),
-    "drawn twice": (lambda: vq.expire(B, vq.add(DRAWN, DRAWN)), "stats: got 2 rows of one number; .*where=shard.rows"),
+    "drawn twice": (
+        lambda: vq.expire(B, vq.add(DRAWN, DRAWN)),
+        "stats: got 2 rows of one number; .*row_offset=shard.rows",
+    ),
     "threshold": (
         lambda: vq.update(B, DRAWN, threshold=-1.0),
-        "threshold is -1.0 and reset is None; wanted one above 0",
+        "threshold is -1.0 and reset is None; wanted both above 0, or 0",
     ),
     "reset alone": (lambda: vq.update(B, DRAWN, reset=1.0), "threshold is 0.0 and reset is 1.0"),
     "reset": (lambda: vq.expire(B, DRAWN, 2.0, reset=0.0), "reset is 0.0; wanted both above 0"),
