@@ -55,7 +55,7 @@ def init(
 def encode(state: RandomProjection, x: Tensor) -> Tensor:
     """x f[... dim] -> codes i64[...], or [... heads] of several; -1 for a row that is not finite."""
     z, kept, _ = _enter("random_projection.encode", state, x, None)
-    return projection_layers.joined(_nearest(state, z), kept)
+    return projection_layers.join_codes(_nearest(state, z), kept)
 
 
 def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,7 +64,7 @@ def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.fl
     Raises IndexError for one that is none.
     """
     heads, num_codes, _ = state.vectors.shape
-    codes, known = projection_layers.split("random_projection.decode", codes, heads, num_codes)
+    codes, known = projection_layers.split_codes("random_projection.decode", codes, heads, num_codes)
     each = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
     found = torch.stack([vectors[some] for some, vectors in each], -2)  # [... heads width]
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
@@ -76,7 +76,7 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
     Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
     """
     z, kept, counts = _enter("random_projection.apply", state, x, mask)
-    codes = projection_layers.joined(_nearest(state, z), kept)
+    codes = projection_layers.join_codes(_nearest(state, z), kept)
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
 
 
@@ -94,12 +94,12 @@ def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
 
 def _enter(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """z [... heads width]."""
-    x, kept = projection_layers.start(name, x, state.weight.shape[-1], mask)
+    x, kept = projection_layers.prepare_rows(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     z = product(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
     z, kept = settle(z, kept, 2)
-    return z, kept, projection_layers.counted(kept, mask)
+    return z, kept, projection_layers.count_rows(kept, mask)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:

@@ -92,14 +92,14 @@ def apply(
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")
-    point, kept = projection_layers.start("simvq.apply", x, state.dim, mask)
+    point, kept = projection_layers.prepare_rows("simvq.apply", x, state.dim, mask)
     codes = torch.where(kept, encode(state, point) if codes is None else codes, -1)
     live = codes >= 0
     point = torch.where(live[..., None], point, 0.0)
     q = decode(state, codes, point.dtype)
     losses = {"codebook": commitment(point.detach(), q, live), "commitment": commitment(point, q.detach(), live)}
     out = torch.where(live[..., None], gradient(point, q, None, key), 0.0)
-    return Quantized(out.to(x.dtype), codes, losses, projection_layers.counted(live, mask))
+    return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(live, mask))
 
 
 def update(state: SimVQ, stats: RowCounts) -> SimVQ:

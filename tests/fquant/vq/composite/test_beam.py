@@ -46,8 +46,8 @@ def spread(name):
 def test_with_room_for_all_choices_it_is_exhaustive(name, weights):
     state = spread(name)
     x = drawn(12, state.dim)
-    sizes = [beam._num_codes(layer) for layer in residual.layers_of(state)]
-    start = residual.enter("", state, x, None)[0]
+    sizes = [beam._num_codes_and_metric(layer)[0] for layer in residual.layers_of(state)]
+    start = residual.project_in("", state, x, None)[0]
     best = torch.full((12,), torch.inf)
     wanted = torch.zeros(12, 3, dtype=torch.int64)
     for choice in itertools.product(*map(range, sizes)):
@@ -89,7 +89,7 @@ def test_it_is_the_peers(of, width, train):
         assert_close(grad(loss)(x), torch.autograd.grad((out * weight).sum() + losses.sum(), theirs)[0])
         after = residual.update(state, got.stats)
         same_state(replace(after, layers=after.layers[:1]), them)  # the only one that learns there
-        left = residual.enter("", state, x, None)[0]
+        left = residual.project_in("", state, x, None)[0]
         for book, new, q, some in zip(
             state.layers, after.layers, residual.decode_layers(state, codes).unbind(-2), codes.unbind(-1), strict=True
         ):

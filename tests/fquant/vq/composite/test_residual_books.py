@@ -223,7 +223,7 @@ def test_codes_that_are_given_are_what_layers_are_to_find(shared):
     x, mask = drawn(B, N, 8), torch.arange(B * N).reshape(B, N) % 4 > 0
     codes = torch.randint(-1, K, (B, N, L), generator=torch.Generator().manual_seed(1))
     got = residual.cross_entropy(state, torch.where(mask[..., None], x, math.nan), codes, mask)
-    left = residual.enter("", state, x, None)[0].double()
+    left = residual.project_in("", state, x, None)[0].double()
     for i, layer in enumerate(residual.layers_of(state)):
         far = (left[..., None, :] - layer.codes.double()).norm(dim=-1)
         live = mask & (codes[..., i] >= 0)

@@ -86,13 +86,13 @@ def test_a_projected_state_keeps_its_floats_for_narrow_rows():
 
 def test_a_projection_may_be_packed_and_adapted():
     state = fsq.init(0, (5, 5, 5), dim=8)
-    packed = tree.map_at(r"params\.enter\.weight", lambda w: quantize(w, INT8), state)
-    plain = tree.map_at(r"params\.enter\.weight", dequantize, packed)
+    packed = tree.map_at(r"params\.project_in\.weight", lambda w: quantize(w, INT8), state)
+    plain = tree.map_at(r"params\.project_in\.weight", dequantize, packed)
     x = drawn(20, 8)
     assert_close(fsq.apply(packed, x).x, fsq.apply(plain, x).x)
-    adapters = lora.init(packed, r"params\.enter\.weight", rank=2)
+    adapters = lora.init(packed, r"params\.project_in\.weight", rank=2)
     slope = grad(lambda a: fsq.apply(lora.attach(packed, a), x).x.square().sum())(adapters)
-    assert slope["params.enter.weight"].b.ne(0).any()
+    assert slope["params.project_in.weight"].b.ne(0).any()
     assert torch.equal(fsq.encode(lora.attach(packed, adapters), x), fsq.encode(packed, x))
 
 

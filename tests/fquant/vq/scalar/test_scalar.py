@@ -95,7 +95,7 @@ def test_a_codebook_without_a_code_adds_nothing(verbs, state):
 def test_a_row_that_overflows_on_its_way_is_a_bad_one(name):
     """A projection makes no number of it, as inf - inf is none."""
     verbs, state, _ = CASES[name]
-    state = tree.map_at(r".*enter\.weight", lambda t: 4 * torch.ones_like(t), state)
+    state = tree.map_at(r".*project_in\.weight", lambda t: 4 * torch.ones_like(t), state)
     x = rows(name, 5)
     x[2, ::2], x[2, 1::2] = 3e38, -3e38
     got, wanted = call(name)(state, x), call(name)(state, x[[0, 1, 3, 4]])
