@@ -128,9 +128,11 @@ def apply(
         given = dict(options) if codes is None else {**options, "codes": codes[..., i]}
         layer_key = None if key is None else key if state.shared else random.fold(key, i)
         if state.shared:
-            given["where"] = _shared_offset(i, len(layers), live, mask, where)
+            first, total = where or (0, live.numel() if mask is None else mask.sum())
+            given["where"] = first + i * total, len(layers) * total  # rows follow those of the layers before
         got = verbs_of(layer).apply(layer, rest, out, layer_key, used, mask, **given)
-        rest, out = rest - _scale_gradient(got.x, grad_frac), out + got.x
+        q = got.x.detach()
+        rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
         each.append(got)
     if outer is not None:
         out = outer(start, out, None, None if key is None else _row_keys(key, live, mask, where))
@@ -223,16 +225,6 @@ def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None,
         raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
     if key is not None and key.ndim and verbs.update is not None:
         raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
-
-
-def _scale_gradient(q: Tensor, frac: float) -> Tensor:
-    return q.detach() if frac == 0 else q.detach() + frac * (q - q.detach())
-
-
-def _shared_offset(i: int, num_layers: int, live: Tensor, mask: Tensor | None, where: Where | None) -> Where:
-    """Number a shared book's rows: those of layer i follow those of all ranks of the earlier layers."""
-    first, total = where or (0, live.numel() if mask is None else mask.sum())
-    return first + i * total, num_layers * total
 
 
 def _row_keys(key: Tensor, live: Tensor, mask: Tensor | None, where: Where | None) -> Tensor:

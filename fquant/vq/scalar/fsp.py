@@ -114,7 +114,8 @@ def init(
 def encode(state: FSP, x: Tensor) -> Tensor:
     """Return codes i64[...] of x f[... dim]; -1 for a row that is not finite."""
     z, live = projection_layers.project_in("fsp.encode", x, state.dim, None, state.params)
-    return projection_layers.encode_digits(_bins(state, _cdf(state)(z)).long(), state.levels, live)
+    bins = _bins(state, DISTRIBUTIONS[state.distribution].cdf(z)).long()
+    return projection_layers.encode_digits(bins, state.levels, live)
 
 
 def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +133,7 @@ def apply(
     differentiable, sums over; weighted by the local rows, it adds up over ranks.
     """
     z, live = projection_layers.project_in("fsp.apply", x, state.dim, mask, state.params)
-    u = _cdf(state)(z)
+    u = DISTRIBUTIONS[state.distribution].cdf(z)
     bins = _bins(state, u)
     q = straight_through(u, _middle(state, bins))
     if key is not None and state.quantize_rate < 1.0:
@@ -145,10 +146,6 @@ def apply(
     codes = projection_layers.encode_digits(bins.long(), state.levels, live)
     losses = {} if state.moments is None else {"moments": _moments(state.moments, z, live, psum)}
     return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(live, mask))
-
-
-def _cdf(state: FSP) -> Callable[[Tensor], Tensor]:
-    return DISTRIBUTIONS[state.distribution].cdf
 
 
 def _bins(state: FSP, u: Tensor) -> Tensor:

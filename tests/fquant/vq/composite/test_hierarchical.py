@@ -1,4 +1,4 @@
-"""Hierarchical quantisation: what vector-quantize-pytorch computes from the same state; masks, dropout, sharing."""
+"""Hierarchical quantisation: equality with vector-quantize-pytorch from the same state; masks, dropout, sharing."""
 
 import warnings
 from dataclasses import replace
@@ -67,7 +67,7 @@ def convs(them):
 
 def freeze(them):
     for quantizer in quantizers(them):
-        quantizer.freeze_codebook = True  # else averages are written over what autograd saved, and between scales
+        quantizer.freeze_codebook = True  # because averages overwrite tensors saved by autograd, even between scales
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -116,7 +116,7 @@ def test_averages_are_the_peers():
 
 
 def test_a_shared_book_learns_once_from_all_cells():
-    """There, one scale's averages move the codes that the next scale of the same batch is compared with."""
+    """In the peer one scale's averages move the codes that the next scale of the same batch is compared with."""
     one = spread(hierarchical.init(3, K, D, LINE, blend=0.0))
     four = replace(one, books=one.books * 4)
     x = drawn(B, 12, D)
@@ -160,7 +160,7 @@ def test_rows_that_are_not_finite_are_as_masked_out(shared):
 
 
 def test_a_cell_is_the_mean_of_its_rows():
-    """The naive loop: what each scale takes of what is left, with a mask."""
+    """A naive loop over scales and cells gives the same, with a mask."""
     state = spread(hierarchical.init(0, K, D, (1, 3, 8), blend=0.0))
     x, mask = drawn(2, 8, D).double(), torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) > 0.4
     got, left = hierarchical.apply(state, x.float(), mask=mask), x.clone()
