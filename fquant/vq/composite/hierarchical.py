@@ -118,9 +118,9 @@ def init(
         raise ValueError(f"{name}: {got}; wanted two in [0, 1], 1 to {len(each)}, at least 1")
     numbered = enumerate(sizes[:1] if shared else sizes)
     new = [books.init(random.fold(key, i), size, dim, metric=metric, learnable=learnable) for i, size in numbered]
-    keyed, shape = lambda part, i: random.fold(random.fold(key, part), i), (dim, dim, *[3] * spatial)
-    draw = lambda part, i, *shape: random.kaiming_uniform(keyed(part, i), shape, dim * 3**spatial)
-    params = [Conv(draw("weight", i, *shape), draw("bias", i, dim)) for i in range(convs if blend else 0)]
+    shape, fan = (dim, dim, *[3] * spatial), dim * 3**spatial
+    draw = lambda part, i, shape: random.kaiming_uniform(random.fold(random.fold(key, part), i), shape, fan)
+    params = [Conv(draw("weight", i, shape), draw("bias", i, (dim,))) for i in range(convs if blend else 0)]
     return Hierarchical(new, params, each, blend, dropout, least)
 
 

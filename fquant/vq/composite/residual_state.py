@@ -54,7 +54,7 @@ def init(
     * shared: the number of layers that the one layer, a Book, stands for.
 
     Raises TypeError for layers of an unknown kind, and if only some learn from statistics. Raises ValueError for layers
-    of different dims, with projections or several codebooks, and for options out of range or without dropout.
+    of different dims, with projections or several codebooks, and for options out of range.
     """
     layers, name = list(layers), "residual.init"
     if not layers:

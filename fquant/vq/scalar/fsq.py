@@ -153,7 +153,7 @@ def _squash(state: FSQ, z: Tensor) -> Tensor:
 def _round(state: FSQ, bounded: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rounded numbers and their digits i64."""
     rounded = bounded.floor() if state.symmetric else bounded.round()
-    return rounded, rounded.long() + (0 if state.symmetric else _half(state, bounded).long())
+    return rounded, rounded.long() if state.symmetric else rounded.long() + _half(state, bounded).long()
 
 
 def _value(state: FSQ, rounded: Tensor) -> Tensor:
