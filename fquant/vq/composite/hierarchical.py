@@ -105,7 +105,7 @@ def init(
         raise ValueError(f"{name}: spatial is {spatial}; wanted 1, 2 or 3")
     each = tuple((s,) * spatial if isinstance(s, int) else tuple(s) for s in scales)
     if not each or any(len(s) != spatial or min(s) < 1 for s in each):
-        raise ValueError(f"{name}: scales are {tuple(scales)}; wanted at least one, of {spatial} sizes from 1 on")
+        raise ValueError(f"{name}: scales are {tuple(scales)}; wanted at least one, each of {spatial} sizes from 1 on")
     for before, after in zip(each, each[1:], strict=False):
         if any(a > b for a, b in zip(before, after, strict=True)):
             raise ValueError(f"{name}: scale {after} follows {before}; wanted none smaller than the one before")
@@ -115,7 +115,7 @@ def init(
         raise ValueError(f"{name}: num_codes is {num_codes}; wanted {kind}")
     if not 0 <= blend <= 1 or not 0 <= dropout <= 1 or not 1 <= convs <= len(each) or least < 1:
         got = f"blend is {blend}, dropout {dropout}, convs {convs}, least {least}"
-        raise ValueError(f"{name}: {got}; wanted two in [0, 1], 1 to {len(each)}, at least 1")
+        raise ValueError(f"{name}: {got}; wanted [0, 1], [0, 1], 1 to {len(each)} and at least 1")
     numbered = enumerate(sizes[:1] if shared else sizes)
     new = [books.init(random.fold(key, i), size, dim, metric=metric, learnable=learnable) for i, size in numbered]
     shape, fan = (dim, dim, *[3] * spatial), dim * 3**spatial

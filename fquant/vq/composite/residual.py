@@ -174,7 +174,8 @@ def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> R
     learns, kind = verbs_of(state.layers[0]).update is not None, type(state.layers[0]).__name__
     if isinstance(stats, RowCounts) == learns or (options and not learns):
         got = f"{type(stats).__name__} and options {sorted(options)}"
-        raise TypeError(f"residual.update: got {got} for layers of {kind}")
+        wanted = "a list of Stats" if learns else "RowCounts and no options"
+        raise TypeError(f"residual.update: got {got} for layers of {kind}; wanted {wanted}")
     if isinstance(stats, RowCounts):
         return state
     if len(stats) != len(state.layers):

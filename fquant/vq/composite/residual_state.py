@@ -69,7 +69,7 @@ def init(
         size, codebooks, projected = verbs_of(layer).size(layer)
         if projected or codebooks != 1 or size != width:
             got = f"dim {size}, {codebooks} codebooks, projections {projected}"
-            wanted = f"the dim of the first, {width}, 1 codebook and none: the residual itself takes dim"
+            wanted = f"the dim of the first, {width}, 1 codebook and no projections: the residual itself takes dim"
             raise ValueError(f"{name}: layers.{i} has {got}; wanted {wanted}")
         if (verbs_of(layer).update is None) != (first.update is None):
             kinds = f"a {type(layer).__name__} beside a {type(layers[0]).__name__}"
@@ -78,9 +78,10 @@ def init(
         raise ValueError(f"{name}: shared is {shared} with {len(layers)} layers; wanted at least 1 of one Book")
     num_layers = shared or len(layers)
     if not 0 <= cutoff < num_layers or multiple < 1:
-        raise ValueError(f"{name}: cutoff is {cutoff}, multiple {multiple}; wanted a layer of {num_layers}, at least 1")
+        wanted = f"a cutoff in [0, {num_layers}) and a multiple of at least 1"
+        raise ValueError(f"{name}: cutoff is {cutoff}, multiple {multiple}; wanted {wanted}")
     if not dropout and (cutoff, multiple) != (0, 1):
-        raise ValueError(f"{name}: cutoff and multiple are about dropout; use dropout=True")
+        raise ValueError(f"{name}: cutoff and multiple are options of dropout; use dropout=True")
     bounds = None if clamp is None else tuple(clamp) if isinstance(clamp, Sequence) else (clamp,) * width
     if bounds is not None and (len(bounds) != width or not min(bounds) > 0):
         raise ValueError(f"{name}: clamp is {clamp}; wanted a positive number, or {width} of them")

@@ -100,7 +100,7 @@ def init(
         if number is not None and not 0.0 < number < math.inf:
             raise ValueError(f"lfq.init: {name} is {number}; wanted a positive number")
     if clamp is not None and clamp < scale:
-        raise ValueError(f"lfq.init: clamp is {clamp}, which no scalar exceeds, below scale {scale}; wanted no less")
+        raise ValueError(f"lfq.init: clamp is {clamp}, below scale {scale}, which no scalar could reach; use more")
     if activation not in ACTIVATIONS:
         raise ValueError(f"lfq.init: activation is {activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
     if not 0.0 < share <= 1.0:

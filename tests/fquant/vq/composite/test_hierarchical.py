@@ -248,12 +248,12 @@ def test_any_dims_go_before_the_places_and_files_keep_it(tmp_path):
 STATE = hierarchical.init(0, K, D, LINE)
 WRONG = {
     "spatial": (lambda: hierarchical.init(0, K, D, LINE, spatial=4), "spatial is 4; wanted 1, 2 or 3"),
-    "scales": (lambda: hierarchical.init(0, K, D, ((1, 2),)), r"scales are \(\(1, 2\),\); wanted at least one, of 1"),
+    "scales": (lambda: hierarchical.init(0, K, D, ((1, 2),)), r"are \(\(1, 2\),\); wanted at least one, each of 1"),
     "no scales": (lambda: hierarchical.init(0, K, D, ()), "wanted at least one"),
     "smaller": (lambda: hierarchical.init(0, K, D, (2, 1)), r"scale \(1,\) follows \(2,\); wanted none smaller"),
     "sizes": (lambda: hierarchical.init(0, (3, 4), D, (1, 2)), r"num_codes is \(3, 4\); wanted one number"),
     "number": (lambda: hierarchical.init(0, (3,), D, (1, 2), shared=False), "wanted 2, one for each scale"),
-    "blend": (lambda: hierarchical.init(0, K, D, LINE, blend=2.0), "blend is 2.0, .* wanted two in"),
+    "blend": (lambda: hierarchical.init(0, K, D, LINE, blend=2.0), r"blend is 2.0, .* wanted \[0, 1\]"),
     "convs": (lambda: hierarchical.init(0, K, D, LINE, convs=5), "convs 5, .* 1 to 4"),
     "last dim": (lambda: hierarchical.apply(STATE, drawn(2, 12, 5)), r"x is \(2, 12, 5\); wanted 4 in the last dim"),
     "dims": (lambda: hierarchical.apply(STATE, drawn(4)), r"x is \(4,\); wanted \[... places dim\]"),

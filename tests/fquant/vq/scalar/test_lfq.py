@@ -226,7 +226,7 @@ WRONG = {
     "together": (dict(bits=25), r"the mean of rows would be 2\^25 probabilities; use group="),
     "a group": (dict(group=3), "group is 3; wanted from 1 to 24 bits that divide 4"),
     "scale": (dict(scale=0.0), "scale is 0.0; wanted a positive number"),
-    "clamp": (dict(clamp=0.5), "clamp is 0.5, which no scalar exceeds, below scale 1.0"),
+    "clamp": (dict(clamp=0.5), "clamp is 0.5, below scale 1.0, which no scalar could reach"),
     "activation": (dict(activation="relu"), "activation is 'relu'; wanted one of identity, tanh"),
     "share": (dict(share=0.0), r"share is 0.0; wanted a part of the rows in \(0, 1\]"),
     "cosine of nothing": (dict(cosine=1.0), "options of a projection, but dim is that of the scalars, 4"),
