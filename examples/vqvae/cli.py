@@ -8,8 +8,8 @@
     python -m examples.vqvae --resume runs/vqvae                 # continue, to the bit
 
 The photographs are those of scikit-image's wheel (pip install 'fquant[images]'); the middle fifth of each is held out.
-Writes, to a folder of its own: reconstruction.png and codebook.png, and what every run does (examples/common/runs.py). The
-training itself is in examples/vqvae/train.py.
+A run writes reconstruction.png, codebook.png and the files of every run (examples/common/runs.py) to a new folder. The
+training is in examples/vqvae/train.py.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Options(Job):
 
     Without arguments: a codebook of 512 for each 4 x 4 pixels, on one process.
 
-    With --quantiser: vq, the nearest vector of a codebook that follows what it is given; cosine, that of the smallest
-    angle; learnt, a codebook that gradients move; simvq, a linear map of vectors that stand still; implicit, a network
-    makes each layer's codebook of the layers before (QINCo; slow, try --layers 2 --codes 64).
+    With --quantiser: vq, the nearest vector of a codebook that follows its rows; cosine, that of the smallest angle;
+    learnt, a codebook trained by gradients; simvq, a trained linear map of fixed vectors; implicit, a network makes
+    each layer's codebook from the layers before (QINCo; slow, try --layers 2 --codes 64).
 
-    Without vectors: fsq, each of a few numbers rounded to a few levels; fsp, its quantile, shaken in training; lfq, its
-    sign, with entropies that keep all codes in use; bsq, the same on a sphere; latent, the nearest of a few values
-    that are learnt.
+    Without vectors: fsq, each of a few numbers rounded to a few levels; fsp, its quantile, with noise in training; lfq,
+    its sign, with entropies that keep all codes in use; bsq, the same on a sphere; latent, the nearest of a few learnt
+    values.
 
     Start it under torchrun to use more machines: torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
     """
@@ -69,41 +69,41 @@ class Options(Job):
             raise ValueError("--resume continues in its own folder; leave out --out")
 
     def axes(self, world: int | None) -> dict[str, int]:
-        """The mesh as axis -> size. ``world`` is the number of processes there are, None if they are ours to start."""
+        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this one starts them."""
         axes = axes_of(self.mesh, world, alone=1)
         if self.batch < (ranks := math.prod(axes.values())):
             raise ValueError(f"--batch is {self.batch} over {ranks} ranks; wanted at least a patch for each")
         return axes
 
     def job(self) -> Job:
-        """What is trained, and on what."""
+        """Return the options that define the training."""
         return Job(**self.shared())
 
     def shared(self) -> dict[str, Any]:
-        """What must be the same on every rank and when a run is resumed: all that changes the result."""
+        """Return the options that must agree on all ranks and on resumption, because they change the result."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Job)}
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, 1 when a rank failed, 2 for bad input, which one line names."""
+    """Run the command line ``args``. Return 0, 1 if a rank failed, or 2 for bad input, with one line on stderr."""
     prepare = lambda options: train.prepare(options.job())
     return runs.command("vqvae", Options(), sys.argv[1:] if args is None else args, prepare, work)
 
 
 @launch.record
 def work(options: Options) -> Result | str:
-    """What one rank does; a message in place of the result when the input was at fault."""
+    """Run one rank. Return its result, or a message if the input is at fault."""
     try:
         folder, job = runs.folder(options), options.job()
         run, training = train.start(job, options.axes(None))
         resumed = options.resume is not None
-        training = runs.load(options, training) if resumed else train.begun(run, training)
+        training = runs.load(options, training) if resumed else train.initialise_books(run, training)
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
         runs.announce(options)
-        with Report(folder, first, job.steps, int(training.done), pictures.told) as shown:
+        with Report(folder, first, job.steps, int(training.done), pictures.describe) as shown:
             shown.say(f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}; {pictures.title(job)}; writing {folder}")
             while (done := int(training.done)) < job.steps:
-                training, step = train.take(run, training)
+                training, step = train.take_step(run, training)
                 shown.step(step)
                 if (done + 1) % options.save_every == 0 or done + 1 == job.steps:
                     runs.save(options, training)
@@ -111,10 +111,10 @@ def work(options: Options) -> Result | str:
             result, counts, books = train.measure(run, training)
         if first:
             runs.write(folder / runs.RESULT, dataclasses.asdict(result))
-            drawn = pictures.reconstruction(folder, run, training, books, result), pictures.codebook(folder, counts)
+            images = pictures.reconstruction(folder, run, training, books, result), pictures.codebook(folder, counts)
             console = Console()
             console.print(pictures.table(job, result, ranks))
-            console.print(f"pictures {drawn[0]}\n         {drawn[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
+            console.print(f"pictures {images[0]}\n         {images[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
         shard.close()
         return result
     except ValueError as error:

@@ -1,18 +1,17 @@
-"""The quantisers that examples/vqvae/cli.py can train: each a state, the verbs of its kind, and the weights of its losses.
+"""The quantisers that examples/vqvae/cli.py can train: each a state, the verbs of its kind, and weights of its losses.
 
-What gradients move of a state are projections to and from scalars, the maps of SimVQ, the values of latent
-quantisation, codes that are learnt, networks: ``trained`` takes them out, and ``with_trained`` puts them back. Codes of
-other books are moved by statistics, which are summed over ranks after the gradient. The entropies of LFQ and the
-moments of FSP are no means over rows, and are summed within it, by the ``psum`` that ``apply`` is given.
+Gradients move projections, maps, networks, latent values and learnt codes, by path: :func:`trained_leaves`. Statistics,
+summed over ranks after the gradient, move the codes of other books. The entropies of LFQ and the moments of FSP are not
+means over rows, so the ``psum`` that ``apply`` gets sums them inside the gradient.
 
-*Codes in use.* FSQ and FSP fill the levels of each scalar, but nothing asks scalars to be independent, so that products
-of levels stay empty: after 1500 steps of 16 patches FSQ's three scalars of 8 levels used 7.1, 7.5 and 7.3 of them
-(perplexity), and together 133 of 512 codes; of 8, 5, 5 and 5 levels 7.9, 4.7, 4.6 and 4.6, and 103 of 1000; FSP 111
-and 129. vector-quantize-pytorch gives the same latents the same codes, all 13,696. The number still grows when training
-ends; entropies (lfq, bsq) are the losses that ask for independence, and dead codes of a book start again.
+*Codes in use.* FSQ and FSP fill the levels of each scalar, but nothing makes scalars independent, so many products of
+levels stay empty. These are perplexities after 1500 steps of 16 patches. FSQ's three scalars of 8 levels used 7.1, 7.5
+and 7.3 levels, and together 133 of 512 codes. With 8, 5, 5 and 5 levels it used 7.9, 4.7, 4.6 and 4.6, and 103 of 1000;
+FSP used 111 and 129 codes. vector-quantize-pytorch gives the same latents the same codes, all 13,696. The number still
+grows when training ends. The entropies of lfq and bsq ask for independence, and dead codes of a book start again.
 
-Of ``fquant.vq`` are left out ``projection``, through which no gradient passes, ``binary``, which makes 2^n numbers of
-n, and ``hierarchical``, whose codes are those of a map of one size, while photographs have any.
+Three quantisers of ``fquant.vq`` are missing. ``random_projection`` has no gradient, ``binary`` makes 2^n numbers of n,
+and ``hierarchical`` fixes the size of a map, while photographs have any.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from fquant.vq.scalar import fsp, fsq, latent, lfq
 
 Name = Literal["vq", "cosine", "learnt", "simvq", "implicit", "fsq", "fsp", "lfq", "bsq", "latent"]
 LAYERED = ("vq", "learnt", "simvq", "implicit", "fsq", "lfq")  # of which a residual can be made
-LEARN = ("vq", "cosine", "learnt", "implicit")  # from statistics
-INSIDE = ("fsp", "lfq", "bsq")  # losses of all ranks' rows
+LEARN = ("vq", "cosine", "learnt", "implicit")  # learn from statistics
+INSIDE = ("fsp", "lfq", "bsq")  # have losses of all ranks' rows
 DECAY, THRESHOLD = 0.95, 1.0  # of a book's averages; a code that gets fewer rows a step begins anew
-WEIGHTS: dict[str, dict[str, float]] = {  # of losses beside that of reconstruction
+WEIGHTS: dict[str, dict[str, float]] = {  # of the losses beside the reconstruction loss
     "vq": {"commitment": 0.25},
     "cosine": {"commitment": 0.25},
     "learnt": {"commitment": 1.0},
@@ -53,11 +52,11 @@ WEIGHTS: dict[str, dict[str, float]] = {  # of losses beside that of reconstruct
     "bsq": {"commitment": 0.25, "entropy": 0.1},
     "latent": {"commitment": 0.1, "quantisation": 0.1},
 }
-FACTORS = range(8, 2, -1)  # how many levels a scalar may have
+FACTORS = range(8, 2, -1)  # numbers of levels that a scalar may have
 
 
 class Quantiser(NamedTuple):
-    """A way to quantise: ``num_layers`` codes of ``num_codes`` a row."""
+    """A quantiser with ``num_layers`` codes of ``num_codes`` a row."""
 
     verbs: ModuleType
     state: Any
@@ -65,16 +64,15 @@ class Quantiser(NamedTuple):
     num_layers: int
     weights: dict[str, float]  # of the losses that apply returns
     update: dict[str, float]  # options of ``update``
-    learns: bool  # whether statistics move it, and rows are drawn for codes that are dead
+    learns: bool  # whether statistics move it, and dead codes start again at drawn rows
     inside: bool  # whether ``apply`` takes a psum
-    trained: str  # the paths of what gradients move
+    trained: str  # a pattern of the paths of leaves that gradients move
 
 
 def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int = 1) -> Quantiser:
-    """A quantiser of rows f[... dim]: ``num_layers`` for each of ``num_groups`` parts of a row.
+    """Make a quantiser of rows f[... dim]: ``num_layers`` layers for each of ``num_groups`` parts of a row.
 
-    Raises ValueError for numbers of codes that it cannot have, for more than one layer or group where there are none,
-    and for groups that do not divide dim.
+    Raises ValueError for a wrong number of codes, layers or groups.
     """
     if num_codes < 2:
         raise ValueError(f"--codes is {num_codes}; wanted at least 2")
@@ -85,41 +83,35 @@ def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num
         raise ValueError("--layers is 1; wanted 2 or more of --quantiser implicit, which looks at the layers before")
     if dim % num_groups:
         raise ValueError(f"--groups is {num_groups}; wanted a number that divides --dim {dim}")
-    verbs, state = _made(name, num_codes, num_layers, dim, key, num_groups)
+    verbs, state = _init(name, num_codes, num_layers, dim, key, num_groups)
     learns, trained = name in LEARN, r"(.*\.)?(params|net)\..*"
     if name in ("learnt", "implicit"):
         trained += r"|(.*\.)?codes"
     update = {"decay": DECAY, "threshold": THRESHOLD} if learns else {}
-    return Quantiser(
-        verbs, state, num_codes, num_layers * num_groups, WEIGHTS[name], update, learns, name in INSIDE, trained
-    )
+    num_layers = num_layers * num_groups
+    return Quantiser(verbs, state, num_codes, num_layers, WEIGHTS[name], update, learns, name in INSIDE, trained)
 
 
-def _made(
-    name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int
-) -> tuple[ModuleType, Any]:
-    if num_groups > 1:
-        one = partial(_layers, name, num_codes, num_layers, dim // num_groups)
-        return grouped, grouped.init(key, [one] * num_groups)
+def _init(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, groups: int) -> tuple[ModuleType, Any]:
+    if groups > 1:
+        group = partial(_init_layers, name, num_codes, num_layers, dim // groups)
+        return grouped, grouped.init(key, [group] * groups)
     if num_layers > 1:
-        return residual, _layers(name, num_codes, num_layers, dim, key)
+        return residual, _init_layers(name, num_codes, num_layers, dim, key)
     match name:
         case "vq" | "cosine" | "learnt":
             metric = "cosine" if name == "cosine" else "euclidean"
             return vq, vq.init(key, num_codes, dim, metric=metric, learnable=name == "learnt")
         case "simvq":
             return simvq, simvq.init(key, num_codes, dim)
-        case "fsq":
-            return fsq, fsq.init(key, levels(num_codes), dim)
-        case "fsp":
-            return fsp, fsp.init(key, levels(num_codes), dim)
-        case "latent":
-            return latent, latent.init(key, levels(num_codes), dim)
+        case "fsq" | "fsp" | "latent":
+            verbs = {"fsq": fsq, "fsp": fsp, "latent": latent}[name]
+            return verbs, verbs.init(key, levels(num_codes), dim)
         case _:
             return lfq, lfq.init(key, bits(num_codes), dim, spherical=name == "bsq")
 
 
-def _layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
+def _init_layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
     match name:
         case "vq" | "learnt":
             return residual.init_books(key, num_codes, dim, num_layers, learnable=name == "learnt")
@@ -133,27 +125,26 @@ def _layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) 
             return residual.init_lfq(key, bits(num_codes), num_layers, dim)
 
 
-def trained(quantiser: Quantiser, state: Any) -> dict[str, Tensor]:
-    """What gradients move of ``state``, by path."""
+def trained_leaves(quantiser: Quantiser, state: Any) -> dict[str, Tensor]:
+    """Return the leaves of ``state`` that gradients move, by path."""
     return {path: t for path, t in tree.items(state) if re.fullmatch(quantiser.trained, path)}
 
 
-def with_trained(state: Any, parts: dict[str, Tensor]) -> Any:
-    """``state`` with what :func:`trained` takes out replaced."""
-    return tree.map_with_path(lambda path, t: parts.get(path, t), state)
+def replace_leaves(state: Any, leaves: dict[str, Tensor]) -> Any:
+    """Return ``state`` with the leaves at these paths replaced."""
+    return tree.map_with_path(lambda path, t: leaves.get(path, t), state)
 
 
-def at_rows(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset, psum: Callable[[Any], Any]) -> Any:
-    """``state`` with its books at the k-means of ``rows`` f[... dim], or of what the layers before leave of them.
-
-    What has no plain books stays as it is.
-    """
+def books_at_kmeans(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset, psum: Callable[[Any], Any]) -> Any:
+    """Return ``state`` with each plain book at the k-means of ``rows`` f[... dim], minus the layers before."""
     if isinstance(state, vq.Book):
         return vq.kmeans(state, rows, key, row_offset=row_offset, psum=psum)
     if isinstance(state, grouped.Grouped):
         parts = rows.split([group.dim for group in state.groups], -1)
         each = enumerate(zip(state.groups, parts, strict=True))
-        return replace(state, groups=[at_rows(g, part, random.fold(key, i), row_offset, psum) for i, (g, part) in each])
+        return replace(
+            state, groups=[books_at_kmeans(g, x, random.fold(key, i), row_offset, psum) for i, (g, x) in each]
+        )
     if not isinstance(state, Residual):
         return state
     layers = []
@@ -166,31 +157,30 @@ def at_rows(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset, psum: 
 
 
 def levels(num_codes: int) -> tuple[int, ...]:
-    """As few levels of scalars as multiply to ``num_codes``, the larger first; ValueError where they do not."""
-    found = _factors(num_codes)
-    if found is None:
-        raise ValueError(
-            f"--codes is {num_codes}, no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
-        )
-    return found
+    """Factor ``num_codes`` into as few levels of scalars as possible, the larger first; ValueError if impossible."""
+    factors = _factors(num_codes)
+    if factors is None:
+        wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
+        raise ValueError(f"--codes is {num_codes}, {wanted}")
+    return factors
 
 
 def _factors(n: int) -> tuple[int, ...] | None:
     if n == 1:
         return ()
-    found = [(f, *rest) for f in FACTORS if n % f == 0 and (rest := _factors(n // f)) is not None]
-    return min(found, key=len, default=None)
+    choices = [(f, *rest) for f in FACTORS if n % f == 0 and (rest := _factors(n // f)) is not None]
+    return min(choices, key=len, default=None)
 
 
 def bits(num_codes: int) -> int:
-    """log2 of ``num_codes``; ValueError where that is no integer."""
+    """Return log2 of ``num_codes``. Raises ValueError if that is no integer."""
     if num_codes & (num_codes - 1):
         raise ValueError(f"--codes is {num_codes}; wanted a power of 2, use {2 ** round(math.log2(num_codes))}")
     return num_codes.bit_length() - 1
 
 
 def usage(codes: Tensor, quantiser: Quantiser) -> Tensor:
-    """How often each code occurs in ``codes`` i64[...], of several layers [... layers]: f32[layers codes]."""
+    """Count the codes in ``codes`` i64[...], or [... layers] of several layers: f32[layers codes]."""
     each = codes.reshape(-1, quantiser.num_layers)
     known = each >= 0  # -1 is none
     at = torch.where(known, each + torch.arange(quantiser.num_layers) * quantiser.num_codes, 0)
@@ -199,18 +189,18 @@ def usage(codes: Tensor, quantiser: Quantiser) -> Tensor:
 
 
 def share_used(counts: Tensor) -> list[float]:
-    """The share of codes that occur at all, of counts f32[layers codes]."""
+    """Return the share of codes that occur at all in each layer, given counts f32[layers codes]."""
     return (counts > 0).float().mean(-1).tolist()
 
 
 def from_pixels(books: list[vq.Book], images: Tensor, scale: int) -> Tensor:
-    """``images`` f[b c h w] with each block the sum of the codes nearest to what those before have left."""
-    left = start = blocks(images, scale)
+    """Replace each block of ``images`` f[b c h w] by its residual quantisation with ``books``."""
+    rest = start = blocks(images, scale)
     for book in books:
-        left = left - vq.decode(book, vq.encode(book, left))
-    return rearrange(start - left, "b h w (c p q) -> b c (h p) (w q)", p=scale, q=scale)
+        rest = rest - vq.decode(book, vq.encode(book, rest))
+    return rearrange(start - rest, "b h w (c p q) -> b c (h p) (w q)", p=scale, q=scale)
 
 
 def blocks(images: Tensor, scale: int) -> Tensor:
-    """Images f[b c h w] as rows of pixels, f[b h/scale w/scale c·scale·scale]."""
+    """Return images f[b c h w] as rows of pixels, f[b h/scale w/scale c·scale·scale]."""
     return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=scale, q=scale)

@@ -1,6 +1,6 @@
-"""The training that examples/vqvae/cli.py starts on every rank: crop, take steps, measure.
+"""The training that examples/vqvae/cli.py starts on every rank: crop patches, take steps, measure.
 
-The heart is one captured step, which on one process and on many is the same but for its sums:
+One captured step is the same on one process and on many, except for its sums:
 
     losses, out = autoencoder.loss(net, state, share of the images, key)
     counts      = psum of the losses' counts                            # of all images
@@ -9,8 +9,8 @@ The heart is one captured step, which on one process and on many is the same but
     sums        = psum(losses, statistics, usage)                       # over ranks
     state       = update(state, statistics)
 
-A patch is a function of the seed, the step and its number in the batch, and so is what is drawn of its rows: a run on
-any mesh computes the same sums.
+A patch and its random draws are functions of the seed, the step and its number in the batch. Every mesh therefore
+computes the same sums.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from . import photographs, quantisers
 from .photographs import Part, Photograph
 from .quantisers import Name, Quantiser
 
-START_ROWS = 8  # a code, for k-means of the first latents
-BASELINE_ROWS = 64  # a code, for k-means of pixels
+START_ROWS = 8  # rows a code, for k-means of the first latents
+BASELINE_ROWS = 64  # rows a code, for k-means of pixels
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and on what; the same on every rank."""
+    """The options that define a training; equal on every rank."""
 
     quantiser: Name = "vq"
-    """How latents become codes; see above."""
+    """Method of quantisation; see above."""
     codes: int = 512
-    """How many a layer has: any number in a codebook, of fsq, fsp, latent a product of 3 to 8, of lfq, bsq 2^n."""
+    """Codes a layer: any number in a codebook; a product of 3 to 8 for fsq, fsp, latent; 2^n for lfq, bsq."""
     layers: int = 1
-    """Layers, each quantising what those before it leave (residual); of vq, learnt, simvq, implicit, fsq, lfq."""
+    """Layers, each quantising what those before it leave (residual): vq, learnt, simvq, implicit, fsq, lfq."""
     groups: int = 1
-    """Parts of a latent, each of which has layers of its own (grouped residual); of the same."""
+    """Parts of a latent, each with layers of its own (grouped residual), for the same quantisers."""
     dim: int = 32
     """Numbers in a latent, one for each 4 x 4 pixels."""
     hidden: int = 64
     """Channels in the middle of the autoencoder."""
     patch: int = 32
-    """Pixels of a side of what is trained on, a multiple of 4."""
+    """Pixels of a side of a training patch, a multiple of 4."""
     steps: int = 2000
     """Steps of the optimiser."""
     batch: int = 64
@@ -67,7 +67,7 @@ class Job:
     lr: float = 2e-3
     """Peak learning rate; it rises over a twentieth of the steps, and falls along a cosine."""
     seed: int = 0
-    """Of initial values and of where patches are cut."""
+    """Seed of initial values and of the places of patches."""
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
@@ -82,7 +82,7 @@ class Job:
 
 @tree.node
 class Weights:
-    """What gradients move: the autoencoder, and some of the quantiser's state, by path."""
+    """The differentiated leaves: the autoencoder, and some of the quantiser's state, by path."""
 
     net: Autoencoder
     quantiser: dict[str, Tensor]
@@ -90,17 +90,17 @@ class Weights:
 
 @tree.node
 class Training:
-    """What a step changes: the autoencoder, the quantiser's state, the optimiser's moments of :class:`Weights`."""
+    """The state that a step changes; ``moments`` are the optimiser's, of :class:`Weights`."""
 
     net: Autoencoder
     quantiser: Any
     moments: Any
-    done: Tensor  # i64[], steps
+    done: Tensor  # i64[], the number of steps
 
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from step to step."""
+    """The constants of a run."""
 
     job: Job
     mesh: DeviceMesh
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step measured; a line of metrics.jsonl."""
+    """The measurements of one step; a line of metrics.jsonl."""
 
     step: int
     loss: float
@@ -126,7 +126,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found on the held-out parts of the photographs."""
+    """The measurements on the held-out parts of the photographs."""
 
     bits_per_pixel: float
     psnr: float
@@ -137,40 +137,40 @@ class Result:
 
 
 def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """What ``job`` names, checked; one ValueError names what is wrong."""
-    found = photographs.load()
-    parts = photographs.parts(found, job.patch)
+    """Return the photographs, their training parts and the quantiser of ``job``. Raises ValueError for bad options."""
+    images = photographs.load()
+    parts = photographs.parts(images, job.patch)
     scale = config(job).scale
     if job.patch % scale:
         raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
     key = random.fold(random.key(job.seed), "quantiser")
-    return found, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
+    return images, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
 
 
 def config(job: Job) -> AutoencoderConfig:
-    """The sizes of the autoencoder."""
+    """Return the sizes of the autoencoder."""
     return AutoencoderConfig(dim=job.dim, hidden=job.hidden, inner=max(1, job.hidden // 2))
 
 
 def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
-    """Meet the other ranks, compare what was given to each, and make what is trained, before :func:`begun`.
+    """Join the other ranks, compare options and photographs, and initialise, except for :func:`initialise_books`.
 
-    Raises ValueError on every rank when one cannot, or when they disagree.
+    Raises ValueError on every rank if one fails or if they disagree.
     """
     mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
-    found, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
-    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in found])})
+    images, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
+    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in images])})
     net, state = autoencoder.init(config(job), random.fold(random.key(job.seed), "autoencoder")), quantiser.state
-    weights = Weights(net, quantisers.trained(quantiser, state))
+    weights = Weights(net, quantisers.trained_leaves(quantiser, state))
     schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    step = jit(stepper(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
-    run = Run(job, mesh, found, parts, quantiser, schedule, step)
+    step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
+    run = Run(job, mesh, images, parts, quantiser, schedule, step)
     return run, Training(net, state, opt.init(weights), torch.tensor(0))
 
 
-def begun(run: Run, training: Training) -> Training:
-    """``training`` with its books at the k-means of the latents that the first weights make of some patches."""
+def initialise_books(run: Run, training: Training) -> Training:
+    """Return ``training`` with its books at the k-means of the untrained autoencoder's latents of some patches."""
     job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
     if not run.quantiser.learns:
         return training
@@ -178,13 +178,14 @@ def begun(run: Run, training: Training) -> Training:
     images, _, row_offset = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
     with torch.no_grad():
         latents = autoencoder.encode(training.net, images)
-    return replace(training, quantiser=quantisers.at_rows(training.quantiser, latents, key, row_offset, psum(run.mesh)))
+    quantiser = quantisers.books_at_kmeans(training.quantiser, latents, key, row_offset, psum(run.mesh))
+    return replace(training, quantiser=quantiser)
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """This rank's share of ``size`` patches of ``key``, their numbers, and of their latents the numbers that rows have.
+    """Return this rank's share of ``size`` patches of ``key``, their numbers, and the offset of their latents.
 
-    A Book wants to know the latter: of the first, and how many there are on all ranks.
+    The offset is that of a Book: the number of the first row, and the number of rows on all ranks.
     """
     numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
     images = photographs.patches(run.parts, random.fold(key, numbers), run.job.patch)
@@ -193,12 +194,12 @@ def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tenso
 
 
 def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """The sum of a tree over all ranks."""
+    """Return the function that sums a tree over all ranks."""
     return partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
 
 
-def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
-    """The step as a function of what it changes, this rank's images and what is drawn for them."""
+def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
+    """Return the step: a function of the state that it changes, this rank's images, their numbers and the key."""
     summed, verbs = psum(mesh), quantiser.verbs
     scale = {"reconstruction": 1 / variance, **quantiser.weights}
 
@@ -211,36 +212,33 @@ def stepper(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, varian
             options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
 
         def objective(weights: Weights) -> tuple[Tensor, Any]:
-            moved = quantisers.with_trained(state, weights.quantiser)
-            losses, out = autoencoder.loss(weights.net, moved, images, verbs=verbs, **options)
+            new = quantisers.replace_leaves(state, weights.quantiser)
+            losses, out = autoencoder.loss(weights.net, new, images, verbs=verbs, **options)
             counts = summed({name: loss.count for name, loss in losses.items()})
-            # Of layers each has a loss of its own.
+            # A loss has a number for each layer.
             each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
-            return torch.stack(each).sum(), (
-                losses["reconstruction"],
-                out.stats,
-                quantisers.usage(out.codes, quantiser),
-            )
+            usage = quantisers.usage(out.codes, quantiser)
+            return torch.stack(each).sum(), (losses["reconstruction"], out.stats, usage)
 
-        weights = Weights(net, quantisers.trained(quantiser, state))
-        grads, (value, found) = grad_and_value(objective, has_aux=True)(weights)
+        weights = Weights(net, quantisers.trained_leaves(quantiser, state))
+        grads, (value, aux) = grad_and_value(objective, has_aux=True)(weights)
         grads = shard.reduce(grads, mesh)
-        value, (reconstruction, stats, counts) = summed((value, found))
+        value, (reconstruction, stats, counts) = summed((value, aux))
         updates, moments = opt.update(grads, moments, weights)
         measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
         weights = optim.apply_updates(weights, updates)
-        state = verbs.update(quantisers.with_trained(state, weights.quantiser), stats, **quantiser.update)
+        state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **quantiser.update)
         return weights.net, state, moments, measured
 
     return step
 
 
-def take(run: Run, training: Training) -> tuple[Training, Step]:
-    """One step. Raises ValueError when the loss is no longer finite."""
+def take_step(run: Run, training: Training) -> tuple[Training, Step]:
+    """Take one step. Raises ValueError if the loss is not finite."""
     began, done = time.perf_counter(), int(training.done)
     key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
-    given = batch(run, key, run.job.batch)
-    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *given, key)
+    inputs = batch(run, key, run.job.batch)
+    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *inputs, key)
     if not torch.isfinite(measured["loss"]):
         raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
     counts, lr = measured["counts"], float(run.schedule(training.done))
@@ -252,17 +250,17 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
 
 
 def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
-    """What the held-out tiles tell, how often they use each code f32[layers codes], and the books of pixels."""
+    """Measure held-out tiles: return results, usage counts f32[layers codes], and the books of pixels."""
     cfg, net, state, verbs = config(run.job), training.net, training.quantiser, run.quantiser.verbs
     books = pixel_books(run)
     tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
     errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.job.codes)
-    for some in tiles.split(run.job.batch):
+    for images in tiles.split(run.job.batch):
         with torch.no_grad():
-            codes = autoencoder.to_codes(net, state, some, verbs)
-            made = autoencoder.from_codes(net, state, codes, verbs), quantisers.from_pixels(books, some, cfg.scale)
-        each = (*made, some.mean((2, 3), keepdim=True).expand_as(some))
-        errors += torch.stack([(x - some).double().square().sum() for x in each])
+            codes = autoencoder.to_codes(net, state, images, verbs)
+            decoded = autoencoder.from_codes(net, state, codes, verbs)
+        each = decoded, quantisers.from_pixels(books, images, cfg.scale), images.mean((2, 3), keepdim=True)
+        errors += torch.stack([(x.expand_as(images) - images).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
     errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
     bits = run.quantiser.num_layers * math.log2(run.job.codes) / cfg.scale**2
@@ -272,17 +270,17 @@ def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]
 
 
 def pixel_books(run: Run) -> list[vq.Book]:
-    """What k-means has for the blocks of pixels that a code stands for, as many codes and layers as the quantiser."""
+    """Return the k-means of blocks of pixels, with as many codes and layers as the quantiser."""
     job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
     images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
-    left, books = quantisers.blocks(images, scale), []
+    rest, books = quantisers.blocks(images, scale), []
     for i in range(run.quantiser.num_layers):
-        book = vq.init(random.fold(key, i), job.codes, left.shape[-1])
-        books.append(vq.kmeans(book, left, random.fold(key, i), row_offset=row_offset, psum=psum(run.mesh)))
-        left = left - vq.decode(books[-1], vq.encode(books[-1], left))
+        book = vq.init(random.fold(key, i), job.codes, rest.shape[-1])
+        books.append(vq.kmeans(book, rest, random.fold(key, i), row_offset=row_offset, psum=psum(run.mesh)))
+        rest = rest - vq.decode(books[-1], vq.encode(books[-1], rest))
     return books
 
 
 def psnr(mse: Tensor) -> float:
-    """Peak signal over noise in dB, of values in [0, 1]."""
+    """Return the peak signal-to-noise ratio in dB for values in [0, 1]."""
     return -10 * math.log10(float(mse))

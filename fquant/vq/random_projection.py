@@ -55,13 +55,13 @@ def init(
 def encode(state: RandomProjection, x: Tensor) -> Tensor:
     """Return codes i64[...], of several codebooks [... heads], for x f[... dim]; -1 for a row that is not finite."""
     z, kept, _ = _project("random_projection.encode", state, x, None)
-    return projection_layers.joined(_nearest(state, z), kept)
+    return projection_layers.join_codes(_nearest(state, z), kept)
 
 
 def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Look up codes i[...] or [... heads]: vectors [... heads·width] in ``dtype``; zeros for -1; IndexError beyond."""
     heads, num_codes, _ = state.vectors.shape
-    codes, known = projection_layers.split("random_projection.decode", codes, heads, num_codes)
+    codes, known = projection_layers.split_codes("random_projection.decode", codes, heads, num_codes)
     pairs = zip(codes.clamp(min=0).unbind(-1), state.vectors.to(dtype), strict=True)
     found = torch.stack([vectors[codes] for codes, vectors in pairs], -2)  # [... heads width]
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
@@ -73,7 +73,7 @@ def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: T
     Nothing is random, so ``key`` is not used. ``mask`` bool[...] selects the rows that count.
     """
     z, kept, counts = _project("random_projection.apply", state, x, mask)
-    codes = projection_layers.joined(_nearest(state, z), kept)
+    codes = projection_layers.join_codes(_nearest(state, z), kept)
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
 
 
@@ -91,12 +91,12 @@ def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
 
 def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
     """Return z [... heads width], which of its rows are valid, and their counts."""
-    x, kept = projection_layers.start(name, x, state.weight.shape[-1], mask)
+    x, kept = projection_layers.prepare_rows(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     z = matmul(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
     z, kept = rows.zero_invalid(z, kept, 2)
-    return z, kept, projection_layers.counted(kept, mask)
+    return z, kept, projection_layers.count_rows(kept, mask)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""examples.vqvae.quantisers: every way to quantise that examples.vqvae offers trains."""
+"""examples.vqvae.quantisers: every quantiser on offer trains."""
 
 import typing
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.helpers.vq.peers import assert_close, drawn, projections
 
 pytestmark = pytest.mark.xdist_group("ranks")
 STEPS = 8
-CASES = {  # layers, groups, and how many codes a layer has
+CASES = {  # layers, groups, codes a layer
     "vq": (1, 1, 8),
     "cosine": (1, 1, 8),
     "learnt": (1, 1, 8),
@@ -45,13 +45,13 @@ def test_every_name_is_here():
 
 
 def a_few_steps(job):
-    """What is trained before and after, and what the steps measured."""
+    """Return the state before and after some steps, and their measurements."""
     run, training = train.start(job, {})
-    first = training = train.begun(run, training)
-    before = tree.map(torch.clone, (first.net, first.quantiser))  # steps write over what they are given
+    first = training = train.initialise_books(run, training)
+    before = tree.map(torch.clone, (first.net, first.quantiser))  # because steps donate their arguments
     steps = []
     for _ in range(job.steps):
-        training, step = train.take(run, training)
+        training, step = train.take_step(run, training)
         steps.append(step)
     return before, (training.net, training.quantiser), steps
 
@@ -69,19 +69,19 @@ def test_it_trains(case):
         assert not torch.equal(a, b), path
     made = quantisers.make(name, codes, layers, job.dim, random.key(0), groups)
     moved = {path for (path, a), b in zip(tree.items(state), tree.leaves(state_after), strict=True) if (a != b).any()}
-    assert set(quantisers.trained(made, state)) <= moved
+    assert set(quantisers.trained_leaves(made, state)) <= moved
     fixed = {path for path in tree.paths(state) if path.endswith(("frozen", "rotation"))}
     assert not fixed & moved and (moved or name == "fsq")
     if made.learns:
-        assert steps[0].perplexity[0] > 1  # k-means of the first latents is there
+        assert steps[0].perplexity[0] > 1  # because books start at the k-means of the first latents
         assert {path for path in tree.paths(state) if path.endswith("counts")} <= moved
 
 
 def test_what_is_trained_is_put_back():
     for case, (layers, groups, codes) in CASES.items():
         made = quantisers.make(case.partition(",")[0], codes, layers, 4, random.key(0), groups)
-        parts = quantisers.trained(made, made.state)
-        changed = quantisers.with_trained(made.state, tree.map(lambda t: t + 1, parts))
+        parts = quantisers.trained_leaves(made, made.state)
+        changed = quantisers.replace_leaves(made.state, tree.map(lambda t: t + 1, parts))
         assert tree.structure(changed) == tree.structure(made.state)
         for (path, a), b in zip(tree.items(made.state), tree.leaves(changed), strict=True):
             assert torch.equal(b, a + 1 if path in parts else a), (case, path)
@@ -90,7 +90,7 @@ def test_what_is_trained_is_put_back():
 
 @pytest.mark.parametrize("num_codes", [27, 64, 512, 625, 1000, 4096])
 def test_every_level_is_used_where_rows_are_spread(num_codes):
-    """And as often as any other by FSP, which is told their distribution. Codes are the peer's."""
+    """FSP uses all codes alike if rows follow its distribution. Codes equal the peer's."""
     chosen = quantisers.levels(num_codes)
     rows = torch.linspace(-4, 4, 401)[:, None].expand(-1, len(chosen))
     for verbs in (fsq, fsp):
@@ -108,7 +108,7 @@ def test_every_level_is_used_where_rows_are_spread(num_codes):
 def test_books_begin_at_what_the_layers_before_leave():
     rows, psum = drawn(300, 4), lambda t: t
     made = quantisers.make("vq", 5, 2, 4, random.key(0), 2)
-    got = quantisers.at_rows(made.state, rows, random.key(1), (0, 300), psum)
+    got = quantisers.books_at_kmeans(made.state, rows, random.key(1), (0, 300), psum)
     for i, group in enumerate(got.groups):
         left = rows[:, 2 * i : 2 * i + 2]
         for j, layer in enumerate(group.layers):
@@ -117,4 +117,4 @@ def test_books_begin_at_what_the_layers_before_leave():
             assert_close(layer, wanted, 0.0)
             left = left - vq.decode(wanted, vq.encode(wanted, left))
     scalars = quantisers.make("fsq", 8, 1, 4, random.key(0)).state
-    assert quantisers.at_rows(scalars, rows, random.key(1), (0, 300), psum) is scalars
+    assert quantisers.books_at_kmeans(scalars, rows, random.key(1), (0, 300), psum) is scalars

@@ -29,7 +29,7 @@ TINY = Options(codes=8, dim=4, hidden=8, patch=8, steps=5, batch=7)
 
 def some_steps(run, training, until):
     while int(training.done) < until:
-        training, _ = train.take(run, training)
+        training, _ = train.take_step(run, training)
     return training
 
 
@@ -37,7 +37,7 @@ def twice(options):
     """What is trained after all steps, without an interruption after the third and with one."""
     run, training = train.start(options.job(), {})
     runs.announce(options)
-    training = some_steps(run, train.begun(run, training), 3)
+    training = some_steps(run, train.initialise_books(run, training), 3)
     runs.save(options, training)
     whole = some_steps(run, training, options.steps)
     run, fresh = train.start(options.job(), {})

@@ -1,4 +1,4 @@
-"""examples.vqvae: what it cuts out of photographs, and small runs that write everything, on one process and on two."""
+"""examples.vqvae: patches of photographs, and small complete runs on one process and on two."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from tests.helpers.vq.peers import assert_close
 pytestmark = pytest.mark.xdist_group("ranks")
 
 ROOT = Path(__file__).parents[2]
-# Of seven patches one rank of two has one more.
+# With seven patches two ranks have unequal shares.
 TINY = "--codes 8 --dim 4 --hidden 8 --patch 8 --steps 3 --batch 7".split()
 TRACED = 300.0  # seconds: ranks trace a step, several on one core
 FILES = {"codebook.png", "metrics.jsonl", "reconstruction.png", "result.json", "run.json", "state.safetensors"}
@@ -57,7 +57,7 @@ def test_without_scikit_image(monkeypatch, capsys, tmp_path):
 
 
 def marked(width=50, height=20):
-    """A photograph whose pixels say where they are."""
+    """Return a photograph whose pixels are their own coordinates."""
     at = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
     return photographs.Photograph("marked", torch.cat([at, torch.zeros(1, height, width)]).to(torch.uint8))
 
@@ -76,7 +76,7 @@ def test_patches_keep_out_of_what_is_held_out():
     for step, channel, dim in ((1, 0, 1), (1, 1, 2)):  # a patch is of neighbours
         assert (straight[:, channel].diff(dim=dim) == step).all()
     corners = straight[:, :2, 0, 0]
-    assert len(corners.unique(dim=0)) == 2 * 13 * 13  # every place there is
+    assert len(corners.unique(dim=0)) == 2 * 13 * 13  # all places occur
 
 
 def test_a_patch_is_of_its_key(pictures):
@@ -135,7 +135,7 @@ def test_blocks_and_back():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a small run, in this process."""
+    """Return the folder of a small run in this process."""
     folder, printed = tmp_path_factory.mktemp("vqvae") / "run", io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert cli.main([*TINY, "--out", str(folder)]) == 0
@@ -146,7 +146,7 @@ def run(tmp_path_factory):
 def test_a_run_writes_everything(run):
     assert {p.name for p in run.iterdir()} == FILES
     printed = (run.parent / "printed").read_text()
-    assert all(told in printed for told in ("VQ-VAE", "k-means of pixels", "codes used"))
+    assert all(text in printed for text in ("VQ-VAE", "k-means of pixels", "codes used"))
     assert [s["step"] for s in read(run)] == [0, 1, 2]
     for name in ("codebook.png", "reconstruction.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
@@ -167,12 +167,12 @@ def test_again_the_same_bits(run, tmp_path):
 
 
 def trained(job, axes):
-    """What the steps measured, what is trained after them, and what was found."""
+    """Train, and return the measurements of the steps, the final state and the results."""
     run, training = train.start(job, axes)
-    training = train.begun(run, training)
+    training = train.initialise_books(run, training)
     steps = []
     for _ in range(job.steps):
-        training, step = train.take(run, training)
+        training, step = train.take_step(run, training)
         steps.append(step)
     return steps, training, train.measure(run, training)
 
@@ -212,7 +212,7 @@ def test_a_mesh_is_one_process(quantiser, layers, axes):
     ((steps, training, (result, counts, books)),) = ranks.run(1, trained, job, {}, timeout=TRACED)
     for found, other, (figures, usage, again) in ranks.run(size, trained, job, axes, timeout=TRACED):
         assert_close((other, again), (training, books), 1e-5)
-        assert (usage - counts).abs().sum() <= 4  # a row that is as near to two codes, to all digits, may have either
+        assert (usage - counts).abs().sum() <= 4  # a row at equal distance from two codes may have either
         assert [step.loss for step in found] == pytest.approx([step.loss for step in steps], abs=1e-5)
         assert figures.psnr == pytest.approx(result.psnr, abs=1e-4)
 
@@ -225,7 +225,7 @@ def test_help(capsys):
         cli.main(["--help"])
     printed = capsys.readouterr().out
     assert left.value.code == 0
-    assert all(f" {name}, " in printed for name in typing.get_args(quantisers.Name))  # and what each is
+    assert all(f" {name}, " in printed for name in typing.get_args(quantisers.Name))  # with a description each
     for option in ("--quantiser", "--codes", "--patch", "--steps", "--batch", "--mesh", "--seed", "--out", "--resume"):
         assert option in printed
 
@@ -278,7 +278,7 @@ def test_folder_that_is_taken(tmp_path, capsys):
 
 
 def refused(capsys, said, *args):
-    """Exit status 2, one line that holds ``said``, nothing written."""
+    """Check for exit status 2, one line of error that contains ``said``, and nothing written."""
     args = [str(arg) for arg in args]
     assert cli.main(args) == 2
     err = capsys.readouterr().err

@@ -84,14 +84,14 @@ def apply(
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")
-    point, valid = projection_layers.start("simvq.apply", x, state.dim, mask)
+    point, valid = projection_layers.prepare_rows("simvq.apply", x, state.dim, mask)
     codes = torch.where(valid, encode(state, point) if codes is None else codes, -1)
     valid = codes >= 0
     point = torch.where(valid[..., None], point, 0.0)
     q = decode(state, codes, point.dtype)
     losses = {"codebook": commitment(point.detach(), q, valid), "commitment": commitment(point, q.detach(), valid)}
     out = torch.where(valid[..., None], gradient(point, q, None, key), 0.0)
-    return Quantized(out.to(x.dtype), codes, losses, projection_layers.counted(valid, mask))
+    return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(valid, mask))
 
 
 def update(state: SimVQ, stats: RowCounts) -> SimVQ:

@@ -1,10 +1,10 @@
-"""Grouped residuals: the numbers of a row in groups, each of which a residual quantises (Yang et al. 2023).
+"""Grouped residual quantisation: the numbers of a row in groups, each with a residual of its own (Yang et al. 2023).
 
     one   = partial(residual.init_books, num_codes=1024, width=32, num_layers=4)
     state = grouped.init(key, [one, one])
 
-Codes are [... groups layers], losses Means of [groups layers] numbers, and statistics those of each group, which one
-sum over ranks serves as it serves one. All groups of a row are dropped at one depth.
+Codes are [... groups layers], losses are Means of [groups layers] numbers, and statistics are a list, one entry a
+group. Dropout gives all groups of a row the same depth.
 """
 
 from __future__ import annotations
@@ -24,54 +24,52 @@ from .residual import Residual
 
 @tree.node
 class Grouped:
-    """Residuals of as many layers, side by side."""
+    """Residuals with equal numbers of layers, side by side."""
 
     groups: list[Residual]
 
 
 def init(key: int | Tensor, groups: Sequence[Callable[[Tensor], Residual]]) -> Grouped:
-    """A state for x f[... dim], dim being the sum of those of the groups, each of which is made of a key of its own.
+    """Return a state for x f[... dim], dim being the sum over groups; each function gets a key of its own.
 
-    Raises TypeError for what makes no Residual, ValueError for no groups, and for groups of different numbers of
-    layers, or other options of dropout; and what making one raises.
+    Raises TypeError if one returns no Residual. Raises ValueError for no groups, and for groups that differ in their
+    number of layers or options of dropout.
     """
     if not groups:
         raise ValueError("grouped.init: there are no groups; wanted at least 1")
-    key = random.key(key)
-    made = [make(random.fold(key, i)) for i, make in enumerate(groups)]
-    for i, group in enumerate(made):
+    residuals = [init_group(random.fold(random.key(key), i)) for i, init_group in enumerate(groups)]
+    for i, group in enumerate(residuals):
         if not isinstance(group, Residual):
             raise TypeError(f"grouped.init: groups.{i} is a {type(group).__name__}; wanted a Residual")
-        if (got := _depths(group)) != (wanted := _depths(made[0])):
+        if (got := _depths(group)) != (wanted := _depths(residuals[0])):
             shown = "(layers, dropout, cutoff, multiple)"
             raise ValueError(f"grouped.init: groups.{i} has {shown} {got}; wanted those of the first, {wanted}")
-    return Grouped(made)
+    return Grouped(residuals)
 
 
 def encode(state: Grouped, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[... groups layers]; -1 for a group of a row that is not finite."""
-    return torch.stack(
-        [residual.encode(group, part) for group, part in zip(state.groups, _split(state, x), strict=True)], -2
-    )
+    """Return codes i64[... groups layers] of x f[... dim]; -1 for a group of a row that is not finite."""
+    each = zip(state.groups, _split(state, x), strict=True)
+    return torch.stack([residual.encode(group, part) for group, part in each], -2)
 
 
 def decode(state: Grouped, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[... groups layers], or of the first layers alone -> x [... dim] in ``dtype``; -1 adds nothing.
+    """Return x [... dim] of codes i[... groups layers], or of the first layers alone; -1 adds nothing.
 
     Raises what ``residual.decode`` does, and ValueError for another number of groups.
     """
     if codes.ndim < 2 or codes.shape[-2] != len(state.groups):
         raise ValueError(f"grouped.decode: codes are {tuple(codes.shape)}; wanted [... {len(state.groups)} layers]")
     each = zip(state.groups, codes.unbind(-2), strict=True)
-    return torch.cat([residual.decode(group, some, dtype) for group, some in each], -1)
+    return torch.cat([residual.decode(group, part, dtype) for group, part in each], -1)
 
 
 def apply(
     state: Grouped, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, **options: Any
 ) -> Quantized:
-    """x f[... dim] quantised; arguments are those of ``residual.apply``, ``codes`` being [... groups layers].
+    """Quantise x f[... dim]. Arguments are those of ``residual.apply``, with ``codes`` [... groups layers].
 
-    A row of which one group is not finite has no code in that group. Statistics are a list, those of each group.
+    A row has no code in a group that is not finite.
     """
     first = state.groups[0]
     if options.get("depth") is None and key is not None and first.dropout:
@@ -79,22 +77,21 @@ def apply(
     codes = options.pop("codes", None)
     each = []
     for i, (group, part) in enumerate(zip(state.groups, _split(state, x), strict=True)):
-        mine = None if key is None else random.fold(key, i)
-        some = {} if codes is None else {"codes": codes[..., i, :]}
-        each.append(residual.apply(group, part, mine, mask, **some, **options))
+        group_key = None if key is None else random.fold(key, i)
+        given = {} if codes is None else {"codes": codes[..., i, :]}
+        each.append(residual.apply(group, part, group_key, mask, **given, **options))
     x, codes = torch.cat([got.x for got in each], -1), torch.stack([got.codes for got in each], -2)
     return Quantized(x, codes, stack_trees([got.losses for got in each]), [got.stats for got in each])
 
 
 def update(state: Grouped, stats: Sequence[Any], **options: Any) -> Grouped:
-    """``state`` with each group updated by its statistics. Raises what ``residual.update`` does."""
+    """Return ``state`` with each group updated from its statistics. Raises what ``residual.update`` does."""
     if len(stats) != len(state.groups):
         raise ValueError(f"grouped.update: got stats of {len(stats)} groups; wanted {len(state.groups)}")
-    each = enumerate(zip(state.groups, stats, strict=True))
     groups = []
-    for i, (group, some) in each:
+    for i, (group, group_stats) in enumerate(zip(state.groups, stats, strict=True)):
         with tree.at(f"groups.{i}"):
-            groups.append(residual.update(group, some, **options))
+            groups.append(residual.update(group, group_stats, **options))
     return replace(state, groups=groups)
 
 
@@ -103,7 +100,6 @@ def _depths(group: Residual) -> tuple[int, bool, int, int]:
 
 
 def _split(state: Grouped, x: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of each group."""
     sizes = [group.dim for group in state.groups]
     if not x.ndim or x.shape[-1] != sum(sizes):
         raise ValueError(f"grouped: x is {tuple(x.shape)}; wanted {sum(sizes)} in the last dim, {sizes} of the groups")

@@ -1,26 +1,22 @@
-"""Hierarchical quantisation: a map of rows as codes of one scale after another, coarse ones first (Tian et al. 2024).
+"""Hierarchical quantisation: a map of rows as codes of several scales, coarse to fine (Tian et al. 2024).
 
     state = hierarchical.init(key, num_codes=4096, dim=32, scales=(1, 2, 4, 8, 16), spatial=2)
     codes = hierarchical.encode(state, x)              # x f[... 16 16 32]  ->  [i64[... 1 1], i64[... 2 2], ...]
     x     = hierarchical.decode(state, codes)
 
-Of what is left of x each scale takes the means over its cells, quantises these, and takes them off again:
+Each scale quantises the means of the remainder of x over its cells, and subtracts them:
 
-    down = pool(left)      q = book(down)      full = blend(upsample(q))      left = left - full      x' = sum of full
+    down = pool(rest)      q = book(down)      full = blend(upsample(q))      rest = rest - full      x' = sum of full
 
-``upsample`` is linear, and ``blend`` (1 - p) · full + p · conv(full), a convolution over 3 places that trains: of all
-scales one, or several, each for some of them that follow each other. Gradients pass through all of it, as in
-vector-quantize-pytorch, what is left included.
+``upsample`` is linear. ``blend`` is (1 - p) · full + p · conv(full), with a trained convolution over 3 places: one for
+all scales, or several, each for consecutive scales. As in vector-quantize-pytorch the remainder carries gradients, too.
 
-*Masks.* A cell's mean is that of its rows that count, those that a mask keeps and that are finite; a cell without any
-has code -1. What is masked out is zero in what comes out.
+A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1.
+Statistics are a list, a Stats of each scale's cells, or one of all cells for a shared book, which is updated once.
+Cells are numbered example by example, so ``row_offset`` numbers examples.
 
-*Learning.* Statistics are a list, a Stats of each scale's cells; of a shared book the one of all cells, so that it is
-updated once, as if they had been one batch. Cells are numbered example by example, so ``row_offset`` is the number of
-the first example among those of all ranks, and how many these are.
-
-*Nested dropout.* With a key, and with probability ``dropout``, only the first scales stay, at least ``least`` and not
-all: the others have code -1, and add nothing, neither to losses nor to statistics.
+With a key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all.
+The others have code -1 and add nothing to the output, losses or statistics.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from ..scalar import projection_layers
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 POOL: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 LINEAR = ("linear", "bilinear", "trilinear")
-SMALL = 1e-6  # of a cell that has no rows
+SMALL = 1e-6  # divisor for a cell without rows
 
 
 @tree.node
@@ -62,10 +58,10 @@ class Conv:
 
 @tree.node
 class Hierarchical:
-    """Scales (places in each direction), the books of each of them, or one of all, and the convolutions."""
+    """The scales (places in each direction), a book for each or one for all, and the convolutions."""
 
     books: list[Book]
-    params: list[Conv]  # what trains
+    params: list[Conv]  # the trained leaves
     scales: tuple[tuple[int, ...], ...] = tree.static()
     blend: float = tree.static(default=0.5)
     dropout: float = tree.static(default=0.0)
@@ -74,7 +70,7 @@ class Hierarchical:
 
 @tree.node
 class Levels:
-    """What the books learn from, and how many rows of x were ``lost``, f32[]: kept by the mask, and not finite."""
+    """The statistics of the books, and the number f32[] of ``lost`` rows: kept by the mask, but not finite."""
 
     books: list[Stats]
     lost: Tensor
@@ -95,12 +91,12 @@ def init(
     metric: Metric = "euclidean",
     learnable: bool = False,
 ) -> Hierarchical:
-    """A state for x f[... *places dim], of ``spatial`` dims of places: 1, 2 or 3.
+    """Return a state for x f[... *places dim] with 1, 2 or 3 dims of places (``spatial``).
 
-    scales   coarse to fine: for each its size in every direction, or one number for all
-    shared   one book for all scales; otherwise one for each, of ``num_codes`` or a number for each
-    blend    p; of 0 there are no convolutions
-    convs    how many there are, at most one for each scale
+    * scales: coarse to fine, the size of each in every direction, or one number for all directions.
+    * shared: one book for all scales; otherwise one each, of ``num_codes`` or of one number a scale.
+    * blend: p; without convolutions if 0.
+    * convs: the number of convolutions, at most one a scale.
 
     Raises ValueError for sizes below 1, scales that become smaller, and options out of range.
     """
@@ -109,30 +105,27 @@ def init(
         raise ValueError(f"{name}: spatial is {spatial}; wanted 1, 2 or 3")
     each = tuple((s,) * spatial if isinstance(s, int) else tuple(s) for s in scales)
     if not each or any(len(s) != spatial or min(s) < 1 for s in each):
-        raise ValueError(f"{name}: scales are {tuple(scales)}; wanted at least one, of {spatial} sizes from 1 on")
-    for one, other in zip(each, each[1:], strict=False):
-        if any(a > b for a, b in zip(one, other, strict=True)):
-            raise ValueError(f"{name}: scale {other} follows {one}; wanted none smaller than the one before")
+        raise ValueError(f"{name}: scales are {tuple(scales)}; wanted at least one, each of {spatial} sizes from 1 on")
+    for before, after in zip(each, each[1:], strict=False):
+        if any(a > b for a, b in zip(before, after, strict=True)):
+            raise ValueError(f"{name}: scale {after} follows {before}; wanted none smaller than the one before")
     sizes = (num_codes,) * len(each) if isinstance(num_codes, int) else tuple(num_codes)
     if len(sizes) != len(each) or (shared and len(set(sizes)) > 1):
         kind = "one number for a shared book" if shared else f"{len(each)}, one for each scale"
         raise ValueError(f"{name}: num_codes is {num_codes}; wanted {kind}")
     if not 0 <= blend <= 1 or not 0 <= dropout <= 1 or not 1 <= convs <= len(each) or least < 1:
         got = f"blend is {blend}, dropout {dropout}, convs {convs}, least {least}"
-        raise ValueError(f"{name}: {got}; wanted two in [0, 1], 1 to {len(each)}, at least 1")
-    made = [
-        books.init(random.fold(key, i), size, dim, metric=metric, learnable=learnable)
-        for i, size in enumerate(sizes[:1] if shared else sizes)
-    ]
-    fan, params = dim * 3**spatial, []
-    for i in range(convs if blend else 0):
-        draw = lambda part, shape, i=i: random.kaiming_uniform(random.fold(random.fold(key, part), i), shape, fan)
-        params.append(Conv(draw("weight", (dim, dim, *[3] * spatial)), draw("bias", (dim,))))
-    return Hierarchical(made, params, each, blend, dropout, least)
+        raise ValueError(f"{name}: {got}; wanted [0, 1], [0, 1], 1 to {len(each)} and at least 1")
+    numbered = enumerate(sizes[:1] if shared else sizes)
+    new = [books.init(random.fold(key, i), size, dim, metric=metric, learnable=learnable) for i, size in numbered]
+    shape, fan = (dim, dim, *[3] * spatial), dim * 3**spatial
+    draw = lambda part, i, shape: random.kaiming_uniform(random.fold(random.fold(key, part), i), shape, fan)
+    params = [Conv(draw("weight", i, shape), draw("bias", i, (dim,))) for i in range(convs if blend else 0)]
+    return Hierarchical(new, params, each, blend, dropout, least)
 
 
 def encode(state: Hierarchical, x: Tensor, mask: Tensor | None = None) -> list[Tensor]:
-    """x f[... *places dim] -> codes i64[... *scale] of each scale; -1 of a cell without rows that count."""
+    """Return codes i64[... *scale] of each scale for x f[... *places dim]; -1 for a cell without live rows."""
     with torch.no_grad():
         return apply(state, x.detach(), mask=mask, losses=()).codes  # type: ignore[return-value]
 
@@ -140,22 +133,21 @@ def encode(state: Hierarchical, x: Tensor, mask: Tensor | None = None) -> list[T
 def decode(
     state: Hierarchical, codes: Sequence[Tensor], places: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """codes i64[... *scale] of each scale, or of the first -> x [... *places dim], by default those of the finest.
+    """Return x [... *places dim] of codes i64[... *scale] of each scale, or of the first scales.
 
-    It is of ``dtype``, by default that of the books. A cell of -1 is zero, and a scale of nothing else adds nothing.
-    Raises ValueError for more codes than scales, or of another shape, and what ``decode`` of a Book raises.
+    Defaults are the places of the finest scale and the dtype of the books. A cell of -1 is zero, and a scale without
+    codes adds nothing. Raises what ``decode`` of a Book does, and ValueError for other shapes.
     """
     size, spatial = state.scales[-1] if places is None else tuple(places), len(state.scales[0])
     if not 1 <= len(codes) <= len(state.scales) or len(size) != spatial or min(size) < 1:
         got = f"codes of {len(codes)} scales for places {size}"
         raise ValueError(f"hierarchical.decode: got {got}; wanted 1 to {len(state.scales)}, and {spatial} sizes")
     lead, out = codes[0].shape[:-spatial], state.books[0].codes.new_zeros(())
-    for i, (some, scale) in enumerate(zip(codes, state.scales, strict=False)):
-        if some.shape != (*lead, *scale):
-            raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(some.shape)}; wanted {(*lead, *scale)}")
-        flat = some.reshape(-1, *scale)
-        full = _full(state, i, books.decode(_book(state, i), flat).movedim(-1, 1), size)
-        out = out + torch.where(_over(flat >= 0, full), full, 0.0)
+    for i, (cells, scale) in enumerate(zip(codes, state.scales, strict=False)):
+        if cells.shape != (*lead, *scale):
+            raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(cells.shape)}; wanted {(*lead, *scale)}")
+        cells = cells.reshape(-1, *scale)
+        out = out + _upsample(state, i, books.decode(_book(state, i), cells), cells, size)
     out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
     return out if dtype is None else out.to(dtype)
 
@@ -171,22 +163,22 @@ def apply(
     row_offset: RowOffset | None = None,
     **options: Any,
 ) -> Quantized:
-    """x f[... *places dim] quantised: codes a list, losses as Means of [scales] numbers, and Levels as statistics.
+    """Quantise x f[... *places dim]: codes are a list, losses Means of [scales] numbers, and statistics Levels.
 
-    key    i64[], the same on every rank: turns on dropout, and what of the books is random
-    mask   bool[... *places], rows that count; ``vq.mask`` makes one of lengths
-    depth  i64[] or [...], how many scales an example has, instead of a draw
-    row_offset  (first, total) numbers of this rank's examples, see ``rows.py``
+    * key: i64[], equal on every rank; turns on dropout and the books' randomness.
+    * mask: bool[... *places], True for the rows that count; ``vq.mask`` makes one from lengths.
+    * depth: i64[] or [...], the number of scales of an example, instead of a draw.
+    * row_offset: (first, total) numbers of this rank's examples, see ``rows.py``.
 
     ``options`` are those of ``apply`` of a Book. Raises what that does, and ValueError for other shapes.
     """
     spatial, name = len(state.scales[0]), "hierarchical.apply"
     if x.ndim < spatial + 1:
         raise ValueError(f"{name}: x is {tuple(x.shape)}; wanted [... {'places ' * spatial}dim]")
-    point, kept = projection_layers.start(name, x, state.books[0].codes.shape[-1], mask)
+    point, live = projection_layers.prepare_rows(name, x, state.books[0].codes.shape[-1], mask)
     lead, size = x.shape[: x.ndim - spatial - 1], x.shape[-spatial - 1 : -1]
-    left = point.reshape(-1, *size, point.shape[-1]).movedim(-1, 1)  # [b dim *places]
-    live = kept.reshape(-1, *size)[:, None].to(left.dtype)
+    rest = point.reshape(-1, *size, point.shape[-1]).movedim(-1, 1)  # [b dim *places]
+    weight = live.reshape(-1, *size)[:, None].to(rest.dtype)
     if key is not None and key.ndim:
         raise ValueError(f"{name}: key is {tuple(key.shape)}; wanted one for all rows, and depth= for examples")
     if depth is None and key is not None and state.dropout:
@@ -194,16 +186,16 @@ def apply(
     if depth is not None and (depth.dtype is not torch.int64 or depth.shape not in ((), lead)):
         got = f"{depth.dtype} {tuple(depth.shape)}"
         raise ValueError(f"{name}: depth is {got}; wanted int64 (), or one for each example {tuple(lead)}")
-    deep = None if depth is None else depth.expand(lead).reshape(-1)
-    whole, shared, cells = left.shape[0], len(state.books) == 1, [math.prod(scale) for scale in state.scales]
-    first, total = row_offset or (0, whole)
-    out, codes, each, stats = torch.zeros_like(left), [], [], []
+    depth = None if depth is None else depth.expand(lead).reshape(-1)
+    shared, cells = len(state.books) == 1, [math.prod(scale) for scale in state.scales]
+    first, total = row_offset or (0, rest.shape[0])
+    out, codes, losses, stats = torch.zeros_like(rest), [], [], []
     for i, scale in enumerate(state.scales):
-        pooled, counted = (_pooled(t, scale) for t in (left * live, live))
-        used = counted[:, 0] > 0  # [b *scale]
-        if deep is not None:
-            used = used & (i < deep).reshape(-1, *[1] * spatial)
-        down = (pooled / counted.clamp(min=SMALL)).movedim(1, -1)
+        pooled, count = (_pool(t, scale) for t in (rest * weight, weight))
+        used = count[:, 0] > 0  # [b *scale]
+        if depth is not None:
+            used = used & (i < depth).reshape(-1, *[1] * spatial)
+        down = (pooled / count.clamp(min=SMALL)).movedim(1, -1)
         before = total * sum(cells[:i]) if shared else 0
         got = apply_book(
             _book(state, i),
@@ -213,34 +205,35 @@ def apply(
             row_offset=(before + first * cells[i], total * (sum(cells) if shared else cells[i])),
             **options,
         )
-        full = _full(state, i, got.x.movedim(-1, 1), size)
-        full = torch.where(_over(got.codes >= 0, full), full, 0.0)
-        left, out = left - full, out + full
+        full = _upsample(state, i, got.x, got.codes, size)
+        rest, out = rest - full, out + full
         unused = (~used).sum().to(got.stats.kept.dtype)
         codes.append(got.codes.reshape(*lead, *scale))
         stats.append(replace(got.stats, kept=got.stats.kept - unused, lost=got.stats.lost - unused))
-        each.append(got.losses)
-    result = torch.where(kept[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
-    lost = projection_layers.counted(kept, mask).bad.to(torch.float32)
-    return Quantized(result, codes, stack_trees(each), Levels([add(*stats)] if shared else stats, lost))  # type: ignore[arg-type]
+        losses.append(got.losses)
+    result = torch.where(live[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
+    lost = projection_layers.count_rows(live, mask).bad.to(torch.float32)
+    levels = Levels([add(*stats)] if shared else stats, lost)
+    return Quantized(result, codes, stack_trees(losses), levels)  # type: ignore[arg-type]
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
-    """``state`` with its books updated, ``options`` being those of ``update`` of a Book; raises what that does.
+    """Return ``state`` with its books updated; ``options`` are those of ``update`` of a Book. Raises what that does.
 
-    A book that no row has reached stays as it is. Raises ValueError for stats of another number of books.
+    A book that no row reached stays as it is. Raises ValueError for stats of another number of books.
     """
     if len(stats.books) != len(state.books):
         raise ValueError(f"hierarchical.update: got stats of {len(stats.books)} books; wanted {len(state.books)}")
     new = []
-    for i, (book, some) in enumerate(zip(state.books, stats.books, strict=True)):
+    for i, (book, book_stats) in enumerate(zip(state.books, stats.books, strict=True)):
         with tree.at(f"books.{i}"):
-            new.append(unless_empty(some, update_book(book, some, **options), book))
+            new.append(unless_empty(book_stats, update_book(book, book_stats, **options), book))
     return replace(state, books=new)
 
 
 def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
-    """How many scales stay, i64 of the shape of ``key``: all, or with probability ``dropout`` ``least`` to one less."""
+    """Draw the number of scales, i64 of the shape of ``key``: all, or with probability ``dropout`` ``least`` to one
+    less."""
     most = len(state.scales)
     choices = most - state.least
     if choices < 1:
@@ -254,25 +247,21 @@ def _book(state: Hierarchical, i: int) -> Book:
     return state.books[i if len(state.books) > 1 else 0]
 
 
-def _pooled(t: Tensor, scale: tuple[int, ...]) -> Tensor:
-    """The means of t [b dim *places] over the cells of ``scale``."""
-    if max(scale) == 1:  # what torch does then is not mapped by vmap
+def _pool(t: Tensor, scale: tuple[int, ...]) -> Tensor:
+    """Return the means of t [b dim *places] over the cells of ``scale``."""
+    if max(scale) == 1:  # because vmap has no rule for torch's pooling to one cell
         return t.mean(tuple(range(2, t.ndim)), keepdim=True)
     return POOL[len(scale) - 1](t, scale)
 
 
-def _full(state: Hierarchical, i: int, q: Tensor, size: tuple[int, ...]) -> Tensor:
-    """q [b dim *scale] at all places, blended."""
+def _upsample(state: Hierarchical, i: int, q: Tensor, codes: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return q [b *scale dim] at all places [b dim *places], blended; zero for examples without any code."""
+    q = q.movedim(-1, 1)
     if q.shape[2:] != size:
         q = F.interpolate(q, size=size, mode=LINEAR[len(size) - 1], align_corners=False)
-    if not state.params:
-        return q
-    of = state.params[round(i / max(len(state.scales) - 1, 1) * (len(state.params) - 1))]
-    weight, bias = of.weight.to(q.dtype), of.bias.to(q.dtype)
-    with no_autocast(q):
-        return torch.lerp(q, CONV[len(size) - 1](q, weight, bias, padding=1), state.blend)
-
-
-def _over(live: Tensor, like: Tensor) -> Tensor:
-    """Of which examples any cell of live [b *scale] is, for all places of ``like``."""
-    return live.flatten(1).any(1).reshape(-1, *[1] * (like.ndim - 1))
+    if state.params:
+        conv = state.params[round(i / max(len(state.scales) - 1, 1) * (len(state.params) - 1))]
+        weight, bias = conv.weight.to(q.dtype), conv.bias.to(q.dtype)
+        with no_autocast(q):
+            q = torch.lerp(q, CONV[len(size) - 1](q, weight, bias, padding=1), state.blend)
+    return torch.where((codes >= 0).flatten(1).any(1).reshape(-1, *[1] * (q.ndim - 1)), q, 0.0)

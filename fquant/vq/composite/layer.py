@@ -1,11 +1,10 @@
-"""What a layer of a residual may be, and its verbs in one shape.
+"""The kinds of layers that a residual may have, and a uniform interface to their verbs.
 
-    VERBS[type(layer)].encode(layer, left, before)
+    verbs_of(layer).encode(layer, rest, so_far)
 
-``left`` [... d] are the rows that the layers before have left, ``before`` [... d] is the sum of what these have made.
-Scalar quantisers and SimVQ have nothing that a step of statistics moves, and count rows; books and implicit ones learn
-from their Stats, which are told which rows a mask keeps, and that the others of ``used`` are lost: rows that are not
-finite, or that a layer is dropped for. So rows are numbered as the mask says, wherever they lie.
+``rest`` [... d] are the residual rows of the earlier layers, ``so_far`` [... d] the sum of their outputs, which only
+implicit layers read. Scalar quantisers and SimVQ count rows. Books and implicit layers learn from Stats: the mask
+numbers their rows, and rows that are not ``used`` (not finite, or left to earlier layers by dropout) are lost.
 """
 
 from __future__ import annotations
@@ -29,69 +28,63 @@ from ..scalar import fsq, lfq
 class Verbs(NamedTuple):
     """The verbs of one kind of layer."""
 
-    size: Callable[[Any], tuple[int, int, bool]]  # last dim of its rows, codes of a row, whether it has projections
-    encode: Callable[[Any, Tensor, Tensor], Tensor]  # of left and before
-    best: Callable[[Any, Tensor, Tensor, int], Tensor] | None  # so many of the nearest codes, i64[... top]
-    decode: Callable[[Any, Tensor, Tensor], Tensor]  # of codes and before, in before's dtype
-    apply: Callable[..., Quantized]  # of left, before, key, used and mask, and options
-    update: Callable[..., Any] | None  # None where there is nothing to update
+    size: Callable[[Any], tuple[int, int, bool]]  # dim of a row, number of codebooks, whether it has projections
+    encode: Callable[..., Tensor]  # (layer, rest, so_far), and top if searchable: so many nearest codes, i64[... top]
+    decode: Callable[[Any, Tensor, Tensor], Tensor]  # (layer, codes, so_far), in the dtype of so_far
+    apply: Callable[..., Quantized]  # (layer, rest, so_far, key, used, mask, **options)
+    update: Callable[..., Any] | None = None  # None if gradients alone train it
+    searchable: bool = True  # whether rows can be given codes, and list their nearest ones
+
+
+def verbs_of(layer: Any) -> Verbs:
+    """Return the verbs of the kind of ``layer``."""
+    return VERBS[type(layer)]
 
 
 def _scalar(verbs: Any) -> Verbs:
     return Verbs(
         lambda layer: (layer.dim, layer.num_codebooks, layer.params is not None),
-        lambda layer, left, before: verbs.encode(layer, left),
-        None,
-        lambda layer, codes, before: verbs.decode(layer, codes, before.dtype),
-        lambda layer, left, before, key, used, mask, **options: verbs.apply(layer, left, key, used, **options),
-        None,
+        lambda layer, rest, so_far: verbs.encode(layer, rest),
+        lambda layer, codes, so_far: verbs.decode(layer, codes, so_far.dtype),
+        lambda layer, rest, so_far, key, used, mask, **options: verbs.apply(layer, rest, key, used, **options),
+        searchable=False,
     )
 
 
-def _lost(left: Tensor, used: Tensor) -> Tensor:
-    """``left`` with rows that are not used as those that are not finite."""
-    return torch.where(used[..., None], left, torch.nan)
-
-
-def _size(layer: Book) -> tuple[int, int, bool]:
+def _book_size(layer: Book) -> tuple[int, int, bool]:
     return layer.codes.shape[-1], layer.codes.shape[0] if layer.codes.ndim == 3 else 1, False
 
 
-def _apply(layer: Book, left: Tensor, before: Tensor, key: Any, used: Tensor, mask: Any, **options: Any) -> Quantized:
-    return apply(layer, _lost(left, used), key, mask=mask, **options)
-
-
-def _apply_implicit(
-    layer: Implicit, left: Tensor, before: Tensor, key: Any, used: Tensor, mask: Any, **options: Any
-) -> Quantized:
-    return implicit.apply(layer, _lost(left, used), before, key, mask=mask, **options)
+def _spoil(rest: Tensor, used: Tensor) -> Tensor:
+    """Return ``rest`` with NaN in rows that are not used, so that statistics count them as lost."""
+    return torch.where(used[..., None], rest, torch.nan)
 
 
 VERBS: dict[type, Verbs] = {
     fsq.FSQ: _scalar(fsq),
     lfq.LFQ: _scalar(lfq),
     Book: Verbs(
-        _size,
-        lambda layer, left, before: encode(layer, left),
-        lambda layer, left, before, top: encode(layer, left, top),
-        lambda layer, codes, before: book.decode(layer, codes, before.dtype),
-        _apply,
+        _book_size,
+        lambda layer, rest, so_far, top=None: encode(layer, rest, top),
+        lambda layer, codes, so_far: book.decode(layer, codes, so_far.dtype),
+        lambda layer, rest, so_far, key, used, mask, **options: apply(
+            layer, _spoil(rest, used), key, mask=mask, **options
+        ),
         update.update,
     ),
     Implicit: Verbs(
-        lambda layer: _size(layer.book),
-        implicit.encode,
+        lambda layer: _book_size(layer.book),
         implicit.encode,
         implicit.decode,
-        _apply_implicit,
+        lambda layer, rest, so_far, key, used, mask, **options: implicit.apply(
+            layer, _spoil(rest, used), so_far, key, mask=mask, **options
+        ),
         implicit.update,
     ),
     SimVQ: Verbs(
         lambda layer: (layer.dim, 1, False),
-        lambda layer, left, before: simvq.encode(layer, left),
-        lambda layer, left, before, top: simvq.encode(layer, left, top),
-        lambda layer, codes, before: simvq.decode(layer, codes, before.dtype),
-        lambda layer, left, before, key, used, mask, **options: simvq.apply(layer, left, key, used, **options),
-        None,
+        lambda layer, rest, so_far, top=None: simvq.encode(layer, rest, top),
+        lambda layer, codes, so_far: simvq.decode(layer, codes, so_far.dtype),
+        lambda layer, rest, so_far, key, used, mask, **options: simvq.apply(layer, rest, key, used, **options),
     ),
 }

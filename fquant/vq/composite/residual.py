@@ -1,31 +1,26 @@
-"""Residual quantisation: each layer quantises what the layers before have left (Zeghidour et al. 2021, algorithm 1).
+"""Residual quantisation: each layer quantises what the layers before leave (Zeghidour et al. 2021, algorithm 1).
 
-    r0 = x        q_i = layer_i(r_i)        r_{i+1} = r_i - q_i        what comes out: q_0 + q_1 + ...
-
-The layers are states of other modules here, whose own verbs do the work, layer by layer (``layer.py``); how they are
-made is in ``stacked.py``. Codes are those of the layers side by side, [... layers], and what the first few make is a
-coarser x, so :func:`decode` takes fewer, too.
+    r0 = x        q_i = layer_i(r_i)        r_{i+1} = r_i - q_i        output: q_0 + q_1 + ...
 
     state = residual.init_books(key, num_codes=1024, width=64, num_layers=8)
     state = residual.init_fsq(key, levels=(8, 5, 5, 5), num_layers=4)      # scales L^-i of L levels
     state = residual.init_lfq(key, bits=8, num_layers=4)                   # scales 2^-i
 
-What is left for the next layer is r_i minus a constant, so the gradient of what comes out is the sum of the layers'.
-``grad_frac`` of the gradient of q_i goes into what is left, too.
+The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are
+[... layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a
+constant, so the gradient of the output is the sum of the layers' gradients.
 
-*What is learnt.* Of layers that learn from statistics, these are a list, a Stats for each, all of float32: one sum over
-ranks serves all layers.
+*Learning.* Statistics are a list, a Stats for each layer that learns from them:
 
     x, codes, losses, stats = apply(state, x, key)
     state = update(state, shard.psum(stats, mesh, axes))
 
-A ``shared`` book is every layer's. Its stats are those of all layers' rows together, so it is updated once, as if they
-had been one batch. (vector-quantize-pytorch moves its averages once a layer, the last of which then counts most.)
+A ``shared`` book is every layer. Its stats cover all layers' rows, so it is updated once, as from one batch.
+(vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
 
-``dropout`` trains any number of layers: for each key a depth is drawn, and layers from there on are left out (code -1,
-nothing added, no loss, no stats). All layers are computed and those left out are put aside with ``where``, so what is
-computed does not depend on the draw. One key for all rows is what the papers do; a ``depth`` for each example can be
-given instead.
+*Dropout* trains any number of layers. Each key draws a depth, and later layers are omitted: code -1, nothing added, no
+loss, no stats. All layers are computed and ``where`` selects, so the computation does not depend on the draw. The
+papers use one key for all rows; a ``depth`` for each example can be given instead.
 """
 
 from __future__ import annotations
@@ -47,48 +42,46 @@ from ..codebook.update import Stats, add, unless_empty
 from ..quantized import Mean, Quantized, stack_trees
 from ..scalar import mixed_radix, projection_layers
 from ..scalar.projection_layers import RowCounts
-from .layer import VERBS
+from .layer import verbs_of
 from .residual_state import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq
 
 __all__ = [
-    "Residual", "apply", "cross_entropy", "decode", "decode_layers", "draw_depth", "encode", "enter", "init",
-    "init_books", "init_fsq", "init_implicit", "init_lfq", "init_simvq", "layers_of", "update",
+    "Residual", "apply", "cross_entropy", "decode", "decode_layers", "draw_depth", "encode", "init", "init_books",
+    "init_fsq", "init_implicit", "init_lfq", "init_simvq", "layers_of", "project_in", "update",
 ]  # fmt: skip
 
 
 def encode(state: Residual, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[... layers]; -1 for a row that is not finite."""
-    left, kept, _ = enter("residual.encode", state, x, None)
-    before, codes = torch.zeros_like(left), []
+    """Return codes i64[... layers] of x f[... dim]; -1 for a row that is not finite."""
+    rest, live = project_in("residual.encode", state, x, None)
+    so_far, codes = torch.zeros_like(rest), []
     for layer in layers_of(state):
-        verbs = VERBS[type(layer)]
-        codes.append(verbs.encode(layer, left, before))
-        q = verbs.decode(layer, codes[-1], before)
-        left, before = left - q, before + q
-    return torch.where(kept[..., None], torch.stack(codes, -1), mixed_radix.NONE)
+        codes.append(verbs_of(layer).encode(layer, rest, so_far))
+        q = verbs_of(layer).decode(layer, codes[-1], so_far)
+        rest, so_far = rest - q, so_far + q
+    return torch.where(live[..., None], torch.stack(codes, -1), mixed_radix.NONE)
 
 
 def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[... layers], or of the first layers alone -> x [... dim] in ``dtype``; -1 adds nothing.
+    """Return x [... dim] of codes i[... layers], or of the first layers alone; -1 adds nothing.
 
-    Raises ValueError for more codes than layers, and what ``decode`` of a layer raises for a code that there is not.
+    Raises ValueError for more codes than layers, and what ``decode`` of a layer raises for a code out of range.
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
-    return _leave(
-        state, sum(others, first), (codes != mixed_radix.NONE).any(-1)
-    )  # added in the order of apply, to the bit
+    out = sum(others, first)  # in the order of apply, so that the bits are equal
+    return _project_out(state, out, (codes != mixed_radix.NONE).any(-1))
 
 
 def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What each layer adds, before the projection: codes i[... layers], or of the first -> [... layers d]."""
+    """Return the output [... layers d] of each layer before the projection; codes i[... layers], or of the first."""
     layers = layers_of(state)
     if not codes.ndim or not 1 <= codes.shape[-1] <= len(layers):
         raise ValueError(f"residual.decode: codes are {tuple(codes.shape)}; wanted 1 to {len(layers)} in the last dim")
-    width = VERBS[type(layers[0])].size(layers[0])[0]
-    before, each = torch.zeros((*codes.shape[:-1], width), dtype=dtype, device=codes.device), []
-    for layer, some in zip(layers, codes.unbind(-1), strict=False):
-        each.append(VERBS[type(layer)].decode(layer, some, before))
-        before = before + each[-1]
+    width = verbs_of(layers[0]).size(layers[0])[0]
+    so_far, each = torch.zeros((*codes.shape[:-1], width), dtype=dtype, device=codes.device), []
+    for layer, layer_codes in zip(layers, codes.unbind(-1), strict=False):
+        each.append(verbs_of(layer).decode(layer, layer_codes, so_far))
+        so_far = so_far + each[-1]
     return torch.stack(each, -2)
 
 
@@ -104,124 +97,130 @@ def apply(
     outer: GradientEstimator | None = None,
     **options: Any,
 ) -> Quantized:
-    """x f[... dim] quantised; the losses of the layers as Means of [layers] numbers.
+    """Quantise x f[... dim]; losses are those of the layers, as Means of [layers] numbers.
 
-    key        turns on dropout and what of the layers is random. Of scalar layers its shape leads x's; books want [],
-               the same on every rank
-    mask       bool[...] is True for the rows that count
-    codes      i64[... layers] that rows have got already (``beam.py``), for books, implicit layers and SimVQ
-    depth      i64, whose dims are the first of x: how many layers rows have, instead of a draw
-    grad_frac  of the gradient of what a layer makes goes into what it leaves
-    outer      how the derivative of the sum reaches x, instead of layer by layer: with ``gradient=direct`` and
-               ``grad_frac=1.0`` ``directional`` here is DiVeQ's (Vali et al. 2025)
+    * key: turns on dropout and the layers' randomness. For scalar layers its shape leads x's; books want [], equal on
+      every rank.
+    * mask: bool[...], True for the rows that count.
+    * codes: i64[... layers], given codes (``beam.py``), for books, implicit layers and SimVQ.
+    * depth: i64 with leading dims of x, the number of layers of each row, instead of a draw.
+    * grad_frac: the share of the gradient of a layer's output that flows into its remainder.
+    * outer: the gradient estimator of the sum, instead of the layers'. DiVeQ's is ``directional``, with
+      ``gradient=direct`` and ``grad_frac=1.0`` (Vali et al. 2025).
 
-    ``options`` go to the layers. The statistics are a list of Stats, or a RowCounts of layers that do not learn.
-    Raises what ``apply`` of a layer does, ValueError for a grad_frac outside of [0, 1] and other shapes, and TypeError
-    for codes of layers that cannot be given any.
+    ``options`` go to the layers. Statistics are a list of Stats, or a RowCounts if layers do not learn from them.
+    Raises what ``apply`` of a layer does, ValueError for values out of range and wrong shapes, and TypeError for codes
+    of scalar layers.
     """
     if not 0 <= grad_frac <= 1:
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
     _check(state, x, key, codes, depth)
-    start, kept, counts = enter("residual.apply", state, x, mask)
-    mask = None if mask is None else rows.expand_mask(mask, kept)
+    start, live = project_in("residual.apply", state, x, mask)
+    mask = None if mask is None else rows.expand_mask(mask, live)
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
-    deep = None if depth is None else depth.reshape((*depth.shape, *[1] * (kept.ndim - depth.ndim)))
-    left, out, each = start, torch.zeros_like(start), []
-    for i, layer in enumerate(layers := layers_of(state)):
-        used = kept if deep is None else kept & (i < deep)
-        more = dict(options) if codes is None else {**options, "codes": codes[..., i]}
-        mine = None if key is None else key if state.shared else random.fold(key, i)
+    if depth is not None:
+        depth = depth.reshape((*depth.shape, *[1] * (live.ndim - depth.ndim)))
+    row_offset, layers = options.get("row_offset"), layers_of(state)
+    rest, out, each = start, torch.zeros_like(start), []
+    for i, layer in enumerate(layers):
+        used = live if depth is None else live & (i < depth)
+        given = dict(options) if codes is None else {**options, "codes": codes[..., i]}
+        layer_key = None if key is None else key if state.shared else random.fold(key, i)
         if state.shared:
-            row_offset = options.get("row_offset")
-            more["row_offset"] = _numbers(i, len(layers), kept if mask is None else mask, mask, row_offset)
-        found = VERBS[type(layer)].apply(layer, left, out, mine, used, mask, **more)
-        left, out = left - _partly(found.x, grad_frac), out + found.x
-        each.append(found)
+            first, total = row_offset or (0, live.numel() if mask is None else mask.sum())
+            given["row_offset"] = first + i * total, len(layers) * total  # rows follow those of the layers before
+        got = verbs_of(layer).apply(layer, rest, out, layer_key, used, mask, **given)
+        q = got.x.detach()
+        rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
+        each.append(got)
     if outer is not None:
-        out = outer(start, out, None, None if key is None else _row_keys(key, kept, mask, options.get("row_offset")))
-    losses = stack_trees([found.losses for found in each])
-    stats: Any = counts if VERBS[type(layers[0])].update is None else [found.stats for found in each]
-    stats = [add(*stats)] if state.shared else stats
-    return Quantized(_leave(state, out, kept).to(x.dtype), torch.stack([f.codes for f in each], -1), losses, stats)
+        out = outer(start, out, None, None if key is None else _row_keys(key, live, mask, row_offset))
+    stats: Any = [got.stats for got in each]
+    if verbs_of(layers[0]).update is None:
+        stats = projection_layers.count_rows(live, mask)
+    elif state.shared:
+        stats = [add(*stats)]
+    codes, losses = torch.stack([got.codes for got in each], -1), stack_trees([got.losses for got in each])
+    return Quantized(_project_out(state, out, live).to(x.dtype), codes, losses, stats)
 
 
 def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
-    """Of rows x f[... dim] and ``codes`` i64[... layers] that they are to have, a Mean of [layers] numbers.
+    """Return the cross-entropy between rows x f[... dim] and target ``codes`` i64[... layers], a Mean of [layers].
 
-    Each layer is given what the codes before leave of x (Shen et al. 2023); -1 is no term, and leaves what
-    it finds. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers that are no Books,
+    Each layer gets what the earlier targets leave of x (Shen et al. 2023); a target of -1 has no term and subtracts
+    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books, and
     ValueError for another number of codes.
     """
     layers = layers_of(state)
     if codes.shape != (*x.shape[:-1], len(layers)):
         raise ValueError(f"residual.cross_entropy: codes are {tuple(codes.shape)}; wanted {len(layers)} for each row")
-    left, kept, _ = enter("residual.cross_entropy", state, x, mask)
+    rest, live = project_in("residual.cross_entropy", state, x, mask)
     each = []
-    for i, (layer, some) in enumerate(zip(layers, codes.unbind(-1), strict=True)):
+    for i, (layer, layer_codes) in enumerate(zip(layers, codes.unbind(-1), strict=True)):
         if not isinstance(layer, Book):
             raise TypeError(f"residual.cross_entropy: layers.{i} is a {type(layer).__name__}; wanted a Book")
-        each.append(cross_entropy_of(layer, left, some, kept))
-        left = left - decode_book(layer, some).to(left.dtype).detach()
+        each.append(cross_entropy_of(layer, rest, layer_codes, live))
+        rest = rest - decode_book(layer, layer_codes).to(rest.dtype).detach()
     return stack_trees(each)
 
 
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
-    """``state`` with each layer updated by its stats; ``options`` are those of the layers' ``update``.
+    """Return ``state`` with each layer updated from its stats; ``options`` are those of the layers' ``update``.
 
-    A layer that no row has reached, since it was dropped, stays as it is, so that its codes do not die of it; so do
-    layers that do not learn from statistics. Raises what ``update`` of a layer does, TypeError for stats or options of
-    another kind of layers, and ValueError for stats of another number of layers.
+    A layer that dropout kept from all rows stays as it is, so that its codes do not expire. Raises what ``update`` of a
+    layer does, TypeError for stats or options of another kind of layers, ValueError for another number of stats.
     """
-    learns = VERBS[type(state.layers[0])].update is not None
+    learns, kind = verbs_of(state.layers[0]).update is not None, type(state.layers[0]).__name__
     if isinstance(stats, RowCounts) == learns or (options and not learns):
-        kind = type(state.layers[0]).__name__
-        raise TypeError(
-            f"residual.update: got {type(stats).__name__} and options {sorted(options)} for layers of {kind}"
-        )
+        got = f"{type(stats).__name__} and options {sorted(options)}"
+        wanted = "a list of Stats" if learns else "RowCounts and no options"
+        raise TypeError(f"residual.update: got {got} for layers of {kind}; wanted {wanted}")
     if isinstance(stats, RowCounts):
         return state
     if len(stats) != len(state.layers):
         raise ValueError(f"residual.update: got stats of {len(stats)} layers; wanted {len(state.layers)}")
     layers = []
-    for i, (layer, some) in enumerate(zip(state.layers, stats, strict=True)):
+    for i, (layer, layer_stats) in enumerate(zip(state.layers, stats, strict=True)):
         with tree.at(f"layers.{i}"):
-            new = VERBS[type(layer)].update(layer, some, **options)  # type: ignore[misc]
-        layers.append(unless_empty(some, new, layer))
+            new = verbs_of(layer).update(layer, layer_stats, **options)  # type: ignore[misc]
+        layers.append(unless_empty(layer_stats, new, layer))
     return replace(state, layers=layers)
 
 
 def draw_depth(state: Residual, key: Tensor) -> Tensor:
-    """How many layers the rows of each key have, of the shape of ``key``: i64. It may be more than there are."""
+    """Draw the number of layers for the rows of each key: i64 of the shape of ``key``, which may exceed the layers."""
     choices = len(layers_of(state)) - state.cutoff
     last = (random.bits(random.fold(key, "depth"), key.shape) * choices >> 32) + state.cutoff
     return last.div(state.multiple, rounding_mode="floor") * state.multiple + state.multiple
 
 
 def layers_of(state: Residual) -> list[Any]:
-    """Its layers, the shared one as often as it is one."""
+    """Return its layers, a shared one repeated."""
     return state.layers * state.shared if state.shared else state.layers
 
 
-def enter(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    """What is left for the first layer [... d], which rows count, and their counts."""
-    x, kept = projection_layers.start(name, x, state.dim, mask)
-    z, kept = projection_layers.enter(x, kept, state.params, 1)  # [... 1 d]
+def project_in(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the input [... d] of the first layer for x f[... dim], and the live rows bool[...]."""
+    z, live = projection_layers.project_in(name, x, state.dim, mask, state.params)  # [... 1 d]
     if state.clamp is not None:
-        bound = projection_layers.row(state.clamp, z)
+        bound = projection_layers.per_scalar(state.clamp, z)
         z = torch.tanh(z / bound) * bound
-    return z.squeeze(-2), kept, projection_layers.counted(kept, mask)
+    return z.squeeze(-2), live
+
+
+def _project_out(state: Residual, out: Tensor, known: Tensor) -> Tensor:
+    return projection_layers.project_out(out[..., None, :], state.params, known[..., None])
 
 
 def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None, depth: Tensor | None) -> None:
     layers, name = layers_of(state), "residual.apply"
-    verbs, kind = VERBS[type(layers[-1])], type(layers[-1]).__name__
-    if codes is not None and verbs.best is None:
+    verbs, kind = verbs_of(layers[-1]), type(layers[-1]).__name__
+    if codes is not None and not verbs.searchable:
         raise TypeError(f"{name}: got codes for layers of {kind}; wanted Book, Implicit or SimVQ")
     if codes is not None and codes.shape != (*x.shape[:-1], len(layers)):
-        raise ValueError(
-            f"{name}: codes are {tuple(codes.shape)}; wanted {len(layers)} for each row of {tuple(x.shape)}"
-        )
+        wanted = f"{len(layers)} for each row of {tuple(x.shape)}"
+        raise ValueError(f"{name}: codes are {tuple(codes.shape)}; wanted {wanted}")
     if depth is not None and (depth.dtype is not torch.int64 or depth.shape != x.shape[:-1][: depth.ndim]):
         got = f"{depth.dtype} {tuple(depth.shape)}"
         raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
@@ -229,22 +228,8 @@ def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None,
         raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
 
 
-def _leave(state: Residual, out: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.leave(out[..., None, :], state.params, known[..., None])
-
-
-def _partly(q: Tensor, frac: float) -> Tensor:
-    return q.detach() if frac == 0 else q.detach() + frac * (q - q.detach())
-
-
-def _numbers(i: int, layers: int, kept: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> RowOffset:
-    """The numbers of a shared book's rows: those of layer i come after those of all ranks of the layers before."""
-    first, total = row_offset or (0, kept.numel() if mask is None else mask.sum())
-    return first + i * total, layers * total
-
-
-def _row_keys(key: Tensor, kept: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> Tensor:
-    """A key i64[...] for each row, of its number."""
+def _row_keys(key: Tensor, live: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> Tensor:
+    """Return a key i64[...] for each row, a function of its number."""
     flat = None if mask is None else mask.reshape(1, -1)
-    number = rows.number_rows(flat, kept.reshape(1, -1), row_offset)
-    return rows.row_keys(random.fold(key, "outer"), number).reshape(kept.shape)
+    number = rows.number_rows(flat, live.reshape(1, -1), row_offset)
+    return rows.row_keys(random.fold(key, "outer"), number).reshape(live.shape)

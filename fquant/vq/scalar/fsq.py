@@ -3,22 +3,19 @@
     state = fsq.init(key, levels=(8, 5, 5, 5))           # 1000 codes, dim 4, nothing to train
     state = fsq.init(key, levels=(8, 5, 5, 5), dim=64)   # with projections to train, state.params
 
-There is no codebook to learn, to update or to collapse: a code is its scalars' levels in a mixed radix (``radix.py``).
-Of L levels a scalar z becomes, half being L // 2,
+No codebook has to be learned, or can collapse: a code is its scalars' levels in a mixed radix (``mixed_radix.py``).
+With L levels and half = L // 2 a scalar z becomes, with a straight-through gradient of the rounding,
 
-    plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ where L is even,
+    plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ for even L, else 0,
                                                             shift = atanh(o / h), so that 0 stays 0
     symmetric   2 / (L - 1) · floor((L - 1) · (tanh(z) + 1) / 2 + ½) - 1      (Parker et al. 2024, section 3.2)
 
-with the gradient of what is rounded. The bound of the plain form overshoots by a thousandth, and from 1001 levels on
-that is a level: then it is refused. ``hard_clamp`` has a clamp to [-1, 1] for tanh. ``rotation`` quantises the scalars
-turned by a fixed random matrix. ``noise_dropout`` is for training: with that probability a scalar, already quantised,
-is moved by a uniform number in ±½, and clamped to [-1, 1]; its code is that of before.
+The plain bound overshoots by a thousandth, which is a level from 1001 levels on, so these are refused. ``hard_clamp``
+replaces tanh by a clamp to [-1, 1]; ``rotation`` is fixed and random, and comes before. With probability
+``noise_dropout`` training moves a quantised scalar by uniform noise in ±½, within [-1, 1], but not its code.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -28,19 +25,19 @@ from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
 from ..quantized import Quantized
 from . import mixed_radix, projection_layers
-from .projection_layers import Projections, RowCounts, row
+from .projection_layers import Projections, per_scalar
 
 OVERSHOOT = 1e-3  # of the plain form's bound
-MOST_PLAIN = 1000  # levels; of more the overshoot is half a level
-MOST = 2**22  # levels between which float32 has a half
+MOST_PLAIN = 1000  # levels; for more the overshoot is half a level
+MOST = 2**22  # levels, up to which float32 represents half a level
+update = projection_layers.update
 
 
 @tree.node
 class FSQ:
-    """``num_codebooks`` codes of ``len(levels)`` scalars each; ``scale`` multiplies what the scalars become, and of
-    what they are quantised as the last layers of a residual are (``residual.py``)."""
+    """``num_codebooks`` codes of ``len(levels)`` scalars each, quantised in units of ``scale`` (a residual layer's)."""
 
-    params: Projections | None  # what trains
+    params: Projections | None  # the trained leaves
     rotation: Tensor | None  # f32[d d], fixed
     levels: tuple[int, ...] = tree.static()
     dim: int = tree.static()
@@ -63,12 +60,10 @@ def init(
     noise_dropout: float = 0.0,
     rotation: bool = False,
 ) -> FSQ:
-    """A state for x f[... dim], which by default is ``num_codebooks * len(levels)`` and is projected otherwise.
+    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    ``bias`` False leaves out those of the projections.
-
-    Raises ValueError for levels below 2 or too many, 2 levels or ``noise_dropout`` without ``symmetric``, a probability
-    outside [0, 1], sizes below 1, and ``bias`` where nothing is projected.
+    ``bias`` False omits the projections' biases. Raises ValueError for levels out of range, a probability outside
+    [0, 1], sizes below 1, and ``bias`` without a projection. 2 levels and ``noise_dropout`` need ``symmetric``.
     """
     levels = mixed_radix.check("fsq.init", levels, MOST if symmetric else MOST_PLAIN)
     if not symmetric and min(levels) == 2:
@@ -79,79 +74,70 @@ def init(
         raise ValueError("fsq.init: noise_dropout moves codes of the plain form off centre; use symmetric=True")
     key = random.key(key)
     dim, params = projection_layers.init("fsq.init", key, dim, num_codebooks, len(levels), bias)
-    turn = projection_layers.orthogonal(random.fold(key, "rotation"), len(levels)) if rotation else None
-    return FSQ(params, turn, levels, dim, num_codebooks, symmetric, hard_clamp, noise_dropout)
+    matrix = projection_layers.orthogonal(random.fold(key, "rotation"), len(levels)) if rotation else None
+    return FSQ(params, matrix, levels, dim, num_codebooks, symmetric, hard_clamp, noise_dropout)
 
 
 def encode(state: FSQ, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[...], or [... c] of several codebooks; -1 for a row that is not finite."""
-    z, kept, _ = _enter("fsq.encode", state, x, None)
-    return projection_layers.joined(mixed_radix.encode(_round(state, _bound(state, z))[1], state.levels), kept)
+    """Return codes i64[...] of x f[... dim], or [... c] of several codebooks; -1 for a row that is not finite."""
+    z, live = _project_in("fsq.encode", state, x, None)
+    return projection_layers.encode_digits(_round(state, _bound(state, z))[1], state.levels, live)
 
 
 def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
-    codes, known = _split("fsq.decode", state, codes)
-    return _leave(state, _value(state, mixed_radix.decode(codes, state.levels).to(dtype)), known)
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    digits, known = projection_layers.decode_digits("fsq.decode", codes, state.levels, state.num_codebooks)
+    rounded = digits.to(dtype)
+    if not state.symmetric:
+        rounded = rounded - _half(state, rounded)
+    return _project_out(state, _value(state, rounded), known)
 
 
 def decode_levels(state: FSQ, codes: Tensor) -> Tensor:
-    """codes i[...] -> the level of each scalar from 0, i64[... d], or of [... c] [... c d]: for factorised embeddings.
+    """Return the levels i64[... d] of codes i[...], or [... c d] of [... c], for factorised embeddings; -1 for -1.
 
-    They are -1 for -1. Raises IndexError for a code that there is not.
+    Levels count from 0. Raises IndexError for a code out of range.
     """
-    codes, known = _split("fsq.decode_levels", state, codes)
-    digits = torch.where(known[..., None], mixed_radix.decode(codes, state.levels), mixed_radix.NONE)
+    digits, known = projection_layers.decode_digits("fsq.decode_levels", codes, state.levels, state.num_codebooks)
+    digits = torch.where(known[..., None], digits, mixed_radix.NONE)
     return digits.squeeze(-2) if state.num_codebooks == 1 else digits
 
 
 def apply(state: FSQ, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """x f[... dim] quantised, with the gradient of the bound; no losses, and a RowCounts as statistics.
+    """Quantise x f[... dim] with the gradient of the bound; no losses, and a RowCounts as statistics.
 
     ``key``, whose shape leads x's, turns ``noise_dropout`` on. ``mask`` bool[...] is True for the rows that count.
     """
-    z, kept, counts = _enter("fsq.apply", state, x, mask)
+    z, live = _project_in("fsq.apply", state, x, mask)
     bounded = _bound(state, z)
     rounded, digits = _round(state, bounded)
-    q = _value(state, straight_through(bounded, rounded), digits=False)
+    q = _value(state, straight_through(bounded, rounded))
     if key is not None and state.noise_dropout:
-        moved = random.bernoulli(random.fold(key, "where"), state.noise_dropout, q.shape)
+        noisy = random.bernoulli(random.fold(key, "where"), state.noise_dropout, q.shape)
         noise = random.uniform(random.fold(key, "noise"), q.shape, q.dtype) - 0.5
-        q = torch.where(moved, q + noise, q).clamp(-1.0, 1.0)
-    out = _leave(state, q, kept[..., None])
-    return Quantized(
-        out.to(x.dtype), projection_layers.joined(mixed_radix.encode(digits, state.levels), kept), {}, counts
-    )
+        q = torch.where(noisy, q + noise, q).clamp(-1.0, 1.0)
+    out = _project_out(state, q, live[..., None])
+    codes = projection_layers.encode_digits(digits, state.levels, live)
+    return Quantized(out.to(x.dtype), codes, {}, projection_layers.count_rows(live, mask))
 
 
-def update(state: FSQ, stats: RowCounts) -> FSQ:
-    """The state itself: nothing of it is a statistic."""
-    return state
-
-
-def _enter(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = projection_layers.start(name, x, state.dim, mask)
-    z, kept = projection_layers.enter(x, kept, state.params, state.num_codebooks)  # [... c d]
+def _project_in(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    z, live = projection_layers.project_in(name, x, state.dim, mask, state.params, state.num_codebooks)  # [... c d]
     if state.scale is not None:
-        z = z / row(state.scale, z)
-    z, kept = rows.zero_invalid(projection_layers.turn(z, state.rotation), kept, 2)
-    return z, kept, projection_layers.counted(kept, mask)
+        z = z / per_scalar(state.scale, z)
+    return rows.zero_invalid(projection_layers.rotate(z, state.rotation), live, 2)
 
 
-def _split(name: str, state: FSQ, codes: Tensor) -> tuple[Tensor, Tensor]:
-    return projection_layers.split(name, codes, state.num_codebooks, math.prod(state.levels))
-
-
-def _leave(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
-    q = projection_layers.turn_back(q, state.rotation)
+def _project_out(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
+    q = projection_layers.unrotate(q, state.rotation)
     if state.scale is not None:
-        q = q * row(state.scale, q)
-    return projection_layers.leave(q, state.params, known)
+        q = q * per_scalar(state.scale, q)
+    return projection_layers.project_out(q, state.params, known)
 
 
 def _bound(state: FSQ, z: Tensor) -> Tensor:
-    """What is to be rounded: to the nearest in the plain form, down in the symmetric one."""
-    levels = row(state.levels, z)
+    """Bound z. The plain form then rounds to the nearest integer, the symmetric one down."""
+    levels = per_scalar(state.levels, z)
     if state.symmetric:
         return (levels - 1) * (_squash(state, z) + 1.0) / 2.0 + 0.5
     half = (levels - 1) * (1 + OVERSHOOT) / 2
@@ -165,21 +151,17 @@ def _squash(state: FSQ, z: Tensor) -> Tensor:
 
 
 def _round(state: FSQ, bounded: Tensor) -> tuple[Tensor, Tensor]:
-    """``bounded`` rounded, and the digits i64 that it makes."""
-    if state.symmetric:
-        rounded = bounded.floor()
-        return rounded, rounded.long()
-    rounded = bounded.round()
-    return rounded, rounded.long() + _half(state, bounded).long()
+    """Return the rounded numbers and their digits i64."""
+    rounded = bounded.floor() if state.symmetric else bounded.round()
+    return rounded, rounded.long() if state.symmetric else rounded.long() + _half(state, bounded).long()
 
 
-def _value(state: FSQ, of: Tensor, digits: bool = True) -> Tensor:
-    """What digits, or what was rounded, stand for: in [-1, 1]."""
+def _value(state: FSQ, rounded: Tensor) -> Tensor:
+    """Map rounded numbers to [-1, 1]."""
     if state.symmetric:
-        return 2.0 / (row(state.levels, of) - 1) * of - 1.0
-    half = _half(state, of)
-    return ((of - half) if digits else of) / half
+        return 2.0 / (per_scalar(state.levels, rounded) - 1) * rounded - 1.0
+    return rounded / _half(state, rounded)
 
 
 def _half(state: FSQ, like: Tensor) -> Tensor:
-    return row(tuple(n // 2 for n in state.levels), like)
+    return per_scalar(tuple(n // 2 for n in state.levels), like)

@@ -1,20 +1,16 @@
-"""Latent quantisation: every scalar takes the nearest of a few values of its own, which are learned (Hsu et al. 2023).
+"""Latent quantisation: every scalar takes the nearest of a few learned values of its own (Hsu et al. 2023).
 
     state = latent.init(key, levels=(5, 5, 8))       # params.values: f32[5], f32[5], f32[8], evenly spaced in ±1/2
 
-The gradient of what comes out passes straight through to x, and none of it reaches the values. So there are two losses,
-of the scalars z and their values q, each to be weighted (0.1 in the paper) and added:
+The gradient of the output passes straight through to x, and none of it reaches the values. Two losses of the scalars z,
+behind the projection, and their values q are therefore added, each with a weight (0.1 in the paper):
 
-    commitment      mean of (z - sg(q))²       brings scalars to their values
-    quantisation    mean of (sg(z) - q)²       brings values to their scalars
-
-Both are of the scalars, behind the projection where there is one. Codes are the nearest values' places, and decoding
-looks up the values as they are now.
+    commitment      mean of (z - sg(q))²       moves scalars to their values
+    quantisation    mean of (sg(z) - q)²       moves values to their scalars
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,14 +18,16 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Mean, Quantized
+from ..quantized import Quantized
 from . import mixed_radix, projection_layers
-from .projection_layers import Projections, RowCounts
+from .projection_layers import Projections
+
+update = projection_layers.update
 
 
 @tree.node
 class LatentParams:
-    """What trains: the values of each scalar, f32[level], and the projections."""
+    """The trained leaves: the values of each scalar, f32[level], and the projections."""
 
     values: list[Tensor]
     projections: Projections | None
@@ -37,7 +35,7 @@ class LatentParams:
 
 @tree.node
 class Latent:
-    """``num_codebooks`` codes of ``len(levels)`` scalars each, which have the same values in every one."""
+    """``num_codebooks`` codes of ``len(levels)`` scalars each; all codebooks share the values."""
 
     params: LatentParams
     levels: tuple[int, ...] = tree.static()
@@ -53,12 +51,12 @@ def init(
     num_codebooks: int = 1,
     bias: bool | None = None,
 ) -> Latent:
-    """A state for x f[... dim], which by default is ``num_codebooks * len(levels)`` and is projected otherwise.
+    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    Of an odd number of values one is zero and the ends are ±1/2; of an even number zero is one, too, and 1/2 is left
-    out. Raises ValueError for levels below 2, sizes below 1, and ``bias`` where nothing is projected.
+    Zero is a value; an even number of values leaves out 1/2. Raises ValueError for levels below 2, sizes below 1, and
+    ``bias`` without a projection.
     """
-    levels = mixed_radix.check("latent.init", levels, 2**16)  # each row is compared with so many
+    levels = mixed_radix.check("latent.init", levels, 2**16)  # each row is compared with as many values
     key = random.key(key)
     dim, ends = projection_layers.init("latent.init", key, dim, num_codebooks, len(levels), bias)
     kind: Any = {"dtype": torch.float32, "device": key.device}
@@ -67,53 +65,45 @@ def init(
 
 
 def encode(state: Latent, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[...], or [... c] of several codebooks; -1 for a row that is not finite."""
-    z, kept, _ = _enter("latent.encode", state, x, None)
-    return projection_layers.joined(mixed_radix.encode(_nearest(state, z), state.levels), kept)
+    """Return codes i64[...] of x f[... dim], or [... c] of several codebooks; -1 for a row that is not finite."""
+    z, live = _project_in("latent.encode", state, x, None)
+    return projection_layers.encode_digits(_nearest(state, z), state.levels, live)
 
 
 def decode(state: Latent, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
-    codes, known = projection_layers.split("latent.decode", codes, state.num_codebooks, math.prod(state.levels))
-    return projection_layers.leave(
-        _values(state, mixed_radix.decode(codes, state.levels), dtype), state.params.projections, known
-    )
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    digits, known = projection_layers.decode_digits("latent.decode", codes, state.levels, state.num_codebooks)
+    return projection_layers.project_out(_values(state, digits, dtype), state.params.projections, known)
 
 
 def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """x f[... dim] quantised, its gradient passed straight through; two losses, and a RowCounts as statistics.
+    """Quantise x f[... dim] with a straight-through gradient, two losses, and a RowCounts as statistics.
 
     Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
     """
-    z, kept, counts = _enter("latent.apply", state, x, mask)
+    z, live = _project_in("latent.apply", state, x, mask)
     digits = _nearest(state, z)
     q = _values(state, digits, z.dtype)
-    out = projection_layers.leave(straight_through(z, q), state.params.projections, kept[..., None])
-    count = kept.sum().to(z.dtype) * (z.shape[-2] * z.shape[-1])
-    far = lambda a, b: Mean(torch.where(kept[..., None, None], (a - b).square(), 0.0).sum(), count)
-    losses = {"commitment": far(z, q.detach()), "quantisation": far(z.detach(), q)}
-    codes = projection_layers.joined(mixed_radix.encode(digits, state.levels), kept)
-    return Quantized(out.to(x.dtype), codes, losses, counts)
+    out = projection_layers.project_out(straight_through(z, q), state.params.projections, live[..., None])
+    losses = {
+        "commitment": projection_layers.squared_error(z, q.detach(), live),
+        "quantisation": projection_layers.squared_error(z.detach(), q, live),
+    }
+    codes = projection_layers.encode_digits(digits, state.levels, live)
+    return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(live, mask))
 
 
-def update(state: Latent, stats: RowCounts) -> Latent:
-    """The state itself: its values are learned by gradients."""
-    return state
-
-
-def _enter(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = projection_layers.start(name, x, state.dim, mask)
-    z, kept = projection_layers.enter(x, kept, state.params.projections, state.num_codebooks)
-    return z, kept, projection_layers.counted(kept, mask)
+def _project_in(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return projection_layers.project_in(name, x, state.dim, mask, state.params.projections, state.num_codebooks)
 
 
 def _nearest(state: Latent, z: Tensor) -> Tensor:
-    """Which value each of z [... c d] is nearest to, the first of equals."""
+    """Return the index of the value nearest to each of z [... c d], the first of equals."""
     each = zip(z.detach().unbind(-1), state.params.values, strict=True)
     return torch.stack([(some[..., None] - values.detach().to(z.dtype)).abs().argmin(-1) for some, values in each], -1)
 
 
 def _values(state: Latent, digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value of each of digits i64[... c d]."""
+    """Look up the values of digits i64[... c d]."""
     each = zip(digits.unbind(-1), state.params.values, strict=True)
     return torch.stack([values.to(dtype)[some] for some, values in each], -1)

@@ -3,21 +3,20 @@
     state = lfq.init(key, bits=16)                         # 65536 codes, dim 16, nothing to train
     state = lfq.init(key, bits=16, dim=64, spherical=True) # binary spherical quantisation (Zhao et al. 2024)
 
-The first scalar is the most significant bit. A scalar becomes ±``scale``, and ±scale / √bits of a ``spherical`` state,
-which quantises what is scaled to that length before; what trains passes the gradient straight through.
+The first scalar is the most significant bit. A scalar becomes ±``scale`` with a straight-through gradient. A
+``spherical`` state scales rows to length ``scale`` before, and its scalars become ±scale / √bits.
 
-*Entropy.* With p the softmax over all codes c of 2 · inv_temperature · z · c, a row's entropy is to be low (it is sure
-of its code), that of the mean p over all rows high (all codes are used):
+*Entropy.* Let p be the softmax over all codes c of 2 · inv_temperature · z · c. A row is sure of its code if H(p) is
+low. All codes are used if the entropy of the mean of p over rows is high.
 
     loss = mean over rows of H(p) - gamma · H(mean over rows of p)       or softplus(loss + offset)
 
-Every code has the same length and every bit a scalar of its own, so p is a product over bits, of which each is
-σ(±4 · inv_temperature · |c_i| · z_i): H(p) is the sum of the bits' entropies. And with the bits in two halves the mean
-of p is one product of two matrices [rows, 2^(bits / 2)]: rows times codes numbers there are nowhere. Both are exact,
-with no floor under the probabilities. Of more than 24 bits the mean itself would be too large; in groups of bits the
-entropies of the groups are added, which is no less than that of all together (and what the last paper does).
+All codes have the same length, so p is a product over bits of ``σ(±4 · inv_temperature · |c_i| · z_i)``. H(p) is the
+sum of the bits' entropies. The mean of p is one product of two matrices [rows, 2^(bits / 2)], one for each half of the
+bits. No tensor has rows times codes numbers, and both entropies are exact, without a floor under probabilities.
 
-On a mesh the mean of p is that over all ranks' rows, so sums and counts travel, in one sum inside the gradient:
+Beyond 24 bits the mean would be too large. The entropies of groups of bits are then added, as in the last paper; the
+sum is an upper bound. On a mesh the mean covers all ranks' rows, by one sum inside the gradient:
 
     lfq.apply(state, x, key, psum=lambda sums: shard.psum(sums, mesh, ("dp", "fsdp")))
 """
@@ -36,19 +35,20 @@ from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
 from ..precision import matmul
 from ..quantized import Mean, Psum, Quantized, one_process
-from . import mixed_radix, projection_layers
-from .projection_layers import Projections, RowCounts
+from . import projection_layers
+from .projection_layers import Projections
 
 ACTIVATIONS = {"identity": lambda z: z, "tanh": torch.tanh}  # whose gradients may pass straight through
-CERTAIN = 1e3  # a logit of a bit whose other value has probability 0, of float64 too
+CERTAIN = 1e3  # a logit at which the other value of a bit has probability 0, in float64 too
 MOST_TOGETHER = 24  # bits whose patterns' probabilities are in one tensor
+update = projection_layers.update
 
 
 @tree.node
 class LFQ:
     """``num_codebooks`` codes of ``bits`` scalars each."""
 
-    params: Projections | None  # what trains
+    params: Projections | None  # the trained leaves
     rotation: Tensor | None  # f32[bits bits], fixed
     bits: int = tree.static()
     dim: int = tree.static()
@@ -82,26 +82,25 @@ def init(
     offset: float | None = None,
     group: int | None = None,
 ) -> LFQ:
-    """A state for x f[... dim], which by default is ``num_codebooks * bits`` and is projected otherwise.
+    """Return a state for x f[... dim], by default ``num_codebooks * bits``; another dim is projected.
 
-    clamp       bounds the scalars softly, by tanh, to ± so much
-    cosine      the first projection is of unit vectors onto unit vectors, times this
-    activation  what the gradient is that of: "identity", "tanh"
-    gamma       the weight of the entropy of the mean
-    share       of the rows, drawn by key, enter the entropies
-    offset      makes the entropy loss softplus(loss + offset), which is positive
-    group       bits whose patterns are counted together in the entropy of the mean; all of them by default
+    * clamp: bound the scalars to ± this by tanh.
+    * cosine: project unit vectors onto unit vectors, times this.
+    * activation: the function whose gradient x gets, "identity" or "tanh".
+    * gamma: the weight of the entropy of the mean.
+    * share: the share of the rows, drawn by key, that enter the entropies.
+    * offset: make the entropy loss softplus(loss + offset), which is positive.
+    * group: the number of bits in a group of the entropy of the mean; all bits by default.
 
-    Raises ValueError for bits outside [1, 62], options out of range, ``clamp`` below ``scale``, more than 24 bits in a
-    group, and options of projections where nothing is projected.
+    Raises ValueError for bits outside [1, 62] and options out of range or without a projection.
     """
     if not 1 <= bits <= 62:
         raise ValueError(f"lfq.init: bits are {bits}; wanted from 1 to 62; use codebooks for more")
-    for name, number in (("scale", scale), ("clamp", clamp), ("cosine", cosine)):
+    for name, number in {"scale": scale, "clamp": clamp, "cosine": cosine}.items():
         if number is not None and not 0.0 < number < math.inf:
             raise ValueError(f"lfq.init: {name} is {number}; wanted a positive number")
     if clamp is not None and clamp < scale:
-        raise ValueError(f"lfq.init: clamp is {clamp}, which no scalar exceeds, below scale {scale}; wanted no less")
+        raise ValueError(f"lfq.init: clamp is {clamp}, below scale {scale}, which no scalar could reach; use more")
     if activation not in ACTIVATIONS:
         raise ValueError(f"lfq.init: activation is {activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
     if not 0.0 < share <= 1.0:
@@ -112,22 +111,20 @@ def init(
         raise ValueError(f"lfq.init: group is {group}; wanted from 1 to {MOST_TOGETHER} bits that divide {bits}")
     key = random.key(key)
     dim, params = projection_layers.init("lfq.init", key, dim, num_codebooks, bits, bias, cosine is not None)
-    turn = projection_layers.orthogonal(random.fold(key, "rotation"), bits) if rotation else None
-    how = (scale, spherical, clamp, cosine, activation, gamma, share, offset, group)
-    return LFQ(params, turn, bits, dim, num_codebooks, *how)
+    matrix = projection_layers.orthogonal(random.fold(key, "rotation"), bits) if rotation else None
+    options = (scale, spherical, clamp, cosine, activation, gamma, share, offset, group)
+    return LFQ(params, matrix, bits, dim, num_codebooks, *options)
 
 
 def encode(state: LFQ, x: Tensor) -> Tensor:
-    """x f[... dim] -> codes i64[...], or [... c] of several codebooks; -1 for a row that is not finite."""
-    z, kept, _ = _enter("lfq.encode", state, x, None)
-    return projection_layers.joined(_codes(state, z), kept)
+    """Return codes i64[...] of x f[... dim], or [... c] of several codebooks; -1 for a row that is not finite."""
+    return _codes(state, *_project_in("lfq.encode", state, x, None))
 
 
 def decode(state: LFQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes i[...], or [... c] -> x [... dim] in ``dtype``; zero for -1. Raises IndexError for one that is none."""
-    codes, known = projection_layers.split("lfq.decode", codes, state.num_codebooks, 2**state.bits)
-    ones = mixed_radix.decode(codes, (2,) * state.bits).flip(-1)
-    return _leave(state, _value(state, ones > 0, dtype), known)
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    ones, known = projection_layers.decode_digits("lfq.decode", codes, (2,) * state.bits, state.num_codebooks)
+    return _project_out(state, _value(state, ones.flip(-1) > 0, dtype), known)
 
 
 def apply(
@@ -139,28 +136,24 @@ def apply(
     inv_temperature: float = 100.0,
     psum: Psum = one_process,
 ) -> Quantized:
-    """x f[... dim] quantised, its gradient passed straight through; a RowCounts as statistics, and the losses
+    """Quantise x f[... dim] with a straight-through gradient; two losses, and a RowCounts as statistics.
 
-    commitment  the squared distances of scalars from what they become, which is held fixed
-    entropy     of all rows that ``psum``, which is differentiable, sums over, weighted by the rows that are here: so
-                sums over ranks are its own
+    "commitment" is the squared distance of scalars to their quantised values, which are constants. "entropy" covers
+    all rows that ``psum``, which is differentiable, sums over; weighted by the local rows, it adds up over ranks.
 
-    ``key``, whose shape leads x's, draws the ``share`` of rows in the entropies: so many, rounded up, for each key;
-    without one they are all. ``mask`` bool[...] is True for the rows that count.
+    ``key``, whose shape leads x's, draws the ``share`` of rows in the entropies, rounded up for each key. Without a key
+    all rows enter. ``mask`` bool[...] is True for the rows that count.
     """
-    z, kept, counts = _enter("lfq.apply", state, x, mask)
+    z, live = _project_in("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)
-    out = _leave(state, straight_through(ACTIVATIONS[state.activation](z), q), kept[..., None])
-    far = torch.where(kept[..., None, None], (z - q).square(), 0.0)
-    per_row, of_mean, here = _entropies(state, z, kept, key, inv_temperature, psum)
+    out = _project_out(state, straight_through(ACTIVATIONS[state.activation](z), q), live[..., None])
+    per_row, of_mean, num_local = _entropies(state, z, live, key, inv_temperature, psum)
     entropy = per_row - state.gamma * of_mean
     if state.offset is not None:
         entropy = F.softplus(entropy + state.offset)
-    losses = {
-        "commitment": Mean(far.sum(), kept.sum().to(z.dtype) * (z.shape[-2] * z.shape[-1])),
-        "entropy": Mean(entropy * here, here),
-    }
-    return Quantized(out.to(x.dtype), projection_layers.joined(_codes(state, z), kept), losses, counts)
+    entropy = Mean(entropy * num_local, num_local)
+    losses = {"commitment": projection_layers.squared_error(z, q, live), "entropy": entropy}
+    return Quantized(out.to(x.dtype), _codes(state, z, live), losses, projection_layers.count_rows(live, mask))
 
 
 def entropies(
@@ -172,69 +165,63 @@ def entropies(
     inv_temperature: float = 100.0,
     psum: Psum = one_process,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`apply` has for entropies, in nats: the mean of the rows', and that of the mean."""
-    z, kept, _ = _enter("lfq.entropies", state, x, mask)
-    return _entropies(state, z, kept, key, inv_temperature, psum)[:2]
+    """Return the entropies of :func:`apply` in nats: the mean of the rows' entropies, and the entropy of the mean."""
+    z, live = _project_in("lfq.entropies", state, x, mask)
+    return _entropies(state, z, live, key, inv_temperature, psum)[:2]
 
 
-def update(state: LFQ, stats: RowCounts) -> LFQ:
-    """The state itself: nothing of it is a statistic."""
-    return state
-
-
-def _enter(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    x, kept = projection_layers.start(name, x, state.dim, mask)
+def _project_in(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if state.params is not None and state.cosine is not None:
+        x, live = projection_layers.prepare_rows(name, x, state.dim, mask)
         z = projection_layers.cosine(x, state.params, state.num_codebooks) * state.cosine  # [... c d]
     else:
-        z, kept = projection_layers.enter(x, kept, state.params, state.num_codebooks)
+        z, live = projection_layers.project_in(name, x, state.dim, mask, state.params, state.num_codebooks)
     if state.clamp is not None:
         z = torch.tanh(z / state.clamp) * state.clamp
     if state.rotation is not None:
-        z, kept = rows.zero_invalid(projection_layers.turn(z, state.rotation), kept, 2)
+        z, live = rows.zero_invalid(projection_layers.rotate(z, state.rotation), live, 2)
     if state.spherical:
         z = rows.direction(z) * state.scale
-    return z, kept, projection_layers.counted(kept, mask)
+    return z, live
 
 
-def _leave(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.leave(projection_layers.turn_back(q, state.rotation), state.params, known)
+def _project_out(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
+    return projection_layers.project_out(projection_layers.unrotate(q, state.rotation), state.params, known)
 
 
-def _size(state: LFQ) -> float:
-    """What the scalars become, without the sign."""
+def _magnitude(state: LFQ) -> float:
     return state.scale * state.bits**-0.5 if state.spherical else state.scale
 
 
 def _value(state: LFQ, ones: Tensor, dtype: torch.dtype) -> Tensor:
-    return (ones.to(dtype) * 2.0 - 1.0) * _size(state)
+    return (ones.to(dtype) * 2.0 - 1.0) * _magnitude(state)
 
 
-def _codes(state: LFQ, z: Tensor) -> Tensor:
-    return mixed_radix.encode((z > 0).long().flip(-1), (2,) * state.bits)
+def _codes(state: LFQ, z: Tensor, live: Tensor) -> Tensor:
+    return projection_layers.encode_digits((z > 0).long().flip(-1), (2,) * state.bits, live)
 
 
 def _entropies(
-    state: LFQ, z: Tensor, kept: Tensor, key: Tensor | None, inv_temperature: float, psum: Psum
+    state: LFQ, z: Tensor, live: Tensor, key: Tensor | None, inv_temperature: float, psum: Psum
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of z [... c d]: the mean of the rows' entropies, the entropy of the mean, and how many rows are here."""
+    """Return the mean entropy of the rows of z [... c d], the entropy of the mean, and the number of local rows."""
     if key is not None and state.share < 1.0:
-        z, kept = _some(state.share, z, kept, random.fold(key, "share"))
-    rows, num_codebooks = kept.numel(), z.shape[-2]
-    weight = kept.reshape(rows).to(z.dtype)
-    a = 4.0 * inv_temperature * _size(state) * z.reshape(rows, *z.shape[-2:])
-    a = a.clamp(-CERTAIN, CERTAIN)  # which changes no digit, but inf * 0 would be no number
-    a = rearrange(a, "n c (g b) -> (c g) n b", b=state.group or state.bits)
-    on, off = torch.sigmoid(a), torch.sigmoid(-a)
-    each = -(on * F.logsigmoid(a) + off * F.logsigmoid(-a)).sum((0, 2))  # [n]
+        z, live = _draw_rows(state.share, z, live, random.fold(key, "share"))
+    num_rows, num_codebooks = live.numel(), z.shape[-2]
+    weight = live.reshape(num_rows).to(z.dtype)
+    logits = 4.0 * inv_temperature * _magnitude(state) * z.reshape(num_rows, *z.shape[-2:])
+    logits = logits.clamp(-CERTAIN, CERTAIN)  # exact, and prevents inf * 0
+    logits = rearrange(logits, "n c (g b) -> (c g) n b", b=state.group or state.bits)
+    on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
+    each = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum((0, 2))  # [n]
     high, low = (_patterns(*half) for half in zip(_halves(off), _halves(on), strict=True))  # [(c g) n 2^(b/2)]
     sums = matmul((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
-    here = weight.sum()
-    sums, each, n = psum((sums, (each * weight).sum(), here))
+    num_local = weight.sum()
+    sums, each, n = psum((sums, (each * weight).sum(), num_local))
     n = n.clamp(min=1.0)
     p = sums / n
-    surprise = -p.clamp(min=torch.finfo(p.dtype).tiny).log()  # p times it is 0 at 0, and has a gradient
-    return each / n / num_codebooks, (p * surprise).sum() / num_codebooks, here
+    surprise = -p.clamp(min=torch.finfo(p.dtype).tiny).log()  # so that p · surprise has a gradient at 0
+    return each / n / num_codebooks, (p * surprise).sum() / num_codebooks, num_local
 
 
 def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,16 +229,16 @@ def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _patterns(off: Tensor, on: Tensor) -> Tensor:
-    """The probability of every pattern of bits [... b], of which the first is the most significant: [... 2^b]."""
+    """Return the probabilities of all patterns of bits [... b], the first most significant: [... 2^b]."""
     p = torch.ones_like(on[..., :0].sum(-1, keepdim=True))
     for i in range(on.shape[-1]):
         p = torch.stack([p * off[..., i, None], p * on[..., i, None]], -1).flatten(-2)
     return p
 
 
-def _some(share: float, z: Tensor, kept: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """A random ``share`` of the rows of each key: z [*key m c d] and kept bool[*key m]."""
-    n = math.prod(kept.shape[key.ndim :])
-    z, kept = z.reshape(*key.shape, n, *z.shape[-2:]), kept.reshape(*key.shape, n)
+def _draw_rows(share: float, z: Tensor, live: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a ``share`` of the rows of each key: z [*key m c d] and live bool[*key m]."""
+    n = math.prod(live.shape[key.ndim :])
+    z, live = z.reshape(*key.shape, n, *z.shape[-2:]), live.reshape(*key.shape, n)
     chosen = random.permutation(key, n)[..., : math.ceil(share * n)]  # [*key m]
-    return z.take_along_dim(chosen[..., None, None], -3), kept.take_along_dim(chosen, -1)
+    return z.take_along_dim(chosen[..., None, None], -3), live.take_along_dim(chosen, -1)

@@ -1,9 +1,9 @@
-"""A code and its digits: which level each scalar is on, as one integer in a mixed radix.
+"""Conversion between a code and its digits in a mixed radix; a digit is the level that one scalar takes.
 
-    levels (8, 5, 5)     digits [... 3], the first below 8, the others below 5     codes = d0 + 8·d1 + 40·d2
+    levels (8, 5, 5)     digits [... 3], the first below 8, the others below 5     code = d0 + 8·d1 + 40·d2
 
-The first digit is the least significant. All of it is in int64, which is exact as long as the levels' product is below
-2^63; a code of -1 is none at all, and its digits, though there are some, say nothing.
+The first digit is the least significant. All arithmetic is in int64, which is exact because the product of the levels
+stays below 2^63. The code -1 stands for "no code"; its digits are meaningless.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from ...kernels.dispatch import is_direct
 
-NONE = -1  # the code of a row that has none
+NONE = -1  # the code of a row without a code
 
 
 def check(name: str, levels: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """``levels`` as a tuple of ints; ValueError for none, one below 2 or above ``most``, or a product of 2^63."""
+    """Return ``levels`` as a tuple of ints.
+
+    Raises ValueError for no levels, a level below 2 or above ``most``, and a product of 2^63 or more.
+    """
     levels = tuple(int(n) for n in levels)
     if not levels or min(levels) < 2 or max(levels) > most:
         raise ValueError(f"{name}: levels are {levels}; wanted one number a scalar, each from 2 to {most}")
@@ -31,42 +34,42 @@ def check(name: str, levels: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def encode(digits: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """digits i64[... d] -> codes i64[...]."""
-    return (digits * _weights(levels, digits)).sum(-1)
+    """Return codes i64[...] of digits i64[... d]."""
+    return (digits * _place_values(levels, digits)).sum(-1)
 
 
 def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """codes i64[...] -> digits i64[... d]."""
+    """Return digits i64[... d] of codes i64[...]."""
     sizes = torch.tensor(levels, dtype=torch.int64, device=codes.device)
-    return codes[..., None].div(_weights(levels, codes), rounding_mode="floor") % sizes
+    return codes[..., None].div(_place_values(levels, codes), rounding_mode="floor") % sizes
 
 
 def checked(name: str, codes: Tensor, size: int) -> Tensor:
-    """``codes`` as int64.
+    """Return ``codes`` as int64 after a check that each is in [0, size) or -1.
 
-    Raises TypeError for what are no integers, and IndexError for a code that is neither in [0, size) nor -1: on CUDA
-    by an assertion on the device, and inside a transform or a trace when it is run.
+    Raises TypeError if they are not integers, and IndexError for a code out of range. On CUDA a device assertion
+    replaces the IndexError; inside a transform or a trace the check runs with the computation.
     """
     if not isinstance(codes, Tensor) or codes.dtype is torch.bool or codes.is_floating_point() or codes.is_complex():
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"{name}: codes are {got}; wanted a tensor of integers, as encode returns them")
-    if is_direct(codes) and not codes.is_meta:
-        wrong = (codes < NONE) | (codes >= size)
-        wanted = f"wanted one in [0, {size}), or {NONE} for none"
-        if codes.is_cuda:
-            torch._assert_async(~wrong.any(), f"{name} got another code; {wanted}")  # nobody waits for the device
-        elif wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            raise IndexError(f"{name}: the code at {at} is {int(codes[at])}; {wanted}: is it of this state?")
-        return codes.long()
-    return within(codes.long(), size)
+    if not is_direct(codes) or codes.is_meta:
+        return within(codes.long(), size)
+    wrong = (codes < NONE) | (codes >= size)
+    wanted = f"wanted one in [0, {size}), or {NONE} for none"
+    if codes.is_cuda:
+        torch._assert_async(~wrong.any(), f"{name} got another code; {wanted}")  # does not synchronise with the device
+    elif wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise IndexError(f"{name}: the code at {at} is {int(codes[at])}; {wanted}: is it of this state?")
+    return codes.long()
 
 
 def within(codes: Tensor, size: int) -> Tensor:
-    """``codes`` i64[...], to be looked up where nobody can see their values: that of one beyond ``size`` fails."""
+    """Return ``codes`` i64[...] plus a lookup that fails for a code out of range when the graph runs."""
     wrong = (codes < NONE) | (codes >= size)
     return codes + torch.zeros(1, dtype=torch.int64, device=codes.device)[wrong.long()]
 
 
-def _weights(levels: tuple[int, ...], like: Tensor) -> Tensor:
+def _place_values(levels: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.tensor([1, *itertools.accumulate(levels[:-1], operator.mul)], dtype=torch.int64, device=like.device)

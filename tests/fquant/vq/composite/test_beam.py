@@ -1,7 +1,6 @@
-"""Beam search: exhaustive where it can be, the peer's where it cannot; implicit neural codebooks beside the peer."""
+"""Beam search: exhaustive with enough candidates, else equal to the peer; implicit codebooks equal the peer's."""
 
 import itertools
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -19,8 +18,6 @@ from tests.helpers.vq.peers import assert_close, drawn
 from tests.helpers.vq.qinco import D, qinco
 from tests.helpers.vq.residual_books import STE, STRAIGHT, pair, same_state
 
-with warnings.catch_warnings(action="ignore"):
-    pass
 STATES = {
     "books": lambda: residual.init_books(0, (4, 3, 5), D),
     "cosine": lambda: residual.init_books(0, (4, 3, 5), D, metric="cosine"),
@@ -33,7 +30,7 @@ STATES = {
 
 
 def spread(name):
-    """A state whose codes are as far from each other as rows are."""
+    """Return a state whose codes are as far from each other as rows are."""
     state = STATES[name]()
     if "cosine" in name:
         return state
@@ -46,8 +43,8 @@ def spread(name):
 def test_with_room_for_all_choices_it_is_exhaustive(name, weights):
     state = spread(name)
     x = drawn(12, state.dim)
-    sizes = [beam._num_codes(layer) for layer in residual.layers_of(state)]
-    start = residual.enter("", state, x, None)[0]
+    sizes = [beam._num_codes_and_metric(layer)[0] for layer in residual.layers_of(state)]
+    start = residual.project_in("", state, x, None)[0]
     best = torch.full((12,), torch.inf)
     wanted = torch.zeros(12, 3, dtype=torch.int64)
     for choice in itertools.product(*map(range, sizes)):
@@ -59,14 +56,14 @@ def test_with_room_for_all_choices_it_is_exhaustive(name, weights):
         wanted = torch.where((cost < best)[:, None], codes, wanted)
         best = torch.minimum(cost, best)
     found = beam.encode(state, x, 20, weights)
-    if name == "shared" and weights is not None and not weights[0]:  # one sum has several orders
+    if name == "shared" and weights is not None and not weights[0]:  # sums of a shared book's codes tie
         found, wanted = found.sort(-1).values, wanted.sort(-1).values
     assert torch.equal(found, wanted)
     assert torch.equal(beam.encode(state, x, 1, weights), residual.encode(state, x))
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("width", [2, 4])  # more than there are codes fails there
+@pytest.mark.parametrize("width", [2, 4])  # the peer fails for more than there are codes
 @pytest.mark.parametrize("of", [{}, {"metric": "cosine"}, {"num_codes": (9, 12, 4)}, {"dim": 8}], ids=str)
 def test_it_is_the_peers(of, width, train):
     weights = [1.0, 0.5, 2.0, 1.0][: len(of.get("num_codes", range(4)))]
@@ -88,8 +85,8 @@ def test_it_is_the_peers(of, width, train):
 
         assert_close(grad(loss)(x), torch.autograd.grad((out * weight).sum() + losses.sum(), theirs)[0])
         after = residual.update(state, got.stats)
-        same_state(replace(after, layers=after.layers[:1]), them)  # the only one that learns there
-        left = residual.enter("", state, x, None)[0]
+        same_state(replace(after, layers=after.layers[:1]), them)  # the only layer that learns in the peer
+        left = residual.project_in("", state, x, None)[0]
         for book, new, q, some in zip(
             state.layers, after.layers, residual.decode_layers(state, codes).unbind(-2), codes.unbind(-1), strict=True
         ):
@@ -102,7 +99,7 @@ def test_it_is_the_peers(of, width, train):
 
 @pytest.mark.parametrize("name", STATES)
 def test_frozen_books_stay_and_are_searched_alike(name):
-    """Frozen is what is not updated. Under a beam vector-quantize-pytorch moves frozen codes all the same."""
+    """A state stays frozen without ``update``. Under a beam vector-quantize-pytorch moves frozen codes all the same."""
     state = spread(name)
     before, x = tree.map(torch.clone, state), drawn(40, state.dim)
     codes = beam.encode(state, x, 3)
@@ -112,7 +109,7 @@ def test_frozen_books_stay_and_are_searched_alike(name):
     assert_close(state, before, 0.0)
     assert torch.equal(got.codes, codes) and torch.equal(beam.encode(state, x, 3), codes)
     assert_close(got.x, residual.decode(before, codes))
-    if name != "simvq":  # which nothing but gradients moves
+    if name != "simvq":  # because only gradients move SimVQ
         assert not torch.equal(beam.encode(after, x, 3), codes)
 
 
@@ -124,7 +121,7 @@ def test_a_frozen_step_is_the_peers():
     got = residual.apply(state, x, codes=found, **STRAIGHT)
     assert torch.equal(found, codes)
     assert_close((got.x, mean(got.losses["commitment"])), (out.detach(), losses.detach()))
-    assert not torch.equal(them.layers[0]._codebook.embed[0], state.layers[0].codes)  # it has moved all the same
+    assert not torch.equal(them.layers[0]._codebook.embed[0], state.layers[0].codes)  # the peer moved it all the same
 
 
 def test_rows_are_searched_some_at_a_time(monkeypatch):

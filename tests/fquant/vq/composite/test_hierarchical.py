@@ -1,4 +1,4 @@
-"""Hierarchical quantisation: what vector-quantize-pytorch computes from the same state; masks, dropout, sharing."""
+"""Hierarchical quantisation: equality with vector-quantize-pytorch from the same state; masks, dropout, sharing."""
 
 import warnings
 from dataclasses import replace
@@ -67,7 +67,7 @@ def convs(them):
 
 def freeze(them):
     for quantizer in quantizers(them):
-        quantizer.freeze_codebook = True  # else averages are written over what autograd saved, and between scales
+        quantizer.freeze_codebook = True  # because averages overwrite tensors saved by autograd, even between scales
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -116,7 +116,7 @@ def test_averages_are_the_peers():
 
 
 def test_a_shared_book_learns_once_from_all_cells():
-    """There, one scale's averages move the codes that the next scale of the same batch is compared with."""
+    """In the peer one scale's averages move the codes that the next scale of the same batch is compared with."""
     one = spread(hierarchical.init(3, K, D, LINE, blend=0.0))
     four = replace(one, books=one.books * 4)
     x = drawn(B, 12, D)
@@ -160,7 +160,7 @@ def test_rows_that_are_not_finite_are_as_masked_out(shared):
 
 
 def test_a_cell_is_the_mean_of_its_rows():
-    """The naive loop: what each scale takes of what is left, with a mask."""
+    """A naive loop over scales and cells gives the same, with a mask."""
     state = spread(hierarchical.init(0, K, D, (1, 3, 8), blend=0.0))
     x, mask = drawn(2, 8, D).double(), torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) > 0.4
     got, left = hierarchical.apply(state, x.float(), mask=mask), x.clone()
@@ -248,12 +248,12 @@ def test_any_dims_go_before_the_places_and_files_keep_it(tmp_path):
 STATE = hierarchical.init(0, K, D, LINE)
 WRONG = {
     "spatial": (lambda: hierarchical.init(0, K, D, LINE, spatial=4), "spatial is 4; wanted 1, 2 or 3"),
-    "scales": (lambda: hierarchical.init(0, K, D, ((1, 2),)), r"scales are \(\(1, 2\),\); wanted at least one, of 1"),
+    "scales": (lambda: hierarchical.init(0, K, D, ((1, 2),)), r"are \(\(1, 2\),\); wanted at least one, each of 1"),
     "no scales": (lambda: hierarchical.init(0, K, D, ()), "wanted at least one"),
     "smaller": (lambda: hierarchical.init(0, K, D, (2, 1)), r"scale \(1,\) follows \(2,\); wanted none smaller"),
     "sizes": (lambda: hierarchical.init(0, (3, 4), D, (1, 2)), r"num_codes is \(3, 4\); wanted one number"),
     "number": (lambda: hierarchical.init(0, (3,), D, (1, 2), shared=False), "wanted 2, one for each scale"),
-    "blend": (lambda: hierarchical.init(0, K, D, LINE, blend=2.0), "blend is 2.0, .* wanted two in"),
+    "blend": (lambda: hierarchical.init(0, K, D, LINE, blend=2.0), r"blend is 2.0, .* wanted \[0, 1\]"),
     "convs": (lambda: hierarchical.init(0, K, D, LINE, convs=5), "convs 5, .* 1 to 4"),
     "last dim": (lambda: hierarchical.apply(STATE, drawn(2, 12, 5)), r"x is \(2, 12, 5\); wanted 4 in the last dim"),
     "dims": (lambda: hierarchical.apply(STATE, drawn(4)), r"x is \(4,\); wanted \[... places dim\]"),

@@ -1,4 +1,4 @@
-"""Residuals of FSQ and of LFQ: what vector-quantize-pytorch computes where it is right; what dropout leaves out."""
+"""Residuals of FSQ and of LFQ: equality with vector-quantize-pytorch where that is right; dropout and masks."""
 
 import math
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_fsq_is_the_peers(options, named):
     got = residual.apply(state, x)
     assert torch.equal(got.codes, codes.long()) and torch.equal(residual.encode(state, x), got.codes)
     assert_close((got.x, residual.decode(state, got.codes)), (x_peer.detach(), x_peer.detach()))
-    if not options.get("rotation"):  # which the peer forgets when it decodes
+    if not options.get("rotation"):  # which the peer omits in decoding
         assert_close(residual.decode(state, got.codes), peer.get_output_from_indices(codes).detach())
         assert_close(residual.decode_layers(state, codes).unbind(-2), peer.get_codes_from_indices(codes).unbind())
     assert_close(
@@ -71,7 +71,7 @@ def test_fsq_is_the_peers(options, named):
 
 @pytest.mark.parametrize("options, named", LFQ.values(), ids=LFQ)
 def test_lfq_is_the_peers(options, named):
-    """At a temperature at which no probability is too small for the peer, which it does not pass to its layers."""
+    """The temperature keeps probabilities above the peer's floor; the peer does not pass it to its layers."""
     peer, state = both("lfq", options, named)
     for layer in peer.layers:
         layer.forward = warm(layer)
@@ -80,7 +80,7 @@ def test_lfq_is_the_peers(options, named):
     got = residual.apply(state, x, inv_temperature=0.5)
     assert torch.equal(got.codes, codes) and torch.equal(residual.encode(state, x), got.codes)
     assert_close((got.x, residual.decode(state, got.codes)), (x_peer.detach(), x_peer.detach()))
-    if not options.get("rotation") and not options.get("spherical"):  # both of which the peer forgets when it decodes
+    if not options.get("rotation") and not options.get("spherical"):  # both of which the peer omits in decoding
         assert_close(residual.decode(state, got.codes), peer.get_output_from_indices(codes).detach())
     assert_close(mean(got.losses["entropy"]) + 2 * mean(got.losses["commitment"]), losses.detach())
 
@@ -153,7 +153,7 @@ def test_more_layers_are_nearer(name):
 )
 @pytest.mark.parametrize("name", STATES)
 def test_dropout_leaves_the_last_layers_out(name, cutoff, multiple, depths):
-    """With as many as are drawn; what is left is that of a state that ends there, with its gradient and losses."""
+    """A drawn depth equals a state with so many layers, in output, gradient and losses."""
     state = STATES[name](dropout=True, cutoff=cutoff, multiple=multiple, dim=6)
     x = drawn(7, 11, 6)
     seen = set()
@@ -229,9 +229,9 @@ WRONG = {
     ),
     "codebooks": (dict(layers=[replace(ONE, num_codebooks=2)]), ValueError, "layers.0 has dim 4, 2 codebooks"),
     "projected": (dict(layers=[fsq.init(0, LEVELS, 6)]), ValueError, "layers.0 has .* projections True; .* takes dim"),
-    "cutoff": (dict(dropout=True, cutoff=1), ValueError, "cutoff is 1, multiple 1; wanted a layer of 1"),
-    "multiple": (dict(dropout=True, multiple=0), ValueError, "cutoff is 0, multiple 0; .* at least 1"),
-    "no dropout": (dict(multiple=2), ValueError, "cutoff and multiple are about dropout; use dropout=True"),
+    "cutoff": (dict(dropout=True, cutoff=1), ValueError, "cutoff is 1, multiple 1; wanted a cutoff in .0, 1. and"),
+    "multiple": (dict(dropout=True, multiple=0), ValueError, "cutoff is 0, multiple 0; .* a multiple of at least 1"),
+    "no dropout": (dict(multiple=2), ValueError, "cutoff and multiple are options of dropout; use dropout=True"),
     "clamp": (dict(clamp=(1.0, 2.0)), ValueError, r"clamp is \(1.0, 2.0\); wanted a positive number, or 4 of them"),
     "clamp, sign": (dict(clamp=-1.0), ValueError, "clamp is -1.0; wanted a positive number"),
     "a bias of nothing": (dict(bias=False), ValueError, "options of a projection, but dim is that of the scalars, 4"),

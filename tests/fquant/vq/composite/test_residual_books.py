@@ -1,4 +1,4 @@
-"""Residuals of books: what vector-quantize-pytorch computes from the same state; what is shared, dropped, masked."""
+"""Residuals of books: equality with vector-quantize-pytorch from the same state; sharing, dropout and masks."""
 
 import math
 import random as python_random
@@ -15,13 +15,12 @@ from fquant import random, tree, vq
 from fquant.io import safetensors
 from fquant.vq import mean
 from fquant.vq.composite import residual
-from fquant.vq.scalar import projection_layers
 from tests.helpers.vq.peers import assert_close, drawn, ours, theirs
 from tests.helpers.vq.residual_books import STE, STRAIGHT, B, D, K, L, N, make, pair, same_state
 
 with warnings.catch_warnings(action="ignore"):
     import vector_quantize_pytorch as peer
-CASES = {  # what a state has, what the peer is told beside it, how ours is applied
+CASES = {  # options of the state, further ones of the peer, options of our apply
     "rotation": ({}, {}, {}),
     "straight-through": ({}, STE, STRAIGHT),
     "no gradient": ({}, STE | {"route_gradients_to_input": False}, {"gradient": vq.direct}),
@@ -50,7 +49,7 @@ CASES = {  # what a state has, what the peer is told beside it, how ours is appl
 def test_a_step_is_the_peers(of, named, asked):
     state, them = pair(named=named, **of)
     x, weight = drawn(B, N, state.dim), drawn(B, N, state.dim, seed=3)
-    them_now = partial(them, freeze_codebook=not of.get("learnable"))  # its average is written over what autograd saved
+    them_now = partial(them, freeze_codebook=not of.get("learnable"))  # averages overwrite what autograd saved
     x_peer, codes, losses = them_now(x.clone().requires_grad_())
     got = residual.apply(state, x, **asked)
     assert torch.equal(got.codes, codes) and torch.equal(residual.encode(state, x), codes)
@@ -108,7 +107,7 @@ def test_a_shared_book_learns_from_all_layers_as_from_one_batch():
     assert_close(
         (after.layers[0].codes, after.layers[0].counts), (one._codebook.embed[0], one._codebook.cluster_size[0])
     )
-    them(x)  # whose averages move once a layer: ours do where they are asked to
+    them(x)  # its averages move once a layer, as ours do with one ``move`` a layer
     for i in range(L):
         book = vq.move(book, vq.stats(book, left[..., i, :], got.codes[..., i]))
     assert_close(vq.refresh(book).codes, them.layers[0]._codebook.embed[0])
@@ -144,7 +143,7 @@ def test_dropout_is_the_peers(cutoff, multiple):
         assert torch.equal(got.codes, codes) and (codes[..., depth:] == -1).all()
         assert_close((got.x, mean(got.losses["commitment"])), (out.detach(), losses.detach()))
         state = residual.update(state, got.stats)
-        same_state(state, them)  # layers that are left out do not move, so none of their codes dies of it
+        same_state(state, them)  # omitted layers do not move, so their codes do not expire
     seen = {int(residual.draw_depth(state, random.key(i))) for i in range(40)}
     assert seen == {-(-d // multiple) * multiple for d in range(cutoff + 1, L + 1)}
 
@@ -195,7 +194,7 @@ def test_rows_that_do_not_count_are_nowhere(shared):
 
 
 def test_one_direction_for_all_layers():
-    """DiVeQ: the sum is moved to in one direction, which is noisy, and codes have gradients of the whole way."""
+    """DiVeQ: one noisy direction leads from the input to the sum, and codes get the gradients of the sum."""
     state = make(learnable=True)
     x, key = drawn(B, N, D), random.key(5)
     quiet = {"gradient": vq.direct, "grad_frac": 1.0, "losses": (), "outer": partial(vq.directional, variance=0.0)}
@@ -223,7 +222,7 @@ def test_codes_that_are_given_are_what_layers_are_to_find(shared):
     x, mask = drawn(B, N, 8), torch.arange(B * N).reshape(B, N) % 4 > 0
     codes = torch.randint(-1, K, (B, N, L), generator=torch.Generator().manual_seed(1))
     got = residual.cross_entropy(state, torch.where(mask[..., None], x, math.nan), codes, mask)
-    left = residual.enter("", state, x, None)[0].double()
+    left = residual.project_in("", state, x, None)[0].double()
     for i, layer in enumerate(residual.layers_of(state)):
         far = (left[..., None, :] - layer.codes.double()).norm(dim=-1)
         live = mask & (codes[..., i] >= 0)
@@ -268,7 +267,7 @@ WRONG = {
         TypeError,
         "layers.1 is a FSQ beside a Book; wanted all to learn from statistics, or none",
     ),
-    "module": (lambda: residual.init(0, [BOOK, projection_layers]), TypeError, "layers.1 is a module; wanted one of .*Book"),
+    "module": (lambda: residual.init(0, [BOOK, torch]), TypeError, "layers.1 is a module; wanted one of .*Book"),
     "shared two": (lambda: residual.init(0, [BOOK, BOOK], shared=2), ValueError, "shared is 2 with 2 layers"),
     "shared sizes": (
         lambda: residual.init_books(0, (4, 5), 3, shared=True),

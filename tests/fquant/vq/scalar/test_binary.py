@@ -1,4 +1,4 @@
-"""Binary mapping: what vector-quantize-pytorch computes but for the draw, and the draw's frequencies."""
+"""Binary mapping: equality with vector-quantize-pytorch except for the draw, and the frequencies of drawn codes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""FSP: what vector-quantize-pytorch computes, in any dtype; its distributions; how it shakes; its loss on moments."""
+"""FSP: equality with vector-quantize-pytorch, narrow dtypes, distributions, the training noise and the moments loss."""
 
 import math
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_the_highest_and_the_lowest_of_every_scalar():
 
 @pytest.mark.parametrize("name", fsp.DISTRIBUTIONS)
 def test_distributions_are_what_they_are_called(name):
-    """The function is that of the distribution in float64, with its density as the gradient, at 0 too."""
+    """The CDF equals the exact one in float64, and its gradient is the density, at 0 too."""
     here = fsp.DISTRIBUTIONS[name]
     exact = {
         "tanh": lambda z: (math.tanh(z) + 1) / 2,
@@ -87,7 +87,7 @@ def test_what_follows_the_distribution_uses_all_codes_alike_and_has_variance_one
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_floats_are_quantised_in_float32(dtype):
-    """In bfloat16 the largest number below 1 is 0.996, which is in bin 498 of 500."""
+    """In bfloat16 itself the last bin would be empty: its largest number below 1, 0.996, is in bin 498 of 500."""
     state = fsp.init(0, (500, 500))
     x = drawn(200, 2, size=3.0).to(dtype)
     got, wide = fsp.apply(state, x), fsp.apply(state, x.float())
@@ -97,7 +97,7 @@ def test_narrow_floats_are_quantised_in_float32(dtype):
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_shaking_is_where_and_how_it_says(inverse):
-    """A scalar in three is in the middle of its bin, the others are uniform in a bin's width around themselves."""
+    """A third of the scalars move to the middle of their bin; the others get uniform noise of a bin's width."""
     state = fsp.init(0, (4,), quantize_rate=1 / 3, inverse=inverse, distribution="sigmoid", moments=None)
     z = drawn(30_000, 1)
     x = fsp.apply(state, z, random.key(3)).x
@@ -105,7 +105,7 @@ def test_shaking_is_where_and_how_it_says(inverse):
     out = torch.sigmoid(x) if inverse else x * 12**-0.5 + 0.5
     quantised = (out - middle).abs() < 1e-6
     assert abs(quantised.double().mean() - 1 / 3) < 4 * math.sqrt(2 / 9 / 30_000)
-    inner = ~quantised & (u > 0.13) & (u < 0.87)  # those that cannot leave
+    inner = ~quantised & (u > 0.13) & (u < 0.87)  # quantiles that no noise moves out of (0, 1)
     by = (out - u)[inner].double() * 8
     assert by.abs().max() <= 1 + 1e-4 and abs(by.mean()) < 4 * math.sqrt(1 / 3 / len(by))
     assert abs(by.square().mean() - 1 / 3) < 4 * math.sqrt(4 / 45 / len(by))
@@ -125,14 +125,14 @@ def test_what_is_shaken_has_the_gradient_of_what_is_not():
 
 @pytest.mark.parametrize("distribution", fsp.DISTRIBUTIONS)
 def test_at_the_edge_the_inverse_is_finite(distribution):
-    """Where u is 0 or 1, and is not shaken because it would leave."""
+    """At u = 0 or 1 no noise is added, because it would leave (0, 1)."""
     state = fsp.init(0, (2,), distribution=distribution, inverse=True)
     z = torch.tensor([[-1e30], [1e30], [-1e7], [1e7]]).repeat(1000, 1)
     assert fsp.apply(state, z, random.key(0)).x.isfinite().all()
 
 
 def test_moments_of_few_rows_are_finite_and_have_gradients():
-    """Of one row, and of rows that are all the same, there is no variance; of one or the other the peer's is NaN."""
+    """One row, or equal rows, have no variance, and the peer's loss is NaN."""
     state = fsp.init(0, LEVELS, moments=fsp.KURT)
     for x in (drawn(1, 4), torch.ones(5, 4), torch.empty(0, 4)):
         value = lambda x: mean(fsp.apply(state, x).losses["moments"])

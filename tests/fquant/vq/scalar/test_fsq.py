@@ -1,4 +1,4 @@
-"""FSQ: to the bit what vector-quantize-pytorch computes where that is right; exact indices in any dtype; its noise."""
+"""FSQ: equality with vector-quantize-pytorch where that is right, exact codes in any dtype, noise and rotations."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_is_the_peers(levels, options):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (3, 4), (1000, 999), (7,) * 22], ids=str)
 def test_every_level_is_reached_and_is_its_own(levels, symmetric):
-    """In float32 a code above 2^24 is not exact, which is how the peer computes it; ours are."""
+    """Codes above 2^24 are exact. The peer computes them in float32, where they are not."""
     state = fsq.init(0, levels, symmetric=symmetric)
     d = len(levels)
     rows = torch.arange(max(levels))[:, None] % torch.tensor(levels)
@@ -67,7 +67,7 @@ def test_every_level_is_reached_and_is_its_own(levels, symmetric):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_floats_are_quantised_in_float32(dtype):
-    """In bfloat16 itself, where integers above 256 are not exact, half of the codes would not be used."""
+    """In bfloat16 itself half of the codes would be unused, because integers above 256 are not exact."""
     state = fsq.init(0, (8, 8, 8, 8))
     x = drawn(4096, 4).to(dtype)
     got = fsq.apply(state, x)
@@ -86,18 +86,18 @@ def test_a_projected_state_keeps_its_floats_for_narrow_rows():
 
 def test_a_projection_may_be_packed_and_adapted():
     state = fsq.init(0, (5, 5, 5), dim=8)
-    packed = tree.map_at(r"params\.enter\.weight", lambda w: quantize(w, INT8), state)
-    plain = tree.map_at(r"params\.enter\.weight", dequantize, packed)
+    packed = tree.map_at(r"params\.project_in\.weight", lambda w: quantize(w, INT8), state)
+    plain = tree.map_at(r"params\.project_in\.weight", dequantize, packed)
     x = drawn(20, 8)
     assert_close(fsq.apply(packed, x).x, fsq.apply(plain, x).x)
-    adapters = lora.init(packed, r"params\.enter\.weight", rank=2)
+    adapters = lora.init(packed, r"params\.project_in\.weight", rank=2)
     slope = grad(lambda a: fsq.apply(lora.attach(packed, a), x).x.square().sum())(adapters)
-    assert slope["params.enter.weight"].b.ne(0).any()
+    assert slope["params.project_in.weight"].b.ne(0).any()
     assert torch.equal(fsq.encode(lora.attach(packed, adapters), x), fsq.encode(packed, x))
 
 
 def test_noise_is_where_and_what_it_says():
-    """A scalar in four is moved by a uniform number in ±1/2, then clamped, and codes are those without noise."""
+    """A quarter of the scalars get uniform noise in ±1/2 and a clamp; codes are those without noise."""
     state = fsq.init(0, (5,) * 4, symmetric=True, noise_dropout=0.25)
     x = 0.3 * drawn(20_000, 4)
     still = fsq.apply(state, x)
@@ -122,7 +122,7 @@ def test_noise_of_a_row_is_that_of_its_key_wherever_the_row_is():
 
 
 def test_gradient_is_that_of_the_bound():
-    """Of the plain form L // 2 levels are one, of the symmetric one (L - 1) / 2; a scalar that is clamped has none."""
+    """A unit of output is L // 2 levels (plain) or (L - 1) / 2 (symmetric); a clamped scalar has no gradient."""
     x = torch.tensor([[-2.0, -0.3, 0.2, 3.0]])
     slope = lambda state: grad(lambda x: fsq.apply(state, x).x.sum())(x)
     hard = fsq.init(0, (5,) * 4, symmetric=True, hard_clamp=True)
@@ -143,7 +143,7 @@ def test_a_fixed_rotation_is_orthogonal_and_of_its_key():
 
 
 def test_rotations_are_uniform_among_all():
-    """Of each entry the mean is 0 and the mean square 1/d; plain QR has diagonals of one sign."""
+    """Each entry has mean 0 and mean square 1/d, which plain QR, with diagonals of one sign, would fail."""
     turns = torch.stack([projection_layers.orthogonal(random.key(seed), 3) for seed in range(400)]).double()
     assert turns.mean(0).abs().max() < 5 * math.sqrt(1 / 3 / 400)
     assert (turns.square().mean(0) - 1 / 3).abs().max() < 5 * math.sqrt((1 / 5 - 1 / 9) / 400)

@@ -1,4 +1,4 @@
-"""Latent quantisation: what vector-quantize-pytorch computes where that is right, and the paper's losses."""
+"""Latent quantisation: equality with vector-quantize-pytorch where that is right, and the paper's losses."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_is_the_peers(options):
-    """Which has the last dim second, and the losses behind the second projection."""
+    """The peer puts the last dim second, and takes the losses behind the second projection."""
     peer, state = both(options)
     x, weight = drawn(3, 40, state.dim, size=0.4), drawn(3, 40, state.dim, seed=3)
     assert_close(state.params.values, [v.detach() for v in peer.values_per_latent])
@@ -43,7 +43,7 @@ def test_is_the_peers(options):
 
 
 def test_losses_train_what_they_are_for():
-    """The peer's two take the gradient of what came out, which is that of x: they cancel, and values never move."""
+    """Each loss moves its own side. The peer's two losses are of the output: they cancel, and values never move."""
     _, state = both({})
     x = drawn(50, 4, size=0.4)
     q = latent.decode(state, latent.encode(state, x))
@@ -69,7 +69,7 @@ def test_losses_train_what_they_are_for():
 
 
 def test_codes_and_decode_are_those_of_the_values_as_they_are():
-    """The peer makes codes of values, and values of codes, as if they had never been learned."""
+    """Codes follow learned values. The peer maps codes and values as if none had been learned."""
     state = latent.init(0, (3, 7))
     values = [torch.tensor([0.9, -0.2, 0.1]), torch.linspace(-3, 3, 7)]
     state = replace(state, params=replace(state.params, values=values))
@@ -82,7 +82,7 @@ def test_codes_and_decode_are_those_of_the_values_as_they_are():
 
 @pytest.mark.parametrize("levels", [(15,), (5, 22), (24, 29)], ids=str)
 def test_any_number_of_levels_has_its_codes(levels):
-    """The peer computes 8.9999999 and cuts it down to 8, with 15 levels, 22, 24, 26, 27, 29 ..."""
+    """The peer truncates 8.9999999 to 8 for 15, 22, 24, 26, 27, 29 ... levels."""
     state, x = latent.init(0, levels), torch.rand(2000, len(levels), generator=torch.Generator().manual_seed(0)) - 0.5
     digits = [(x[:, i, None] - v).abs().argmin(-1) for i, v in enumerate(state.params.values)]
     wanted = sum(digit * math.prod(levels[:i]) for i, digit in enumerate(digits))

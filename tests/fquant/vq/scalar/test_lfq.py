@@ -1,4 +1,4 @@
-"""LFQ: what vector-quantize-pytorch computes where that is right; entropies against the sum over all codes."""
+"""LFQ: equality with vector-quantize-pytorch where that is right; entropies against the sum over all codes."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_is_the_peers(options, named):
 
 
 def of_peer(peer, x, weight):
-    """The gradients of the peer's total."""
+    """Return the gradients of the peer's total."""
 
     def loss(peer, x):
         out = peer(x, inv_temperature=WARM)
@@ -50,8 +50,8 @@ def of_peer(peer, x, weight):
 
 @pytest.mark.parametrize("options, named", CASES.values(), ids=CASES)
 def test_masked_rows_and_bad_rows_are_not_there(options, named):
-    """All is that of the peer without them. (Given a mask it takes no mean over rows for the entropy of the mean, which
-    then is that of the rows; and one NaN makes all its losses NaN.)"""
+    """Results equal the peer's on the other rows. (Given a mask it takes no mean over rows for the entropy of the mean,
+    so it returns the rows' entropy; one NaN makes all its losses NaN.)"""
     peer, state = both(options, named)
     x, mask = drawn(3, 40, state.dim, size=0.5), torch.arange(120).reshape(3, 40) % 5 > 0
     weight = drawn(3, 40, state.dim, seed=3)
@@ -73,7 +73,7 @@ def test_masked_rows_and_bad_rows_are_not_there(options, named):
 
 
 def exact(state, z, inv_temperature):
-    """Both entropies of z [n c d] by way of the probabilities of all codes of each row, in float64."""
+    """Return both entropies of z [n c d] from the probabilities of all codes of each row, in float64."""
     ones = (torch.arange(2**state.bits)[:, None] >> torch.arange(state.bits).flip(0)) & 1
     codes = (ones * 2 - 1).double() * state.scale
     if state.spherical:
@@ -125,7 +125,7 @@ def test_certain_rows_have_no_entropy_and_no_gradient_however_large(dtype):
     each, of_mean = lfq.entropies(state, x)
     assert each == 0 and abs(of_mean - math.log(2.0)) < 1e-6
     assert grad(lambda x: sum(lfq.entropies(state, x)))(x).eq(0).all()
-    for logit in (50.0, 87.0) + (700.0,) * (dtype is torch.float64):  # as far as there is one, it is there
+    for logit in (50.0, 87.0) + (700.0,) * (dtype is torch.float64):  # a representable entropy is found
         x = torch.full((1, 6), logit / 400, dtype=dtype)
         a = 400 * x[0, 0].double()
         found = lfq.entropies(state, x)[0].double()
@@ -133,14 +133,14 @@ def test_certain_rows_have_no_entropy_and_no_gradient_however_large(dtype):
 
 
 def test_many_codes_that_are_alike_have_all_their_entropy():
-    """The peer takes the logarithm of 1e-5 for that of all below: of 2^18 equal codes it finds 11.5 of 12.5 nats."""
+    """The peer floors probabilities at 1e-5, so for 2^18 equal codes it finds 11.5 of 12.5 nats."""
     state = lfq.init(0, 18)
     for found in lfq.entropies(state, torch.zeros(7, 18)):
         torch.testing.assert_close(found, torch.tensor(18 * math.log(2.0)))
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that is made."""
+    """Records the number of elements of the largest tensor made."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def test_groups_of_bits_add_their_entropies():
 
 @pytest.mark.parametrize("keys", [(), (5,), (5, 30)], ids=str)
 def test_a_share_of_the_rows_is_drawn_by_key(keys):
-    """So many of each key's rows, each as often as another; a mean over draws is that of all rows."""
+    """Each key draws the given share of its rows uniformly, so the mean over draws is that of all rows."""
     state = lfq.init(0, 3, share=0.3)
     x = drawn(5, 60, 3, size=0.5) if len(keys) < 2 else drawn(5, 30, 4, 3, size=0.5)
     key = random.fold(random.key(0), torch.arange(math.prod(keys)).reshape(keys))
@@ -226,7 +226,7 @@ WRONG = {
     "together": (dict(bits=25), r"the mean of rows would be 2\^25 probabilities; use group="),
     "a group": (dict(group=3), "group is 3; wanted from 1 to 24 bits that divide 4"),
     "scale": (dict(scale=0.0), "scale is 0.0; wanted a positive number"),
-    "clamp": (dict(clamp=0.5), "clamp is 0.5, which no scalar exceeds, below scale 1.0"),
+    "clamp": (dict(clamp=0.5), "clamp is 0.5, below scale 1.0, which no scalar could reach"),
     "activation": (dict(activation="relu"), "activation is 'relu'; wanted one of identity, tanh"),
     "share": (dict(share=0.0), r"share is 0.0; wanted a part of the rows in \(0, 1\]"),
     "cosine of nothing": (dict(cosine=1.0), "options of a projection, but dim is that of the scalars, 4"),

@@ -1,4 +1,4 @@
-"""What all scalar quantisers have in common: every verb under every transform, in a file, of any input there is."""
+"""Properties of all scalar quantisers: every verb under every transform, files, dtypes and arbitrary input."""
 
 import math
 from dataclasses import replace
@@ -28,14 +28,14 @@ def rows(name, *shape, seed=0, dtype=torch.float32):
 
 
 def call(name):
-    """``apply`` as a function of a state, x and a key, at a temperature at which entropies have a slope."""
+    """Return ``apply`` at a temperature at which entropies have a gradient."""
     verbs, state, _ = CASES[name]
     warm = isinstance(state, lfq.LFQ) or name == "residual lfq"
     return (lambda *a, **k: verbs.apply(*a, **k, inv_temperature=0.7)) if warm else verbs.apply
 
 
 def scalar(name):
-    """Of what ``apply`` returns: a sum in which every number has a weight of its own, and all losses."""
+    """Return a scalar function of ``apply``: a sum of its output with distinct weights, and all losses."""
 
     def f(state, x, key=None):
         got = call(name)(state, x, key)
@@ -58,7 +58,7 @@ def test_any_row_has_a_code_that_says_what_it_becomes(name, data):
     assert ((codes >= -1) & (codes < size)).all()
     assert torch.equal(verbs.decode(state, codes), got.x) and got.x.isfinite().all()
     bad = ~x.isfinite().all(-1)
-    if (x[~bad].abs() < 1e8).all():  # of what is larger, float32 does not hold the fourth power
+    if (x[~bad].abs() < 1e8).all():  # float32 cannot represent the fourth power of larger numbers
         assert all(t.isfinite().all() for t in tree.leaves(got.losses))
     assert got.x[bad].eq(0).all() and codes[bad].eq(-1).all()
     stats = [int(n) for n in tree.leaves(got.stats)]
@@ -93,9 +93,9 @@ def test_a_codebook_without_a_code_adds_nothing(verbs, state):
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "projected" in name or name == "residual fsq"])
 def test_a_row_that_overflows_on_its_way_is_a_bad_one(name):
-    """A projection makes no number of it, as inf - inf is none."""
+    """Its projection is inf - inf."""
     verbs, state, _ = CASES[name]
-    state = tree.map_at(r".*enter\.weight", lambda t: 4 * torch.ones_like(t), state)
+    state = tree.map_at(r".*project_in\.weight", lambda t: 4 * torch.ones_like(t), state)
     x = rows(name, 5)
     x[2, ::2], x[2, 1::2] = 3e38, -3e38
     got, wanted = call(name)(state, x), call(name)(state, x[[0, 1, 3, 4]])
@@ -121,7 +121,7 @@ def test_a_row_that_overflows_when_it_is_turned_is_a_bad_one(verbs, state):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-19, 1.0, 1e19, 1e30])
 def test_a_direction_is_that_of_a_row_of_any_length(size):
-    """And so are its derivatives; what is nothing stays it."""
+    """So are its derivatives; zeros stay zeros."""
     x, v = drawn(20, 5).double(), drawn(20, 5, seed=1).double()
     x[0, 1:] = 0
     exact = lambda x: torch.nn.functional.normalize(x, dim=-1)
@@ -148,7 +148,7 @@ def test_leading_dims_are_rows(name):
 
 @every
 def test_examples_may_be_mapped(name):
-    """With keys of their own, and states of their own, as one by one."""
+    """vmap over rows, keys and states equals a loop."""
     _, state, _ = CASES[name]
     x, keys = rows(name, 3, 4), random.fold(KEY, torch.arange(3))
     f = call(name)
@@ -192,7 +192,7 @@ QUICK = ("fsq, noisy", "fsp, projected", "lfq, projected", "residual lfq", "bina
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_captured_is_uncaptured_to_the_bit_on_any_rows(name):
-    """Traced once, on rows that are all there; replayed with others, bad ones and masked ones among them."""
+    """A step is traced once, on finite rows, and replayed on others, some of them bad or masked."""
     _, state, _ = CASES[name]
     verbs = CASES[name][0]
     f = call(name)

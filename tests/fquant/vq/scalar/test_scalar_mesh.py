@@ -1,4 +1,4 @@
-"""Losses that are not a mean over rows are on a mesh what they are in one process, and so are their gradients."""
+"""Losses that are not a mean over rows, and their gradients: equal on a mesh and in one process."""
 
 from dataclasses import replace
 
@@ -31,14 +31,14 @@ WEIGHTS = {"entropy": 1.0, "commitment": 0.25, "moments": 1.0}
 
 
 def data():
-    """All rows, whose rows 3 and 25 are bad and whose every seventh is masked out, and a key of each."""
+    """Return all rows, of which 3 and 25 are bad, a key for each, and a mask without every seventh."""
     x = drawn(40, 5, 6, size=0.5)
     x[3, 2, 1] = x[25] = torch.nan
     return x, random.fold(random.key(3), torch.arange(40)), torch.arange(200).reshape(40, 5) % 7 > 0
 
 
 def step(state, x, key, mask, psum):
-    """This rank's gradient of the losses of all, and the losses. Counts of all ranks are summed first."""
+    """Return this rank's gradient of the global losses, and the losses, stats and codes."""
     verbs = {fsp.FSP: fsp, lfq.LFQ: lfq, residual.Residual: residual}[type(state)]
     call = {} if verbs is fsp else {"inv_temperature": 2.0}
     counts = psum({name: m.count for name, m in verbs.apply(state, x, key, mask, psum=psum, **call).losses.items()})
@@ -72,12 +72,12 @@ def test_a_mesh_is_one_process(split):
     each = ranks.run(len(split), on_a_rank, split)
     for name, make in STATES.items():
         grads, losses, stats, codes = step(make(), *data(), lambda sums: sums)
-        wanted = {name: (grads, {n: mean(m) for n, m in losses.items()}, stats)}  # by name, for the message
+        wanted = {name: (grads, {n: mean(m) for n, m in losses.items()}, stats)}  # by name, so that a failure names it
         got = [found[name] for found in each]
         for found in got:
             assert_close({name: found[:3]}, wanted, 1e-6)
         assert torch.equal(torch.cat([found[3] for found in got]), codes), name
-        assert len({found[4] for found in got}) == 1 and got[0][4] > 0, name  # whatever rows a rank has
+        assert len({found[4] for found in got}) == 1 and got[0][4] > 0, name  # on every rank, with any rows
 
 
 def alone(name):
@@ -86,7 +86,7 @@ def alone(name):
 
 
 def test_without_the_sum_the_entropy_of_the_mean_is_another():
-    """What the peer has: each rank's own."""
+    """The peer takes the entropy of each rank's own mean."""
     state = STATES["lfq"]()
     wanted = lfq.entropies(state, data()[0], inv_temperature=2.0)[1]
     assert all((found - wanted).abs() > 1e-3 for found in ranks.run(2, alone, "lfq"))
