@@ -14,6 +14,8 @@ from functools import cache
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers.cases import FEWEST, covered
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +29,20 @@ def pytest_configure(config):
         torch.set_num_threads(1)
         hypothesis.settings.register_profile("fquant", deadline=None, derandomize=True, database=None, max_examples=25)
         hypothesis.settings.load_profile("fquant")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the cases of full products as slow, except those of a pairwise cover."""
+    tests = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        if len(cases) > FEWEST:
+            for item, others_cover in zip(cases, covered(item.callspec.params for item in cases), strict=True):
+                if others_cover:
+                    item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -60,6 +60,7 @@ def layers(job, count):
 LAST = "backward of the last layer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "mesh", "phase"),
     [("two weights", 6, "fsdp=3", LAST)]

@@ -85,6 +85,7 @@ def test_two_ranks_write_everything(whole):
     assert len(json.loads((out / "run.json").read_text())["ranks"]) == 2
 
 
+@pytest.mark.slow
 @together
 @pytest.mark.parametrize(
     ("mesh", "mode"),
@@ -186,6 +187,7 @@ def test_saved_state_is_a_tree(whole):
     assert isinstance(state.adapters["layers.0.q"], lora.Lora)
 
 
+@pytest.mark.slow
 def test_under_torchrun(model, text, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -12,6 +12,7 @@ from examples.vqvae.train import Job
 from fquant import random, tree, vq
 from fquant.vq.scalar import fsp, fsq, mixed_radix
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
 from tests.helpers.vq.peers import assert_close, drawn, projections
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -56,7 +57,7 @@ def a_few_steps(job):
     return before, (training.net, training.quantiser), steps
 
 
-@pytest.mark.parametrize("case", cases)
+@pytest.mark.parametrize("case", slow_after(3, cases))
 def test_it_trains(case):
     layers, groups, codes = CASES[case]
     name = case.partition(",")[0]

@@ -21,6 +21,7 @@ from examples.vqvae.cli import Options
 from fquant import tree
 from fquant.io import safetensors
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def twice(options):
 
 
 @pytest.mark.parametrize(
-    "name", ["vq", "lfq", *(pytest.param(n, marks=pytest.mark.slow) for n in ("learnt", "latent"))]
+    "name", slow_after(1, ["vq", "lfq", *(pytest.param(n, marks=pytest.mark.slow) for n in ("learnt", "latent"))])
 )
 def test_a_resumed_run_is_one_without_an_interruption(name, tmp_path):
     ((whole, resumed),) = ranks.run(1, twice, dataclasses.replace(TINY, quantiser=name, out=tmp_path))

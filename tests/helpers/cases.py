@@ -1,43 +1,46 @@
-"""Rows of a full product of options of which CI runs a pairwise cover, and ``-m slow`` the rest.
+"""The pairwise cover of a parametrised test: CI runs it, and ``-m slow`` runs the other cases.
 
-Every pair of values of two options occurs together in the cover (Cohen et al. 1997, "The AETG system": greedy).
+A case is covered if every pair of values of two of its parameters occurs in cases before it. Faults mostly depend on
+one parameter or on a pair (Kuhn, Wallace & Gallo 2004). So a cover finds them with few of a full product's cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations, product
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import combinations
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
+
+FEWEST = 12  # cases of a test that are all run
 
 
-def cover(rows: Sequence[tuple[Any, ...]]) -> set[int]:
-    """Return the places of a few ``rows`` in which every pair of values of all rows occurs."""
-    pairs = [{(i, j, repr(row[i]), repr(row[j])) for i, j in combinations(range(len(row)), 2)} for row in rows]
-    left, chosen = set().union(*pairs) if pairs else set(), set[int]()
-    while left:
-        best = max(range(len(rows)), key=lambda k: (len(pairs[k] & left), -k))
-        chosen.add(best)
-        left -= pairs[best]
-    return chosen
+def covered(cases: Iterable[Mapping[str, Any]]) -> list[bool]:
+    """Return for each of a test's ``cases`` whether all pairs of its values occur in cases before it."""
+    seen, found = set[Hashable](), []
+    for case in cases:
+        items = [(name, _key(value)) for name, value in case.items()]
+        pairs = {pair for pair in combinations(items, 2)} or set(items)
+        found.append(pairs <= seen)
+        seen |= pairs
+    return found
 
 
-def pairwise(*options: Iterable[Any], id: Callable[[tuple[Any, ...]], str] | None = None) -> list[Any]:
-    """Return the product of ``options`` as pytest parameters, marked slow outside of a pairwise cover."""
-    rows = list(product(*map(list, options)))
-    return slow_but(rows, cover(rows), id)
+def slow_after(kept: int, rows: Iterable[Any]) -> list[Any]:
+    """Return ``rows`` as pytest parameters, all but the first ``kept`` marked slow."""
+    params = [row if isinstance(row, ParameterSet) else _param(row) for row in rows]
+    return [row if i < kept else row._replace(marks=[*row.marks, pytest.mark.slow]) for i, row in enumerate(params)]
 
 
-def every(rows: Iterable[tuple[Any, ...]], n: int, id: Callable[[tuple[Any, ...]], str] | None = None) -> list[Any]:
-    """Return ``rows`` as pytest parameters, marked slow but for every ``n``-th."""
-    rows = list(rows)
-    return slow_but(rows, set(range(0, len(rows), n)), id)
+def _param(row: Any) -> ParameterSet:
+    return pytest.param(*row) if isinstance(row, tuple) else pytest.param(row)
 
 
-def slow_but(rows: Sequence[tuple[Any, ...]], kept: set[int], id: Callable[..., str] | None) -> list[Any]:
-    """Return ``rows`` as pytest parameters, marked slow but for those at the places ``kept``."""
-    return [
-        pytest.param(*row, marks=[] if i in kept else pytest.mark.slow, id=None if id is None else id(row))
-        for i, row in enumerate(rows)
-    ]
+def _key(value: Any) -> Hashable:
+    """Return ``value`` itself if it is hashable, else its identity: parameters of a list are one object each."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

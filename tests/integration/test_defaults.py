@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import slow_after
 from tests.helpers.defaults import COMPUTED, NONE
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def computed(state):
     return run.stdout.splitlines()
 
 
-@pytest.mark.parametrize("state", ["bfloat16", "float64", "meta"])
+@pytest.mark.parametrize("state", slow_after(1, ["bfloat16", "float64", "meta"]))
 def test_results_do_not_depend_on_defaults(state):
     wanted, got = computed(NONE), computed(state)
     assert len(wanted) == 2 * len(COMPUTED) and not [line for line in wanted if "Error" in line]
