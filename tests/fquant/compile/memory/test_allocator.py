@@ -54,7 +54,7 @@ for _ in range(4):
     mapped.append(faults() - before)
 held = resident()
 allocator.release()
-print(eager, captured, min(mapped), held - resident(), int(allocator.keep()))
+print(eager, captured, min(mapped), held - resident(), int(allocator.enable_reuse()))
 """
 
 
@@ -71,13 +71,13 @@ def step(x):
 
 x = torch.ones(2**20)
 step(x), step(x)
-before = bytes(allocator.take(0))
+before = bytes(allocator.acquire(0))
 child = os.fork()
 if not child:
     step(3 * x)
-    os._exit(bytes(allocator.take(0)) == before)
+    os._exit(bytes(allocator.acquire(0)) == before)
 failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(int(bytes(allocator.take(0)) == before), int(any(before)), 1 - failed)
+print(int(bytes(allocator.acquire(0)) == before), int(any(before)), 1 - failed)
 """
 
 FLAGS = """
@@ -85,7 +85,7 @@ import torch
 from pathlib import Path
 from fquant.compile.memory import allocator
 
-place = torch.frombuffer(allocator.take(8 * 2**20), dtype=torch.uint8).data_ptr()
+place = torch.frombuffer(allocator.acquire(8 * 2**20), dtype=torch.uint8).data_ptr()
 flags = []
 for line in Path("/proc/self/smaps").read_text().splitlines():
     head = line.split()[0]
@@ -137,4 +137,4 @@ def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
 def test_another_way_is_refused(monkeypatch):
     monkeypatch.setenv(allocator.VARIABLE, "mine")
     with pytest.raises(ValueError, match="FQUANT_ALLOCATOR is 'mine'; wanted reuse or system"):
-        allocator.keep()
+        allocator.enable_reuse()

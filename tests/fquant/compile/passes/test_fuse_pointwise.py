@@ -9,7 +9,7 @@ from torch.func import grad_and_value, vmap
 
 from fquant import LOCAL, NF4_DQ, cost, jit, lora, optim, quantize, random, tree
 from fquant.compile import liveness
-from fquant.compile.passes.fuse_pointwise import STEPS
+from fquant.compile.passes.fuse_pointwise import MAX_STEPS
 from fquant.compile.trace import trace
 from fquant.kernels.ops.pointwise import OP
 from fquant.kernels.ops.pointwise_program import parse
@@ -131,7 +131,7 @@ JOINED = {  # what is one program, and what is none: programs with the number of
         ["mul", "slice", "slice"],
     ),
     "transposed": (lambda x, y: x.mT * 2 + y.mT, [], ["add", "mul", "transpose", "transpose"]),
-    "too long": (lambda x, y: sum([x * i for i in range(60)], y), [STEPS, STEPS - 1, 119 - 2 * STEPS, 2], []),
+    "too long": (lambda x, y: sum([x * i for i in range(60)], y), [MAX_STEPS, MAX_STEPS - 1, 119 - 2 * MAX_STEPS, 2], []),
 }
 
 

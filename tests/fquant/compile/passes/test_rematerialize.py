@@ -27,8 +27,8 @@ CFG = Config(vocab=64, dim=64, num_layers=4, num_heads=2, num_kv_heads=1, head_d
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Tensors of a test are small, and its graphs short."""
-    monkeypatch.setattr(rematerialize, "LEAST", 2**10)
-    monkeypatch.setattr(rematerialize, "NEAR", 8)
+    monkeypatch.setattr(rematerialize, "MIN_BYTES", 2**10)
+    monkeypatch.setattr(rematerialize, "MIN_DISTANCE", 8)
 
 
 def mlp(weights, x):
