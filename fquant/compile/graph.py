@@ -1,12 +1,11 @@
 """The memory of a captured graph: what each node reads, writes and shares, and how passes change it.
 
-A graph is a ``torch.fx.Graph``: nodes in execution order, each a call of one op on results of earlier nodes. A node's
-``meta["val"]`` is a fake tensor, or a list of them: dtype, shape, strides and storage of its results. A view has the
-storage of its base. So two nodes share memory exactly if their fake tensors share a storage. Nothing here runs an op.
+Nodes of a ``torch.fx.Graph`` are in execution order, each a call of one op on results of earlier nodes. A node's
+``meta["val"]`` is a fake tensor, or a list of them. Two nodes share memory exactly if their fake tensors share a
+storage, as a view and its base do. Nothing here runs an op.
 
-A collective is two nodes, one that issues it and one that waits for it. It is in flight between them: it reads the
-inputs of the first and writes the result of the second while other nodes run. So a wait counts as a reader of the
-inputs of its collective.
+A collective is two nodes, one that issues it and one that waits for it. Between them it is in flight, and reads the
+inputs of the first while other nodes run. So a wait counts as a reader of these inputs.
 """
 
 from __future__ import annotations
@@ -96,13 +95,9 @@ def read_nodes(node: Node) -> list[Node]:
     """Return the nodes whose memory a node reads; a wait reads the inputs of its collective too."""
     if not is_wait(node):
         return node.all_input_nodes
-    return [*node.all_input_nodes, *issue(node).all_input_nodes]
-
-
-def issue(wait: Node) -> Node:
-    """Return the node that issues the collective of ``wait``."""
-    (node,) = wait.all_input_nodes
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
+    (issued,) = node.all_input_nodes
+    issue = issued.all_input_nodes[0] if issued.target is operator.getitem else issued
+    return [issued, *issue.all_input_nodes]
 
 
 def collective(node: Node) -> str | None:
@@ -134,10 +129,8 @@ def written_storages(node: Node) -> set[int]:
     found: set[int] = set()
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            map_arg(
-                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name),
-                lambda written: found.update(storages(written)),
-            )
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(value, lambda written: found.update(storages(written)))
     return found
 
 

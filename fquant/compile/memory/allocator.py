@@ -1,15 +1,13 @@
 """The allocator of replays: memory that one replay frees stays in the process for the next.
 
-The system finds, clears and maps the pages of freed memory anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds
-that was a tenth, and more if gathered weights come and go. There are two kinds of memory:
+The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
+tenth, and more if gathered weights come and go. There are two kinds of memory:
 
-* Planned results (``plan.py``) are in one private mapping, which ``acquire`` returns to every replay of the process. It
-  has pages of 2 MiB if the system has them.
-* Other tensors come from malloc. glibc maps large ones separately and unmaps them when they are freed; it also returns
-  the end of its heap when much of that is free. ``enable_reuse`` turns both off for the whole process, before the first
-  replay on a CPU. Tensors of 32 MiB and more are still mapped separately: this is the highest threshold that glibc
-  takes, and a few huge tensors would fragment the heap. Other C libraries, and allocators loaded in place of malloc,
-  do not have these options and stay as they are.
+* Planned results (``plan.py``) are in one private mapping that all replays of the process share.
+* Other tensors come from malloc. glibc maps large ones separately, unmaps them when they are freed, and returns the end
+  of its heap when much of that is free. ``enable_reuse`` turns this off for the whole process. Only tensors of 32 MiB
+  and more are still mapped separately. glibc takes no higher threshold, and a few huge tensors would fragment the heap.
+  Other C libraries, and allocators loaded in place of malloc, lack these options and stay as they are.
 
 Resident memory stays at its highest, which a step reaches in any case; ``release`` returns the free part.
 ``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
@@ -46,7 +44,8 @@ def enable_reuse() -> bool:
 
     Raises the ValueError of :func:`reuses_memory`.
     """
-    return reuses_memory() and _configure_malloc()
+    libc = _glibc() if reuses_memory() else None
+    return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
 def acquire(nbytes: int) -> mmap.mmap:
@@ -57,11 +56,9 @@ def acquire(nbytes: int) -> mmap.mmap:
     global _memory
     if _memory is None or len(_memory) < nbytes:
         _drop_pages()
-        nbytes = -(-nbytes // _PAGE) * _PAGE
-        if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is a shared mapping, which a forked process writes too
-            _memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            _memory = mmap.mmap(-1, nbytes)
+        # Python's default is a shared mapping, which a forked process writes too. A system without fork has no flags.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        _memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 _memory.madvise(mmap.MADV_HUGEPAGE)
@@ -84,12 +81,6 @@ def _drop_pages() -> bool:
         return False
     _memory.madvise(mmap.MADV_DONTNEED)
     return True
-
-
-@cache
-def _configure_malloc() -> bool:
-    libc = _glibc()
-    return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
 @cache

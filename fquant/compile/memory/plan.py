@@ -9,16 +9,11 @@ inference".)
     plan = plan_memory(graph)                            # a copy of the graph that computes into the memory
     outs = executor.run_planned(plan, module, tensors)
 
-An op is planned through its out variant, if its bits are the same. Such are the ops of torch that compute directly
-into ``out``, our own ops (``kernels/registry.py``), pointwise programs (``passes/fuse_pointwise.py``), and casts, which become
-copies. A view of a planned result is always the same tensor, and is made once. Not planned, and allocated as usual, are
-
-* results of other ops,
-* results of the graph, which the caller owns, and
-* what a collective sends or receives, because it may be in flight when an error ends a replay.
-
-A collective with a ``lent`` overload, which returns its receive buffer rather than a copy (``shard/transport/gloo.py``),
-is called through it if nothing writes or returns that buffer.
+An op is planned through its out variant, if that has the same bits: ops of torch that compute directly into ``out``,
+our own, pointwise programs, and casts, which become copies. A view of a planned result is always the same tensor, and
+is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
+receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
+receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it.
 
 All captured functions of a process share the memory, which is as large as the largest plan: nothing in it is live
 between replays.
@@ -39,9 +34,9 @@ from torch.fx.node import map_arg
 
 from ...kernels import dispatch_bypass
 from ...kernels.ops.pointwise import OP
-from ...kernels.ops.pointwise_program import parse
 from .. import graph as graphs
 from .. import liveness
+from ..passes.reinplace import redirect
 
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
@@ -135,16 +130,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
 def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
     """Let ``call`` write into ``results``; return the indices of the results that it still returns."""
     if call.target is OP:
-        args: Any = call.args
-        reads, write, text = args
-        program = parse(text)
-        remaining = [i for i, result in enumerate(results) if result is None]
-        over = [i for i, result in enumerate(results) if result is not None]
-        program = program._replace(
-            new=tuple(program.new[i] for i in remaining), over=(*program.over, *(program.new[i] for i in over))
-        )
-        call.args = (reads, [*write, *(results[i] for i in over)], program.text)
-        return remaining
+        return redirect(call, {i: result for i, result in enumerate(results) if result is not None})
     if call.target in _COPIES:
         call.target, call.args, call.kwargs = _aten.copy_.default, (results[0], call.args[0]), {}
         return []
@@ -208,19 +194,16 @@ def _can_write_to(node: Node) -> bool:
     """Return True if a node's op can compute into given tensors."""
     if node.op != "call_function" or any(not t.is_cpu or t.dtype is torch.float64 for t in graphs.tensors(node)):
         return False
-    if node.target in _COPIES:
-        return set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
-    return node.target is OP or _out_variant(node) is not None
+    copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
+    return copies or node.target is OP or _out_variant(node) is not None
 
 
 def _lending_nodes(graph: Graph) -> set[Node]:
     """Return the nodes whose op has an overload ``lent``, if nothing writes or returns their result."""
-    declared = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    found = {node for node in declared if "lent" in node.target.overloadpacket.overloads()}
-    if not found:
-        return found
-    outside = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
-    return {node for node in found if not outside & graphs.all_storages((node, *node.users))}
+    fixed = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
+    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    lent = [node for node in calls if "lent" in node.target.overloadpacket.overloads()]
+    return {node for node in lent if not fixed & graphs.all_storages((node, *node.users))}
 
 
 def _is_known_view(node: Node) -> bool:

@@ -56,18 +56,17 @@ def _replace_rotary_halves(graph: Graph) -> None:
 
 def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
     """Return the node whose halves ``cat`` swaps, and the signed half; None for any other concatenation."""
-    parts, *dim = cat.args
+    args: Any = cat.args
+    parts, *dim = args
     t = cat.meta["val"]
-    if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):  # type: ignore[arg-type]
+    if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):
         return None
     if t.dtype not in FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0:
         return None
-    if not is_turned(t.shape, half := t.shape[-1] // 2):
+    negated = [part.target is _aten.neg.default for part in parts]
+    if negated[0] == negated[1] or not is_turned(t.shape, half := t.shape[-1] // 2):
         return None
-    negated = [part.target is _aten.neg.default for part in parts]  # type: ignore[union-attr]
-    if negated[0] == negated[1]:
-        return None
-    halves = [part.args[0] if minus else part for part, minus in zip(parts, negated, strict=True)]  # type: ignore
+    halves = [part.args[0] if minus else part for part, minus in zip(parts, negated, strict=True)]
     source = _sliced_node(halves[0])
     if source is None or source is not _sliced_node(halves[1]) or graphs.shape(source) != t.shape:
         return None
@@ -79,16 +78,13 @@ def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
     return source, half if negated[0] else -half
 
 
-def _sliced_node(part: Node) -> Node | None:
+def _sliced_node(part: Any) -> Node | None:
     """Return the node of which ``part`` is a slice or a split."""
-    if part.target is operator.getitem:
-        part = part.args[0]  # type: ignore[assignment]
-        return part.args[0] if part.target is _aten.split.Tensor else None  # type: ignore[return-value]
-    return part.args[0] if part.target is _aten.slice.Tensor else None  # type: ignore[return-value]
+    op, part = (_aten.split.Tensor, part.args[0]) if part.target is operator.getitem else (_aten.slice.Tensor, part)
+    return part.args[0] if part.target is op else None
 
 
-def _erase_unused(graph: Graph, node: Node) -> None:
-    """Erase an unused node, and the nodes that only it used."""
+def _erase_unused(graph: Graph, node: Node) -> None:  # and the nodes that only it used
     arguments = node.all_input_nodes
     graph.erase_node(node)
     for argument in arguments:

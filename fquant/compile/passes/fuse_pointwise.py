@@ -6,16 +6,11 @@ chain is a program (``fquant/kernels/ops/pointwise.py``), which traverses memory
 the nearest cache. ``canonicalize.py`` first removes what stands between such nodes.
 
 A group of nodes may run as one, at the place of its last member, if no other node uses a member before. So nodes are
-visited in order. A node joins the groups of its arguments if it has their shape; a group that another node reads is
-closed. A node does not join if
-
-* another node is about to overwrite its arguments, or
-* the group would hold too much: run later, it holds its arguments longer, e.g. all the terms of a sum.
-
-The second rule compares with the most that is held nearby, so that the peak does not rise. Because it ignores the rest
-of the graph, equal layers fuse alike. By the same rules a group then joins a later group that reads the same tensors,
-e.g. the two gradients of a product. The program that computes the new value of a donated argument also writes it there,
-so that it needs no other memory.
+visited in order: each joins the groups of its arguments if it has their shape, and a group that another node reads is
+closed. A node does not join if its arguments are overwritten before, or if the group would hold too much. Run later, it
+holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not rise. Because the rest of
+the graph does not count, equal layers fuse alike. By the same rules a group then joins a later one that reads the same
+tensors, e.g. the two gradients of a product. The program that makes the new value of a donated argument also writes it.
 
 The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
 """
@@ -54,8 +49,9 @@ def fuse_pointwise(graph: Graph) -> None:
         grouping.add(node, place)
     grouping.pair()
     for group in grouping.groups:
-        if len(group.members) > 1 and group.has_shape_of_reads():
-            _replace_with_program(graph, group)
+        reads = group.reads()
+        if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.shape:
+            _replace_with_program(graph, group.members, reads)
 
 
 class _Group:
@@ -67,11 +63,6 @@ class _Group:
         self.written = set[int]()  # storages that such copies write
         self.deadline = NO_DEADLINE  # the place of the first node that needs the group to have run
 
-    @property
-    def is_open(self) -> bool:
-        """Return True if nodes may still join."""
-        return self.deadline == NO_DEADLINE
-
     def reads(self) -> list[Node]:
         """Return the arguments of members that are neither members nor constants."""
         arguments = dict.fromkeys(x for node in self.members for x in node.all_input_nodes)
@@ -80,15 +71,6 @@ class _Group:
     def full_reads(self) -> list[Node]:
         """Return the reads that have the group's shape."""
         return [read for read in self.reads() if graphs.shape(read) == self.shape]
-
-    def has_shape_of_reads(self) -> bool:
-        """Return True if the reads broadcast to the group's shape, which otherwise is that of a constant."""
-        reads = self.reads()
-        return bool(reads) and torch.broadcast_shapes(*map(graphs.shape, reads)) == self.shape
-
-    def is_result(self, member: Node) -> bool:
-        """Return True if a node outside the group uses a member."""
-        return not self.members.keys() >= member.users.keys()
 
 
 class _Grouping:
@@ -106,14 +88,14 @@ class _Grouping:
     def add(self, node: Node, place: int) -> None:
         """Join a node to the groups of its arguments or to a new one, and close the groups that must run before it."""
         step, arguments = step_of(node), graphs.read_nodes(node)
-        near = {id(self.group_of[x]): self.group_of[x] for x in arguments if x in self.group_of}
-        joined = [group for group in near.values() if group.is_open and step and group.shape == graphs.shape(node)]
-        joined = [group for group in joined if self._may_defer(group, place)] if _may_join(node, joined) else []
+        near = list(dict.fromkeys(self.group_of[x] for x in arguments if x in self.group_of))
+        joined = [g for g in near if g.deadline == NO_DEADLINE and step and g.shape == graphs.shape(node)]
+        joined = [g for g in joined if self._may_defer(g, place)] if _may_join(node, joined) else []
         written = graphs.written_storages(node) if node.op == "call_function" else set()
         read = graphs.all_storages(arguments)
         overwritten = [group for storage in written for group in self.users.get(storage, ())]
         overwriting = [self.writers[storage] for storage in read & self.writers.keys()]
-        for group in (*near.values(), *overwritten, *overwriting):
+        for group in (*near, *overwritten, *overwriting):
             if group not in joined:
                 group.deadline = min(group.deadline, place)
         if step is None:
@@ -147,9 +129,9 @@ class _Grouping:
 
     def _may_defer(self, group: _Group, place: int) -> bool:
         """Return True, and account for it, if there is memory to hold a group's reads until ``place``."""
-        reads = {storage: size for read in group.reads() for storage, size in _made_sizes(read).items()}
-        held = {storage: size for storage, size in reads.items() if self.last[storage] < place}
-        results = [_made_sizes(member) for member, step in group.members.items() if step is not None]
+        reads = [read for read in group.reads() if read.op != "placeholder"]  # which are held in any case
+        held = {s: size for read in reads for s, size in graphs.sizes(read).items() if self.last[s] < place}
+        results = [graphs.sizes(member) for member, step in group.members.items() if step is not None]
         added = sum(held.values()) - sum(n for sizes in results for s, n in sizes.items() if self.last[s] >= place)
         between = self.live[group.place + 1 : place]
         nearby = self.live[max(0, group.place - PEAK_WINDOW) : place + PEAK_WINDOW]
@@ -188,17 +170,11 @@ def _may_join(node: Node, groups: list[_Group]) -> bool:
     return all(read is target for read in reads if graphs.storages(read) & written)
 
 
-def _made_sizes(node: Node) -> dict[int, int]:
-    """Return the bytes of each storage of a node; none for an input, which is held in any case."""
-    return {} if node.op == "placeholder" else graphs.sizes(node)
-
-
-def _replace_with_program(graph: Graph, group: _Group) -> None:
+def _replace_with_program(graph: Graph, members: dict[Node, Step | None], reads: list[Node]) -> None:
     """Replace the members of a group by one program at the place of the last."""
-    reads = group.reads()
     number = {node: i for i, node in enumerate(reads)}  # of the program's values
     steps, over, written, known = list[Step](), list[int](), list[Any](), dict[str, int]()
-    for node, step in group.members.items():
+    for node, step in members.items():
         if step is None:
             number[node] = number[node.args[1]]  # type: ignore[index]
             over.append(number[node])
@@ -211,10 +187,9 @@ def _replace_with_program(graph: Graph, group: _Group) -> None:
         number[node] = known.setdefault(repr(step), next_number)  # by text: value 1 equals constant 1.0
         if number[node] == next_number:
             steps.append(step)
-    results = [node for node, step in group.members.items() if step is not None and group.is_result(node)]
+    results = [node for node, step in members.items() if step is not None and not members.keys() >= node.users.keys()]
     program = Program(tuple(steps), tuple(number[node] for node in results), tuple(over))
-    last = list(group.members)[-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(list(members)[-1]):
         call = graph.call_function(OP, (reads, written, program.text))
     call.meta["val"] = [node.meta["val"] for node in results]
     with graph.inserting_after(call):
@@ -222,7 +197,7 @@ def _replace_with_program(graph: Graph, group: _Group) -> None:
             result = graph.call_function(operator.getitem, (call, i))
             result.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(result)
-    for node in reversed(group.members):
+    for node in reversed(members):
         if node.target is COPY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         arguments = node.all_input_nodes

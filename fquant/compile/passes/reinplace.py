@@ -8,6 +8,7 @@ in the cache already.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -42,8 +43,6 @@ def _sole_reads(node: Node) -> list[Node]:
 
 def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]) -> None:
     """Give each result of a program, in order, the memory of the first of the ``dead`` arguments that fits."""
-    args: Any = node.args
-    reads, write, text = args
     results: dict[int, Any] = {user.args[1]: user for user in node.users}  # type: ignore[misc]
     targets = dict[int, Node]()
     for i, result in results.items():
@@ -53,12 +52,8 @@ def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]
                 break
     if not targets:
         return
-    program = parse(text)
-    new = [i for i in range(len(program.new)) if i not in targets]
-    over = (*program.over, *(program.new[i] for i in targets))
-    program = program._replace(new=tuple(program.new[i] for i in new), over=over)
-    node.args = (reads, [*write, *targets.values()], program.text)
-    node.meta["val"] = [node.meta["val"][i] for i in new]
+    remaining = redirect(node, targets)
+    node.meta["val"] = [node.meta["val"][i] for i in remaining]
     for i, result in results.items():
         assert result.target is operator.getitem
         if i in targets:
@@ -66,7 +61,19 @@ def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]
             graphs.replace_uses(result, targets[i])
             graph.erase_node(result)
         else:
-            result.args = (node, new.index(i))
+            result.args = (node, remaining.index(i))
+
+
+def redirect(node: Node, targets: Mapping[int, Node]) -> list[int]:
+    """Let a program write results, by index, over ``targets``; return the indices of those that it still returns."""
+    args: Any = node.args
+    reads, write, text = args
+    program = parse(text)
+    remaining = [i for i in range(len(program.new)) if i not in targets]
+    over = (*program.over, *(program.new[i] for i in targets))
+    program = program._replace(new=tuple(program.new[i] for i in remaining), over=over)
+    node.args = (reads, [*write, *targets.values()], program.text)
+    return remaining
 
 
 def _storage(node: Node) -> int:

@@ -1,26 +1,25 @@
 """Rematerialisation: cheap tensors are computed again in the backward rather than held since the forward.
 
 A step holds the most memory where its forward ends: everything that the backward will read. Results of matrix
-products, collectives and attention are worth their bytes. The rest are norms, activations, casts and sums, which one
-pass over their arguments computes again. A gated MLP has two products to keep, and autograd makes it hold two more
-tensors of that size. This pass finds such tensors and repeats their ops before the first use behind the peak. The ops
-and values are the same, so results keep every bit. If no node waits for that first use, e.g. of an adapter's gradient,
-it is delayed until another node reads the same sources for the last time; then one pass computes both.
-
-Thus any model has this choice, without a word in it, of the three that a block has:
+products, collectives and attention are worth their bytes. Norms, activations, casts and sums are cheap: one pass over
+their arguments computes them again. Of a gated MLP this keeps two products, where autograd holds two more tensors of
+that size. The pass repeats the ops of such tensors before their first use behind the peak, so results keep every bit.
+If no node waits for that use, e.g. for an adapter's gradient, it is delayed to the last use of the same sources. Then
+one pass over memory computes both. Of the three choices that a block has, any model gets the second from this pass:
 
     save everything      jit(step, recompute=False)
     save selected        jit(step)
     save inputs          comm.wrap = remat, which repeats matrix products too
 
-The sources of a repeated tensor must be live at its new place. A norm, for instance, then holds its input instead;
-:meth:`_PeakReduction._recompute_cost` compares the bytes, down to results of ops that are not cheap. To keep or to
-recompute is a minimum cut of the graph. Chen et al. 2016, "Training deep nets with sublinear memory cost", and torch's
-partitioner solve it for a forward and a backward traced apart. Here one graph has both, and its peak divides them.
+The sources of a repeated tensor must be live: a norm, for instance, then holds its input instead. The pass compares the
+bytes, down to results of ops that are not cheap. To keep or to recompute is a minimum cut of the graph. Chen et al.
+2016, "Training deep nets with sublinear memory cost", and torch's partitioner solve it for a forward and a backward
+traced apart; here one graph has both, and its peak divides them.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -41,10 +40,10 @@ _CHEAP = (_aten._to_copy.default, _aten.clone.default, _aten.mean.dim, norm.OP)
 
 def rematerialize(graph: Graph) -> None:
     """Compute cheap tensors again rather than holding them over the peak of memory, as long as the peak sinks."""
-    before = None
+    before = math.inf
     for _ in range(MAX_ROUNDS):
         peak = liveness.peak(graph)
-        if (before is not None and peak.nbytes >= before) or not _PeakReduction(graph, peak).apply():
+        if peak.nbytes >= before or not _PeakReduction(graph, peak).apply():
             return
         before = peak.nbytes
 
@@ -56,6 +55,7 @@ class _PeakReduction:
         self.graph, self.makers, self.nodes = graph, peak.holding, list(graph.nodes)
         self.place: dict[Node, float] = {node: i for i, node in enumerate(self.nodes)}
         self.held = set(peak.holding)
+        self.size = {storage: graphs.sizes(maker)[storage] for storage, maker in self.makers.items()}
         self.last = liveness.last_uses(graph)
         self.written = graphs.all_written_storages(graph)
         self.fixed = self.written | graphs.all_storages(graphs.outputs(graph))  # never computed again
@@ -81,8 +81,8 @@ class _PeakReduction:
         chosen = [storage for storage in in_order if self._choose(storage)]
         for storage in chosen:
             self._delay_readers(storage)
-        for storage in sorted(chosen, key=lambda storage: self.place[self._first_reader(storage)]):
-            at = self._first_reader(storage)
+        first = {s: min((reader for reader, _ in self.readers[s]), key=self.place.__getitem__) for s in chosen}
+        for storage, at in sorted(first.items(), key=lambda item: self.place[item[1]]):
             for reader, argument in self.readers[storage]:
                 reader.replace_input_with(argument, self._recompute(argument, at))
             for node in self.later.get(storage, ()):  # its views have the new storage
@@ -91,7 +91,7 @@ class _PeakReduction:
 
     def _choose(self, storage: int) -> bool:
         """Return True if recomputation holds less; from then on the sources count as held, and the storage not."""
-        if storage not in self.readers or self._nbytes(storage) < MIN_BYTES:
+        if storage not in self.readers or self.size[storage] < MIN_BYTES:
             return False
         last_before = self.last_before.get(storage, self.place[self.makers[storage]])
         if self.place[self.readers[storage][0][0]] - last_before <= MIN_DISTANCE:
@@ -101,7 +101,7 @@ class _PeakReduction:
         for argument in dict.fromkeys(argument for _, argument in self.readers[storage]):
             added, nodes = self._recompute_cost(argument, MAX_DEPTH)
             cost, kept = cost + (added if nodes - kept else 0), kept | nodes
-        if self._nbytes(storage) - cost < MIN_BYTES:
+        if self.size[storage] - cost < MIN_BYTES:
             self.held.add(storage)
             return False
         self.held |= graphs.all_storages(kept)
@@ -125,19 +125,11 @@ class _PeakReduction:
     def _is_held(self, node: Node) -> bool:
         return node.op == "placeholder" or graphs.storages(node) <= self.held
 
-    def _nbytes(self, storage: int) -> int:
-        return graphs.sizes(self.makers[storage])[storage]
-
-    def _first_reader(self, storage: int) -> Node:
-        return min((reader for reader, _ in self.readers[storage]), key=self.place.__getitem__)
-
     def _is_cheap(self, node: Node) -> bool:
         """Return True if ``node`` is one pass over its arguments, one of the results of such a node, or a view."""
-        target = node.target
-        if node.op != "call_function" or graphs.storages(node) & self.fixed:
+        target, written = node.target, self.written & graphs.all_storages(node.all_input_nodes)  # before it runs again
+        if node.op != "call_function" or written or graphs.storages(node) & self.fixed:
             return False
-        if self.written & graphs.all_storages(node.all_input_nodes):
-            return False  # it may read another value by then
         if target is operator.getitem:
             return True
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
@@ -160,10 +152,8 @@ class _PeakReduction:
 
     def _sources(self, node: Node) -> dict[Node, None]:
         """Return the held nodes from which ``node`` is computed again, without inputs of the graph."""
-        if node.op == "placeholder":
-            return {}
         if self._is_held(node):
-            return {node: None}
+            return {} if node.op == "placeholder" else {node: None}
         return {source: None for argument in node.all_input_nodes for source in self._sources(argument)}
 
     def _may_delay(self, reader: Node, storage: int, behind: int) -> bool:
@@ -174,7 +164,7 @@ class _PeakReduction:
         if memory & self.written or any(self.place[user] < behind for user in reader.users):
             return False
         sizes = {s: n for x in reader.all_input_nodes if x.op != "placeholder" for s, n in graphs.sizes(x).items()}
-        return sum(n for s, n in sizes.items() if self.last[s] < behind and s != storage) < self._nbytes(storage)
+        return sum(n for s, n in sizes.items() if self.last[s] < behind and s != storage) < self.size[storage]
 
     def _recompute(self, node: Node, at: Node) -> Node:
         """Return a copy of ``node``, computed again before ``at`` unless there is one; held nodes are returned."""

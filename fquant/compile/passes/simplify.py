@@ -1,7 +1,7 @@
 """Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
 
-A trace has a node for every view, however often it is made. It reads tensors of which only the shape matters, and
-multiplies by 1 where an adapter's alpha equals its rank.
+A trace makes the same view many times and reads tensors of which only the shape matters. It multiplies by 1 if the
+alpha of an adapter is its rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ def simplify(graph: Graph) -> None:
         if node.target in _VIEWS and node.args[0].op != "placeholder":  # which changes as it does uncaptured
             node.target = _VIEWS[node.target]
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _IDENTITIES:
+        fill = node.args[1] if node.target is _aten.full_like.default else _CONSTANTS.get(node.target)
+        if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "call_function" and node.target in _CONSTANTS:
-            _replace_with_full(graph, node, _CONSTANTS[node.target])
-        elif node.target is _aten.full_like.default and isinstance(node.args[1], int | float):
-            _replace_with_full(graph, node, node.args[1])
+        elif isinstance(fill, int | float):
+            _replace_with_full(graph, node, fill)
         elif graphs.is_wait(node) and graphs.collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _deduplicate_views(graph)

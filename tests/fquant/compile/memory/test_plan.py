@@ -1,4 +1,4 @@
-"""arena: a replay in memory that is laid out gives the same bits, needs hardly any other, and shares it safely."""
+"""Memory plans: replays in planned memory have the same bits, need hardly any other, and share it safely."""
 
 import threading
 from functools import partial
@@ -24,7 +24,7 @@ Span = st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 500)).ma
 
 
 def held(spans):
-    """The most bytes that are there at once."""
+    """Return the most bytes that are live at once."""
     size = lambda n: -(-n // plan.ALIGNMENT) * plan.ALIGNMENT
     return max(sum(size(n) for first, last, n in spans if first <= at <= last) for at in range(43))
 
@@ -49,14 +49,14 @@ def test_places_are_used_again():
 
 
 def placed(f):
-    """How the one trace of a captured function is placed."""
+    """Return the memory plan of the one trace of a captured function."""
     (captured,) = f.traced.values()
     return captured.placed
 
 
 def test_a_step_takes_what_its_graph_says_and_hardly_more(monkeypatch):
     adapters, state, base = start()
-    told = cost(step, adapters, state, base, tokens_of(0), donate=("adapters", "state"))
+    predicted = cost(step, adapters, state, base, tokens_of(0), donate=("adapters", "state"))
     taken = dict[str, int]()
     for setting in ("reuse", "system"):
         monkeypatch.setenv(allocator.VARIABLE, setting)
@@ -65,8 +65,8 @@ def test_a_step_takes_what_its_graph_says_and_hardly_more(monkeypatch):
         laid_out = placed(f).nbytes if placed(f) else 0
         taken[setting] = laid_out + extra_bytes(partial(f, adapters, state, base, tokens_of(0)))
         if laid_out:
-            assert 0.9 < laid_out / (told.peak - told.arguments) < 1.05
-    assert taken["reuse"] < 1.1 * taken["system"]  # with what ops need inside
+            assert 0.9 < laid_out / (predicted.peak - predicted.arguments) < 1.05
+    assert taken["reuse"] < 1.1 * taken["system"]  # with the temporary memory of ops
 
 
 def test_ours_are_called_without_torch_unless_a_profiler_is_there():
@@ -94,7 +94,7 @@ def test_what_is_returned_is_the_caller_s():
 
 
 def test_constants_of_a_trace_are_no_places():
-    """Numbers that a function makes tensors of, some only viewed, beside results that lie in the memory."""
+    """Replay constant tensors, some only viewed, beside planned results."""
 
     def f(x):
         scale, shift = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.25])
@@ -129,7 +129,7 @@ def test_a_second_thread_does_without():
     want, got, names = f(x), [], set(placed(f).tensors)
     assert torch.equal(f(x), want)
     before = placed(f).memory
-    placed(f).memory = None  # whoever uses it now would make its tensors anew
+    placed(f).memory = None  # a replay in the memory would bind its tensors again
     with allocator.IN_USE:
         thread = threading.Thread(target=lambda: got.append(f(x)))
         thread.start()
@@ -159,7 +159,7 @@ def test_an_error_leaves_the_memory_to_the_next():
 
 def test_only_what_is_known_to_be_a_view_is_made_once():
     def strange(g: graph.Graph):
-        """An op that nobody has said the result of, of what is placed."""
+        """Insert an op on a planned result, without a fake value."""
         (node,) = (n for n in g.nodes if n.target is torch.ops.aten.sqrt.default)
         with g.inserting_after(node):
             new = g.call_function(torch.ops.aten.exp.default, (node,))
