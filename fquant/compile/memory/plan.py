@@ -159,11 +159,10 @@ def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
                 results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
     offsets, nbytes = assign_offsets(spans)
-    slots = dict[Node, list[Slot | None]]()
-    for (node, i), offset in zip(results, offsets, strict=True):
-        tensors = graphs.tensors(node)
-        t = tensors[i]
-        slots.setdefault(node, [None] * len(tensors))[i] = Slot(offset, graphs.nbytes(t), t.shape, t.stride(), t.dtype)
+    slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node, _ in results}
+    for (node, i), (*_, size), offset in zip(results, spans, offsets, strict=True):
+        t = graphs.tensors(node)[i]
+        slots[node][i] = Slot(offset, size, t.shape, t.stride(), t.dtype)
     return slots, nbytes
 
 

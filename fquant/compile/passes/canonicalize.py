@@ -22,14 +22,14 @@ from torch.fx import Graph, Node
 from ...kernels.ops.pointwise_program import Step, is_turned
 from ...kernels.ops.rotate_half import OP as ROTATE_HALF
 from .. import graph as graphs
-from .pointwise_lowering import FLOATS, FULL, constant_value, step_of
+from .pointwise_lowering import FLOATS, constant_value, step_of
+from .simplify import replace_with_full
 
 _aten = torch.ops.aten
 _OUT_OF_PLACE: dict[Any, Any] = {
     _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
     _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
 }  # fmt: skip
-_FILL = _aten.fill_.Scalar
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
@@ -100,11 +100,8 @@ def _functionalize(graph: Graph) -> None:
             continue
         if graphs.storages(written) & graphs.all_storages(written.all_input_nodes):
             continue  # a view, whose base may be read
-        if node.target is _FILL:
-            (t,) = graphs.tensors(node)
-            if t.is_contiguous():
-                kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-                node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
+        if node.target is _aten.fill_.Scalar:
+            if replace_with_full(graph, node, node.args[1]):  # type: ignore[arg-type]
                 graph.erase_node(written)
         elif node.target in _OUT_OF_PLACE and _keeps_layout(node):
             with graph.inserting_before(node):

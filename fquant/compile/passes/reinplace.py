@@ -46,10 +46,9 @@ def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]
     results: dict[int, Any] = {user.args[1]: user for user in node.users}  # type: ignore[misc]
     targets = dict[int, Node]()
     for i, result in results.items():
-        for x in dead:
-            if x not in targets.values() and graphs.tensor_layouts(x) == graphs.tensor_layouts(result):
-                targets[i] = x
-                break
+        fitting = [x for x in dead if graphs.tensor_layouts(x) == graphs.tensor_layouts(result)]
+        if free := [x for x in fitting if x not in targets.values()]:
+            targets[i] = free[0]
     if not targets:
         return
     remaining = redirect(node, targets)

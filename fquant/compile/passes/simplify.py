@@ -40,7 +40,7 @@ def simplify(graph: Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif isinstance(fill, int | float):
-            _replace_with_full(graph, node, fill)
+            replace_with_full(graph, node, fill)
         elif graphs.is_wait(node) and graphs.collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _deduplicate_views(graph)
@@ -85,13 +85,15 @@ def remove_products_with_one(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _replace_with_full(graph: Graph, node: Node, fill: float) -> None:
+def replace_with_full(graph: Graph, node: Node, fill: float) -> bool:
+    """Replace a node by a constant of its shape and dtype; return False if its result is not contiguous."""
     (t,) = graphs.tensors(node)
     if not t.is_contiguous() or t.layout != torch.strided:
-        return
+        return False
     with graph.inserting_before(node):
         kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
         full = graph.call_function(_aten.full.default, (list(t.shape), fill), kwargs)
     full.meta["val"] = t
     node.replace_all_uses_with(full)
     graph.erase_node(node)
+    return True
