@@ -30,7 +30,7 @@ from .. import graph as graphs
 from .. import liveness
 
 MIN_BYTES = 2**16  # that justify another op
-MIN_DISTANCE = 32  # nodes between two uses of a tensor, below which it is kept
+MIN_DISTANCE = 32  # nodes between two uses of a tensor, within which it is kept
 MAX_DEPTH = 12  # ops in a row to compute one tensor again
 MAX_ROUNDS = 8  # because the peak moves as it sinks
 
