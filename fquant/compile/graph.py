@@ -1,12 +1,11 @@
-"""What the nodes of a captured graph do, which share memory, and how passes change it.
+"""The memory of a captured graph: what each node reads, writes and shares, and how passes change it.
 
-A graph is torch.fx's: a list of nodes in the order in which they run, each a call of one op with the results of earlier
-ones. ``meta["val"]`` of a node is a fake tensor, or a list of them: shape, dtype, strides and, by its storage, which
-memory the result lies in. A view has the storage of what it views, so two nodes share memory exactly where their fake
-tensors share a storage. Everything here reads only that; nothing runs an op.
+Nodes of a ``torch.fx.Graph`` are in execution order, each a call of one op on results of earlier nodes. A node's
+``meta["val"]`` is a fake tensor, or a list of them. Two nodes share memory exactly if their fake tensors share a
+storage, as a view and its base do. Nothing here runs an op.
 
-A collective is two nodes: one issues it and one waits for it. Between them it is in flight: it reads what it was given
-and writes what the wait will give, while other nodes run. So to the memory of a collective both belong to both.
+A collective is two nodes, one that issues it and one that waits for it. Between them it is in flight, and reads the
+inputs of the first while other nodes run. So a wait counts as a reader of these inputs.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-Pass = Callable[[Graph], None]  # changes a graph in place, but for its inputs and what its results are
+Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs and the values of its results
 
-_aten = torch.ops.aten
-_WAIT = "_c10d_functional.wait_tensor.default"  # by name: not every build of torch has it
 _FUNCTIONAL = "_c10d_functional."
-_ISSUES = {  # of the others of torch the name is the op's
+_WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
+_COLLECTIVES = {  # those whose op has another name
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
     _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
-    "fquant.all_gather": "all_gather",  # of shard.transport.gloo, as the next
+    "fquant.all_gather": "all_gather",  # both of shard.transport.gloo
     "fquant.reduce_scatter": "reduce_scatter",
 }
 
@@ -44,76 +42,86 @@ def check(passes: Sequence[Pass]) -> None:
 
 
 def run(graph: Graph, passes: Sequence[Pass]) -> None:
-    """Let each of ``passes`` change the graph, in order.
+    """Apply ``passes`` to the graph in order.
 
-    Raises TypeError for one that returns something, RuntimeError where a node is left before what it uses.
+    Raises TypeError for a pass that returns a value, RuntimeError for a node left before one of its arguments.
     """
     check(passes)
     for i, change in enumerate(passes):
         returned: object = change(graph)
         if returned is not None:
-            raise TypeError(
-                f"passes[{i}] returned a {type(returned).__name__}; wanted None, the graph being changed in place"
-            )
+            kind = type(returned).__name__
+            raise TypeError(f"passes[{i}] returned a {kind}; wanted None, the graph being changed in place")
         graph.lint()
 
 
 def tensors(node: Node) -> list[Tensor]:
-    """The fake tensors that a node gives."""
+    """Return the fake tensors that a node returns."""
     value = node.meta.get("val")
     return [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
 
 
+def shape(node: Node) -> torch.Size:
+    """Return the shape of a node's first tensor."""
+    return tensors(node)[0].shape
+
+
 def storages(node: Node) -> set[int]:
-    """What tells the memory of a node's results from that of others."""
+    """Return the identities of the storages of a node's results."""
     return {t.untyped_storage()._cdata for t in tensors(node)}
 
 
+def all_storages(nodes: Iterable[Node]) -> set[int]:
+    """Return the identities of the storages of all ``nodes``."""
+    return set[int]().union(*map(storages, nodes))
+
+
+def sizes(node: Node) -> dict[int, int]:
+    """Return the bytes of each storage of a node's results."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
+
+
 def nbytes(t: Tensor) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node waits for a functional collective."""
+    """Return True if a node waits for a functional collective."""
     return str(node.target) == _WAIT
 
 
 def read_nodes(node: Node) -> list[Node]:
-    """The nodes whose memory a node reads; a wait reads what its collective was given."""
+    """Return the nodes whose memory a node reads; a wait reads the inputs of its collective too."""
     if not is_wait(node):
         return node.all_input_nodes
-    return [*node.all_input_nodes, *issue(node).all_input_nodes]
-
-
-def issue(wait: Node) -> Node:
-    """The node that issues the collective that ``wait`` waits for."""
-    (node,) = wait.all_input_nodes
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
+    (issued,) = node.all_input_nodes
+    issue = issued.all_input_nodes[0] if issued.target is operator.getitem else issued
+    return [issued, *issue.all_input_nodes]
 
 
 def collective(node: Node) -> str | None:
-    """What a node issues: all_gather, reduce_scatter, all_reduce ...; None where it issues no functional collective."""
+    """Return the collective that a node issues, e.g. "all_gather"; None if it issues none."""
     return issued(node.target)
 
 
 def issued(target: object) -> str | None:
-    """What an op issues, as :func:`collective` says of a node."""
+    """Return the collective that an op issues, e.g. "all_gather"; None if it issues none."""
     op = str(target).rpartition(".")[0]
     if op.startswith(_FUNCTIONAL) and str(target) != _WAIT:
-        return _ISSUES.get(op, op.removeprefix(_FUNCTIONAL))
-    return _ISSUES.get(op)
+        return _COLLECTIVES.get(op, op.removeprefix(_FUNCTIONAL))
+    return _COLLECTIVES.get(op)
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's results lie in memory that was there before, and nothing is written."""
-    before = {storage for near in node.all_input_nodes for storage in storages(near)}
+    """Return True if a node only makes views of its arguments and writes nothing."""
+    before = all_storages(node.all_input_nodes)
     writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     return bool(before) and storages(node) <= before and not writes
 
 
 def written_storages(node: Node) -> set[int]:
-    """The memory that a node writes beside making its results; ValueError for a call that does not declare it."""
+    """Return the storages that a node writes in place; raise ValueError for a call without a schema."""
     if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
         return set()
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -121,28 +129,31 @@ def written_storages(node: Node) -> set[int]:
     found: set[int] = set()
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            map_arg(
-                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name),
-                lambda near: found.update(storages(near)),
-            )
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(value, lambda written: found.update(storages(written)))
     return found
 
 
+def all_written_storages(graph: Graph) -> set[int]:
+    """Return the storages that any node of a graph writes in place; raise ValueError for a call without a schema."""
+    return set[int]().union(*map(written_storages, graph.nodes))
+
+
 def replace_uses(old: Node, new: Node, users: Iterable[Node] | None = None) -> None:
-    """Let ``new`` be used wherever ``old`` was, or by ``users``; what was a view of ``old`` is one of ``new``."""
-    memory, left = storages(old), deque(old.users if users is None else users)
-    for node in left:
+    """Replace ``old`` by ``new`` in all its uses, or in ``users``, and rebase the views of ``old`` on ``new``."""
+    memory, changed = storages(old), deque(old.users if users is None else users)
+    for node in changed:
         node.replace_input_with(old, new)
-    while left:
-        node = left.popleft()
+    while changed:
+        node = changed.popleft()
         if memory & storages(node):
             refresh_value(node)
-            left.extend(node.users)
+            changed.extend(node.users)
 
 
 def refresh_value(node: Node) -> None:
-    """Say anew what a node gives, of what its arguments are: memory of its own, unless it is a view, or waits."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda near: near.meta["val"])
+    """Recompute a node's fake value from its arguments: a storage of its own, unless it is a view or a wait."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     if is_wait(node):
         node.meta["val"] = args[0]
         return
@@ -150,29 +161,24 @@ def refresh_value(node: Node) -> None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def sizes(node: Node) -> dict[int, int]:
-    """Bytes of each storage that a node's results lie in."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
-
-
 def outputs(graph: Graph) -> list[Node]:
-    """The nodes that the graph returns, in order; a node may be returned more than once."""
+    """Return the nodes that the graph returns, in order and with repetitions."""
     (returned,) = graph.output_node().args
     assert isinstance(returned, Sequence)
     return [node for node in returned if isinstance(node, Node)]
 
 
 def tensor_layout(t: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    """A tensor's dtype, shape and strides, where these mean something: not of one element, nor of none."""
+    """Return dtype, shape and strides of a tensor; strides that address nothing, of dims of size 1, are 0."""
     strides = (step if size > 1 and t.numel() else 0 for size, step in zip(t.shape, t.stride(), strict=True))
     return t.dtype, t.shape, tuple(strides)
 
 
 def tensor_layouts(node: Node) -> object:
-    """What a node's tensors and those that they are written over have in common."""
+    """Return layout and device of a node's tensors; nodes that agree may be written over each other."""
     return tuple((tensor_layout(t), t.device) for t in tensors(node))
 
 
 def describe(t: Tensor) -> str:
-    """A tensor's dtype and shape, as ``float32[2, 3]``."""
+    """Return a tensor's dtype and shape as text, e.g. ``float32[2, 3]``."""
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"

@@ -135,9 +135,9 @@ def jit(
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)
-        if allocator.is_kept() and all(t.device.type == "cpu" for t in tensors):
+        if allocator.reuses_memory() and all(t.device.type == "cpu" for t in tensors):
             captured = captured.laid_out()
-            allocator.keep()
+            allocator.enable_reuse()
             allocator.release()  # what tracing leaves behind
         result, traced[key] = replay(captured, tensors, Captured.first)
         return result

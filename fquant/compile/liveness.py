@@ -1,4 +1,8 @@
-"""Liveness: split from fquant.compile.graph."""
+"""Liveness of a captured graph: for how long each storage is held, and where the most memory is held at once.
+
+A storage is live from the node that makes it to the last node that reads, views or returns it. Inputs of the graph are
+live throughout, because the caller holds them. A collective reads its inputs until it is waited for (``graph.py``).
+"""
 
 from __future__ import annotations
 
@@ -7,52 +11,48 @@ from collections.abc import Iterator, Mapping
 
 from torch.fx import Graph, Node
 
-from .graph import read_nodes, sizes, storages
+from .graph import all_storages, read_nodes, sizes
 
 
 def last_uses(graph: Graph) -> dict[int, int]:
-    """For every storage the place in the graph of the last node that makes, views, reads or returns it."""
+    """Return for each storage the index of the last node that makes, views, reads or returns it."""
     last: dict[int, int] = {}
     for place, node in enumerate(graph.nodes):
-        for near in (node, *read_nodes(node)):
-            for storage in storages(near):
-                last[storage] = place
+        last |= dict.fromkeys(all_storages((node, *read_nodes(node))), place)
     return last
 
 
 def walk_memory(graph: Graph) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
-    """Every node in the order in which they run, the bytes that are there while it does, and who made them.
+    """Yield each node in execution order, the bytes that are live while it runs, and their makers by storage.
 
-    Arguments are there from the beginning to the end, what a node makes until its last use or that of a view. The
-    mapping is by storage, and is the walk's own: it changes as the walk goes on.
+    The mapping belongs to the walk and changes as it goes on.
     """
-    last, alive, size, now = last_uses(graph), dict[int, Node](), dict[int, int](), 0
+    last, live, size, total = last_uses(graph), dict[int, Node](), dict[int, int](), 0
     for place, node in enumerate(graph.nodes):
         for storage, nbytes in sizes(node).items():
-            if storage not in alive:
-                alive[storage], size[storage] = node, nbytes
-                now += nbytes
-        yield node, now, alive
-        for near in (node, *read_nodes(node)):
-            for storage in storages(near) & alive.keys():
-                if last[storage] == place and node.op != "output" and alive[storage].op != "placeholder":
-                    now -= size[storage]
-                    del alive[storage]
+            if storage not in live:
+                live[storage], size[storage] = node, nbytes
+                total += nbytes
+        yield node, total, live
+        for storage in all_storages((node, *read_nodes(node))) & live.keys():
+            if last[storage] == place and node.op != "output" and live[storage].op != "placeholder":
+                total -= size[storage]
+                del live[storage]
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Where in a graph the most memory is held: after the node at ``place``, by the nodes that made ``holding``."""
+    """The peak of live memory: the index of its node, the bytes, and the nodes that made them by storage."""
 
     place: int
     nbytes: int
-    holding: dict[int, Node]  # by storage
+    holding: dict[int, Node]
 
 
 def peak(graph: Graph) -> Peak:
-    """The peak of :func:`memory`, the first where there are several."""
+    """Return the first point of :func:`walk_memory` at which the most bytes are live."""
     found = Peak(0, 0, {})
-    for place, (_, now, alive) in enumerate(walk_memory(graph)):
-        if now > found.nbytes:
-            found = Peak(place, now, dict(alive))
+    for place, (_, total, live) in enumerate(walk_memory(graph)):
+        if total > found.nbytes:
+            found = Peak(place, total, dict(live))
     return found

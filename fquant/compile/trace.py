@@ -23,7 +23,7 @@ from .passes.donate import donate as donated
 from .passes.fuse_pointwise import fuse_pointwise as fused
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize as recomputed
-from .passes.simplify import simplify, without_ones
+from .passes.simplify import remove_products_with_one, simplify
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
@@ -37,11 +37,12 @@ class Captured:
     structure: tree.Structure
     leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
     collectives: tuple[str, ...]  # what ranks have to have in common
-    placed: plan.Placed | None = None  # the graph once more, its results in memory that is laid out
+    placed: plan.MemoryPlan | None = None  # the graph once more, its results in memory that is laid out
 
     def __call__(self, *tensors: Tensor) -> Any:
         """What it gives of ``tensors``."""
-        return self.result(executor.run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
+        run = executor.run_planned
+        return self.result(run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
         """What it gives of ``tensors``, held to what was traced, and itself, put right where that was wrong."""
@@ -51,7 +52,7 @@ class Captured:
     def laid_out(self) -> Captured:
         """Itself with memory in which it is to be replayed, on CPUs."""
         with _disable_current_modes():
-            return dataclasses.replace(self, placed=plan.place(self.module.graph))
+            return dataclasses.replace(self, placed=plan.plan_memory(self.module.graph))
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """The tree of what its graph gives."""
@@ -110,7 +111,7 @@ def trace(
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         donated(module.graph, over)
-        graph.run(module.graph, (fused, reinplace, without_ones) if fuse else (without_ones,))
+        graph.run(module.graph, (fused, reinplace, remove_products_with_one) if fuse else (remove_products_with_one,))
         module.recompile()
     out, spec = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)

@@ -26,10 +26,10 @@ from .memory import executor, plan
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # which write no other dtype than theirs
-_TRACED = {into: op for op, into in plan.INTO.items() if op not in _STRICT}  # of what is told where to write
+_TRACED = {into: op for op, into in plan.OUT_VARIANTS.items() if op not in _STRICT}  # of what is told where to write
 
 
-def run(module: GraphModule, placed: plan.Placed | None, tensors: Sequence[Tensor]) -> tuple[Any, bool]:
+def run(module: GraphModule, placed: plan.MemoryPlan | None, tensors: Sequence[Tensor]) -> tuple[Any, bool]:
     """What ``module`` gives of ``tensors``, computed by ``placed`` where there is, and whether its graph was right.
 
     Where a result lies otherwise than was said, the graph of ``module`` is put right, and ``placed`` is out of date.
@@ -40,7 +40,7 @@ def run(module: GraphModule, placed: plan.Placed | None, tensors: Sequence[Tenso
         result = _First(module, {}, wrong).run(*tensors)
     else:
         origin = placed.origin
-        result = executor.run(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
+        result = executor.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
     for node in wrong:
         _relay(node)
     if wrong:

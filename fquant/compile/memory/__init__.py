@@ -1,1 +1,1 @@
-"""The memory of a replay: where each result lies, the replay that writes there, and the pages underneath."""
+"""The memory of a replay: ``plan`` assigns offsets, ``executor`` replays into them, ``allocator`` holds the pages."""

@@ -1,18 +1,16 @@
-"""heap: the memory of a replay stays with the process, for the replay that comes next.
+"""The allocator of replays: memory that one replay frees stays in the process for the next.
 
-What is freed and wanted again a moment later is better kept: the system finds, clears and maps pages for it once more,
-a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a tenth, and more where gathered weights come and go.
+The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
+tenth, and more if gathered weights come and go. There are two kinds of memory:
 
-Most results of a captured graph lie in one piece of memory, where ``fquant.compile.memory.plan`` has laid them out; ``take`` gives it
-to all of them. Other tensors are allocated as torch does it, by malloc. The C library of Linux, glibc, gives large
-ones pages of their own and returns these when they are freed, and the end of its heap too once much of that is free. So
-the first replay on a CPU tells glibc to keep what is freed, for the whole process and from then on: the end of the heap
-is not returned, and pages of their own have only tensors of 32 MiB and more, which is the most that glibc can be told,
-and keeps a heap of a few huge tensors from falling to pieces. Other C libraries, and allocators that are loaded in
-place of malloc, do not have these options and are left alone.
+* Planned results (``plan.py``) are in one private mapping that all replays of the process share.
+* Other tensors come from malloc. glibc maps large ones separately, unmaps them when they are freed, and returns the end
+  of its heap when much of that is free. ``enable_reuse`` turns this off for the whole process. Only tensors of 32 MiB
+  and more are still mapped separately. glibc takes no higher threshold, and a few huge tensors would fragment the heap.
+  Other C libraries, and allocators loaded in place of malloc, lack these options and stay as they are.
 
-What is resident stays at its highest, which a step reaches in any case; ``release`` returns what is free.
-``FQUANT_ALLOCATOR=system`` leaves all of this: results are then tensors like any other, and the C library is as it is.
+Resident memory stays at its highest, which a step reaches in any case; ``release`` returns the free part.
+``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
 """
 
 from __future__ import annotations
@@ -26,63 +24,59 @@ import threading
 from functools import cache
 
 VARIABLE = "FQUANT_ALLOCATOR"
+IN_USE = threading.Lock()  # held by the replay that computes in the mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
+_OPTIONS = ((_TRIM_THRESHOLD, -1), (_MMAP_THRESHOLD, 32 * 2**20))
 _PAGE = 2 << 20  # bytes
-_memory: mmap.mmap | None = None  # in which replays compute
-USED = threading.Lock()  # held while one does
+_memory: mmap.mmap | None = None  # the mapping
 
 
-def is_kept() -> bool:
-    """Whether memory is to be kept; ValueError where ``FQUANT_ALLOCATOR`` is something else than reuse or system."""
+def reuses_memory() -> bool:
+    """Return True unless ``FQUANT_ALLOCATOR`` is system; raise ValueError if it is neither reuse nor system."""
     asked = os.environ.get(VARIABLE, "reuse")
     if asked not in ("reuse", "system"):
         raise ValueError(f"{VARIABLE} is {asked!r}; wanted reuse or system")
     return asked == "reuse"
 
 
-def keep() -> bool:
-    """Keep freed memory in the process from now on; False where nothing is done, or ``FQUANT_ALLOCATOR=system`` forbids it.
+def enable_reuse() -> bool:
+    """Let malloc keep freed memory from now on; return False if ``FQUANT_ALLOCATOR=system`` or malloc cannot.
 
-    Raises what :func:`is_kept` does.
+    Raises the ValueError of :func:`reuses_memory`.
     """
-    return is_kept() and _kept()
+    libc = _glibc() if reuses_memory() else None
+    return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
-def take(nbytes: int) -> mmap.mmap:
-    """Memory for a replay, of at least so many bytes, in pages of 2 MiB where the system has them.
+def acquire(nbytes: int) -> mmap.mmap:
+    """Return the mapping for replays, of at least ``nbytes`` bytes; the caller holds ``IN_USE`` while it computes.
 
-    It is the same for all replays of the process, and another where a larger one is asked for. Who takes it holds
-    ``USED`` until done.
+    The mapping is the same for all replays of the process until one needs a larger one.
     """
     global _memory
     if _memory is None or len(_memory) < nbytes:
-        _forget()
-        _memory = _mapped(-(-nbytes // _PAGE) * _PAGE)
+        _drop_pages()
+        # Python's default is a shared mapping, which a forked process writes too. A system without fork has no flags.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        _memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 _memory.madvise(mmap.MADV_HUGEPAGE)
     return _memory
 
 
 def release() -> bool:
-    """Return the memory that is free now to the system; whether there was any. What comes next is kept again.
+    """Return free memory to the system, after a replay of another thread; return True if there was any.
 
-    Waits for a replay that another thread is in.
+    Memory that is freed later is kept again.
     """
-    with USED:
-        libc, taken = _libc(), _forget()
-    return bool(libc is not None and libc.malloc_trim(0)) or taken
+    with IN_USE:
+        libc, dropped = _glibc(), _drop_pages()
+    return bool(libc is not None and libc.malloc_trim(0)) or dropped
 
 
-def _mapped(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone, as Python's would be one that a forked process writes into as well."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)  # a system without fork
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _forget() -> bool:
-    """Return the pages of the memory of replays, in which nothing is alive between them."""
+def _drop_pages() -> bool:
+    """Return the pages of the mapping, in which nothing is live between replays."""
     if _memory is None or not hasattr(mmap, "MADV_DONTNEED"):
         return False
     _memory.madvise(mmap.MADV_DONTNEED)
@@ -90,14 +84,5 @@ def _forget() -> bool:
 
 
 @cache
-def _kept() -> bool:
-    libc = _libc()
-    return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
+def _glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-
-
-_OPTIONS = ((_TRIM_THRESHOLD, -1), (_MMAP_THRESHOLD, 32 * 2**20))

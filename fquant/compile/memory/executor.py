@@ -1,4 +1,9 @@
-"""Executor: split from fquant.compile.memory.plan."""
+"""The executor of a memory plan: binds its tensors to the memory of replays, then replays its graph.
+
+A replay takes the memory only if it is free. While another thread replays, the unplanned graph runs, whose bits are the
+same. It also runs under a dispatch mode of torch, e.g. one that counts the memory of tensors, which has to see them
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +17,40 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from . import allocator
-from .plan import Placed, Slot
+from .plan import MemoryPlan, Slot
 
 
-def run(
-    placed: Placed,
-    plain: GraphModule,
+def run_planned(
+    plan: MemoryPlan,
+    unplanned: GraphModule,
     tensors: Sequence[Tensor],
-    by: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
+    interpret: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
 ) -> Any:
-    """What ``placed`` computes of ``tensors``; by ``plain``, the same, where that is not to be.
+    """Run the memory-planned graph; run ``unplanned`` if a dispatch mode is active or the memory is in use.
 
-    ``by`` makes of either what computes it.
+    ``interpret`` returns the function that runs a module, by default the module itself.
     """
-    if torch._C._len_torch_dispatch_stack() or not allocator.USED.acquire(blocking=False):
-        return by(plain)(*tensors)
+    if torch._C._len_torch_dispatch_stack() or not allocator.IN_USE.acquire(blocking=False):
+        return interpret(unplanned)(*tensors)
     try:
-        memory = allocator.take(placed.nbytes)
-        if placed.memory is not memory:
-            _bind(placed, memory)
-        return by(placed.module)(*tensors)
+        memory = allocator.acquire(plan.nbytes)
+        if plan.memory is not memory:
+            _bind(plan, memory)
+        return interpret(plan.module)(*tensors)
     finally:
-        allocator.USED.release()
+        allocator.IN_USE.release()
 
 
-def _bind(placed: Placed, memory: mmap.mmap) -> None:
-    """Make the tensors of a module, in ``memory``."""
-    made = dict[str, Any]()
-    with torch.inference_mode(False), torch.no_grad():  # inside of it they could be written nowhere else
-        for name, what in placed.tensors.items():
-            if isinstance(what, Slot):
-                raw = torch.frombuffer(memory, dtype=torch.uint8, count=what.nbytes, offset=what.offset)
-                made[name] = raw.view(what.dtype).as_strided(what.shape, what.stride)
+def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
+    """Make the tensors of a plan in ``memory``."""
+    bound = dict[str, Any]()
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
+        for name, value in plan.tensors.items():
+            if isinstance(value, Slot):
+                raw = torch.frombuffer(memory, dtype=torch.uint8, count=value.nbytes, offset=value.offset)
+                bound[name] = raw.view(value.dtype).as_strided(value.shape, value.stride)
             else:
-                args, kwargs = map_arg((what.args, what.kwargs), lambda near: made[str(near.target)])
-                made[name] = what.target(*args, **kwargs)
-    placed.module.__dict__.update(made)
-    placed.memory = memory
+                args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
+                bound[name] = value.target(*args, **kwargs)
+    plan.module.__dict__.update(bound)
+    plan.memory = memory

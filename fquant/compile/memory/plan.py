@@ -1,24 +1,22 @@
-"""arena: where the results of a captured graph lie is decided before it runs.
+"""The memory plan of a captured graph: an offset in one piece of memory for every result, assigned before it runs.
 
-A graph says when every result is made and when it is read last. So memory can be laid out once, as a compiler lays out
-registers: two results that are never there together may have the same place, and a replay asks nobody for memory.
-Asked for one by one, as tensors are, the results of a step come to lie in a heap that falls to pieces, a quarter larger
-than what it holds; laid out in advance, by size, they need a few hundredths more than the most that is there at once
-(Pisarchyk & Lee 2020, "Efficient memory management for deep neural net inference", greedy by size).
+A graph says when each result is made and when it is last read. So memory is assigned once, as a compiler assigns
+registers: results that are never live together may share a place. Allocated one by one, as tensors are, the results of
+a step fragment the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few
+hundredths more than the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net
+inference".)
 
-    placed = place(graph)        # a graph that computes the same into places of one piece of memory
-    outs   = run(placed, plain, tensors)
+    plan = plan_memory(graph)                            # a copy of the graph that computes into the memory
+    outs = executor.run_planned(plan, module, tensors)
 
-An op is placed by its variant that writes into tensors it is given, whose bits are the same: those of torch's ops
-that compute so, our own (``kernels.into``), programs (``fquant/compile/passes/fuse_pointwise.py``), and casts, which are copies. A view of what
-is placed is then always the same tensor, and is made once. Not placed, and allocated as ever, are results of other ops,
-what the graph returns, which is the caller's, and what a collective sends or receives, which may be under way when an
-error ends a replay. A collective that can lend its result, rather than make it, is called so where nobody could tell.
+An op is planned through its out variant, if that has the same bits: ops of torch that compute directly into ``out``,
+our own, pointwise programs, and casts, which become copies. A view of a planned result is always the same tensor, and
+is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
+receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
+receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it.
 
-All captured functions of a process share the memory, as large as the largest of them wants: between replays nothing
-in it is alive. It is in pages of 2 MiB where the system gives them. A replay while another thread is in one does not
-wait for it, but runs the graph as it was; so does one under a mode of torch that sees every op, to count what tensors
-hold, for instance.
+All captured functions of a process share the memory, which is as large as the largest plan: nothing in it is live
+between replays.
 """
 
 from __future__ import annotations
@@ -36,28 +34,29 @@ from torch.fx.node import map_arg
 
 from ...kernels import dispatch_bypass
 from ...kernels.ops.pointwise import OP
-from ...kernels.ops.pointwise_program import parse
 from .. import graph as graphs
 from .. import liveness
+from ..passes.reinplace import redirect
 
-ALIGNED = 64  # bytes: a line of a cache, and what torch aligns tensors to
+ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
 _aten = torch.ops.aten
-INTO: dict[Any, Any] = {  # torch's that compute there: of many ops the variant computes elsewhere, and copies
+OUT_VARIANTS: dict[Any, Any] = {  # those that compute into ``out``; many others of torch compute elsewhere and copy
     _aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out, _aten.addmm.default: _aten.addmm.out,
     _aten.add.Tensor: _aten.add.out, _aten.sub.Tensor: _aten.sub.out, _aten.mul.Tensor: _aten.mul.out,
     _aten.div.Tensor: _aten.div.out, _aten.neg.default: _aten.neg.out, _aten.sqrt.default: _aten.sqrt.out,
     _aten.exp.default: _aten.exp.out, _aten.cat.default: _aten.cat.out,
 }  # fmt: skip
-OURS = (
-    "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward", "silu",
-    "silu_derivative", "turn",
+OURS = (  # ops of torch.ops.fquant that have one
+    "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
+    "silu", "silu_derivative", "turn",
 )  # fmt: skip
+_OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
 
 
 class Slot(NamedTuple):
-    """Where in the memory a tensor lies, and how."""
+    """The offset of a tensor in the memory, and its layout."""
 
     offset: int
     nbytes: int
@@ -67,7 +66,7 @@ class Slot(NamedTuple):
 
 
 class View(NamedTuple):
-    """A call that makes a view of what is in the memory; a node stands for the tensor of its name."""
+    """A call that views planned tensors; a node among its arguments stands for the tensor of its name."""
 
     target: Callable[..., Any]
     args: Any
@@ -75,10 +74,10 @@ class View(NamedTuple):
 
 
 @dataclass
-class Placed:
-    """A graph that computes into places, what these are, in order, and the memory in which they are at present.
+class MemoryPlan:
+    """A graph that computes into planned memory: its tensors there in order of creation, and their current memory.
 
-    ``origin`` has for a node whose result others read the one of the graph before that it stands for.
+    ``origin`` maps nodes of ``module`` to the nodes of the unplanned graph that they compute.
     """
 
     module: GraphModule
@@ -88,155 +87,139 @@ class Placed:
     memory: mmap.mmap | None = None
 
 
-def place(graph: Graph) -> Placed | None:
-    """A copy of ``graph`` whose results lie in one piece of memory, as far as they can; None where none can."""
-    slots, nbytes = _lay_out(graph)
+def plan_memory(graph: Graph) -> MemoryPlan | None:
+    """Return a copy of ``graph`` whose results are in one piece of memory if possible; None if none can be."""
+    slots, nbytes = _assign_slots(graph)
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
-    lent = _lent(graph)
+    lending = _lending_nodes(graph)
 
-    def fixed(name: str, what: Slot | View) -> Node:
-        tensors[name] = what
+    def planned(name: str, value: Slot | View) -> Node:
+        tensors[name] = value
         return new.get_attr(name)
 
     for node in graph.nodes:
         if node in slots:
-            results = [slot and fixed(f"{node.name}_at_{i}", slot) for i, slot in enumerate(slots[node])]
+            results = [slot and planned(f"{node.name}_at_{i}", slot) for i, slot in enumerate(slots[node])]
             call = new.node_copy(node, copies.__getitem__)
-            left = _write_to(call, results)
+            remaining = _write_to(call, results)
             copies[node] = call if isinstance(node.meta["val"], list | tuple) else results[0] or call
-            for one in [user for user in node.users if user.target is operator.getitem]:
-                i: Any = one.args[1]
+            for item in [user for user in node.users if user.target is operator.getitem]:
+                i: Any = item.args[1]
                 with new.inserting_after(call):
-                    copies[one] = results[i] or new.call_function(operator.getitem, (call, left.index(i)))
+                    copies[item] = results[i] or new.call_function(operator.getitem, (call, remaining.index(i)))
         elif node not in copies:
-            given = [copies[near] for near in node.all_input_nodes]
-            if given and _is_seen(node) and all(near.target in tensors for near in given):
+            arguments = [copies[argument] for argument in node.all_input_nodes]
+            if arguments and _is_known_view(node) and all(argument.target in tensors for argument in arguments):
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = fixed(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
+                copies[node] = planned(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
                 copies[node].meta = node.meta
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
-            if node in lent:
+            if node in lending:
                 copies[node].target = node.target.overloadpacket.lent
     for node in new.nodes:
-        if not any(dispatch_bypass.is_lazy(t) for near in node.all_input_nodes for t in graphs.tensors(near)):
+        if not any(dispatch_bypass.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
             node.target = dispatch_bypass.of(node.target) or node.target
-    root, constants = torch.nn.Module(), {node.target: node for node in graph.nodes if node.op == "get_attr"}
+    root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
-    return Placed(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
+    return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
 
 
 def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
-    """Let ``call`` write into ``results``; the results that it still gives, by their places before."""
+    """Let ``call`` write into ``results``; return the indices of the results that it still returns."""
     if call.target is OP:
-        reads, write, text = call.args
-        program, left = parse(str(text)), [i for i, into in enumerate(results) if into is None]
-        over = [i for i, into in enumerate(results) if into is not None]
-        new = tuple(program.new[i] for i in left)
-        program = program._replace(new=new, over=(*program.over, *(program.new[i] for i in over)))
-        call.args = (reads, [*write, *(results[i] for i in over)], program.text)  # type: ignore[misc]
-        return left
+        return redirect(call, {i: result for i, result in enumerate(results) if result is not None})
     if call.target in _COPIES:
         call.target, call.args, call.kwargs = _aten.copy_.default, (results[0], call.args[0]), {}
         return []
-    into = _into(call)
-    names = [a.name for a in into._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    call.target, call.kwargs = into, {**call.kwargs, **dict(zip(names, results, strict=True))}
+    variant = _out_variant(call)
+    names = [a.name for a in variant._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    call.target, call.kwargs = variant, {**call.kwargs, **dict(zip(names, results, strict=True))}
     return []
 
 
-def _into(node: Node) -> Any:
-    """The variant of a node's op that writes where it is told to; None where there is none."""
-    if node.target in INTO:
-        return INTO[node.target]
-    ours = str(node.target).removeprefix("fquant.").removesuffix(".default")
-    return (
-        getattr(torch.ops.fquant, ours).out if str(node.target) == f"fquant.{ours}.default" and ours in OURS else None
-    )
+def _out_variant(node: Node) -> Any:
+    """Return the overload of a node's op that computes into given tensors; None if there is none."""
+    name = _OURS.get(str(node.target))
+    return getattr(torch.ops.fquant, name).out if name else OUT_VARIANTS.get(node.target)
 
 
-def _lay_out(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
-    """For every node that can be placed where each of its results goes, and the bytes that this takes."""
-    last, never = liveness.last_uses(graph), _elsewhere(graph)
-    found = list[tuple[Node, int]]()
-    spans = list[tuple[int, int, int]]()  # the node that makes it, the last that reads it, bytes
+def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
+    """Return the slots of the results of each node that can be planned, and the bytes of all."""
+    last, external = liveness.last_uses(graph), _external_storages(graph)
+    results = list[tuple[Node, int]]()
+    spans = list[tuple[int, int, int]]()  # indices of maker and of last use, bytes
     for place, node in enumerate(graph.nodes):
-        tensors = graphs.tensors(node) if _can_be_told(node) else []
-        fit = [_is_whole(t) and t.untyped_storage()._cdata not in never for t in tensors]
+        tensors = graphs.tensors(node) if _can_write_to(node) else []
+        fit = [_fills_storage(t) and t.untyped_storage()._cdata not in external for t in tensors]
         for i, t in enumerate(tensors):
             if all(fit) or (fit[i] and node.target is OP):
-                found.append((node, i))
+                results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
-    offsets, nbytes = offsets_of(spans)
-    slots = dict[Node, list[Slot | None]]()
-    for (node, i), offset in zip(found, offsets, strict=True):
-        tensors = graphs.tensors(node)
-        t = tensors[i]
-        slot = Slot(offset, graphs.nbytes(t), t.shape, t.stride(), t.dtype)
-        slots.setdefault(node, [None] * len(tensors))[i] = slot
+    offsets, nbytes = assign_offsets(spans)
+    slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node, _ in results}
+    for (node, i), (*_, size), offset in zip(results, spans, offsets, strict=True):
+        t = graphs.tensors(node)[i]
+        slots[node][i] = Slot(offset, size, t.shape, t.stride(), t.dtype)
     return slots, nbytes
 
 
-def offsets_of(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Where each of ``spans`` (first, last, bytes) goes, so that no two that meet overlap, and the bytes of all.
+def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Return offsets for ``spans`` (first, last, bytes), disjoint if they are live together, and the bytes of all.
 
-    The largest first, each into the smallest gap that is large enough.
+    The largest span is assigned first, each to the smallest gap that is large enough.
     """
     order = sorted(range(len(spans)), key=lambda i: (-spans[i][2], spans[i][0]))
-    known, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device="cpu"), [0] * len(spans), 0
+    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device="cpu"), [0] * len(spans), 0
     for count, i in enumerate(order):
         first, last, nbytes = spans[i]
-        size = -(-nbytes // ALIGNED) * ALIGNED
-        begin, end, low, high = known[:, :count]
-        near = (begin <= last) & (end >= first)
-        low, by = low[near].sort()
-        reached = torch.cat([low.new_zeros(1), high[near][by].cummax(0).values])  # up to where all before it reach
-        gaps = low - reached[:-1]
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        begin, end, low, high = assigned[:, :count]
+        together = (begin <= last) & (end >= first)
+        low, by_offset = low[together].sort()
+        gap_starts = torch.cat([low.new_zeros(1), high[together][by_offset].cummax(0).values])
+        gaps = low - gap_starts[:-1]
         room = torch.where(gaps >= size, gaps, torch.iinfo(torch.int64).max)
-        best = int(room.argmin()) if (gaps >= size).any() else -1
-        offsets[i] = int(reached[best])
-        known[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device="cpu")
+        best = int(room.argmin()) if (gaps >= size).any() else -1  # behind all others
+        offsets[i] = int(gap_starts[best])
+        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device="cpu")
         total = max(total, offsets[i] + size)
     return offsets, total
 
 
-def _can_be_told(node: Node) -> bool:
-    """Whether there is a way to tell the op of a node where to write."""
+def _can_write_to(node: Node) -> bool:
+    """Return True if a node's op can compute into given tensors."""
     if node.op != "call_function" or any(not t.is_cpu or t.dtype is torch.float64 for t in graphs.tensors(node)):
         return False
-    if node.target in _COPIES:
-        return set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
-    return node.target is OP or _into(node) is not None
+    copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
+    return copies or node.target is OP or _out_variant(node) is not None
 
 
-def _lent(graph: Graph) -> set[Node]:
-    """The nodes whose op has a variant that lends its result, which is not written here, nor given to the caller."""
-    declare = lambda node: isinstance(node.target, torch._ops.OpOverload)
-    found = {n for n in graph.nodes if declare(n) and "lent" in n.target.overloadpacket.overloads()}
-    if not found:
-        return found
-    outside = {storage for node in graphs.outputs(graph) for storage in graphs.storages(node)}
-    outside |= {storage for node in graph.nodes for storage in graphs.written_storages(node)}
-    return {node for node in found if not any(graphs.storages(near) & outside for near in (node, *node.users))}
+def _lending_nodes(graph: Graph) -> set[Node]:
+    """Return the nodes whose op has an overload ``lent``, if nothing writes or returns their result."""
+    fixed = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
+    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    lent = [node for node in calls if "lent" in node.target.overloadpacket.overloads()]
+    return {node for node in lent if not fixed & graphs.all_storages((node, *node.users))}
 
 
-def _is_seen(node: Node) -> bool:
-    """Whether a node only says how memory is seen, and torch knows that it does."""
+def _is_known_view(node: Node) -> bool:
+    """Return True if a node is a view made by a registered op or by indexing."""
     known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
     return known and bool(graphs.tensors(node)) and graphs.is_view(node)
 
 
-def _is_whole(t: Tensor) -> bool:
-    """Whether a tensor is all of its memory, and is some."""
+def _fills_storage(t: Tensor) -> bool:
+    """Return True if a tensor has elements and its storage nothing else."""
     return 0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0
 
 
-def _elsewhere(graph: Graph) -> set[int]:
-    """The memory that is the caller's, or is sent or received, and so is none of ours."""
-    outside = [node for node in graph.nodes if node.op == "placeholder"] + graphs.outputs(graph)
+def _external_storages(graph: Graph) -> set[int]:
+    """Return the storages that the caller owns, or a collective sends or receives, and that are not planned."""
+    external = [*graph.find_nodes(op="placeholder"), *graphs.outputs(graph)]
     for node in graph.nodes:
         if node.op == "call_function" and (graphs.collective(node) or graphs.is_wait(node)):
-            outside += [node, *graphs.read_nodes(node)]
-    return {storage for node in outside for storage in graphs.storages(node)}
+            external += [node, *graphs.read_nodes(node)]
+    return graphs.all_storages(external)

@@ -1,15 +1,14 @@
-"""turn: the halves of rotary embeddings, in a captured graph, as one node that may be a step of a program.
+"""Canonicalisation for pointwise fusion: rewrites that remove what keeps elementwise nodes from being one program.
 
-    cat([-x[..., h:], x[..., :h]], -1)        # x f[... 2h]: turn(x, h)
-    cat([x[..., h:], -x[..., :h]], -1)        # turn(x, -h), its transpose, as a gradient has it
+Each keeps every bit; ``fuse_pointwise.py`` comes next.
 
-Halves are told by where they lie, so it does not matter whether x was sliced, split or chunked.
+    cat([-x[..., h:], x[..., :h]], -1)        # becomes turn(x, h), x f[... 2h]: rotary embeddings
+    cat([x[..., h:], -x[..., :h]], -1)        # becomes turn(x, -h), its transpose, which gradients have
+    x.mul_(y)                                 # becomes x * y, if only this node uses x
+    wide = x.float(); a * wide; b * wide      # becomes a cast per step, because a program then reads the narrow x
+    (a * b).view(shape) + c                   # becomes a.view(shape) * b.view(shape) + c
 
-untangle: what stands between elementwise nodes of a captured graph, and would keep them from being one program.
-
-Ops in place, which say over what they are written; casts to a wider dtype that several steps share; views between a
-step and the next; and halves that a rotary embedding swaps (fquant/compile/passes/canonicalize.py). Each is put aside by nodes of the same
-bits, for fquant/compile/passes/fuse_pointwise.py, which comes next.
+Halves are recognised by their memory offsets, so x may be sliced, split or chunked.
 """
 
 from __future__ import annotations
@@ -20,122 +19,109 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...kernels.ops.pointwise_program import DTYPES, Step, is_turned
-from ...kernels.ops.rotate_half import OP
+from ...kernels.ops.pointwise_program import Step, is_turned
+from ...kernels.ops.rotate_half import OP as ROTATE_HALF
 from .. import graph as graphs
-from .pointwise_lowering import FULL, constant, step_of
+from .pointwise_lowering import FLOATS, constant_value, step_of
+from .simplify import replace_with_full
 
 _aten = torch.ops.aten
-_FLOATS = tuple(DTYPES.values())
+_OUT_OF_PLACE: dict[Any, Any] = {
+    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
+    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
+}  # fmt: skip
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
-def turn(graph: Graph) -> None:
-    """Replace every negation and concatenation of halves by one node."""
-    written = set[int]().union(*map(graphs.written_storages, graph.nodes))
+def canonicalize(graph: Graph) -> None:
+    """Rewrite rotary halves, in-place ops, shared casts and views between elementwise nodes into forms that fuse."""
+    _replace_rotary_halves(graph)
+    _functionalize(graph)
+    _duplicate_casts(graph)
+    _hoist_views(graph)
+
+
+def _replace_rotary_halves(graph: Graph) -> None:
+    written = graphs.all_written_storages(graph)
     for node in list(graph.nodes):
-        found = _found(node) if node.target is _aten.cat.default else None
-        if found is None or graphs.storages(found[0]) & written:  # a half may have been read before that
+        matched = _match_rotary_halves(node) if node.target is _aten.cat.default else None
+        if matched is None or graphs.storages(matched[0]) & written:  # a half may have been read before the write
             continue
         with graph.inserting_before(node):
-            new = graph.call_function(OP, found)
-        new.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(new)
-        _erase(graph, node)
+            rotated = graph.call_function(ROTATE_HALF, matched)
+        rotated.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(rotated)
+        _erase_unused(graph, node)
 
 
-def _found(cat: Node) -> tuple[Node, int] | None:
-    """What is turned, and by which half; None where it is something else that is put together."""
-    parts, *dim = cat.args
+def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
+    """Return the node whose halves ``cat`` swaps, and the signed half; None for any other concatenation."""
+    args: Any = cat.args
+    parts, *dim = args
     t = cat.meta["val"]
-    if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):  # type: ignore[arg-type]
+    if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):
         return None
-    if t.dtype not in _FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0:
+    if t.dtype not in FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0:
         return None
-    if not is_turned(t.shape, half := t.shape[-1] // 2):
+    negated = [part.target is _aten.neg.default for part in parts]
+    if negated[0] == negated[1] or not is_turned(t.shape, half := t.shape[-1] // 2):
         return None
-    negated = [part.target is _aten.neg.default for part in parts]  # type: ignore[union-attr]
-    if negated[0] == negated[1]:
+    halves = [part.args[0] if minus else part for part, minus in zip(parts, negated, strict=True)]
+    source = _sliced_node(halves[0])
+    if source is None or source is not _sliced_node(halves[1]) or graphs.shape(source) != t.shape:
         return None
-    halves = [part.args[0] if minus else part for part, minus in zip(parts, negated, strict=True)]  # type: ignore
-    whole = _whole(halves[0])
-    if whole is None or whole is not _whole(halves[1]) or graphs.tensors(whole)[0].shape != t.shape:
-        return None
-    (x,) = graphs.tensors(whole)
+    (x,) = graphs.tensors(source)
     starts = tuple(part.meta["val"].storage_offset() - x.storage_offset() for part in halves)
     alike = all(p.meta["val"].shape[-1] == half and p.meta["val"].stride() == x.stride() for p in halves)
     if not alike or x.dtype != t.dtype or starts != (half * x.stride(-1), 0):
         return None
-    return whole, half if negated[0] else -half
+    return source, half if negated[0] else -half
 
 
-def _whole(part: Node) -> Node | None:
-    """What ``part`` is a part of."""
-    if part.target is operator.getitem:
-        part = part.args[0]  # type: ignore[assignment]
-        return part.args[0] if part.target is _aten.split.Tensor else None  # type: ignore[return-value]
-    return part.args[0] if part.target is _aten.slice.Tensor else None  # type: ignore[return-value]
+def _sliced_node(part: Any) -> Node | None:
+    """Return the node of which ``part`` is a slice or a split."""
+    op, part = (_aten.split.Tensor, part.args[0]) if part.target is operator.getitem else (_aten.slice.Tensor, part)
+    return part.args[0] if part.target is op else None
 
 
-def _erase(graph: Graph, node: Node) -> None:
-    """Take out a node that nobody uses, and what was there for it alone."""
-    near = node.all_input_nodes
+def _erase_unused(graph: Graph, node: Node) -> None:  # and the nodes that only it used
+    arguments = node.all_input_nodes
     graph.erase_node(node)
-    for one in near:
-        if not one.users and one.op == "call_function":
-            _erase(graph, one)
+    for argument in arguments:
+        if not argument.users and argument.op == "call_function":
+            _erase_unused(graph, argument)
 
 
-_aten = torch.ops.aten
-_IN_PLACE: dict[Any, Any] = {
-    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
-    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
-}  # fmt: skip
-_FILL = _aten.fill_.Scalar
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-
-
-def untangle(graph: Graph) -> None:
-    """Put aside what stands between elementwise nodes."""
-    turn(graph)
-    _unwrite(graph)
-    _spread(graph)
-    _see_first(graph)
-
-
-def _unwrite(graph: Graph) -> None:
-    """Give results memory of their own where they were written over what nobody else reads."""
+def _functionalize(graph: Graph) -> None:
+    """Replace in-place ops on a result that only they use by ops with a result of their own."""
     for node in list(graph.nodes):
-        first = node.args[0] if node.args else None
-        if not isinstance(first, Node) or first.op != "call_function" or len(first.users) > 1:
+        written = node.args[0] if node.args else None
+        if not isinstance(written, Node) or written.op != "call_function" or len(written.users) > 1:
             continue
-        if any(graphs.storages(first) & graphs.storages(near) for near in first.all_input_nodes):
-            continue  # its memory is another's
-        if node.target is _FILL:
-            (t,) = graphs.tensors(node)
-            if t.is_contiguous():
-                kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-                node.target, node.args, node.kwargs = FULL, (list(t.shape), node.args[1]), kwargs
-                graph.erase_node(first)
-        elif (
-            node.target in _IN_PLACE and graphs.tensor_layouts(first) == graphs.tensor_layouts(node) and _is_kept(node)
-        ):
+        if graphs.storages(written) & graphs.all_storages(written.all_input_nodes):
+            continue  # a view, whose base may be read
+        if node.target is _aten.fill_.Scalar:
+            if replace_with_full(graph, node, node.args[1]):  # type: ignore[arg-type]
+                graph.erase_node(written)
+        elif node.target in _OUT_OF_PLACE and _keeps_layout(node):
             with graph.inserting_before(node):
-                new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
+                new = graph.call_function(_OUT_OF_PLACE[node.target], node.args, node.kwargs)
             new.meta["val"] = node.meta["val"]
             graphs.refresh_value(new)
             graphs.replace_uses(node, new)
             graph.erase_node(node)
 
 
-def _is_kept(node: Node) -> bool:
-    """Whether an op in place would give what it writes over, dtype and layout, if it wrote elsewhere."""
+def _keeps_layout(node: Node) -> bool:
+    """Return True if the out-of-place op returns the dtype and layout that the in-place op writes over."""
     values: list[Any] = [graphs.tensors(x)[0] if isinstance(x, Node) else x for x in node.args[:2]]
-    into, other = values
-    return into.is_contiguous() and torch.result_type(into, other) == into.dtype
+    written, other = values
+    same = graphs.tensor_layout(written) == graphs.tensor_layout(graphs.tensors(node)[0])
+    return same and written.is_contiguous() and torch.result_type(written, other) == written.dtype
 
 
-def _spread(graph: Graph) -> None:
-    """Widen again for every step that reads a widened tensor: a program does it on the way, and reads half as much."""
+def _duplicate_casts(graph: Graph) -> None:
+    """Cast a narrow tensor again for each step that reads it widened: a program casts as it reads half the bytes."""
     for node in list(graph.nodes):
         if node.target is not _aten._to_copy.default or step_of(node) is None:
             continue
@@ -143,32 +129,28 @@ def _spread(graph: Graph) -> None:
         if narrow.itemsize < wide.itemsize and all(step_of(user) not in (None, "copy") for user in node.users):
             for user in list(node.users)[1:]:
                 with graph.inserting_before(user):
-                    again = graph.node_copy(node)
-                graphs.refresh_value(again)
-                user.replace_input_with(node, again)
+                    cast = graph.node_copy(node)
+                graphs.refresh_value(cast)
+                user.replace_input_with(node, cast)
 
 
-def _see_first(graph: Graph) -> None:
-    """See a step's arguments in another shape, rather than its result, where a step reads that: so they may be one."""
+def _hoist_views(graph: Graph) -> None:
+    """View a step's arguments rather than its result, if another step reads that view: so the two may fuse."""
     for view in list(graph.nodes):
         if view.target not in _VIEWS or not any(isinstance(step_of(user), Step) for user in view.users):
             continue
-        (made,) = view.all_input_nodes
-        step, near = step_of(made), made.all_input_nodes
-        fit = all(_shape(x) == _shape(made) and graphs.tensors(x)[0].is_contiguous() for x in near)
-        alone = len(made.users) == 1 and not any(step_of(x) or constant(x) is not None for x in near)
+        (viewed,) = view.all_input_nodes
+        step, arguments = step_of(viewed), viewed.all_input_nodes
+        fit = all(graphs.shape(x) == graphs.shape(viewed) and graphs.tensors(x)[0].is_contiguous() for x in arguments)
+        alone = len(viewed.users) == 1 and not any(step_of(x) or constant_value(x) is not None for x in arguments)
         if not isinstance(step, Step) or step.op == "turn" or not fit or not alone:
             continue
-        with graph.inserting_before(made):
-            seen = {x: graph.call_function(_aten.view.default, (x, list(_shape(view)))) for x in near}
-            new = graph.node_copy(made, seen.__getitem__)
-        for node, like in [*((node, x) for x, node in seen.items()), (new, made)]:
+        with graph.inserting_before(viewed):
+            views = {x: graph.call_function(_aten.view.default, (x, list(graphs.shape(view)))) for x in arguments}
+            new = graph.node_copy(viewed, views.__getitem__)
+        for node, like in [*((node, x) for x, node in views.items()), (new, viewed)]:
             node.meta["val"] = like.meta["val"]
             graphs.refresh_value(node)
         graphs.replace_uses(view, new)
         graph.erase_node(view)
-        graph.erase_node(made)
-
-
-def _shape(node: Node) -> torch.Size:
-    return graphs.tensors(node)[0].shape
+        graph.erase_node(viewed)

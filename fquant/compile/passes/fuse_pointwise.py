@@ -1,22 +1,18 @@
-"""fuse: chains of elementwise nodes of a captured graph become one node each.
+"""Pointwise fusion: chains of elementwise nodes of a captured graph become one node each, with the same bits.
 
-A product of matrices is a few nodes of a step, and what lies between them is hundreds: norms, activations, rotations,
-casts, sums of gradients, the optimiser. Each reads its arguments from memory and writes its result to memory, though
-most results are read once, by the next. Here such a chain becomes a program (fquant/kernels/ops/pointwise.py), which runs
-through its arguments once and holds what is between in the nearest cache. Its bits are those of its nodes.
+A step has few matrix products and hundreds of elementwise nodes: norms, activations, rotations, casts, sums of
+gradients, the optimiser. Each reads and writes memory, though most results are read once, by the next node. A fused
+chain is a program (``fquant/kernels/ops/pointwise.py``), which traverses memory once and keeps intermediate values in
+the nearest cache. ``canonicalize.py`` first removes what stands between such nodes.
 
-What only stands between such nodes is put aside before (fquant/compile/passes/canonicalize.py).
+A group of nodes may run as one, at the place of its last member, if no other node uses a member before. So nodes are
+visited in order: each joins the groups of its arguments if it has their shape, and a group that another node reads is
+closed. A node does not join if its arguments are overwritten before, or if the group would hold too much. Run later, it
+holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not rise. Because the rest of
+the graph does not count, equal layers fuse alike. By the same rules a group then joins a later one that reads the same
+tensors, e.g. the two gradients of a product. The program that makes the new value of a donated argument also writes it.
 
-A group of nodes may run as one where its last member stands if nobody else has used a member before that. So nodes are
-looked at in order: one joins the groups of its arguments if it has their shape, and a group that anybody else reads
-takes no more. Neither does one whose arguments are about to be written over, nor one that would hold too much: run
-later, it holds its arguments for longer, all the terms of a sum for instance, and the most that is held nearby is not
-to rise. (So neither does the peak, and equal layers are fused alike, however far from it they are.) By the same rules a
-group then runs with a later one that reads what it reads: the two gradients of a product, say.
-
-A donated argument is written by the program that makes its new value, which is then nowhere else.
-
-Only on CPUs, with the kernels of csrc/kernels.c; on other devices there is Inductor (``compile=True``).
+The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
 """
 
 from __future__ import annotations
@@ -34,200 +30,178 @@ from ...kernels.ops.pointwise import OP
 from ...kernels.ops.pointwise_program import Program, Step
 from .. import graph as graphs
 from .. import liveness
-from .canonicalize import untangle
-from .pointwise_lowering import COPY, SQUARE, constant, step_of
+from .canonicalize import canonicalize
+from .pointwise_lowering import COPY, SQUARE, constant_value, step_of
 
-NEVER = sys.maxsize  # a place behind all others
-SLACK = 2**16  # bytes that a group may hold in addition where the most is held
-ABOUT = 256  # nodes before and behind a group, of which the most that is held is not to rise
-READS, STEPS = 16, 48  # of one program at most: what it works on stays in the cache nearest to the core
+NO_DEADLINE = sys.maxsize  # an index behind all nodes
+MEMORY_SLACK = 2**16  # bytes that a group may add to the most that is held nearby
+PEAK_WINDOW = 256  # nodes before and behind a group that count as nearby
+MAX_READS, MAX_STEPS = 16, 48  # of one program, so that its working set stays in the nearest cache
 
 
 def fuse_pointwise(graph: Graph) -> None:
-    """Replace chains of elementwise nodes by one node each, where C computes them."""
-    if not _in_c():
+    """Replace chains of elementwise nodes by one node each, if the C kernels are in use."""
+    if os.environ.get(VARIABLE, "cpu").partition(":")[0] != "cpu" or backend("cpu")[0] != "cpu":
         return
-    untangle(graph)
-    groups = _Groups(graph)
+    canonicalize(graph)
+    grouping = _Grouping(graph)
     for place, node in enumerate(graph.nodes):
-        groups.add(node, place)
-    groups.pair()
-    for group in groups.found:
-        if len(group.members) > 1 and group.is_whole():
-            _emit(graph, group)
-
-
-def _in_c() -> bool:
-    asked = os.environ.get(VARIABLE, "cpu").partition(":")[0]
-    return asked == "cpu" and backend("cpu")[0] == "cpu"
+        grouping.add(node, place)
+    grouping.pair()
+    for group in grouping.groups:
+        reads = group.reads()
+        if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.shape:
+            _replace_with_program(graph, group.members, reads)
 
 
 class _Group:
-    """Nodes of one shape that are to run as one."""
+    """Nodes of one shape that are to run as one program."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape, self.place = shape, 0  # the place is that of the last member
-        self.members = dict[Node, Step | None]()  # None: a copy to what is donated
-        self.over = set[int]()  # the memory that is written
-        self.until = NEVER  # the place of the first node before which it has to run
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes more."""
-        return self.until == NEVER
+        self.members = dict[Node, Step | None]()  # None: a copy into a donated argument
+        self.written = set[int]()  # storages that such copies write
+        self.deadline = NO_DEADLINE  # the place of the first node that needs the group to have run
 
     def reads(self) -> list[Node]:
-        """What members take that are none themselves, and no numbers."""
-        near = [x for node in self.members for x in node.all_input_nodes]
-        return [x for x in dict.fromkeys(near) if x not in self.members and constant(x) is None]
+        """Return the arguments of members that are neither members nor constants."""
+        arguments = dict.fromkeys(x for node in self.members for x in node.all_input_nodes)
+        return [x for x in arguments if x not in self.members and constant_value(x) is None]
 
-    def whole_reads(self) -> list[Node]:
-        """Those that have its shape."""
-        return [read for read in self.reads() if _shape(read) == self.shape]
-
-    def is_whole(self) -> bool:
-        """Whether the shape is that of what is read, and not of a constant."""
-        reads = self.reads()
-        return bool(reads) and torch.broadcast_shapes(*map(_shape, reads)) == self.shape
-
-    def is_wanted(self, node: Node) -> bool:
-        """Whether anybody else uses a member."""
-        return not self.members.keys() >= node.users.keys()
+    def full_reads(self) -> list[Node]:
+        """Return the reads that have the group's shape."""
+        return [read for read in self.reads() if graphs.shape(read) == self.shape]
 
 
-class _Groups:
-    """All groups of a graph, as its nodes are looked at in order."""
+class _Grouping:
+    """The groups of a graph, formed while its nodes are visited in order."""
 
     def __init__(self, graph: Graph) -> None:
-        self.found = list[_Group]()
-        self.of = dict[Node, _Group]()
-        self.using = dict[int, list[_Group]]()  # who reads or writes a storage
-        self.writing = dict[int, _Group]()
+        self.groups = list[_Group]()
+        self.group_of = dict[Node, _Group]()
+        self.users = dict[int, list[_Group]]()  # groups that read or write a storage
+        self.writers = dict[int, _Group]()
         self.last = liveness.last_uses(graph)
-        now = [now for _, now, _ in liveness.walk_memory(graph)]  # bytes while each node runs
-        self.now = torch.tensor(now, dtype=torch.int64, device="cpu")
+        live = [nbytes for _, nbytes, _ in liveness.walk_memory(graph)]  # while each node runs
+        self.live = torch.tensor(live, dtype=torch.int64, device="cpu")
 
     def add(self, node: Node, place: int) -> None:
-        """Let a node join groups, or begin one, and close those that it comes in the way of."""
-        step, given = step_of(node), graphs.read_nodes(node)
-        near = {id(self.of[x]): self.of[x] for x in given if x in self.of}
-        joined = [group for group in near.values() if group.is_open and step and group.shape == _shape(node)]
-        joined = [group for group in joined if self._may_wait(group, place)] if _may_join(node, joined) else []
+        """Join a node to the groups of its arguments or to a new one, and close the groups that must run before it."""
+        step, arguments = step_of(node), graphs.read_nodes(node)
+        near = list(dict.fromkeys(self.group_of[x] for x in arguments if x in self.group_of))
+        joined = [g for g in near if g.deadline == NO_DEADLINE and step and g.shape == graphs.shape(node)]
+        joined = [g for g in joined if self._may_defer(g, place)] if _may_join(node, joined) else []
         written = graphs.written_storages(node) if node.op == "call_function" else set()
-        memory = {storage for x in given for storage in graphs.storages(x)}
-        overwritten = [group for storage in written for group in self.using.get(storage, ())]
-        overwriting = [self.writing[storage] for storage in memory & self.writing.keys()]
-        for group in (*near.values(), *overwritten, *overwriting):
-            group.until = group.until if group in joined else min(group.until, place)
+        read = graphs.all_storages(arguments)
+        overwritten = [group for storage in written for group in self.users.get(storage, ())]
+        overwriting = [self.writers[storage] for storage in read & self.writers.keys()]
+        for group in (*near, *overwritten, *overwriting):
+            if group not in joined:
+                group.deadline = min(group.deadline, place)
         if step is None:
             return
-        group = self._merged(joined) if joined else _Group(_shape(node))
+        group = self._merge(joined) if joined else _Group(graphs.shape(node))
         if not joined:
-            self.found.append(group)
+            self.groups.append(group)
         group.members[node] = step if isinstance(step, Step) else None
-        group.over |= written
+        group.written |= written
         group.place = place
-        self.of[node] = group
-        self.writing |= dict.fromkeys(written, group)
-        for storage in memory | written:
-            self.using.setdefault(storage, []).append(group)
+        self.group_of[node] = group
+        self.writers |= dict.fromkeys(written, group)
+        for storage in read | written:
+            self.users.setdefault(storage, []).append(group)
 
     def pair(self) -> None:
-        """Let a group that may wait for another, and reads what that reads, run with it: so it is read once."""
-        reading = dict[Node, list[_Group]]()
-        for group in sorted(self.found, key=lambda group: group.place):
-            if not group.members or group.over:
+        """Merge a group into a later one that reads the same tensors, which are then read once."""
+        readers = dict[Node, list[_Group]]()
+        for group in sorted(self.groups, key=lambda group: group.place):
+            if not group.members or group.written:
                 continue
-            for other in [other for read in group.whole_reads() for other in reading.get(read, ())]:
+            for other in [other for read in group.full_reads() for other in readers.get(read, ())]:
                 members = other.members | group.members
-                if not other.members or other is group or other.until <= group.place or len(members) > STEPS:
+                if not other.members or other is group or other.deadline <= group.place or len(members) > MAX_STEPS:
                     continue
-                if len({*other.reads(), *group.reads()}) <= READS and self._may_wait(other, group.place):
-                    group.members, group.until, other.members = members, min(group.until, other.until), {}
-            for read in group.whole_reads():
-                reading.setdefault(read, []).append(group)
+                if len({*other.reads(), *group.reads()}) <= MAX_READS and self._may_defer(other, group.place):
+                    group.members, other.members = members, {}
+                    group.deadline = min(group.deadline, other.deadline)
+            for read in group.full_reads():
+                readers.setdefault(read, []).append(group)
 
-    def _may_wait(self, group: _Group, place: int) -> bool:
-        """Whether there is memory for a group to run at ``place``: it then holds what it reads until there."""
-        reads = {storage: size for read in group.reads() for storage, size in _made(read).items()}
-        held = {storage: size for storage, size in reads.items() if self.last[storage] < place}
-        made = [_made(member) for member, step in group.members.items() if step is not None]
-        more = sum(held.values()) - sum(n for sizes in made for s, n in sizes.items() if self.last[s] >= place)
-        between, about = self.now[group.place + 1 : place], self.now[max(0, group.place - ABOUT) : place + ABOUT]
-        if len(between) and more > SLACK and int(between.max()) + more > int(about.max()):
+    def _may_defer(self, group: _Group, place: int) -> bool:
+        """Return True, and account for it, if there is memory to hold a group's reads until ``place``."""
+        reads = [read for read in group.reads() if read.op != "placeholder"]  # which are held in any case
+        held = {s: size for read in reads for s, size in graphs.sizes(read).items() if self.last[s] < place}
+        results = [graphs.sizes(member) for member, step in group.members.items() if step is not None]
+        added = sum(held.values()) - sum(n for sizes in results for s, n in sizes.items() if self.last[s] >= place)
+        between = self.live[group.place + 1 : place]
+        nearby = self.live[max(0, group.place - PEAK_WINDOW) : place + PEAK_WINDOW]
+        if len(between) and added > MEMORY_SLACK and int(between.max()) + added > int(nearby.max()):
             return False
-        between += max(more, 0)
+        between += max(added, 0)
         self.last |= dict.fromkeys(held, place)
         return True
 
-    def _merged(self, groups: list[_Group]) -> _Group:
+    def _merge(self, groups: list[_Group]) -> _Group:
         first, *rest = groups
         for group in rest:
             first.members |= group.members
-            first.over |= group.over
-            self.of |= dict.fromkeys(group.members, first)
-            self.writing |= dict.fromkeys(group.over, first)
-            for storage in {storage for x in (*group.reads(), *group.members) for storage in graphs.storages(x)}:
-                self.using.setdefault(storage, []).append(first)
+            first.written |= group.written
+            self.group_of |= dict.fromkeys(group.members, first)
+            self.writers |= dict.fromkeys(group.written, first)
+            for storage in graphs.all_storages((*group.reads(), *group.members)):
+                self.users.setdefault(storage, []).append(first)
             group.members = {}
         return first
 
 
 def _may_join(node: Node, groups: list[_Group]) -> bool:
-    """Whether all are small enough together; and what one writes the others may read only as it is, and before."""
+    """Return True if a program of ``groups`` and ``node`` is small enough and reads nothing that it overwrites.
+
+    A copy may overwrite what others read if they read its target itself, and not another view of it.
+    """
     reads = {read for group in groups for read in group.reads()} | set(node.all_input_nodes)
-    if len(reads) > READS or sum(len(group.members) for group in groups) >= STEPS:
+    if len(reads) > MAX_READS or sum(len(group.members) for group in groups) >= MAX_STEPS:
         return False
     members = {member for group in groups for member in group.members}
-    over = {storage for group in groups for storage in group.over}
-    if any(graphs.storages(x) & over for x in node.all_input_nodes if x not in members):
+    overwritten = {storage for group in groups for storage in group.written}
+    if overwritten & graphs.all_storages(x for x in node.all_input_nodes if x not in members):
         return False
-    into, written = node.args[0] if node.target is COPY else None, graphs.written_storages(node)
-    return all(read is into for read in reads if graphs.storages(read) & written)
+    target, written = node.args[0] if node.target is COPY else None, graphs.written_storages(node)
+    return all(read is target for read in reads if graphs.storages(read) & written)
 
 
-def _shape(node: Node) -> torch.Size:
-    return graphs.tensors(node)[0].shape
-
-
-def _made(node: Node) -> dict[int, int]:
-    """Bytes of each storage of a node that is no argument."""
-    return {} if node.op == "placeholder" else graphs.sizes(node)
-
-
-def _emit(graph: Graph, group: _Group) -> None:
-    """Put the program of a group where its last member stands."""
-    reads = group.reads()
-    number = {node: i for i, node in enumerate(reads)}
+def _replace_with_program(graph: Graph, members: dict[Node, Step | None], reads: list[Node]) -> None:
+    """Replace the members of a group by one program at the place of the last."""
+    number = {node: i for i, node in enumerate(reads)}  # of the program's values
     steps, over, written, known = list[Step](), list[int](), list[Any](), dict[str, int]()
-    for node, step in group.members.items():
+    for node, step in members.items():
         if step is None:
             number[node] = number[node.args[1]]  # type: ignore[index]
             over.append(number[node])
             written.append(node.args[0])
             continue
-        args = node.args if node.target is not SQUARE else (node.args[0],) * 2
-        told = (constant(a) if constant(a) is not None else number[a] for a in args)  # type: ignore[index]
-        step = step._replace(args=tuple(told))  # type: ignore[arg-type]
-        number[node] = known.setdefault(repr(step), len(reads) + len(steps))
-        if number[node] == len(reads) + len(steps):
+        args: Any = node.args if node.target is not SQUARE else (node.args[0],) * 2
+        constants = [constant_value(a) for a in args]
+        step = step._replace(args=tuple(number[a] if c is None else c for a, c in zip(args, constants, strict=True)))
+        next_number = len(reads) + len(steps)
+        number[node] = known.setdefault(repr(step), next_number)  # by text: value 1 equals constant 1.0
+        if number[node] == next_number:
             steps.append(step)
-    wanted = [node for node, step in group.members.items() if step is not None and group.is_wanted(node)]
-    program = Program(tuple(steps), tuple(number[node] for node in wanted), tuple(over))
-    last = list(group.members)[-1]
-    with graph.inserting_after(last):
+    results = [node for node, step in members.items() if step is not None and not members.keys() >= node.users.keys()]
+    program = Program(tuple(steps), tuple(number[node] for node in results), tuple(over))
+    with graph.inserting_after(list(members)[-1]):
         call = graph.call_function(OP, (reads, written, program.text))
-    call.meta["val"] = [node.meta["val"] for node in wanted]
+    call.meta["val"] = [node.meta["val"] for node in results]
     with graph.inserting_after(call):
-        for i, node in reversed(list(enumerate(wanted))):
-            one = graph.call_function(operator.getitem, (call, i))
-            one.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(one)
-    for node in reversed(group.members):
+        for i, node in reversed(list(enumerate(results))):
+            result = graph.call_function(operator.getitem, (call, i))
+            result.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(result)
+    for node in reversed(members):
         if node.target is COPY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        near = node.all_input_nodes
+        arguments = node.all_input_nodes
         graph.erase_node(node)
-        for number in near:
-            if not number.users and constant(number) is not None:
-                graph.erase_node(number)
+        for argument in arguments:
+            if not argument.users and constant_value(argument) is not None:
+                graph.erase_node(argument)

@@ -1,13 +1,15 @@
-"""reuse: what an elementwise program makes is written over what it reads, where nobody reads that any more.
+"""Reinplacing: results of pointwise programs written over their dead arguments.
 
-Behind a program (fquant/compile/passes/fuse_pointwise.py) one of its arguments is often dead: the sum of two gradients needs neither of them. So
-a result of the same kind takes its memory: less is held, and what is written is in the cache already, where fresh
-memory would have to be fetched, or had from the system.
+Behind a program (``fuse_pointwise.py``) one of its arguments is often dead: nothing needs the terms of a sum of
+gradients any more. A result of the same layout takes its memory. Thus less is held, and the memory that is written is
+in the cache already.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -18,55 +20,59 @@ from .. import liveness
 
 
 def reinplace(graph: Graph) -> None:
-    """Let every program write over its dead arguments what it can."""
+    """Let each program write results over dead arguments of their layout."""
     last = liveness.last_uses(graph)
-    given = {storage for node in graph.nodes if node.op == "placeholder" for storage in graphs.storages(node)}
+    given = graphs.all_storages(graph.find_nodes(op="placeholder"))
     for place, node in enumerate(list(graph.nodes)):
         if node.target is OP:
-            dead = [read for read in _whole(node) if last[_storage(read)] == place and _storage(read) not in given]
+            dead = [x for x in _sole_reads(node) if last[_storage(x)] == place and _storage(x) not in given]
             _write_over(graph, node, dead, last)
 
 
-def _whole(node: Node) -> list[Node]:
-    """What a program reads that is all of its memory, and the only one to read that."""
-    reads: list[Node] = node.args[0]  # type: ignore[assignment]
-    out = []
+def _sole_reads(node: Node) -> list[Node]:
+    """Return the arguments of a program that fill their storage and are its only readers of that."""
+    reads: Any = node.args[0]
+    found = []
     for read in reads:
         (t,), memory = graphs.tensors(read), graphs.sizes(read)
-        alone = all(near is read or not memory.keys() & graphs.storages(near) for near in reads)
+        alone = all(other is read or not memory.keys() & graphs.storages(other) for other in reads)
         if alone and t.is_contiguous() and list(memory.values()) == [graphs.nbytes(t)]:
-            out.append(read)
-    return out
+            found.append(read)
+    return found
 
 
 def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]) -> None:
-    """Take ``dead`` arguments for results of their kind, in order."""
-    reads, write, text = node.args
-    program, made = parse(str(text)), {int(one.args[1]): one for one in node.users}  # type: ignore[arg-type]
-    taken = dict[int, Node]()
-    for i, one in made.items():
-        fitting = [
-            read
-            for read in dead
-            if graphs.tensor_layouts(read) == graphs.tensor_layouts(one) and read not in taken.values()
-        ]
-        if fitting:
-            taken[i] = fitting[0]
-    if not taken:
+    """Give each result of a program, in order, the memory of the first of the ``dead`` arguments that fits."""
+    results: dict[int, Any] = {user.args[1]: user for user in node.users}  # type: ignore[misc]
+    targets = dict[int, Node]()
+    for i, result in results.items():
+        fitting = [x for x in dead if graphs.tensor_layouts(x) == graphs.tensor_layouts(result)]
+        if free := [x for x in fitting if x not in targets.values()]:
+            targets[i] = free[0]
+    if not targets:
         return
-    new = [i for i in range(len(program.new)) if i not in taken]
-    over = [program.new[i] for i in taken]
-    program = program._replace(new=tuple(program.new[i] for i in new), over=(*program.over, *over))
-    node.args = (reads, [*write, *taken.values()], program.text)  # type: ignore[misc]
-    node.meta["val"] = [node.meta["val"][i] for i in new]
-    for i, read in taken.items():
-        last[_storage(read)] = last[_storage(made[i])]
-        graphs.replace_uses(made[i], read)
-        graph.erase_node(made[i])
-    for i, one in made.items():
-        if i not in taken:
-            one.args = (node, new.index(i))
-    assert all(user.target is operator.getitem for user in node.users)
+    remaining = redirect(node, targets)
+    node.meta["val"] = [node.meta["val"][i] for i in remaining]
+    for i, result in results.items():
+        assert result.target is operator.getitem
+        if i in targets:
+            last[_storage(targets[i])] = last[_storage(result)]
+            graphs.replace_uses(result, targets[i])
+            graph.erase_node(result)
+        else:
+            result.args = (node, remaining.index(i))
+
+
+def redirect(node: Node, targets: Mapping[int, Node]) -> list[int]:
+    """Let a program write results, by index, over ``targets``; return the indices of those that it still returns."""
+    args: Any = node.args
+    reads, write, text = args
+    program = parse(text)
+    remaining = [i for i in range(len(program.new)) if i not in targets]
+    over = (*program.over, *(program.new[i] for i in targets))
+    program = program._replace(new=tuple(program.new[i] for i in remaining), over=over)
+    node.args = (reads, [*write, *targets.values()], program.text)
+    return remaining
 
 
 def _storage(node: Node) -> int:

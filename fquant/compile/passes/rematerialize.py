@@ -1,27 +1,25 @@
-"""recompute: what is cheap to make again is not kept from the forward to the backward.
+"""Rematerialisation: cheap tensors are computed again in the backward rather than held since the forward.
 
-A step holds the most where its forward ends: everything that the backward will read. Part of that is the result of a
-matrix product, a collective or an attention, and worth its bytes. The rest are norms, activations, casts and sums,
-which one pass over what they were made from makes again: a gated MLP keeps two products of its own and, because of
-autograd, two more tensors of that size. This pass finds these in a captured graph, and puts their ops once more before
-their first use behind the peak. The same ops of the same values: results stay what they were, to the bit. If nobody
-waits for that use, a gradient of an adapter for instance, it is put off until what they are made from is read for
-another purpose, and last: then one pass over that does both.
-
-So of three choices that a block has, one is made here, for any model and without a word in it:
+A step holds the most memory where its forward ends: everything that the backward will read. Results of matrix
+products, collectives and attention are worth their bytes. Norms, activations, casts and sums are cheap: one pass over
+their arguments computes them again. Of a gated MLP this keeps two products, where autograd holds two more tensors of
+that size. The pass repeats the ops of such tensors before their first use behind the peak, so results keep every bit.
+If no node waits for that use, e.g. for an adapter's gradient, it is delayed to the last use of the same sources. Then
+one pass over memory computes both. Of the three choices that a block has, any model gets the second from this pass:
 
     save everything      jit(step, recompute=False)
     save selected        jit(step)
-    save inputs          comm.wrap = remat, which computes matrix products again as well
+    save inputs          comm.wrap = remat, which repeats matrix products too
 
-What a tensor is made again from has to be there, and may not have been: a norm is made from its input, which is then
-held in its place. :func:`_least` weighs the one against the other, down to what is no cheap op's result. (Kept or made
-again is a minimum cut of the graph; Chen et al. 2016, "Training deep nets with sublinear memory cost", and torch's
-partitioner do it for a forward and a backward that were traced apart. Here they are one list, and the peak divides it.)
+The sources of a repeated tensor must be live: a norm, for instance, then holds its input instead. The pass compares the
+bytes, down to results of ops that are not cheap. To keep or to recompute is a minimum cut of the graph. Chen et al.
+2016, "Training deep nets with sublinear memory cost", and torch's partitioner solve it for a forward and a backward
+traced apart; here one graph has both, and its peak divides them.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -31,173 +29,151 @@ from ...kernels.ops import norm
 from .. import graph as graphs
 from .. import liveness
 
-LEAST = 2**16  # bytes that are worth another op
-NEAR = 32  # ops between two uses of a tensor, within which it is better kept
-DEEP = 12  # ops in a row to make one tensor again
-ROUNDS = 8  # the peak moves as it sinks
+MIN_BYTES = 2**16  # that justify another op
+MIN_DISTANCE = 32  # nodes between two uses of a tensor, within which it is kept
+MAX_DEPTH = 12  # ops in a row to compute one tensor again
+MAX_ROUNDS = 8  # because the peak moves as it sinks
 
 _aten = torch.ops.aten
 _CHEAP = (_aten._to_copy.default, _aten.clone.default, _aten.mean.dim, norm.OP)
 
 
 def rematerialize(graph: Graph) -> None:
-    """Make cheap tensors again rather than holding them over the peak of memory, as long as the peak sinks."""
-    before = None
-    for _ in range(ROUNDS):
+    """Compute cheap tensors again rather than holding them over the peak of memory, as long as the peak sinks."""
+    before = math.inf
+    for _ in range(MAX_ROUNDS):
         peak = liveness.peak(graph)
-        if (before is not None and peak.nbytes >= before) or not _Round(graph, peak).sink():
+        if peak.nbytes >= before or not _PeakReduction(graph, peak).apply():
             return
         before = peak.nbytes
 
 
-class _Round:
-    """One peak: who reads behind it what was made before it, and what has been made again so far."""
+class _PeakReduction:
+    """The liveness of a graph around one peak, and the tensors that have been computed again so far."""
 
     def __init__(self, graph: Graph, peak: liveness.Peak) -> None:
-        self.graph, self.peak, self.nodes = graph, peak, list(graph.nodes)
+        self.graph, self.makers, self.nodes = graph, peak.holding, list(graph.nodes)
         self.place: dict[Node, float] = {node: i for i, node in enumerate(self.nodes)}
         self.held = set(peak.holding)
+        self.size = {storage: graphs.sizes(maker)[storage] for storage, maker in self.makers.items()}
         self.last = liveness.last_uses(graph)
-        # Returned, or written in place: it is not made again, nor is anything that was made from what is written.
-        self.written = set[int]().union(*map(graphs.written_storages, self.nodes))
-        self.fixed = self.written.union(*map(graphs.storages, graphs.outputs(graph)))
-        self.before = dict[int, int]()  # the last use before the peak of every storage
-        self.readers = dict[int, list[tuple[Node, Node]]]()  # and who reads it behind the peak, by which node
-        self.later = dict[int, list[Node]]()  # what lies in it behind the peak
+        self.written = graphs.all_written_storages(graph)
+        self.fixed = self.written | graphs.all_storages(graphs.outputs(graph))  # never computed again
+        self.last_before = dict[int, int]()  # by storage, its last use before the peak
+        self.readers = dict[int, list[tuple[Node, Node]]]()  # its readers behind the peak, and the nodes they read
+        self.later = dict[int, list[Node]]()  # its views behind the peak
         self.copies = dict[Node, Node]()
         for i, node in enumerate(self.nodes):
             if i > peak.place:
                 for storage in graphs.storages(node):
                     self.later.setdefault(storage, []).append(node)
-            for near in graphs.read_nodes(node):
-                for storage in graphs.storages(near):
+            for argument in graphs.read_nodes(node):
+                for storage in graphs.storages(argument):
                     if i <= peak.place:
-                        self.before[storage] = i
-                    elif self.place[near] <= peak.place:
-                        self.readers.setdefault(storage, []).append((node, near))
+                        self.last_before[storage] = i
+                    elif self.place[argument] <= peak.place:
+                        self.readers.setdefault(storage, []).append((node, argument))
 
-    def sink(self) -> bool:
-        """Make again what can be; whether anything was."""
-        made = {storage: self.place[maker] for storage, maker in self.peak.holding.items()}
-        # What is decided of a tensor holds for what is made from it; what is used first is made again first.
-        wanted = [storage for storage in sorted(made, key=made.__getitem__) if self._is_wanted(storage)]
-        for storage in wanted:
-            self._put_off(storage)
-        for storage in sorted(wanted, key=self._first):
-            self._once_more(storage)
-        return bool(wanted)
+    def apply(self) -> bool:
+        """Compute again every tensor for which less is held then; return True if there is any."""
+        # In the order in which they were made, because a choice holds for the tensors made from it.
+        in_order = sorted(self.makers, key=lambda storage: self.place[self.makers[storage]])
+        chosen = [storage for storage in in_order if self._choose(storage)]
+        for storage in chosen:
+            self._delay_readers(storage)
+        first = {s: min((reader for reader, _ in self.readers[s]), key=self.place.__getitem__) for s in chosen}
+        for storage, at in sorted(first.items(), key=lambda item: self.place[item[1]]):
+            for reader, argument in self.readers[storage]:
+                reader.replace_input_with(argument, self._recompute(argument, at))
+            for node in self.later.get(storage, ()):  # its views have the new storage
+                graphs.refresh_value(node)
+        return bool(chosen)
 
-    def _put_off(self, storage: int) -> None:
-        """Move those who read it, if nobody waits for them, to where what it is made from is read last."""
-        sources = {source: None for _, near in self.readers[storage] for source in self._sources(near)}
-        places = [self.last[s] for source in sources for s in graphs.storages(source)]
-        behind = max(places, default=0) + 1
+    def _choose(self, storage: int) -> bool:
+        """Return True if recomputation holds less; from then on the sources count as held, and the storage not."""
+        if storage not in self.readers or self.size[storage] < MIN_BYTES:
+            return False
+        last_before = self.last_before.get(storage, self.place[self.makers[storage]])
+        if self.place[self.readers[storage][0][0]] - last_before <= MIN_DISTANCE:
+            return False
+        self.held.remove(storage)
+        cost, kept = 0, set[Node]()
+        for argument in dict.fromkeys(argument for _, argument in self.readers[storage]):
+            added, nodes = self._recompute_cost(argument, MAX_DEPTH)
+            cost, kept = cost + (added if nodes - kept else 0), kept | nodes
+        if self.size[storage] - cost < MIN_BYTES:
+            self.held.add(storage)
+            return False
+        self.held |= graphs.all_storages(kept)
+        return True
+
+    def _recompute_cost(self, node: Node, depth: int) -> tuple[int, set[Node]]:
+        """Return the fewest bytes to hold in addition for ``node`` behind the peak, and the nodes to hold."""
+        if self._is_held(node):
+            return 0, set()
+        own = sum(graphs.sizes(node).values())
+        if depth == 0 or not self._is_cheap(node):
+            return own, {node}
+        cost, kept = 0, set[Node]()
+        for argument in node.all_input_nodes:
+            added, nodes = self._recompute_cost(argument, depth - 1)
+            cost, kept = cost + added, kept | nodes
+            if cost >= own:
+                return own, {node}
+        return cost, kept
+
+    def _is_held(self, node: Node) -> bool:
+        return node.op == "placeholder" or graphs.storages(node) <= self.held
+
+    def _is_cheap(self, node: Node) -> bool:
+        """Return True if ``node`` is one pass over its arguments, one of the results of such a node, or a view."""
+        target, written = node.target, self.written & graphs.all_storages(node.all_input_nodes)  # before it runs again
+        if node.op != "call_function" or written or graphs.storages(node) & self.fixed:
+            return False
+        if target is operator.getitem:
+            return True
+        if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        return target in _CHEAP or torch.Tag.pointwise in target.tags or graphs.is_view(node)
+
+    def _delay_readers(self, storage: int) -> None:
+        """Move the readers of a storage, if no node waits for them, to where its sources are read last."""
+        sources = {source: None for _, argument in self.readers[storage] for source in self._sources(argument)}
+        behind = max((self.last[s] for s in graphs.all_storages(sources)), default=0) + 1
         if behind == len(self.nodes):
-            return  # one of them is returned
+            return  # a source is returned
         while self._is_cheap(self.nodes[behind]) and not graphs.is_view(self.nodes[behind]):
-            behind += 1  # the passes that begin there stay together, and run as one (fuse.py)
+            behind += 1  # the elementwise nodes that begin there stay together to fuse
         early = [reader for reader, _ in self.readers[storage] if self.place[reader] < behind]
-        if all(self._may_move(reader, storage, behind) for reader in early):
+        if all(self._may_delay(reader, storage, behind) for reader in early):
             for reader in early:
                 self.nodes[behind].prepend(reader)
                 self.place[reader] = behind - 0.5
 
-    def _is_wanted(self, storage: int) -> bool:
-        """Whether less is held if it is made again; then it counts as not held, and what it is made from as held."""
-        if not self._is_candidate(storage):
-            return False
-        self.held.remove(storage)
-        cost, kept = 0, set[Node]()
-        for near in {near: None for _, near in self.readers[storage]}:
-            more, nodes = self._least(near, DEEP)
-            cost, kept = cost + (more if nodes - kept else 0), kept | nodes
-        if self._nbytes(storage) - cost < LEAST:
-            self.held.add(storage)
-            return False
-        for node in kept:
-            self.held |= graphs.storages(node)
-        return True
-
-    def _is_candidate(self, storage: int) -> bool:
-        if storage not in self.readers or self._nbytes(storage) < LEAST:
-            return False
-        made = self.place[self.peak.holding[storage]]
-        return self.place[self.readers[storage][0][0]] - self.before.get(storage, made) > NEAR
-
-    def _nbytes(self, storage: int) -> int:
-        return graphs.sizes(self.peak.holding[storage])[storage]
-
-    def _is_cheap(self, node: Node) -> bool:
-        """Whether ``node`` is one pass over its arguments, one of the results of such a node, or a view."""
-        target = node.target
-        if node.op != "call_function" or graphs.storages(node) & self.fixed:
-            return False
-        if any(graphs.storages(near) & self.written for near in node.all_input_nodes):
-            return False  # it may read something else by then
-        if target is operator.getitem:
-            return True
-        if not isinstance(target, torch._ops.OpOverload):
-            return False
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return False
-        return target in _CHEAP or torch.Tag.pointwise in target.tags or graphs.is_view(node)
-
     def _sources(self, node: Node) -> dict[Node, None]:
-        """What ``node`` is made from again."""
-        if node.op == "placeholder":
-            return {}
-        if graphs.storages(node) <= self.held:
-            return {node: None}
-        return {source: None for near in node.all_input_nodes for source in self._sources(near)}
+        """Return the held nodes from which ``node`` is computed again, without inputs of the graph."""
+        if self._is_held(node):
+            return {} if node.op == "placeholder" else {node: None}
+        return {source: None for argument in node.all_input_nodes for source in self._sources(argument)}
 
-    def _may_move(self, reader: Node, storage: int, behind: int) -> bool:
-        """Whether a node may run later, holding less for that than ``storage``."""
+    def _may_delay(self, reader: Node, storage: int, behind: int) -> bool:
+        """Return True if a node may run later without holding more for that than the bytes of ``storage``."""
         if not isinstance(reader.target, torch._ops.OpOverload) or graphs.collective(reader) or graphs.is_wait(reader):
             return False
-        memory = set().union(*map(graphs.storages, (reader, *reader.all_input_nodes)))
+        memory = graphs.all_storages((reader, *reader.all_input_nodes))
         if memory & self.written or any(self.place[user] < behind for user in reader.users):
             return False
-        ending = [near for near in reader.all_input_nodes if near.op != "placeholder"]
-        sizes = {s: n for near in ending for s, n in graphs.sizes(near).items() if self.last[s] < behind}
-        return sum(n for s, n in sizes.items() if s != storage) < self._nbytes(storage)
+        sizes = {s: n for x in reader.all_input_nodes if x.op != "placeholder" for s, n in graphs.sizes(x).items()}
+        return sum(n for s, n in sizes.items() if self.last[s] < behind and s != storage) < self.size[storage]
 
-    def _first(self, storage: int) -> float:
-        return min(self.place[reader] for reader, _ in self.readers[storage])
-
-    def _once_more(self, storage: int) -> None:
-        at = min((reader for reader, _ in self.readers[storage]), key=self.place.__getitem__)
-        for reader, near in self.readers[storage]:
-            reader.replace_input_with(near, self._copy(near, at))
-        for node in self.later.get(storage, ()):  # views of it lie in the new memory now
-            graphs.refresh_value(node)
-
-    def _least(self, node: Node, deep: int) -> tuple[int, set[Node]]:
-        """The fewest bytes to hold in addition, to have ``node`` behind the peak, and what is held for that."""
-        if node.op == "placeholder" or graphs.storages(node) <= self.held:
-            return 0, set()
-        keep = _nbytes(node)
-        if deep == 0 or not self._is_cheap(node):
-            return keep, {node}
-        cost, kept = 0, set[Node]()
-        for near in node.all_input_nodes:
-            more, nodes = self._least(near, deep - 1)
-            cost, kept = cost + more, kept | nodes
-            if cost >= keep:
-                return keep, {node}
-        return cost, kept
-
-    def _copy(self, node: Node, at: Node) -> Node:
-        """``node`` made again before ``at``, unless it is there."""
-        if node.op == "placeholder" or graphs.storages(node) <= self.held:
+    def _recompute(self, node: Node, at: Node) -> Node:
+        """Return a copy of ``node``, computed again before ``at`` unless there is one; held nodes are returned."""
+        if self._is_held(node):
             return node
         if node not in self.copies:
-            args = {near: self._copy(near, at) for near in node.all_input_nodes}
+            args = {argument: self._recompute(argument, at) for argument in node.all_input_nodes}
             with self.graph.inserting_before(at):
-                copy = self.graph.node_copy(node, lambda near: args[near])
+                copy = self.graph.node_copy(node, args.__getitem__)
             graphs.refresh_value(copy)
             self.copies[node] = copy
         return self.copies[node]
-
-
-def _nbytes(node: Node) -> int:
-    return sum(graphs.sizes(node).values())

@@ -1,7 +1,7 @@
-"""tidy: what a trace has and nobody needs is taken out of its graph, first and last of all passes.
+"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
 
-A trace has a node for every view, however often it is made, for what is asked for its shape only, and for products with
-the number 1.
+A trace makes the same view many times and reads tensors of which only the shape matters. It multiplies by 1 if the
+alpha of an adapter is its rank.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.fx import Graph, Node
 from .. import graph as graphs
 
 _aten = torch.ops.aten
-_IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they are their argument
-_CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # of which the argument says the shape only
+_IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they return their argument
+_CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # which read only the argument's shape
 _PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
-_IN_PLACE = {  # a tensor itself is seen otherwise, which a replay may have placed, and uses again
+_VIEWS = {  # of ops that change a tensor's own metadata, which a replay in planned memory would apply each time
     _aten.squeeze_.default: _aten.squeeze.default, _aten.squeeze_.dim: _aten.squeeze.dim,
     _aten.squeeze_.dims: _aten.squeeze.dims, _aten.unsqueeze_.default: _aten.unsqueeze.default,
     _aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int,
@@ -26,35 +26,33 @@ _IN_PLACE = {  # a tensor itself is seen otherwise, which a replay may have plac
 
 
 def simplify(graph: Graph) -> None:
-    """Take out nodes that nobody uses, views that are there already, and reads of what is asked for its shape only.
+    """Remove unused nodes, aliases, repeated views, and reads of tensors of which only the shape matters.
 
-    A gradient begins with ones like the value, which would keep the whole value, and compute it where nobody asks. A
-    wait gives the tensor that was issued, for which the trace has another. A tensor that is seen otherwise from now on
-    is a view of itself.
+    A gradient begins with ``ones_like`` of the loss, which would keep that value live and computed. A wait returns the
+    tensor that was issued; the trace has another for it.
     """
     for node in graph.nodes:
-        if node.target in _IN_PLACE and node.args[0].op != "placeholder":  # an argument changes, as it does uncaptured
-            node.target = _IN_PLACE[node.target]
+        if node.target in _VIEWS and node.args[0].op != "placeholder":  # which changes as it does uncaptured
+            node.target = _VIEWS[node.target]
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _IDENTITIES:
+        fill = node.args[1] if node.target is _aten.full_like.default else _CONSTANTS.get(node.target)
+        if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "call_function" and node.target in _CONSTANTS:
-            _without_argument(graph, node, _CONSTANTS[node.target])
-        elif node.target is _aten.full_like.default and isinstance(node.args[1], int | float):
-            _without_argument(graph, node, node.args[1])
+        elif isinstance(fill, int | float):
+            replace_with_full(graph, node, fill)
         elif graphs.is_wait(node) and graphs.collective(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
-    _see_once(graph)
+    _deduplicate_views(graph)
     graph.eliminate_dead_code()
 
 
-def _see_once(graph: Graph) -> None:
-    """Let every view of some memory, by place, shape and strides, be made once, until the memory is written."""
+def _deduplicate_views(graph: Graph) -> None:
+    """Make each view, by storage, offset, shape and strides, once until its memory is written."""
     known = dict[int, dict[object, Node]]()  # by storage
     for node in list(graph.nodes):
         if node.op not in ("call_function", "placeholder") or (node.op == "call_function" and graphs.collective(node)):
-            continue  # what is in flight is not to be seen
+            continue  # a result in flight must not be viewed
         if node.op == "call_function" and node.target is not operator.getitem:
             declared = isinstance(node.target, torch._ops.OpOverload)
             for storage in graphs.written_storages(node) if declared else list(known):
@@ -63,40 +61,39 @@ def _see_once(graph: Graph) -> None:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             continue
         (storage,) = graphs.storages(node)
-        place = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
-        first = known.setdefault(storage, {}).setdefault(place, node)
+        view = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
+        first = known.setdefault(storage, {}).setdefault(view, node)
         if first is not node and graphs.is_view(node) and not graphs.is_wait(node):
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
 
 
-def without_ones(graph: Graph) -> None:
-    """Take out products with the number 1, as of an adapter whose alpha is its rank, where nobody could tell.
+def remove_products_with_one(graph: Graph) -> None:
+    """Replace products with the number 1 by their factor, unless its memory is written, or an input's or a result's.
 
-    Somebody could if one of the two were written over, or if an argument became a result. To be called last: a step of
-    few layers, from which examples/plan/cli.py infers one of many, must not be fused or recomputed otherwise for it.
+    Call this pass last: examples/plan infers the cost of many layers from that of a few. The layers must be fused and
+    rematerialised alike, whether or not a factor is 1.
     """
-    outer = [node for node in graph.nodes if node.op == "placeholder"] + graphs.outputs(graph)
-    seen = {storage for node in outer for storage in graphs.storages(node)}
-    seen |= {storage for node in graph.nodes if node.op == "call_function" for storage in graphs.written_storages(node)}
+    fixed = graphs.all_storages([*graph.find_nodes(op="placeholder"), *graphs.outputs(graph)])
+    fixed |= graphs.all_written_storages(graph)
     for node in list(graph.nodes):
         if node.target not in _PRODUCTS or type(node.args[1]) not in (int, float) or node.args[1] != 1:
             continue
-        (same,) = node.all_input_nodes
-        if graphs.tensor_layouts(same) == graphs.tensor_layouts(node) and not seen & (
-            graphs.storages(same) | graphs.storages(node)
-        ):
-            graphs.replace_uses(node, same)
+        (factor,) = node.all_input_nodes
+        same = graphs.tensor_layouts(factor) == graphs.tensor_layouts(node)
+        if same and not fixed & graphs.all_storages((factor, node)):
+            graphs.replace_uses(node, factor)
             graph.erase_node(node)
 
 
-def _without_argument(graph: Graph, node: Node, fill: float) -> None:
+def replace_with_full(graph: Graph, node: Node, fill: float) -> bool:
+    """Replace a node by a constant of its shape and dtype; return False if its result is not contiguous."""
     (t,) = graphs.tensors(node)
     if not t.is_contiguous() or t.layout != torch.strided:
-        return
+        return False
     with graph.inserting_before(node):
-        full = graph.call_function(
-            _aten.full.default, (list(t.shape), fill), {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-        )
+        kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
+        full = graph.call_function(_aten.full.default, (list(t.shape), fill), kwargs)
     full.meta["val"] = t
     node.replace_all_uses_with(full)
     graph.erase_node(node)
+    return True

@@ -1,4 +1,4 @@
-"""Passes over a captured graph: when they are called, with what, and what is refused."""
+"""Passes over a captured graph: their order, their effects, refused arguments, and the simplification of views."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def doubled(x):
 
 
 def halved(g: Graph):
-    """Every product with 2 one with a half."""
+    """Replace every product with 2 by a product with a half."""
     for node in g.nodes:
         if node.target is torch.ops.aten.mul.Tensor:
             node.args = (node.args[0], node.args[1] / 4)
@@ -69,7 +69,7 @@ def test_what_is_no_pass(use, passes, error, message):
         use(passes)
 
 
-WRITES = {  # what a function writes of its two arguments
+WRITES = {  # functions of two arguments, and those that they write
     "nothing": (lambda a, b: a + b, ""),
     "one": (lambda a, b: a.add_(b), "a"),
     "the other": (lambda a, b: b.copy_(a), "b"),
@@ -95,7 +95,7 @@ def test_a_call_that_does_not_tell_what_it_writes():
 
 
 def test_donation_looks_at_a_node_a_few_times(monkeypatch):
-    """Not once for every donated tensor: a step of 80 layers donates thousands, of a hundred thousand nodes."""
+    """Visit nodes in proportion to the graph: a step of 80 layers donates thousands, of a hundred thousand nodes."""
     looks, storages = [0], graph.storages
 
     def counted(node):
@@ -115,7 +115,7 @@ def test_donation_looks_at_a_node_a_few_times(monkeypatch):
     assert few > 0 and many <= 4 * few
 
 
-SEEN = {  # ops that are left of views, and whether there are others
+SEEN = {  # functions, and the number of ops that are left of their views
     "twice": (lambda x: (x[1:] * 2 + x[1:].mT.mT, x.view(12)), {"slice": 1, "view": 1, "transpose": 0}),
     "back": (lambda x: x.view(12).view(4, 3).mT.mT * 2, {"view": 0, "transpose": 0}),
     "written between": (lambda x: (y := x * 1, a := y[1:] * 1, y.add_(1), a + y[1:]), {"slice": 2}),
@@ -139,7 +139,7 @@ def test_a_view_is_made_once(case):
     assert {name: names.count(name) for name in left} == left
 
 
-ONES = {  # products with 1, and how many are left
+ONES = {  # functions with products with 1, and the number left
     "between": (lambda x: (x.exp() * 1).sin() + (1.0 * x.exp()).cos(), 0),
     "seen": (lambda x: (x.exp() * 1.0).view(12).sin() + (x.exp() * 1).mT[1:].reshape(-1).sum(), 0),
     "another number": (lambda x: (x.exp() * 2).sin(), 1),
@@ -168,7 +168,7 @@ def test_products_with_one_are_taken_out_where_nobody_can_tell(case):
 
 @pytest.mark.parametrize("shape", [(4, 3, 1, 1), (1, 5)], ids=str)
 def test_strides_of_single_elements_do_not_matter(shape):
-    """As those of the gradient of a convolution of one pixel."""
+    """Donate to tensors with such strides, as the gradient of a convolution of one pixel has."""
     other = [7 if n == 1 else s for n, s in zip(shape, torch.empty(shape).stride(), strict=True)]
     w, update = torch.empty_strided(shape, other).fill_(1.5), jit(lambda w, g: 0.5 * w + g, donate=("w",))
     for old in (w.clone(memory_format=torch.contiguous_format), w):

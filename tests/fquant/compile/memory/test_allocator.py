@@ -1,6 +1,6 @@
-"""What a replay frees is there for the next one: pages that the system has to map again, and memory that is given back.
+"""The allocator of replays, by the pages that the system maps again and the memory that is given back.
 
-Each case is a process of its own, since what malloc is told holds for all of it.
+Each case is a process of its own, because options of malloc hold for a whole process.
 """
 
 import os
@@ -37,13 +37,13 @@ def left(mib):  # of a tensor that comes and goes
 
 @jit(fuse=False, recompute=False)
 def step(x):
-    made = [x + i for i in range(8)]  # all there at once
+    made = [x + i for i in range(8)]  # all live at once
     return sum(t.sum() for t in made)
 
 step.__wrapped__(torch.ones(8))
 eager = left(26)
 step(torch.ones(8))
-captured = left(28)  # larger than all before, so that the system's way is to give it pages of its own
+captured = left(28)  # larger than all before, so that glibc maps it separately
 x = torch.ones(6 * 2**20)
 for _ in range(4):
     step(x)  # until every tensor has found a place
@@ -54,7 +54,7 @@ for _ in range(4):
     mapped.append(faults() - before)
 held = resident()
 allocator.release()
-print(eager, captured, min(mapped), held - resident(), int(allocator.keep()))
+print(eager, captured, min(mapped), held - resident(), int(allocator.enable_reuse()))
 """
 
 
@@ -71,13 +71,13 @@ def step(x):
 
 x = torch.ones(2**20)
 step(x), step(x)
-before = bytes(allocator.take(0))
+before = bytes(allocator.acquire(0))
 child = os.fork()
 if not child:
     step(3 * x)
-    os._exit(bytes(allocator.take(0)) == before)
+    os._exit(bytes(allocator.acquire(0)) == before)
 failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(int(bytes(allocator.take(0)) == before), int(any(before)), 1 - failed)
+print(int(bytes(allocator.acquire(0)) == before), int(any(before)), 1 - failed)
 """
 
 FLAGS = """
@@ -85,7 +85,7 @@ import torch
 from pathlib import Path
 from fquant.compile.memory import allocator
 
-place = torch.frombuffer(allocator.take(8 * 2**20), dtype=torch.uint8).data_ptr()
+place = torch.frombuffer(allocator.acquire(8 * 2**20), dtype=torch.uint8).data_ptr()
 flags = []
 for line in Path("/proc/self/smaps").read_text().splitlines():
     head = line.split()[0]
@@ -98,10 +98,10 @@ print(len(flags), int("sh" not in flags), int("hg" in flags))
 
 
 def run(program: str = PROGRAM, **variables: str) -> list[int]:
-    """The numbers that a program prints.
+    """Return the numbers that a program prints.
 
-    ``PROGRAM``: MiB that stay of a tensor, before and after a capture; mapped by a replay; given back; and whether it
-    is kept.
+    ``PROGRAM`` prints the MiB that stay of a freed tensor, before and after a capture. It then prints the MiB mapped by
+    a replay, the MiB given back, and 1 if reuse is enabled.
     """
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=120
@@ -112,7 +112,7 @@ def run(program: str = PROGRAM, **variables: str) -> list[int]:
 
 def test_a_replay_finds_the_memory_of_the_one_before():
     eager, captured, mapped, released, kept = run(FQUANT_ALLOCATOR="reuse")
-    assert eager < 2  # without a capture everything is as it was
+    assert eager < 2  # without a capture malloc is not configured
     assert captured > 26 and kept
     assert mapped < 0.1 * MIB and released > 0.9 * MIB
 
@@ -128,13 +128,13 @@ def test_a_forked_process_replays_in_memory_of_its_own():
 
 
 def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
-    told, private, large = run(FLAGS, FQUANT_ALLOCATOR="reuse")
-    if not told or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+    found, private, large = run(FLAGS, FQUANT_ALLOCATOR="reuse")
+    if not found or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages, or does not say who has them")
-    assert private and large  # those of shared memory are others, which few systems give
+    assert private and large  # huge pages of shared memory are another setting, off on most systems
 
 
 def test_another_way_is_refused(monkeypatch):
     monkeypatch.setenv(allocator.VARIABLE, "mine")
     with pytest.raises(ValueError, match="FQUANT_ALLOCATOR is 'mine'; wanted reuse or system"):
-        allocator.keep()
+        allocator.enable_reuse()

@@ -1,4 +1,4 @@
-"""arena: a replay in memory that is laid out gives the same bits, needs hardly any other, and shares it safely."""
+"""Memory plans: replays in planned memory have the same bits, need hardly any other, and share it safely."""
 
 import threading
 from functools import partial
@@ -24,16 +24,16 @@ Span = st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 500)).ma
 
 
 def held(spans):
-    """The most bytes that are there at once."""
-    size = lambda n: -(-n // plan.ALIGNED) * plan.ALIGNED
+    """Return the most bytes that are live at once."""
+    size = lambda n: -(-n // plan.ALIGNMENT) * plan.ALIGNMENT
     return max(sum(size(n) for first, last, n in spans if first <= at <= last) for at in range(43))
 
 
 @given(st.lists(Span, min_size=1, max_size=25))
 @settings(max_examples=150, deadline=None)
 def test_what_is_there_together_lies_apart(spans):
-    offsets, total = plan.offsets_of(spans)
-    assert all(offset % plan.ALIGNED == 0 for offset in offsets) and total >= held(spans)
+    offsets, total = plan.assign_offsets(spans)
+    assert all(offset % plan.ALIGNMENT == 0 for offset in offsets) and total >= held(spans)
     at = list(zip(spans, offsets, strict=True))
     assert max(offset + n for (*_, n), offset in at) <= total
     for i, ((first, last, n), low) in enumerate(at):
@@ -43,30 +43,30 @@ def test_what_is_there_together_lies_apart(spans):
 
 def test_places_are_used_again():
     chain = [(i, i + 1, 1000) for i in range(20)]
-    assert plan.offsets_of(chain)[1] == 2 * 1024
-    assert plan.offsets_of([*chain, (0, 30, 64), (5, 5, 64)])[1] == 2 * 1024 + 2 * 64
-    assert plan.offsets_of([]) == ([], 0)
+    assert plan.assign_offsets(chain)[1] == 2 * 1024
+    assert plan.assign_offsets([*chain, (0, 30, 64), (5, 5, 64)])[1] == 2 * 1024 + 2 * 64
+    assert plan.assign_offsets([]) == ([], 0)
 
 
 def placed(f):
-    """How the one trace of a captured function is placed."""
+    """Return the memory plan of the one trace of a captured function."""
     (captured,) = f.traced.values()
     return captured.placed
 
 
 def test_a_step_takes_what_its_graph_says_and_hardly_more(monkeypatch):
     adapters, state, base = start()
-    told = cost(step, adapters, state, base, tokens_of(0), donate=("adapters", "state"))
+    predicted = cost(step, adapters, state, base, tokens_of(0), donate=("adapters", "state"))
     taken = dict[str, int]()
-    for heap_is in ("keep", "system"):
-        monkeypatch.setenv(allocator.VARIABLE, heap_is)
+    for setting in ("reuse", "system"):
+        monkeypatch.setenv(allocator.VARIABLE, setting)
         f = jit(step, donate=("adapters", "state"))
         f(adapters, state, base, tokens_of(0))
         laid_out = placed(f).nbytes if placed(f) else 0
-        taken[heap_is] = laid_out + extra_bytes(partial(f, adapters, state, base, tokens_of(0)))
+        taken[setting] = laid_out + extra_bytes(partial(f, adapters, state, base, tokens_of(0)))
         if laid_out:
-            assert 0.9 < laid_out / (told.peak - told.arguments) < 1.05
-    assert taken["keep"] < 1.1 * taken["system"]  # with what ops need inside
+            assert 0.9 < laid_out / (predicted.peak - predicted.arguments) < 1.05
+    assert taken["reuse"] < 1.1 * taken["system"]  # with the temporary memory of ops
 
 
 def test_ours_are_called_without_torch_unless_a_profiler_is_there():
@@ -94,7 +94,7 @@ def test_what_is_returned_is_the_caller_s():
 
 
 def test_constants_of_a_trace_are_no_places():
-    """Numbers that a function makes tensors of, some only viewed, beside results that lie in the memory."""
+    """Replay constant tensors, some only viewed, beside planned results."""
 
     def f(x):
         scale, shift = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.25])
@@ -116,10 +116,10 @@ def test_functions_share_the_memory():
     small, large = jit(chain), jit(chain)
     x, more = randn(16, 16).abs(), randn(512, 512).abs()
     one = small(x)
-    allocator.take(0)
+    allocator.acquire(0)
     for _ in range(2):
         assert torch.equal(large(more), chain(more)) and torch.equal(small(x), one)
-    assert placed(small).memory is placed(large).memory is allocator.take(0)
+    assert placed(small).memory is placed(large).memory is allocator.acquire(0)
     allocator.release()
     assert torch.equal(small(x), one) and torch.equal(large(more), chain(more))
 
@@ -129,8 +129,8 @@ def test_a_second_thread_does_without():
     want, got, names = f(x), [], set(placed(f).tensors)
     assert torch.equal(f(x), want)
     before = placed(f).memory
-    placed(f).memory = None  # whoever uses it now would make its tensors anew
-    with allocator.USED:
+    placed(f).memory = None  # a replay in the memory would bind its tensors again
+    with allocator.IN_USE:
         thread = threading.Thread(target=lambda: got.append(f(x)))
         thread.start()
         thread.join(60)
@@ -154,12 +154,12 @@ def test_an_error_leaves_the_memory_to_the_next():
     want = f(x, good)
     with pytest.raises(IndexError, match="target 9 in row 0"):
         f(x, good + 9)
-    assert not allocator.USED.locked() and torch.equal(f(x, good), want)
+    assert not allocator.IN_USE.locked() and torch.equal(f(x, good), want)
 
 
 def test_only_what_is_known_to_be_a_view_is_made_once():
     def strange(g: graph.Graph):
-        """An op that nobody has said the result of, of what is placed."""
+        """Insert an op on a planned result, without a fake value."""
         (node,) = (n for n in g.nodes if n.target is torch.ops.aten.sqrt.default)
         with g.inserting_after(node):
             new = g.call_function(torch.ops.aten.exp.default, (node,))

@@ -1,4 +1,4 @@
-"""turn: the halves of a dim turned, as an op and where a captured graph spells it; against torch's neg and cat."""
+"""The rotary half rotation, as the op ``turn`` and as a pattern in captured graphs, against torch's neg and cat."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_an_op_is_neg_and_cat(half, dtype, backend):
 
 
 def test_a_turned_value_may_be_all_that_is_left_of_it():
-    """Its register is not the one that is written, whatever else has been there."""
+    """Rotate values that are not used otherwise: a program must not write the register that it still reads."""
     x, y = values(4096, torch.float32).reshape(8, 512), values(4096, torch.float32, 1).reshape(8, 512)
     f = lambda x, y: forth(back(forth(x * y) + y) * x) - forth(y)
     assert same(f, x, y)
@@ -73,14 +73,14 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
 
 
 def steps(f, *args):
-    """How often ``f`` captured turns something, in programs; and how many others of its nodes compute."""
+    """Return the number of rotations in programs of ``f`` captured, of programs, and the unfused ops of the pattern."""
     calls = [n for n in trace(lambda a: f(*a), args).module.graph.nodes if n.op == "call_function"]
     texts = [str(n.args[2]) for n in calls if n.target is POINTWISE]
     others = {"cat", "neg", "turn"} & {getattr(n.target, "_opname", "") for n in calls}
     return sum(text.count("turn.") for text in texts), len(texts), others
 
 
-HALVES = {  # ways to say the same
+HALVES = {  # spellings of the rotation
     "chunk": forth,
     "split": lambda x: torch.cat([-x.split(4, -1)[1], x.split(4, -1)[0]], -1),
     "slices": lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=x.ndim - 1),
@@ -101,7 +101,7 @@ def test_halves_are_found(name, dtype):
         assert same(f, x)
 
 
-OTHERS = {  # what is none
+OTHERS = {  # concatenations that are no rotation
     "both": lambda x: torch.cat([-x[..., 4:], -x[..., :4]], -1),
     "neither": lambda x: torch.cat([x[..., 4:], x[..., :4]], -1),
     "in order": lambda x: torch.cat([-x[..., :4], x[..., 4:]], -1),

@@ -1,4 +1,4 @@
-"""fuse and reuse: the bits of the graph as it was, in fewer nodes, over memory that nobody reads any more."""
+"""Pointwise fusion and reinplacing: the bits of the unfused graph, in fewer nodes and less memory."""
 
 import random as dice
 from functools import partial
@@ -9,7 +9,7 @@ from torch.func import grad_and_value, vmap
 
 from fquant import LOCAL, NF4_DQ, cost, jit, lora, optim, quantize, random, tree
 from fquant.compile import liveness
-from fquant.compile.passes.fuse_pointwise import STEPS
+from fquant.compile.passes.fuse_pointwise import MAX_STEPS
 from fquant.compile.trace import trace
 from fquant.kernels.ops.pointwise import OP
 from fquant.kernels.ops.pointwise_program import parse
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 def programs(f, *args, **options):
-    """The programs of ``f`` captured, and its other ops."""
+    """Return the programs of ``f`` captured, and the names of its other ops."""
     traced = trace(lambda args: f(*args), args, **options)
     calls = [node for node in traced.module.graph.nodes if node.op == "call_function"]
     texts = [parse(str(node.args[2])) for node in calls if node.target is OP]
@@ -37,7 +37,7 @@ def programs(f, *args, **options):
 
 
 def step(adapters, state, base, tokens):
-    """A step of QLoRA in bf16, with AdamW."""
+    """Run a QLoRA step in bf16 with AdamW."""
 
     def loss(adapters):
         params = lora.attach(base, tree.map(lambda t: t.to(BF16), adapters))
@@ -85,7 +85,7 @@ def test_an_optimiser_is_a_program_each_side_of_its_root():
     assert sum(len(text.over) for text in texts) >= 3 * leaves
 
 
-JOINED = {  # what is one program, and what is none: programs with the number of their steps, and the other ops
+JOINED = {  # the number of steps of each program, and the ops outside of programs
     "chain": (lambda x, y: (x * y + x) / 3 - y, [4], []),
     "casts": (lambda x, y: (x.to(BF16) * y.to(BF16)).float(), [4], []),
     "square": (lambda x, y: x**2 + y, [2], []),
@@ -131,7 +131,11 @@ JOINED = {  # what is one program, and what is none: programs with the number of
         ["mul", "slice", "slice"],
     ),
     "transposed": (lambda x, y: x.mT * 2 + y.mT, [], ["add", "mul", "transpose", "transpose"]),
-    "too long": (lambda x, y: sum([x * i for i in range(60)], y), [STEPS, STEPS - 1, 119 - 2 * STEPS, 2], []),
+    "too long": (
+        lambda x, y: sum([x * i for i in range(60)], y),
+        [MAX_STEPS, MAX_STEPS - 1, 119 - 2 * MAX_STEPS, 2],
+        [],
+    ),
 }
 
 
@@ -147,7 +151,7 @@ def test_what_becomes_one(case):
 @pytest.mark.parametrize("backend", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_swiglu_is_a_program_forwards_and_one_backwards(dtype, backend):
-    """Of the gradient of a gated MLP; its bits are those of the graph as it was, and of no graph."""
+    """Fuse a gated MLP and its gradient: the bits are those of the unfused graph, and of the uncaptured function."""
     x, d, w = randn(40, 24, dtype=dtype), randn(40, 24, seed=1, dtype=dtype), 0.2 * randn(3, 24, 96, seed=2)
     f = grad_and_value(lambda w, x, d: (blocks.swiglu(x @ w[0], x @ w[1]) @ w[2].mT * d).sum().float())
     with forced(backend):
@@ -161,7 +165,7 @@ def test_swiglu_is_a_program_forwards_and_one_backwards(dtype, backend):
 
 
 def test_a_value_is_not_read_before_it_is_there_nor_after_it_is_gone():
-    """What is written over an argument, by an op or by a program, before and behind views of it."""
+    """Write over an argument, by an op or by a program, before and behind views of it."""
 
     def through_a_view(p, g):
         view = p[:1]
@@ -202,7 +206,7 @@ def test_a_value_is_not_read_before_it_is_there_nor_after_it_is_gone():
 
 
 def any_function(draw):
-    """A random function: elementwise ops of several shapes and dtypes, products, views, writes to what may be."""
+    """Draw a function of elementwise ops of several shapes and dtypes, products, views and permitted writes."""
     script = [(draw.choice("aaaammmmtcvvseqwxrdnhh"), draw.random(), draw.random()) for _ in range(draw.randint(5, 40))]
 
     def f(*args):
@@ -281,7 +285,7 @@ def test_what_nobody_reads_any_more_is_written_over():
     assert most == [4 * x.nbytes, 2 * x.nbytes] or most[1] < most[0]
 
 
-OVER = {  # how many results of each program are written over what is dead, and how many are new
+OVER = {  # the number of results of each program written over dead arguments, and of new ones
     "again": (lambda x, w: (b := (x @ w) * 2 + 1, b * b.sum() + x)[1], [(1, 0), (1, 0)]),
     "beside a part of it": (lambda x, w: ((b := x @ w) * b[:1] + 1) * 2, [(0, 1)]),
     "a part": (lambda x, w: (x @ w)[:2] * 2 + 1, [(0, 1)]),
@@ -316,7 +320,7 @@ def test_nothing_is_put_off_that_would_hold_more():
         assert liveness.peak(fused.module.graph).nbytes <= liveness.peak(plain.module.graph).nbytes, f
 
 
-IN_PLACE = {  # over what is made, and what is of another dtype or layout
+IN_PLACE = {  # ops in place on results, with operands of other dtypes and layouts
     "double": lambda x, y: (x * 2).add_(y.double()).mul(2),
     "half": lambda x, y: (x * 2).half().add_(y).mul_(y).sub(1),
     "bfloat16": lambda x, y: (x * 2).bfloat16().div_(y + 5).mul_(0.5),

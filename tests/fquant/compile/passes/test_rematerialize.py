@@ -1,4 +1,4 @@
-"""recompute: the same bits, a lower peak, only of what is cheap; against the graph that keeps everything."""
+"""Rematerialisation against the graph that keeps everything: the same bits, a lower peak, only cheap ops repeated."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,13 @@ CFG = Config(vocab=64, dim=64, num_layers=4, num_heads=2, num_kv_heads=1, head_d
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Tensors of a test are small, and its graphs short."""
-    monkeypatch.setattr(rematerialize, "LEAST", 2**10)
-    monkeypatch.setattr(rematerialize, "NEAR", 8)
+    """Lower the thresholds, because tensors of a test are small and its graphs short."""
+    monkeypatch.setattr(rematerialize, "MIN_BYTES", 2**10)
+    monkeypatch.setattr(rematerialize, "MIN_DISTANCE", 8)
 
 
 def mlp(weights, x):
-    """Layers of a gated MLP with a norm, a residual stream of f32 and a narrow product."""
+    """Return a loss of layers of a gated MLP with a norm and a residual stream of f32."""
     for a, b, c in weights:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         x = x + (torch.nn.functional.silu(normed @ a) * (normed @ b)) @ c
@@ -45,7 +45,7 @@ def layers(n=6, d=16, f=48):
 
 
 def step(dtype=torch.bfloat16, comm=LOCAL):
-    """A QLoRA gradient, with adapters that are kept in f32 and used in ``dtype``."""
+    """Return a QLoRA gradient, with adapters kept in f32 and used in ``dtype``, and its arguments."""
     params = decoder.init(CFG, random.key(0), torch.bfloat16)
     base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", partial(quantize, format=NF4_DQ), params)
     adapters = lora.init(base, r"layers\.\d+\.(q|v|gate|down)", rank=2, alpha=4, key=1)
@@ -87,18 +87,18 @@ def test_bits_are_the_same_and_the_peak_is_lower(name):
         peaks.append(seen.most)
     floor = {"qlora, remat": 1.0}.get(name, 0.85)  # a block recomputed at a time leaves little to gain
     assert peaks[1] <= floor * peaks[0]
-    # What is predicted of either is what is measured.
+    # The predicted peaks are the measured ones.
     for recomputed, measured in zip((False, True), peaks, strict=True):
-        told = cost(f, *args, recompute=recomputed)
-        assert told.peak - told.arguments == pytest.approx(measured, rel=0.1)
+        predicted = cost(f, *args, recompute=recomputed)
+        assert predicted.peak - predicted.arguments == pytest.approx(measured, rel=0.1)
 
 
 def test_a_gated_mlp_keeps_its_input_and_two_products():
-    """Per layer: x [32 16] and two of [32 48], of the seven of [32 48] and three of [32 16] that autograd holds."""
+    """Hold x [32 16] and two of [32 48] per layer, where autograd holds seven of [32 48] and three of [32 16]."""
     weights, x = layers(12)
-    told = cost(grad(mlp), weights, x)
-    held = sum(h.nbytes for h in told.holding if h.by.startswith("aten") and h.nbytes >= 32 * 16 * 4)
-    assert held <= 12 * (32 * 16 + 2 * 32 * 48) * 4 + 6 * 32 * 48 * 4  # and what the layer at the peak works with
+    found = cost(grad(mlp), weights, x)
+    held = sum(h.nbytes for h in found.holding if h.by.startswith("aten") and h.nbytes >= 32 * 16 * 4)
+    assert held <= 12 * (32 * 16 + 2 * 32 * 48) * 4 + 6 * 32 * 48 * 4  # and the tensors of the layer at the peak
 
 
 def test_products_are_made_once():
@@ -107,7 +107,7 @@ def test_products_are_made_once():
 
 
 def test_what_is_returned_or_random_or_written_is_kept():
-    """Results are what they are, noise is drawn once, and a tensor that is written in place has no second life."""
+    """Keep results, noise, which is drawn once, and tensors that are written in place."""
 
     def f(x, w):
         a = x.exp()
@@ -133,7 +133,7 @@ def test_what_is_returned_or_random_or_written_is_kept():
 
 
 def test_what_is_written_over_is_no_source():
-    """What is made of a tensor, before that is written in place, cannot be made of it again."""
+    """Keep a tensor whose source is written in place later."""
 
     def f(x, w):
         a = x @ w
@@ -149,21 +149,21 @@ def test_what_is_written_over_is_no_source():
 
 
 def places(f, *args):
-    """Where the calls of ``f`` captured are that ``exp`` is in the name of, and the products."""
+    """Return the indices of the calls of exp, of matrix products and of tanh in ``f`` captured."""
     nodes = [n for n in trace(lambda a: f(*a), args, fuse=False).module.graph.nodes if n.op == "call_function"]
     of = lambda name: [i for i, n in enumerate(nodes) if getattr(n.target, "_opname", "") == name]
     return of("exp"), of("mm"), of("tanh")
 
 
 def deep(x, w):
-    """Something between, at whose end most is held."""
+    """Return a sum at whose end the most is held, and the last activation."""
     for _ in range(12):
         x = torch.tanh(x @ w)
     return torch.cat([x, x, x, x]).sum(), x
 
 
 def test_who_is_not_waited_for_reads_it_where_its_source_is_read():
-    """The product with what is made again of ``a`` is put off until ``a`` is read for the last time."""
+    """Delay the product with the repeated exp of ``a`` to the last use of ``a``."""
 
     def f(x, w):
         a = x @ w
@@ -209,10 +209,10 @@ def test_a_gated_product_is_made_again_by_the_program_of_its_slopes():
 
 
 def test_views_of_what_is_made_again_are_views_of_it():
-    """The backward reads a transposed view, made before the peak and behind it."""
+    """Repeat a tensor that the backward reads by transposed views, made before the peak and behind it."""
 
     def f(x, w):
-        a = (x * 2).exp()  # cheap, and read by views
+        a = (x * 2).exp()  # cheap, and viewed
         before = a.t()
         y = x
         for _ in range(12):
@@ -230,7 +230,7 @@ def test_views_of_what_is_made_again_are_views_of_it():
 
 
 def test_it_is_made_from_what_is_smallest():
-    """An exponential in f64 of a sum in f32: of the sum, neither of its two terms nor what is made of them."""
+    """Repeat an exponential in f64 from the sum in f32, neither from its two terms nor from their f64 copy."""
 
     def f(x, w):
         total = (x @ w) + (w @ x)
@@ -251,7 +251,7 @@ def test_it_is_made_from_what_is_smallest():
 
 
 def test_a_norm_is_made_again_of_its_input():
-    """As one of two results, and not for the sake of the other, which is a number a row."""
+    """Repeat a norm for its first result, and not for the second, which is a number per row."""
 
     def f(x, w, weight, again):
         a, scale = norm.rms_norm(x, weight, 1e-5)
@@ -286,7 +286,7 @@ def test_what_is_used_again_at_once_is_kept():
 
 
 def test_donated_and_recomputed():
-    """An old value that is read again behind the peak is not written before."""
+    """Write a donated value only behind its last read, which may be behind the peak."""
 
     def f(x, w):
         a = x.exp()
@@ -304,7 +304,7 @@ def test_donated_and_recomputed():
 
 
 def test_it_looks_at_a_node_a_few_times(monkeypatch):
-    """Not once for every tensor that is made again: of four times the layers, four times the looks."""
+    """Visit nodes in proportion to the layers, not once for every repeated tensor."""
     looks, storages = [0], graph.storages
 
     def counted(node):

@@ -1,4 +1,4 @@
-"""What is taken out of a graph changes nothing that anybody sees."""
+"""Ops that change a tensor's own shape, in captured graphs: replaced by views, with the same results."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def over_and_over(x):
 @pytest.mark.parametrize("f", [squeezed, of_an_alias, over_and_over])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_tensor_that_is_seen_otherwise_is_a_view(f, fuse):
-    """A replay places a tensor once, and has to find it as it was."""
+    """Replay twice: a planned tensor is made once, so no replay may change its shape."""
     captured = jit(f, fuse=fuse)
     for seed in range(3):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
