@@ -29,10 +29,10 @@ from fquant.activation_checkpoint import remat
 from fquant.communication import Comm, identity
 
 from . import bundle, sharded_embedding, vocab_parallel
-from . import rules as rules_module
 from .bundle import Bundle
 from .collectives import all_gather
-from .rules import Rules
+from .device_mesh import position
+from .rules import Rules, check_rules
 
 
 def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None) -> Comm:
@@ -49,8 +49,8 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"comm: tokens is {tokens}; wanted at least 1, or None to gather tables")
-    rules_module.check(rules, mesh)
-    split = rules.block is not None and mesh[rules.block].size() > 1
+    check_rules(rules, mesh)
+    split = rules.block is not None and position(mesh, rules.block)[1] > 1
     group = mesh.get_group(rules.block) if split else None
     wrap = partial(remat, order=order) if recompute else identity
     plain = Comm(open=partial(_open, group=group), wrap=wrap)

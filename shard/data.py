@@ -11,7 +11,6 @@ Whatever is drawn from the rows of all ranks is drawn by number: ``rows`` tells 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,34 +21,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from fquant import tree
 
 from .collectives import all_reduce
-from .device_mesh import groups
+from .device_mesh import Axes, groups, position
 from .rules import Rules
 
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     """This rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row."""
-    index, parts = _place(mesh, rules.batch)
+    index, parts = position(mesh, rules.batch)
     return tree.map(lambda t: t.tensor_split(parts)[index], x)
 
 
 def max_local_rows(rows: int, mesh: DeviceMesh, rules: Rules) -> int:
     """The rows of the largest share of ``rows``, on any rank."""
-    return -(-rows // math.prod(mesh[axis].size() for axis in rules.batch))
+    return -(-rows // position(mesh, rules.batch)[1])
 
 
-def rows(n: int | Tensor, mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+def rows(n: int | Tensor, mesh: DeviceMesh, axes: Axes) -> tuple[Tensor, Tensor]:
     """The number of the first of this rank's ``n`` rows among those of all ranks along ``axes``, and of all: i64[].
 
     Ranks are in the order of :func:`share`; of rows with a mask, ``n`` is how many it keeps. One all-reduce. Where
     every rank knows how many the others have, the two are plain numbers and nobody has to ask.
     """
-    index, parts = _place(mesh, axes)
+    index, parts = position(mesh, axes)
     here = torch.arange(parts, device=mesh.device_type) == index
     each = psum(torch.where(here, n, 0), mesh, axes)
     return each[:index].sum(), each.sum()
 
 
-def psum(x: Any, mesh: DeviceMesh, axes: tuple[str, ...]) -> Any:
+def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
     """The tree ``x`` summed over the ranks along ``axes``, in one all-reduce for each dtype."""
     leaves, structure = tree.flatten(x)
     over = groups(mesh, axes)
@@ -71,15 +70,6 @@ def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
         if not leaf.is_floating_point():
             raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
     return psum(grads, mesh, (rules or Rules()).batch)
-
-
-def _place(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
-    """The number of this rank along ``axes``, the first being the outermost, and how many there are."""
-    index, parts = 0, 1
-    for axis in axes:
-        size = mesh[axis].size()
-        index, parts = index * size + mesh.get_local_rank(axis), parts * size
-    return index, parts
 
 
 def _sum(flat: Tensor, over: list[dist.ProcessGroup]) -> Tensor:

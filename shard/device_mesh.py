@@ -28,7 +28,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from . import agree
 
+Axes = str | tuple[str, ...]  # the name of one axis, or the names of some, the first of which is the outermost
 AXES = ("dp", "fsdp")
 TIMEOUT = timedelta(seconds=60)
 SETTLE = 0.1  # seconds that an exit leaves the interpreter to gloo's threads, which need microseconds
@@ -142,13 +143,43 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-    """The groups over which a sum over ``axes`` is taken one after the other: one, when ``axes`` span all ranks."""
-    names = mesh.mesh_dim_names or ()
-    sizes = {name: mesh.size(names.index(name)) for name in axes}  # not of mesh[name], which torch 2.11 cannot trace
+def as_axes(axes: Axes, mesh: DeviceMesh | None = None) -> tuple[str, ...]:
+    """Return ``axes`` as a tuple of names; a str is the name of one axis.
+
+    Raises ValueError for an axis that ``mesh`` does not have, and for an axis that is named twice.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    known = names if mesh is None else mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in known:
+            raise ValueError(f"the mesh has no axis {name!r}; wanted some of {', '.join(known)}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"an axis stands twice in {names}; wanted each once")
+    return names
+
+
+def position(mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
+    """Return this rank's number along ``axes``, the first of which is the outermost, and the number of ranks."""
+    index, ranks = 0, 1
+    for name in as_axes(axes, mesh):
+        size = _size(mesh, name)
+        index, ranks = index * size + mesh.get_local_rank(name), ranks * size
+    return index, ranks
+
+
+def groups(mesh: DeviceMesh, axes: Axes) -> list[dist.ProcessGroup]:
+    """Return the groups whose sums, taken one after the other, are the sum over ``axes``.
+
+    Axes that span all ranks have one group. Axes of size 1 have none.
+    """
+    sizes = {name: _size(mesh, name) for name in as_axes(axes, mesh)}
     used = [name for name, size in sizes.items() if size > 1]
     if len(used) > 1 and math.prod(sizes.values()) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
         return [world]
     return [mesh.get_group(name) for name in used]
+
+
+def _size(mesh: DeviceMesh, axis: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(axis))  # not mesh[axis].size(): torch 2.11 cannot trace it

@@ -34,10 +34,10 @@ from fquant import lazy, tree
 from fquant.lazy import Lazy
 
 from . import agree, bundle
-from . import rules as rules_module
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather
-from .rules import Dims, Rules
+from .device_mesh import position
+from .rules import Dims, Rules, check_dims, check_rules
 
 PIECE = 16 << 20  # bytes sent at a time, which is what receiving needs beside the part that is kept
 
@@ -63,7 +63,7 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
 
     agree.same("place", agree.attempt("place", given))
     layouts, ranks = _layouts(base, dims, rules, mesh)
-    part = mesh[rules.block].get_local_rank() if rules.block else 0
+    part, _ = position(mesh, rules.block or ())
     parts = {
         path: torch.zeros(layout.size // ranks, dtype=torch.uint8, device="cpu") for path, layout in layouts.items()
     }
@@ -91,10 +91,10 @@ def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> A
 
 def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int]:
     """How every block will lie, and over how many ranks."""
-    rules_module.check(rules, mesh)
+    check_rules(rules, mesh)
     like = lazy.like(params)
-    rules_module.check_dims(dims, like)
-    ranks = mesh[rules.block].size() if rules.block else 1
+    check_dims(dims, like)
+    _, ranks = position(mesh, rules.block or ())
     return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, ranks
 
 
@@ -118,8 +118,22 @@ def replicate(x: Any) -> Any:
 
 
 def local(x: Any) -> Any:
-    """``x`` with the bytes of its bundles as plain tensors, this rank's part of each: what a step takes."""
-    return _map_bundles(lambda b: replace(b, bytes=b.bytes.to_local()) if isinstance(b.bytes, DTensor) else b, x)
+    """Return ``x`` with the bytes of its bundles as plain tensors, this rank's part of each: the argument of a step.
+
+    Raises RuntimeError inside a transform of torch.func, which cannot trace through a DTensor.
+    """
+
+    def one(b: Bundle) -> Bundle:
+        if not isinstance(b.bytes, DTensor):
+            return b
+        if (active := torch._C._functorch.peek_interpreter_stack()) is not None:
+            raise RuntimeError(
+                f"shard.local(base) was called inside torch.func.{active.key().name.lower()}; "
+                "call it once outside and pass its result as an argument"
+            )
+        return replace(b, bytes=b.bytes.to_local())
+
+    return _map_bundles(one, x)
 
 
 def collect(x: Any) -> Any:

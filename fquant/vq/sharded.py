@@ -1,6 +1,6 @@
 """parted: a book too large for one process, of which each has some of the codes, and some of the rows.
 
-    over = shard.exchange_rows(mesh, "fsdp", most=len(x))                              # what travels, as functions
+    over = shard.exchange_rows(mesh, "fsdp", max_rows=len(x))                          # what travels, as functions
     part = parted.init(key, 65536, 256, *shard.local_range(65536, mesh, "fsdp"))      # the codes from first to stop
     x, codes, losses, stats = parted.apply(part, x, key, over=over)
     part = parted.update(part, stats, over=over)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import shard
 from fquant import FP4, NF4, NF4_DQ, lora, quantize, random, tree
+from fquant.compile import all_gather_text
 from fquant.lazy import Lazy
 from models import decoder, hf
 from models.config import Config
@@ -35,7 +36,7 @@ def all_raise(n, fn, *args):
 
 
 def exchanged(texts):
-    return agree.exchange(texts[dist.get_rank()])
+    return all_gather_text(texts[dist.get_rank()])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, mask = (t[start : start + split[rank]] for t in (x, mask))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
+    over = shard.exchange_rows(mesh, "fsdp", max_rows=max(split) * abreast)
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     with shard.traffic() as one:
         got = sharded.apply(part, x, random.key(0), mask, draw=True, over=over)
@@ -77,7 +77,7 @@ def slopes_on_a_rank(book, x, weight, split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, weight = (t[start : start + split[rank]] for t in (x, weight))
-    over = shard.exchange_rows(mesh, "fsdp", most=max(split))
+    over = shard.exchange_rows(mesh, "fsdp", max_rows=max(split))
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, over=over)))
     eager = slopes(part, x, weight, partial(sharded.apply, over=over))
