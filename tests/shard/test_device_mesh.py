@@ -178,6 +178,11 @@ def execute(*command, **env):
     )
 
 
+def left_in(folder):
+    """Return the names in ``folder`` without torch's own: its compiler's cache, and the log folder of torchrun."""
+    return [name for name in os.listdir(folder) if not name.startswith(("torchinductor_", "torchelastic_"))]
+
+
 ALONE = """
     import torch, shard
     shard.close()                                        # nothing runs: nothing happens
@@ -198,8 +203,10 @@ ALONE = """
 def test_one_process_without_torchrun(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(textwrap.dedent(ALONE))
-    done = execute(str(script))
+    (tmp_path / "temporary").mkdir()
+    done = execute(str(script), TMPDIR=str(tmp_path / "temporary"))
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert left_in(tmp_path / "temporary") == []
 
 
 RESTARTED = """
@@ -226,10 +233,13 @@ def test_torchrun_restarts_into_a_working_mesh(tmp_path):
     """The known failure: the second attempt finds in the store the gloo addresses of the first."""
     script = tmp_path / "restarted.py"
     script.write_text(textwrap.dedent(RESTARTED))
+    (tmp_path / "temporary").mkdir()
     done = execute(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
         "--monitor-interval", "0.1", str(script), str(tmp_path),
+        TMPDIR=str(tmp_path / "temporary"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert left_in(tmp_path / "temporary") == []
     told = {path.name: path.read_text() for path in tmp_path.glob("attempt*")}
     assert told == {f"attempt{attempt}.rank{rank}": "3.0" for attempt in (0, 1) for rank in (0, 1)}
