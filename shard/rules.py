@@ -1,9 +1,10 @@
-"""Rules: which named dims lie along which axes of the mesh.
+"""Sharding rules: the mesh axes that split a batch, and the one that splits the bytes of a block.
 
-Tensors have dims, a mesh has axes. A model names the dims of its tensors (``decoder.dims``); a strategy is one table
-from these names to axes. Here a batch may be split, and the bytes of a block:
+Tensors have dims, a mesh has axes. A model names the dims of its weights (``decoder.dims``), and a Rules is a sharding
+strategy for all models:
 
     Rules()                                     # dp and fsdp split the batch, fsdp splits the blocks
+    Rules("dp")                                 # dp alone splits the batch
     Rules(block=None)                           # every rank holds every block whole
 """
 
@@ -19,7 +20,7 @@ from fquant import tree
 
 from .device_mesh import Axes, as_axes
 
-Dims = dict[str, dict[str, str]]  # block path -> path in the block -> names of the dims, separated by spaces
+Dims = dict[str, dict[str, str]]  # path of a block -> path in it -> names of the dims, separated by spaces
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor:
-    over, shape = _named(group), (ranks * x.shape[0], *x.shape[1:])
+    over, shape = resolve(group), (ranks * x.shape[0], *x.shape[1:])
     memory = _shared(x, over)
     if memory is None:
         return _sent(x, shape, over)
@@ -81,7 +81,7 @@ def _lent(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    over = _named(group)
+    over = resolve(group)
     memory = None if x.dtype is torch.bool else _shared(x, over)
     if memory is None:
         return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group)
@@ -121,7 +121,8 @@ def _add(out: Tensor, parts: Sequence[Tensor]) -> None:
             out.add_(part)
 
 
-def _named(group: str) -> dist.ProcessGroup:
+def resolve(group: str) -> dist.ProcessGroup:
+    """Return the process group of that name."""
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 
