@@ -152,7 +152,7 @@ class _Collective(torch.autograd.Function):
 
 @dataclass
 class Traffic:
-    """The collectives that ran, as (name, payload in bytes, ranks); a payload is the whole gathered or summed buffer."""
+    """Collectives as (name, payload in bytes, ranks). A payload is the whole gathered or summed buffer."""
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
 

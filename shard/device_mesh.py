@@ -68,7 +68,7 @@ def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
 
 @contextmanager
 def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
-    """Give the mesh of ``axes``, of any size, as its first rank sees it, in this process alone, to trace or price steps.
+    """Open the mesh of ``axes``, of any size, as its first rank sees it, in this process alone; use it to trace steps.
 
     Its groups are torch's fake ones, whose collectives do nothing. They end with the block. Raises ValueError for an
     unknown axis, RuntimeError if a process group runs already.

@@ -51,8 +51,8 @@ def check_rules(rules: Rules, mesh: DeviceMesh) -> None:
 def check_dims(dims: Dims, params: Any) -> None:
     """Check that ``dims`` puts every weight of ``params`` into one block and names each of its dims.
 
-    Raises ValueError, by path, for a block or a weight that is missing or unknown, for a block inside another, and for
-    a wrong number of names; TypeError for a table of another form.
+    Raises ValueError, by path, for a missing or unknown block or weight, for a block inside another, and for a wrong
+    number of names; TypeError for a table of another form.
     """
     named: set[str] = set()
     for block, inner in dims.items():
@@ -63,7 +63,7 @@ def check_dims(dims: Dims, params: Any) -> None:
             raise ValueError(f"{entry}: is inside the block {outer[0]!r}; wanted separate blocks; name its dims there")
         _find(params, block, f"{entry}: the tree has no such block; correct its path or remove the entry")
         for path, names in inner.items():
-            at = _join(block, path)
+            at = join(block, path)
             weight = _find(params, at, f"{at}: {entry} names {path!r}, which is not there; correct or remove it")
             if not hasattr(weight, "shape"):
                 raise ValueError(f"{at}: got dims of a {type(weight).__name__}; wanted those of each weight inside")
@@ -90,7 +90,8 @@ def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _join(*parts: str) -> str:
+def join(*parts: str) -> str:
+    """Return the path of a weight from that of its block and that in the block, either of which may be empty."""
     return ".".join(part for part in parts if part)
 
 
