@@ -85,9 +85,7 @@ def test_what_is_less():
     assert less(f32, 1383) and not less(f32, 1384)  # 148 bytes a token: x, dx, target, a sum of each rank, a loss
     assert less(bf16, 1765) and not less(bf16, 1766)  # 116
     assert less(f32.double(), 711) and not less(f32.double(), 712)  # 288
-    wide = bundle.plan(
-        {"norm": torch.empty(1600), "head": torch.empty(6400, 16)}, 2
-    )  # one misses the norm's 6400
+    wide = bundle.plan({"norm": torch.empty(1600), "head": torch.empty(6400, 16)}, 2)  # one misses the norm's 6400
     assert wide.size == 416000 and less(f32, 1362, wide, "head") and not less(f32, 1363, wide, "head")
     assert not less(f32, 1, wide) and not less(f32, 1, wide, "norm") and not less(f32, 1, wide, "other")
     for packed in (NF4_DQ, replace(NF4, flat=True)):
