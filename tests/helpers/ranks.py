@@ -247,7 +247,7 @@ def steps(call: bytes, *group: Any) -> Iterator[Any]:
 
 
 def join(file: str, n: int, seconds: float, rank: int) -> None:
-    """Join the group that meets in ``file``. Its time-out is after that of the pool, which names the ranks that hang."""
+    """Join the group of ``file``. Its time-out is after that of the pool, which names the ranks that hang."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
     limit = datetime.timedelta(seconds=seconds + 30)
     dist.init_process_group("gloo", store=dist.FileStore(file, n), rank=rank, world_size=n, timeout=limit)

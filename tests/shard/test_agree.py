@@ -1,4 +1,4 @@
-"""Ranks that were given different things, or of which one fails alone, all raise, at once and by name."""
+"""Ranks with different arguments, or with one that fails alone, all raise at once and name the difference."""
 
 import shutil
 from dataclasses import replace
@@ -26,7 +26,7 @@ CFG = Config(
 
 
 def all_raise(n, fn, *args):
-    """What every rank raised, ValueError on each, within 10 seconds."""
+    """Return the errors of all ranks, which are ValueErrors and arrive within 10 seconds."""
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(n, fn, *args, timeout=10)
     failures = caught.value.failures
@@ -102,7 +102,7 @@ def test_attempt_tells_the_others_who_failed_and_how():
     assert all_raise(3, attempted, [0, 2])[1].count("; rank 2: ValueError: model") == 1
 
 
-# --- what place compares
+# --- the comparison of place
 
 
 def base_and_adapters(cfg=CFG, format=NF4, seed=0):
@@ -133,7 +133,7 @@ def first(mapping):
     return dict(list(mapping.items())[:1])
 
 
-# name -> (what the odd rank is given, made of (base, adapters, cfg, rules, dims)), the fact that is named
+# name -> (the arguments of the odd rank, from (base, adapters, cfg, rules, dims)), the fact that is named
 ODD = {
     "config": (lambda b, a, c, r, d: (b, a, replace(c, norm_eps=1e-6), r, d), "config.norm_eps: "),
     "no config": (lambda b, a, c, r, d: (b, a, None, r, d), "config: "),
@@ -256,7 +256,7 @@ def test_stamps_of_files_are_compared():
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_that_cannot_read_tells_the_others(n):
-    """Whichever rank it is that gets to read the file that is broken on all."""
+    """A file is broken on all ranks, and any of them may get to read it."""
     messages = all_raise(n, place_lazy, ["s"] * n, range(n), "read")
     own = [rank for rank, message in enumerate(messages) if message.startswith("layers.1.down: cannot be read: [Err")]
     assert len(own) == 1

@@ -1,4 +1,4 @@
-"""Shares of a batch and sums over ranks: together the shares are the batch, and their sums one process's."""
+"""Shares of a batch and sums over ranks: all shares are the batch, and their sums equal those of one process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Placement: every byte arrives where it belongs, from tensors or from Lazy leaves, and comes back as it was."""
+"""Placement: every byte arrives at its place, from tensors or from Lazy leaves, and collect returns it."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"dp": 2}, {"fsdp": 3}, {"dp": 2, "fsdp": 2}
 
 
 def params():
-    """Blocks that are a dict, a bare tensor, a bare Packed, and one that has no bytes at all."""
+    """Return blocks that are a dict, a tensor, a Packed, and one without bytes."""
     w = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
     return {
         "zoo": zoo(),
@@ -51,7 +51,7 @@ def dims_of(tree_):
 
 
 def as_lazy(x):
-    """Every weight as something still to be read."""
+    """Return every weight as Lazy, and a list of the paths that were read."""
     asked = []
 
     def one(path, weight):
@@ -283,7 +283,7 @@ def test_local_inside_a_transform_is_refused(transform):
 
 
 def shared_tensor():
-    """One tensor at two places is two, each in its block."""
+    """Place one tensor that is in several blocks."""
     mesh, w = shard.mesh(fsdp=2), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     layer = {"w": w}
     base = {"embed": w, "layers": [layer, layer], "head": {"w": w}}

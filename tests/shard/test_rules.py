@@ -1,4 +1,4 @@
-"""Rules and names of dims: what does not fit the mesh or the tree is refused by name."""
+"""Rules and tables of dims: errors name the entry that does not fit the mesh or the tree."""
 
 from types import SimpleNamespace
 from typing import Any

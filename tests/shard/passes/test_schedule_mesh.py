@@ -1,4 +1,4 @@
-"""A step on a mesh, scheduled: the same bits, the same order on every rank, within its budget, and overlapped."""
+"""Passes over a step on a mesh: equal bits, one order on all ranks, a kept budget, and overlap."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def setting(sums=False):
-    """A step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch.
+    """Return a step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch.
 
-    With ``sums`` each block takes sums over ranks too, in between its products.
+    With ``sums`` each block also sums over ranks, between its products.
     """
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
     adapters, state, base = start()
@@ -49,7 +49,7 @@ def setting(sums=False):
 
 
 def passes_of(block):
-    """Schedules, some bounded by the bytes of a gathered layer."""
+    """Return schedules, some bounded by the bytes of a gathered layer."""
     return {
         "plain": (),
         "depth 1": (prefetch_gathers(),),
@@ -88,7 +88,7 @@ def on_a_mesh():
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scheduled_is_unscheduled(world):
-    """Graphs differ, of a rank without rows in the number of nodes too; the order of collectives does not."""
+    """Graphs differ, even in the number of nodes for a rank without rows; the order of collectives does not."""
     found = ranks.run(world, on_a_mesh, timeout=180)
     layers = [f"base.layers.{i}.bytes" for i in range(CFG.num_layers)]
     blocks = ["base.embed.bytes", *layers, "base.final.bytes"]
