@@ -21,13 +21,14 @@ All ranks first compare their arguments (see shard.agree).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -99,7 +100,7 @@ def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[d
     return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
 
 
-def _with_bundles(params: Any, parts: dict[str, Tensor], layouts: dict[str, Layout]) -> Any:
+def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout]) -> Any:
     """Return ``params`` with a Bundle in place of every block."""
     chosen = {id(tree.get(params, path)) for path in layouts}
     bundled = lambda path, _: Bundle(parts[path], layouts[path])
@@ -135,7 +136,7 @@ def local(x: Any) -> Any:
     def one(b: Bundle) -> Bundle:
         if not isinstance(b.bytes, DTensor):
             return b
-        if (active := torch._C._functorch.peek_interpreter_stack()) is not None:
+        if (active := peek_interpreter_stack()) is not None:
             raise RuntimeError(
                 f"shard.local(base) was called inside torch.func.{active.key().name.lower()}; "
                 "call it once outside and pass its result as an argument"

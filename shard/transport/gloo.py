@@ -43,25 +43,18 @@ def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return ``x`` [n ...] of every rank, contiguous and of any dtype: [ranks·n ...], complete after a wait.
+    """Return shard.all_gather of ``x`` [n ...], contiguous and of any dtype: [ranks·n ...], complete after a wait.
 
-        rank 0  [a]  ->  [a b]
-        rank 1  [b]  ->  [a b]
-
-    Along the group's axis: sharded by dim 0 in, replicated out. On one device: a copy. It has no derivative; see
-    shard.collectives. Raises RuntimeError, at the latest at the wait, if a rank has gone or is late.
+    On one device: a copy. It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or
+    is late.
     """
     return _ALL_GATHER(x, ranks, group)
 
 
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return this rank's part [n ...] of the sum over ranks of ``x`` [ranks·n ...], contiguous; complete after a wait.
+    """Return shard.reduce_scatter of ``x`` [ranks·n ...], contiguous numbers: [n ...], complete after a wait.
 
-        rank 0  [a b]  ->  [a + c]
-        rank 1  [c d]  ->  [b + d]
-
-    Along the group's axis: a partial sum in, sharded by dim 0 out. On one device: a copy. It has no derivative; see
-    shard.collectives. Raises the errors of :func:`all_gather`.
+    On one device: a copy. It has no derivative. Raises the errors of :func:`all_gather`.
     """
     return _REDUCE_SCATTER(x, ranks, group)
 

@@ -110,7 +110,9 @@ class SharedMemory:
                 if (what := bytes(message[count:]).decode()) != publication.what:
                     self._fail(f"rank {self._rank} of the group is in {publication.what}, and rank {rank} in {what}")
             publication.released = released
-            publication.finish()
+            then, publication.then = publication.then, None  # a finished publication holds no tensors
+            if then is not None:
+                then()
             if publication is until:
                 return
 
@@ -165,20 +167,14 @@ class _Publication(Work):
 
     def __init__(self, memory: SharedMemory, what: str, released: bytes, then: Callable[[], None] | None) -> None:
         super().__init__()
-        self.what, self.own_released = what, released
+        self.what, self.own_released, self.then = what, released, then
         self.released: bytes | None = None
-        self._memory, self._then = memory, then
+        self._memory = memory
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the messages; a second call returns at once."""
         self._memory.wait(self)
         return True
-
-    def finish(self) -> None:
-        """Call ``then``, once."""
-        then, self._then = self._then, None
-        if then is not None:
-            then()
 
 
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = weakref.WeakKeyDictionary()

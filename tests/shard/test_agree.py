@@ -96,9 +96,9 @@ def attempted(bad):
 
 def test_attempt_tells_the_others_who_failed_and_how():
     assert ranks.run(3, attempted, []) == [0, 1, 2]
-    told = all_raise(3, attempted, [1])
-    assert told[1] == "model.safetensors: missing\ud8ff (1)"
-    assert told[0] == told[2] == "open failed on rank 1: ValueError: model.safetensors: missing\\ud8ff (1)"
+    errors = all_raise(3, attempted, [1])
+    assert errors[1] == "model.safetensors: missing\ud8ff (1)"
+    assert errors[0] == errors[2] == "open failed on rank 1: ValueError: model.safetensors: missing\\ud8ff (1)"
     assert all_raise(3, attempted, [0, 2])[1].count("; rank 2: ValueError: model") == 1
 
 
@@ -268,9 +268,9 @@ def test_a_rank_that_cannot_read_tells_the_others(n):
 def test_a_rank_that_cannot_stamp_tells_the_others():
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(3, place_lazy, ["s"] * 3, [1], "stamp", timeout=10)
-    told = caught.value.failures
-    assert (told[1].type, sorted(told)) == ("FileNotFoundError", [0, 1, 2])
-    assert all(told[rank].message.startswith("place failed on rank 1: FileNotFoundError: ") for rank in (0, 2))
+    errors = caught.value.failures
+    assert (errors[1].type, sorted(errors)) == ("FileNotFoundError", [0, 1, 2])
+    assert all(errors[rank].message.startswith("place failed on rank 1: FileNotFoundError: ") for rank in (0, 2))
 
 
 def folder_of(tmp_path, rank, change=None):
@@ -321,17 +321,17 @@ def test_folders_of_different_configs_are_refused(tmp_path):
 def test_a_file_that_one_rank_lacks(tmp_path, file):
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     (tmp_path / "rank1" / file).unlink()
-    told = all_raise(2, place_folder, folders, "")
-    assert file in told[1]
-    assert told[0].startswith("open failed on rank 1: ValueError: ") and file in told[0]
+    errors = all_raise(2, place_folder, folders, "")
+    assert file in errors[1]
+    assert errors[0].startswith("open failed on rank 1: ValueError: ") and file in errors[0]
 
 
 def test_a_file_cut_short_on_one_rank(tmp_path):
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with open(tmp_path / "rank1" / "model.safetensors", "r+b") as file:
         file.truncate(4000)
-    told = all_raise(2, place_folder, folders, "")
-    assert told[0].startswith("open failed on rank 1: ValueError: ") and "model.safetensors" in told[0]
+    errors = all_raise(2, place_folder, folders, "")
+    assert errors[0].startswith("open failed on rank 1: ValueError: ") and "model.safetensors" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +342,6 @@ def test_a_file_damaged_on_one_rank_after_it_was_opened(tmp_path, damage, messag
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(2, place_folder, folders, damage, timeout=10)
-    told = caught.value.failures
-    assert sorted(told) == [0, 1] and told[0].type == "ValueError"
-    assert told[0].message.startswith(message)
+    errors = caught.value.failures
+    assert sorted(errors) == [0, 1] and errors[0].type == "ValueError"
+    assert errors[0].message.startswith(message)

@@ -302,9 +302,9 @@ def stepped(tied):
     step(*given)
     with shard.traffic() as traffic:
         found = step(*given)
-    told = cost(grad_and_value(loss), *given, passes=(prefetch_gathers(),))
-    assert sum(c.sent for c in told.collectives) == traffic.sent
-    assert sum(c.payload for c in told.collectives) == traffic.payload()
+    predicted = cost(grad_and_value(loss), *given, passes=(prefetch_gathers(),))
+    assert sum(c.sent for c in predicted.collectives) == traffic.sent
+    assert sum(c.payload for c in predicted.collectives) == traffic.payload()
     return *shard.reduce(found, mesh, rules), traffic.calls
 
 
