@@ -1,4 +1,4 @@
-"""Where arrays live and how they travel: a mesh, bundles of bytes, pure collectives, and when they are issued."""
+"""Sharding: a device mesh, parameters as bundles of bytes, pure collectives, and passes that schedule them."""
 
 from . import passes
 from .bundle import Bundle

@@ -1,12 +1,12 @@
-"""agree: ranks find out that they disagree, and say on what, before it can hang them.
+"""Agreement: all ranks compare their inputs, and all raise the same error if these differ.
 
-Ranks that were started with different configurations, checkpoints or adapters do not fail by themselves: they wait for
-each other, or train different models. So before anything is placed all ranks exchange a fingerprint, and all raise the
-same error, naming the first thing that differs and the ranks that have it. The exchange itself is the same two
-collectives on every rank, whatever a rank has found: nobody decides on local facts whether to take part.
+Ranks that start with different configurations, checkpoints or adapters do not fail by themselves. They wait for each
+other, or train different models. So all ranks exchange a fingerprint before anything is placed. All then raise the same
+error, which names the first difference and the ranks that have it. Every rank takes part in the same collectives, and
+decides nothing by what it alone knows.
 
-A rank that fails alone would leave the others waiting; ``attempt`` runs something that may fail and lets every rank
-know who failed and how.
+A rank that fails alone would leave the others waiting. ``attempt`` runs a function that may fail, and every rank learns
+which ranks failed and why.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 
 def same(what: str, facts: Mapping[str, str]) -> None:
-    """Raise ValueError on every rank unless all have the same ``facts`` (name -> short text), naming what differs.
+    """Check that all ranks have the same ``facts`` (name -> short text).
 
-    A fact whose text is empty is unknown on that rank and agrees with anything.
+    A fact with an empty text is unknown on that rank and agrees with every other. Raises ValueError on every rank,
+    naming the first difference.
     """
     mine = json.dumps(dict(facts))
     if len(set(all_gather_text(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
@@ -51,15 +52,16 @@ def same(what: str, facts: Mapping[str, str]) -> None:
 
 
 def attempt(what: str, f: Callable[[], T]) -> T:
-    """``f()``, which may fail on some ranks: then every rank raises, naming these ranks and their errors.
+    """Return ``f()``; if it fails on any rank, raise on every rank.
 
-    A rank that failed raises its own error. ``f`` must not use collectives.
+    A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors. ``f`` must
+    not use collectives.
     """
     result: Any = None
     error: Exception | None = None
     try:
         result = f()
-    except Exception as caught:  # whatever it is, the others must learn of it
+    except Exception as caught:  # of any kind, because the other ranks wait to learn of it
         error = caught
     texts = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -71,9 +73,9 @@ def attempt(what: str, f: Callable[[], T]) -> T:
 
 
 def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
-    """What is at every path of the tree ``x``: a node's class and static fields, a tensor's dtype and shape.
+    """Describe the tree ``x`` by path: a node's class and static fields, a tensor's dtype and shape.
 
-    With ``content`` also a digest of a tensor's values, where it has them here, and a Lazy leaf's stamp.
+    With ``content`` also give a digest of a tensor's values, unless it is a meta tensor, and a Lazy leaf's stamp.
 
     Raises TypeError, by path, for a leaf that is neither a plain tensor nor Lazy.
     """
@@ -101,7 +103,7 @@ def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
 
 
 def fields(name: str, x: Any) -> dict[str, str]:
-    """What every field of the dataclass ``x`` is, or ``x`` itself where it is none, by its repr."""
+    """Describe every field of the dataclass ``x``, or ``x`` itself if it is another object, by repr."""
     if not dataclasses.is_dataclass(x) or isinstance(x, type):
         return {name: repr(x)}
     found = {f"{name}.{f.name}": repr(getattr(x, f.name)) for f in dataclasses.fields(x)}

@@ -1,11 +1,11 @@
 """Bundle: the buffers of one block as one flat run of bytes.
 
-A block's parameters are many buffers of several dtypes: codes, scales, norms. They travel together, so they lie
-together: in one uint8 buffer, each at an offset aligned to 64 bytes, the whole padded once so that it divides by the
-ranks. One all-gather then brings a block, and its buffers are *viewed* out of the result, not copied. Any dtype travels
-as it is, bit for bit; any number of ranks will do, more than there are rows included; nothing else has to divide.
+A block's parameters are many buffers of several dtypes: codes, scales, norms. They travel together in one uint8 buffer.
+Each begins at an offset aligned to 64 bytes, and the whole is padded once, to divide by the number of ranks. One
+all-gather brings a block, and its buffers are *viewed* out of the result, not copied. Every dtype travels bit for bit.
+Any number of ranks will do, also more than rows; nothing else has to divide.
 
-A bundle is closed (see fquant.communication): what is inside is known from its static ``layout``, and used after ``open``.
+A bundle is a Loadable (see fquant.communication): a Comm opens it, and until then its static ``layout`` describes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Buffer:
-    """One tensor of a block: its path in the block, what it is, and where in the bytes it begins."""
+    """One tensor of a block: its path in the block, dtype and shape, and the offset of its first byte."""
 
     path: str
     dtype: torch.dtype
@@ -39,14 +39,19 @@ class Buffer:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def end(self) -> int:
+        """The offset behind its last byte."""
+        return self.offset + self.nbytes
+
+    @property
     def width(self) -> int:
-        """Bytes of a row, of one of ``shape[0]``."""
+        """Bytes of one row, of which there are ``shape[0]``."""
         return self.nbytes // max(1, self.shape[0])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a block lies in its bytes: its structure, its buffers, and the padded ``size`` of the whole."""
+    """The layout of a block in its bytes: its tree structure, its buffers, and the padded ``size``."""
 
     structure: tree.Structure
     buffers: tuple[Buffer, ...]
@@ -67,7 +72,7 @@ class Bundle(Loadable):
 
 
 def plan(block: Any, ranks: int) -> Layout:
-    """The layout of ``block``, whose leaves are tensors (meta ones will do), padded to divide by ``ranks``."""
+    """Return the layout of ``block``, a tree of tensors or meta tensors, padded to divide by ``ranks``."""
     buffers, offset = [], 0
     for path, t in tree.items(block):
         buffers.append(Buffer(path, t.dtype, tuple(t.shape), offset))
@@ -76,28 +81,28 @@ def plan(block: Any, ranks: int) -> Layout:
 
 
 def write(block: Any, layout: Layout) -> Tensor:
-    """The bytes u8[size] of ``block``; padding is zero."""
+    """Return the bytes u8[size] of ``block``; padding is zero."""
     out = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
     for buffer, t in zip(layout.buffers, tree.leaves(block), strict=True):
-        out[buffer.offset : buffer.offset + buffer.nbytes] = raw(t)
+        out[buffer.offset : buffer.end] = raw(t)
     return out
 
 
 def read(whole: Tensor, layout: Layout) -> Any:
-    """The block whose bytes ``whole`` u8[... size] are, as views of them."""
+    """Return the block with the bytes ``whole`` u8[... size], as views of them."""
     parts = [view(whole.narrow(-1, buffer.offset, buffer.nbytes), buffer) for buffer in layout.buffers]
     return tree.unflatten(layout.structure, parts)
 
 
 def view(part: Tensor, buffer: Buffer) -> Tensor:
-    """The tensor that ``buffer`` describes, [... shape], whose bytes ``part`` u8[... nbytes] are."""
+    """Return the tensor [... shape] of ``buffer``, a view of its bytes ``part`` u8[... nbytes]."""
     if part.numel() and part.stride(-1) != 1:  # vmapped bundles arrive interleaved, and bytes apart cannot be viewed
         part = part.contiguous()
     return part.view(buffer.dtype).reshape((*part.shape[:-1], *buffer.shape))
 
 
 def raw(t: Tensor) -> Tensor:
-    """The bytes of a tensor, u8[nbytes]."""
+    """Return the bytes u8[nbytes] of a tensor."""
     return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

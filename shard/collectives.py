@@ -1,17 +1,20 @@
-"""Collectives as pure functions that every transform of torch.func understands.
+"""Collectives as pure functions that every transform of torch.func accepts.
 
-Each has a dual, and the backward of one is the other (the transpose of a gather is a scattered sum):
+Each has a dual, and the backward of a collective is its dual. The transpose of a gather, for example, is a sum that is
+scattered:
 
-    all_gather      u[n ...]  ->  u[ranks·n ...]      dual  reduce_scatter
-    enter           identity                          dual  exit, the sum over ranks
-    all_reduce      the sum over ranks                dual  itself
+    all_gather      [n ...]        ->  [ranks·n ...]    dual  reduce_scatter
+    reduce_scatter  [ranks·n ...]  ->  [n ...]          dual  all_gather
+    all_reduce      the sum over ranks                  dual  all_reduce
+    enter           identity                            dual  exit
+    exit            the sum over ranks                  dual  enter
 
-They are autograd Functions over torch's functional collectives, with setup_context, a vmap rule and a jvp, so grad,
-vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*: a raw collective there
-gives silent zeros. Groups are arguments; nothing here looks at global state. Over gloo gathers and scattered sums are
-our own ops, those of shard/transport/gloo.py.
+They are one autograd Function over torch's functional collectives, with setup_context, a vmap rule and a jvp. So grad,
+vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*, because a raw collective
+there gives silent zeros. Groups are arguments; no function reads global state. Over gloo the gathers and the scattered
+sums are the ops of shard/transport/gloo.py.
 
-``traffic`` counts what is sent while it is open.
+:func:`traffic` counts the collectives that run while it is open.
 """
 
 from __future__ import annotations
@@ -29,182 +32,141 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fquant.compile import graph
 
 from .transport import gloo
+from .transport.gloo import resolve
 
 Group = dist.ProcessGroup
 _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """``x`` [n ...] of every rank, one after the other along dim 0: [ranks·n ...]. The dual is reduce_scatter.
+    """Return ``x`` [n ...] of every rank, one after the other along dim 0: [ranks·n ...].
+
+        rank 0  [a]  ->  [a b]
+        rank 1  [b]  ->  [a b]
+
+    Along the group's axis: sharded by dim 0 in, replicated out. On one device: the identity. Backward: reduce_scatter.
 
     Raises ValueError for a scalar.
     """
     if x.ndim == 0:
         raise ValueError("all_gather got a scalar; wanted at least one dim to gather along")
-    return _AllGather.apply(x, group.group_name, group.size())
+    return _Collective.apply(x, "all_gather", group.group_name)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of ``x`` [ranks·n ...], of which each keeps its part [n ...]. The dual is all_gather.
+    """Return this rank's part [n ...] of the sum over ranks of ``x`` [ranks·n ...].
 
-    Raises ValueError for a scalar, and when dim 0 does not divide by the number of ranks.
+        rank 0  [a b]  ->  [a + c]
+        rank 1  [c d]  ->  [b + d]
+
+    Along the group's axis: a partial sum in, sharded by dim 0 out. On one device: the identity. Backward: all_gather.
+
+    Raises ValueError for a scalar, and if the number of ranks does not divide dim 0.
     """
     if x.ndim == 0:
         raise ValueError("reduce_scatter got a scalar; wanted at least one dim to scatter along")
     if x.shape[0] % group.size():
         raise ValueError(f"reduce_scatter got {x.shape[0]} rows for {group.size()} ranks; pad to a multiple")
-    return _ReduceScatter.apply(x, group.group_name, group.size())
+    return _Collective.apply(x, "reduce_scatter", group.group_name)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of ``x`` over ranks, on every rank. Its own dual: the transpose of a sum to all is a sum from all."""
-    return _AllReduce.apply(x, group.group_name)
+    """Return the sum of ``x`` over ranks, each of which has a loss of its own; the losses of all ranks add up.
+
+        rank 0  a  ->  a + b
+        rank 1  b  ->  a + b
+
+    Along the group's axis: a partial sum in, replicated out. On one device: the identity. Backward: all_reduce,
+    because every rank's loss depends on every rank's ``x``.
+    """
+    return _Collective.apply(x, "all_reduce", group.group_name)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """``x``, the same on every rank, into a computation that each rank does in part. The dual is exit."""
-    return _Enter.apply(x, group.group_name)
+    """Return ``x``, which is equal on all ranks, at the start of a computation that each rank does a part of.
+
+        rank 0  a  ->  a          backward   g + h  <-  g
+        rank 1  a  ->  a                     g + h  <-  h
+
+    Along the group's axis: replicated in and out. On one device: the identity. Backward: exit, the sum over ranks.
+    """
+    return _Collective.apply(x, "enter", group.group_name)
 
 
 def exit(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of each one's part ``x``, the same on every rank from here on. The dual is enter."""
-    return _Exit.apply(x, group.group_name)
+    """Return the sum over ranks of ``x``, at the end of a computation that each rank does a part of.
+
+        rank 0  a  ->  a + b      backward   g  <-  g
+        rank 1  b  ->  a + b                 g  <-  g
+
+    Along the group's axis: a partial sum in, replicated out. On one device: the identity. Backward: enter, because all
+    ranks have the same loss from here on, which counts once.
+    """
+    return _Collective.apply(x, "exit", group.group_name)
 
 
-class _AllGather(torch.autograd.Function):
+_DUAL = {
+    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce", "enter": "exit",
+    "exit": "enter",
+}  # fmt: skip
+
+
+class _Collective(torch.autograd.Function):
+    """The collective ``name`` over the group with the name ``group``."""
+
     @staticmethod
-    def forward(x: Tensor, group: str, ranks: int) -> Tensor:
-        issue = gloo.all_gather if gloo.is_used(x, _named(group)) else _ops.all_gather_into_tensor
-        return _ops.wait_tensor(issue(x.contiguous(), ranks, group))
+    def forward(x: Tensor, name: str, group: str) -> Tensor:
+        if name == "enter":
+            return x.view_as(x)
+        x, over = x.contiguous(), resolve(group)
+        if name == "all_gather":
+            issue = gloo.all_gather if gloo.is_used(x, over) else _ops.all_gather_into_tensor
+            out = issue(x, over.size(), group)
+        elif name == "reduce_scatter" and gloo.is_used(x, over):
+            out = gloo.reduce_scatter(x, over.size(), group)
+        elif name == "reduce_scatter":
+            out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
+        else:
+            out = _ops.all_reduce(x, "sum", group)
+        return _ops.wait_tensor(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, *ctx.where = inputs
+        _, ctx.name, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _ReduceScatter.apply(g, *ctx.where), None, None
+        return _Collective.apply(g, _DUAL[ctx.name], ctx.group), None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
-        return _AllGather.apply(dx, *ctx.where)
+        return _Collective.apply(dx, ctx.name, ctx.group)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *where: Any) -> tuple[Tensor, int]:
-        return _AllGather.apply(x.movedim(in_dims[0], 1), *where), 1
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, group: str, ranks: int) -> Tensor:
-        if gloo.is_used(x, _named(group)):
-            return _ops.wait_tensor(gloo.reduce_scatter(x.contiguous(), ranks, group))
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, *ctx.where = inputs
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _AllGather.apply(g, *ctx.where), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
-        return _ReduceScatter.apply(dx, *ctx.where)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *where: Any) -> tuple[Tensor, int]:
-        return _ReduceScatter.apply(x.movedim(in_dims[0], 1), *where), 1
-
-
-class _Sum(torch.autograd.Function):
-    """What the three sums share; ``forward`` and the dual are theirs."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.group = inputs[1]
-
-    @staticmethod
-    def _sum(x: Tensor, group: str) -> Tensor:
-        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
-
-
-class _AllReduce(_Sum):
-    @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:
-        return _Sum._sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _AllReduce.apply(g, ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _: Any) -> Tensor:
-        return _AllReduce.apply(dx, ctx.group)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, group: str) -> tuple[Tensor, int]:
-        return _AllReduce.apply(x, group), in_dims[0]
-
-
-class _Enter(_Sum):
-    @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _Exit.apply(g, ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _: Any) -> Tensor:
-        return _Enter.apply(dx, ctx.group)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, group: str) -> tuple[Tensor, int]:
-        return _Enter.apply(x, group), in_dims[0]
-
-
-class _Exit(_Sum):
-    @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:
-        return _Sum._sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _Enter.apply(g, ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _: Any) -> Tensor:
-        return _Exit.apply(dx, ctx.group)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, group: str) -> tuple[Tensor, int]:
-        return _Exit.apply(x, group), in_dims[0]
-
-
-def _named(group: str) -> Group:
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    def vmap(info: Any, in_dims: Any, x: Tensor, name: str, group: str) -> tuple[Tensor, int]:
+        dim = in_dims[0]
+        if name in ("all_gather", "reduce_scatter"):  # which work along dim 0
+            x, dim = x.movedim(dim, 1), 1
+        return _Collective.apply(x, name, group), dim
 
 
 @dataclass
 class Traffic:
-    """Collectives seen, as (name, payload in bytes, ranks): the payload is the whole gathered or summed buffer."""
+    """Collectives as (name, payload in bytes, ranks). A payload is the whole gathered or summed buffer."""
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
 
     def count(self, name: str) -> int:
-        """How many collectives called ``name`` there were."""
+        """Return the number of collectives called ``name``."""
         return sum(call[0] == name for call in self.calls)
 
     def payload(self, name: str | None = None) -> int:
-        """Bytes of all payloads, or of those of ``name``."""
+        """Return the bytes of all payloads, or of those of ``name``."""
         return sum(size for call, size, _ in self.calls if name in (None, call))
 
     @property
     def sent(self) -> int:
-        """Bytes that one rank sends when each collective is done around a ring."""
+        """Bytes that one rank sends if each collective is a ring."""
         twice = {"all_reduce": 2}
         return sum(twice.get(name, 1) * size * (ranks - 1) // ranks for name, size, ranks in self.calls)
 
@@ -219,13 +181,13 @@ class _Counter(TorchDispatchMode):
         name = graph.issued(func)
         if name is not None:
             whole = out if name.startswith("all_gather") else args[0]
-            self.traffic.calls.append((name, whole.numel() * whole.element_size(), _named(args[-1]).size()))
+            self.traffic.calls.append((name, whole.numel() * whole.element_size(), resolve(args[-1]).size()))
         return out
 
 
 @contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Count the collectives of this module that run inside, under any transform."""
+    """Count the collectives of this module that run inside the block, under any transform."""
     seen = Traffic()
     with _Counter(seen):
         yield seen

@@ -1,17 +1,17 @@
-"""comm: the six places where a forward pass communicates, over a mesh.
+"""The Comm of a mesh: the functions with which a forward pass communicates.
 
     comm = shard.comm(mesh, rules, tokens=512)
     logits = decoder.forward(params, tokens, cfg, comm)
 
 ``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
-in the backward, so that what was gathered is not kept: it is gathered again. A block that is nowhere split is opened
-without a collective, and a block whose result is not differentiated is not recomputed. In a captured step blocks need
-not be recomputed for that: see shard/passes/regather.py.
+in the backward, so that gathered bytes are not kept but gathered again. There is no collective for a block that is not
+split, and no recomputation of a block whose result is not differentiated. A captured step need not recompute: see
+shard/passes/regather.py.
 
-``pick`` brings the rows of an embedding that are asked for, and ``cut`` leaves the rows of a head where they are and
-brings the tokens to them, each where that is fewer bytes than the table: see shard/sharded_embedding.py and shard/vocab_parallel.py. What
-computes logits gathers the head. Where it is the embedding too, that is gathered once rather than twice, or, where
-``schedule.keep`` would have joined the two gathers, the rows come on top.
+``pick`` brings the rows of an embedding that are looked up (shard/sharded_embedding.py). ``cut`` leaves the rows of a
+head in place and brings the tokens to them (shard/vocab_parallel.py). Each does so if that is fewer bytes than the
+table. Code that computes logits gathers the head. If the head is the embedding too, it is so gathered once instead of
+twice. A step with ``deduplicate_gathers`` would have gathered it once anyway; there the rows come on top.
 """
 
 from __future__ import annotations
@@ -29,34 +29,41 @@ from fquant.activation_checkpoint import remat
 from fquant.communication import Comm, identity
 
 from . import bundle, sharded_embedding, vocab_parallel
-from . import rules as rules_module
 from .bundle import Bundle
 from .collectives import all_gather
-from .rules import Rules
+from .device_mesh import position
+from .rules import Rules, check_rules
 
 
 def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None) -> Comm:
-    """The Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat).
+    """Return the Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat).
 
-    Without ``recompute`` blocks are called plainly, for a step that is captured with ``regather``; uncaptured, such a
-    step keeps every block that it gathered until its backward.
+        rank 0  first half of a block's bytes   -> comm.load ->  the block
+        rank 1  second half                     -> comm.load ->  the block
 
-    ``tokens`` is the most that any rank looks up, or has the loss of, at once, the same number on every rank (of shares
-    of a batch ``shard.max_local_rows``); under vmap that of one example, and every rank then maps over as many. Without it nobody
-    can know how many the others have, and tables are gathered.
+    Along ``rules.block``: sharded in, replicated out. On one device nothing communicates. Blocks are constants and have
+    no gradient; the backward gathers them again.
 
-    Raises ValueError for ``tokens`` below 1, and later where there are more of them.
+    Without ``recompute`` blocks are not recomputed, for a step that is captured with ``regather_blocks``. Uncaptured,
+    such a step keeps every gathered block until its backward.
+
+    ``tokens`` is the maximum over ranks of the tokens that are looked up, or have a loss, at once. It is the same
+    number on every rank; for shares of a batch see ``shard.max_local_rows``. Under vmap it counts one example, and
+    every rank must map over as many. Without it tables are gathered, because no rank knows the count of another.
+
+    Raises ValueError for ``tokens`` below 1; the Comm raises ValueError for more tokens than that.
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"comm: tokens is {tokens}; wanted at least 1, or None to gather tables")
-    rules_module.check(rules, mesh)
-    split = rules.block is not None and mesh[rules.block].size() > 1
+    check_rules(rules, mesh)
+    split = rules.block is not None and position(mesh, rules.block)[1] > 1
     group = mesh.get_group(rules.block) if split else None
     wrap = partial(remat, order=order) if recompute else identity
     plain = Comm(open=partial(_open, group=group), wrap=wrap)
     if group is None or tokens is None:
         return plain
-    return replace(plain, pick=partial(_pick, group=group, most=tokens), cut=partial(_cut, group=group, most=tokens))
+    known = {"group": group, "max_tokens": tokens}
+    return replace(plain, pick=partial(_pick, **known), cut=partial(_cut, **known))
 
 
 def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
@@ -64,19 +71,18 @@ def _open(x: Any, group: dist.ProcessGroup | None) -> Any:
     return bundle.read(x.bytes if group is None else all_gather(x.bytes, group), x.layout)
 
 
-def _pick(x: Any, ids: Tensor, group: dist.ProcessGroup, most: int) -> Any:
+def _pick(x: Any, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> Any:
     _check(x, group)
-    return (
-        sharded_embedding.rows(x, ids, group, most)
-        if sharded_embedding.is_less(x.layout, group.size(), most)
-        else _open(x, group)
-    )
+    if sharded_embedding.is_less(x.layout, group.size(), max_tokens):
+        return sharded_embedding.rows(x, ids, group, max_tokens)
+    return _open(x, group)
 
 
-def _cut(x: Any, rows: Tensor, path: str, group: dist.ProcessGroup, most: int) -> Any:
+def _cut(x: Any, rows: Tensor, path: str, group: dist.ProcessGroup, max_tokens: int) -> Any:
     _check(x, group)
-    less = vocab_parallel.is_less(x.layout, path, group.size(), most, rows)
-    return vocab_parallel.cut(x, rows, path, group, most, partial(_open, group=group)) if less else _open(x, group)
+    if vocab_parallel.is_less(x.layout, path, group.size(), max_tokens, rows):
+        return vocab_parallel.cut(x, rows, path, group, max_tokens, partial(_open, group=group))
+    return _open(x, group)
 
 
 def _check(x: Any, group: dist.ProcessGroup | None) -> None:

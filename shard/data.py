@@ -1,69 +1,90 @@
-"""data: who computes which part of a batch, and the one rule of what is summed over whom.
+"""The batch over ranks: the share of each rank, and sums over ranks.
 
-Every rank computes gradients of its share of the batch. They are summed, never averaged: a loss divides by the *global*
-number of tokens, which is known before (``psum`` of the counts), so that shares may differ in size and in how many of
-their tokens count, and the sum over ranks is the gradient of one process on the whole batch.
+Every rank computes gradients of its share of the batch. They are summed, never averaged. A loss divides by the *global*
+number of tokens, which is known beforehand (``psum`` of the counts). So shares may differ in size and in the number of
+tokens that count. The sum over ranks is the gradient of one process on the whole batch.
 
-Sums are taken outside autodiff, on one flat buffer a dtype.
+Sums are taken outside autodiff, on one flat buffer for each dtype.
 
-Whatever is drawn from the rows of all ranks is drawn by number: ``rows`` tells a rank which numbers its rows have.
+Rows have numbers in the whole batch. Random draws use them, and ``rows`` returns those of this rank.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 
 from .collectives import all_reduce
-from .device_mesh import groups
+from .device_mesh import Axes, groups, position
 from .rules import Rules
 
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
-    """This rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row."""
-    index, parts = _place(mesh, rules.batch)
+    """Return this rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row.
+
+        rank 0  [a b c]  ->  [a b]
+        rank 1  [a b c]  ->  [c]
+
+    Along the axes of the batch: replicated in, sharded by dim 0 out. On one device: the identity. No collective.
+    """
+    index, parts = position(mesh, rules.batch)
     return tree.map(lambda t: t.tensor_split(parts)[index], x)
 
 
 def max_local_rows(rows: int, mesh: DeviceMesh, rules: Rules) -> int:
-    """The rows of the largest share of ``rows``, on any rank."""
-    return -(-rows // math.prod(mesh[axis].size() for axis in rules.batch))
+    """Return the rows of the largest share of ``rows``, on any rank."""
+    return -(-rows // position(mesh, rules.batch)[1])
 
 
-def rows(n: int | Tensor, mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """The number of the first of this rank's ``n`` rows among those of all ranks along ``axes``, and of all: i64[].
+def rows(n: int | Tensor, mesh: DeviceMesh, axes: Axes) -> tuple[Tensor, Tensor]:
+    """Return the number of this rank's first row among the rows of all ranks along ``axes``, and their total: i64[].
 
-    Ranks are in the order of :func:`share`; of rows with a mask, ``n`` is how many it keeps. One all-reduce. Where
-    every rank knows how many the others have, the two are plain numbers and nobody has to ask.
+        rank 0  n = 2  ->  0, 5
+        rank 1  n = 3  ->  2, 5
+
+    ``n`` is the number of rows here; of rows with a mask, the number that it keeps. Ranks are in the order of
+    :func:`share`. On one device: 0 and ``n``. One all-reduce; no derivative. If every rank knows the number of rows of
+    the others, use two plain numbers instead.
     """
-    index, parts = _place(mesh, axes)
+    index, parts = position(mesh, axes)
     here = torch.arange(parts, device=mesh.device_type) == index
     each = psum(torch.where(here, n, 0), mesh, axes)
     return each[:index].sum(), each.sum()
 
 
-def psum(x: Any, mesh: DeviceMesh, axes: tuple[str, ...]) -> Any:
-    """The tree ``x`` summed over the ranks along ``axes``, in one all-reduce for each dtype."""
-    leaves, structure = tree.flatten(x)
+def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
+    """Return the sum of the tree ``x`` over the ranks along ``axes``, with one all-reduce for each dtype.
+
+        rank 0  {"n": a}  ->  {"n": a + b}
+        rank 1  {"n": b}  ->  {"n": a + b}
+
+    Along the axes: a partial sum in, replicated out. On one device: the identity. Backward: psum.
+    """
     over = groups(mesh, axes)
+    leaves, structure = tree.flatten(x)
     out: list[Any] = list(leaves)
     for dtype in dict.fromkeys(t.dtype for t in leaves):
         which = [i for i, t in enumerate(leaves) if t.dtype == dtype]
-        flat = _sum(torch.cat([leaves[i].reshape(-1) for i in which]), over)
+        flat = torch.cat([leaves[i].reshape(-1) for i in which])
+        for group in over:
+            flat = all_reduce(flat, group)
         for i, part in zip(which, flat.split([leaves[i].numel() for i in which]), strict=True):
             out[i] = part.reshape(leaves[i].shape)
     return tree.unflatten(structure, out)
 
 
 def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
-    """Gradients of every rank's share of the batch to those of the whole: their sum over the axes of the batch.
+    """Return the gradients of the whole batch: the sum, over its axes, of those of every rank's share.
+
+        rank 0  gradient of [a b]  ->  gradient of [a b c]
+        rank 1  gradient of [c]    ->  gradient of [a b c]
+
+    Along the axes of the batch: a partial sum in, replicated out. On one device: the identity. Backward: psum.
 
     Raises TypeError, by path, for a leaf that is not a float.
     """
@@ -71,18 +92,3 @@ def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
         if not leaf.is_floating_point():
             raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
     return psum(grads, mesh, (rules or Rules()).batch)
-
-
-def _place(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
-    """The number of this rank along ``axes``, the first being the outermost, and how many there are."""
-    index, parts = 0, 1
-    for axis in axes:
-        size = mesh[axis].size()
-        index, parts = index * size + mesh.get_local_rank(axis), parts * size
-    return index, parts
-
-
-def _sum(flat: Tensor, over: list[dist.ProcessGroup]) -> Tensor:
-    for group in over:
-        flat = all_reduce(flat, group)
-    return flat

@@ -1,4 +1,4 @@
-"""mesh: ranks in a grid with named axes, and the process group they talk over.
+"""The device mesh: ranks in a grid with named axes, and the process group that they communicate over.
 
     mesh = shard.mesh(dp=2, fsdp=4)      # 8 ranks; every axis may be 1
     ...
@@ -6,19 +6,19 @@
 
     with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
 
-``dp`` replicates weights and splits the batch; ``fsdp`` splits the bytes of weights, and the batch too. The result is
+``dp`` replicates weights and splits the batch. ``fsdp`` splits the bytes of weights, and the batch too. The result is
 torch's DeviceMesh.
 
-The process group is started here unless it runs already. Five things torch leaves to its users are seen to:
+``mesh`` starts the process group unless it runs already, and adds five things to torch:
 
-* A collective that does not complete fails after 60 seconds, not 30 minutes, along every axis: a DeviceMesh that makes
-  its own groups gives them torch's default, whatever the job's group has.
-* Ranks that were given different axes would wait for each other in the making of groups; they compare them first.
-* torchrun restarts workers over the same store, where gloo then finds the addresses of the dead; the store is
-  prefixed with the restart count.
-* A group must not be torn down while a peer is still sending, or gloo aborts: ``close`` waits for all first.
-* gloo's threads let go of the last tensors a moment after a collective is done, and need the interpreter for it. One
-  that finds it ending aborts the process, whatever its exit status was to be: an exit waits for that moment.
+* A collective that does not complete fails after 60 seconds, not 30 minutes, along every axis. Groups that a DeviceMesh
+  makes itself have torch's default time-out instead of the job's.
+* Ranks compare their axes before they make groups. With different axes they would wait for each other there.
+* The store is prefixed with torchrun's restart count. Otherwise restarted workers find in it the gloo addresses of dead
+  ones.
+* ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
+* An exit leaves gloo's threads a moment. They release the last tensors after a collective is done, and need the
+  interpreter for it. A thread that finds the interpreter ending aborts the process and replaces its exit status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -39,18 +39,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from . import agree
 
+Axes = str | tuple[str, ...]  # the name of one axis, or the names of some, the first of which is the outermost
 AXES = ("dp", "fsdp")
 TIMEOUT = timedelta(seconds=60)
-SETTLE = 0.1  # seconds that an exit leaves the interpreter to gloo's threads, which need microseconds
+SETTLE = 0.1  # seconds that an exit gives to gloo's threads, which need microseconds
 
 
 def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
-    """The ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
+    """Return the ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
 
-    Axes left out have size 1. Ranks compute on the CPU and talk over gloo.
+    Axes left out have size 1. Ranks compute on the CPU and communicate over gloo.
 
-    Raises ValueError, on every rank, for an unknown axis, sizes that do not multiply to the number of processes, or
-    ranks that were given different ones.
+    Raises ValueError on every rank for an unknown axis, for sizes whose product is not the number of processes, and if
+    ranks have different sizes.
     """
     start(timeout)
     agree.same("mesh", {"axes": ", ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"})
@@ -67,14 +68,14 @@ def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
 
 @contextmanager
 def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
-    """The mesh of ``axes``, of any size, as its first rank sees it, in this process alone: to trace and to price steps.
+    """Open the mesh of ``axes``, of any size, as its first rank sees it, in this process alone; use it to trace steps.
 
-    Its groups are torch's fake ones, whose collectives do nothing, and are gone when the block is left. Raises
-    ValueError for an unknown axis, RuntimeError where a process group runs already.
+    Its groups are torch's fake ones, whose collectives do nothing. They end with the block. Raises ValueError for an
+    unknown axis, RuntimeError if a process group runs already.
     """
     check_axes(axes)
     if dist.is_initialized():
-        raise RuntimeError("imagined: this process has a process group already; use shard.close() first")
+        raise RuntimeError("abstract_mesh: this process has a process group already; use shard.close() first")
     sizes = _sizes(axes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
@@ -94,7 +95,7 @@ def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
 
 
 def _groups_along(grid: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group along ``dim`` of the ``grid`` of ranks; every rank takes part in making all of them."""
+    """Return this rank's group along ``dim`` of the ``grid`` of ranks; every rank takes part in making each group."""
     mine = dist.group.WORLD
     if grid.shape[dim] < grid.numel():
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
@@ -105,7 +106,7 @@ def _groups_along(grid: torch.Tensor, dim: int, timeout: timedelta) -> dist.Proc
 
 
 def check_axes(axes: dict[str, int]) -> None:
-    """Raise ValueError unless every axis is known and of size at least 1."""
+    """Check that every axis is known and of size at least 1; raise ValueError if not."""
     for name, size in axes.items():
         if name not in AXES:
             raise ValueError(f"mesh axis {name!r} is unknown; wanted some of {', '.join(AXES)}")
@@ -114,7 +115,7 @@ def check_axes(axes: dict[str, int]) -> None:
 
 
 def start(timeout: timedelta = TIMEOUT) -> None:
-    """Start the process group from torchrun's environment, or a group of one without it; nothing if it runs."""
+    """Start the process group of torchrun's environment, or a group of one without it, unless one runs."""
     _settle_at_exit()
     if dist.is_initialized():
         return
@@ -136,19 +137,49 @@ def _settle_at_exit() -> None:
 
 
 def close() -> None:
-    """Wait for all ranks, then end the process group; nothing if none runs."""
+    """Wait for all ranks, then end the process group, if one runs."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-    """The groups over which a sum over ``axes`` is taken one after the other: one, when ``axes`` span all ranks."""
-    names = mesh.mesh_dim_names or ()
-    sizes = {name: mesh.size(names.index(name)) for name in axes}  # not of mesh[name], which torch 2.11 cannot trace
+def as_axes(axes: Axes, mesh: DeviceMesh | None = None) -> tuple[str, ...]:
+    """Return ``axes`` as a tuple of names; a str is the name of one axis.
+
+    Raises ValueError for an axis that ``mesh`` does not have, and for an axis that is named twice.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    known = names if mesh is None else mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in known:
+            raise ValueError(f"the mesh has no axis {name!r}; wanted some of {', '.join(known)}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"an axis stands twice in {names}; wanted each once")
+    return names
+
+
+def position(mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
+    """Return this rank's number along ``axes``, the first of which is the outermost, and the number of ranks."""
+    index, ranks = 0, 1
+    for name in as_axes(axes, mesh):
+        size = _size(mesh, name)
+        index, ranks = index * size + mesh.get_local_rank(name), ranks * size
+    return index, ranks
+
+
+def groups(mesh: DeviceMesh, axes: Axes) -> list[dist.ProcessGroup]:
+    """Return the groups whose sums, taken one after the other, are the sum over ``axes``.
+
+    Axes that span all ranks have one group. Axes of size 1 have none.
+    """
+    sizes = {name: _size(mesh, name) for name in as_axes(axes, mesh)}
     used = [name for name, size in sizes.items() if size > 1]
     if len(used) > 1 and math.prod(sizes.values()) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
         return [world]
     return [mesh.get_group(name) for name in used]
+
+
+def _size(mesh: DeviceMesh, axis: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(axis))  # not mesh[axis].size(): torch 2.11 cannot trace it

@@ -1,32 +1,34 @@
-"""place: a tree of parameters laid out over the mesh; collect: back again.
+"""Placement of parameters on the mesh: ``place`` shards a tree, ``collect`` makes it whole again.
 
     base = shard.place(params, decoder.dims(cfg), rules, mesh)
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
-Each block becomes a Bundle whose bytes are a uint8 DTensor, split over the fsdp axis and the same along dp. That is how
-parameters rest; a step takes the bytes of its own rank (``local``), since torch.func cannot trace through a DTensor.
+Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. A step
+takes the bytes of its own rank (``local``), because torch.func cannot trace through a DTensor.
 
-Parameters come from one of two places, and the bytes are the same either way:
+Parameters come from one of two sources, and the bytes are the same:
 
-* tensors: those of rank 0 count and are sent to all, one broadcast a block. Other ranks may hold meta tensors; what
-  real tensors they hold must be the same.
-* Lazy leaves, opened on every rank from the same files: each is read, and quantised, by exactly one rank, and its
-  packed bytes are sent, a piece of 16 MiB at a time. A rank holds its part of the model and one tensor, never more.
+* Tensors: those of rank 0 count, and are sent to all, with one broadcast for each block. Other ranks may hold meta
+  tensors; if they hold real ones, these must be equal.
+* Lazy leaves, opened on every rank from the same files: each is read, and quantised, by exactly one rank. Its packed
+  bytes are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
 
-What is trained beside the model is small and replicated: rank 0's values are sent in one broadcast.
+The second tree of a pair, what is trained, is small and replicated: rank 0's values are sent in one broadcast.
 
-Before any of it all ranks compare what they were given (see shard.agree).
+All ranks first compare their arguments (see shard.agree).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -34,96 +36,127 @@ from fquant import lazy, tree
 from fquant.lazy import Lazy
 
 from . import agree, bundle
-from . import rules as rules_module
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather
-from .rules import Dims, Rules
+from .device_mesh import position
+from .rules import Dims, Rules, check_dims, check_rules, join
 
-PIECE = 16 << 20  # bytes sent at a time, which is what receiving needs beside the part that is kept
+PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
 
-Keep = Callable[[str, int, Tensor], None]  # (block, offset, bytes) that arrived
+Keep = Callable[[str, int, Tensor], None]  # receives (block, offset, bytes)
 
 
 def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any = None) -> Any:
-    """``params`` with every block of ``dims`` made a Bundle over ``mesh``; a pair's second tree is replicated.
+    """Return ``params`` with every block of ``dims`` as a Bundle over ``mesh``; replicate the second tree of a pair.
 
-    ``config`` is anything with a repr that all ranks must share; of a dataclass the field that differs is named.
+    Along the axis ``rules.block`` the bytes of a block are cut into as many parts as there are ranks:
 
-    Raises ValueError on every rank when ranks were given different things, naming the first difference; when a weight
-    is in no block; when only some leaves of a tree are Lazy; or when a rank fails to read.
+        rank 0  {"w": w}  ->  {"w": Bundle(first half of the bytes of w)}
+        rank 1  {"w": w}  ->  {"w": Bundle(second half)}
+
+    On one device a part is the whole. There is no backward: placed bytes are constants of a step. ``config`` is an
+    object that all ranks must share, compared by repr, and of a dataclass field by field.
+
+    Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
+    only some leaves of a tree are Lazy; or if a rank fails to read.
     """
     base, *beside = params if isinstance(params, tuple) else (params,)
 
-    def given() -> dict[str, str]:
+    def arguments() -> dict[str, str]:
         facts = {"rules": repr(rules), "mesh": repr(tuple(mesh.shape))} | agree.fields("config", config)
         facts |= agree.fingerprint(base)
         for i, tree_ in enumerate(beside):
             facts |= {f"{path} of tree {i + 2}": text for path, text in agree.fingerprint(tree_).items()}
         return facts | {f"dims of {path}": repr(names) for path, names in dims.items()}
 
-    agree.same("place", agree.attempt("place", given))
-    layouts, ranks = _layouts(base, dims, rules, mesh)
-    part = mesh[rules.block].get_local_rank() if rules.block else 0
-    parts = {
-        path: torch.zeros(layout.size // ranks, dtype=torch.uint8, device="cpu") for path, layout in layouts.items()
-    }
+    agree.same("place", agree.attempt("place", arguments))
+    layouts, part, ranks = _layouts(base, dims, rules, mesh)
+    parts = {path: torch.zeros(it.size // ranks, dtype=torch.uint8, device="cpu") for path, it in layouts.items()}
     fill = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
     fill(base, layouts, lambda path, offset, sent: _keep(parts[path], part * parts[path].numel(), offset, sent))
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
-    placed = {
-        path: Bundle(DTensor.from_local(parts[path], mesh, placements, run_check=False), layout)
-        for path, layout in layouts.items()
-    }
-    out = _with(base, placed)
+    placed = {path: DTensor.from_local(parts[path], mesh, placements, run_check=False) for path in layouts}
+    out = _with_bundles(base, placed, layouts)
     return (out, *map(replicate, beside)) if isinstance(params, tuple) else out
 
 
 def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
-    """``local(place(params, dims, rules, mesh))`` in meta tensors: no rank is asked, nothing is read.
+    """Return ``local(place(params, dims, rules, mesh))`` in meta tensors, without communication or reading.
 
-    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError when a weight is in no block.
+    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
     """
-    layouts, ranks = _layouts(params, dims, rules, mesh)
+    layouts, _, ranks = _layouts(params, dims, rules, mesh)
     parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
-    return _with(params, {path: Bundle(parts[path], layout) for path, layout in layouts.items()})
+    return _with_bundles(params, parts, layouts)
 
 
-def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int]:
-    """How every block will lie, and over how many ranks."""
-    rules_module.check(rules, mesh)
+def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int, int]:
+    """Return the layout of every block, this rank's part of it, and the number of parts."""
+    check_rules(rules, mesh)
     like = lazy.like(params)
-    rules_module.check_dims(dims, like)
-    ranks = mesh[rules.block].size() if rules.block else 1
-    return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, ranks
+    check_dims(dims, like)
+    part, ranks = position(mesh, rules.block or ())
+    return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
 
 
-def _with(params: Any, blocks: dict[str, Bundle]) -> Any:
-    """``params`` with ``blocks`` in place of what lies at their paths."""
-    chosen = {id(tree.get(params, path)) for path in blocks}
-    return tree.map_with_path(lambda path, _: blocks[path], params, is_leaf=lambda x: id(x) in chosen)
+def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout]) -> Any:
+    """Return ``params`` with a Bundle in place of every block."""
+    chosen = {id(tree.get(params, path)) for path in layouts}
+    bundled = lambda path, _: Bundle(parts[path], layouts[path])
+    return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
 
 def replicate(x: Any) -> Any:
-    """The tree ``x`` as rank 0 has it, on every rank: all tensors in one broadcast. Elsewhere meta tensors will do.
+    """Return rank 0's tree ``x`` on every rank, with one broadcast of all tensors. Other ranks may hold meta tensors.
 
-    Raises ValueError on every rank when the trees differ in more than their values.
+        rank 0  {"a": a}  ->  {"a": a}
+        rank 1  {"a": b}  ->  {"a": a}
+
+    Along every axis: replicated out. On one device: a copy. It is called outside of steps and has no backward.
+
+    Raises ValueError on every rank if the trees differ in more than their values.
     """
     agree.same("replicate", agree.attempt("replicate", lambda: agree.fingerprint(x, content=False)))
     layout = bundle.plan(x, 1)
-    whole = agree.attempt("replicate", lambda: _first(x, "", layout))
+    whole = agree.attempt("replicate", lambda: _root_bytes(x, "", layout))
     if layout.size:
         dist.broadcast(whole, 0)
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
 def local(x: Any) -> Any:
-    """``x`` with the bytes of its bundles as plain tensors, this rank's part of each: what a step takes."""
-    return _map_bundles(lambda b: replace(b, bytes=b.bytes.to_local()) if isinstance(b.bytes, DTensor) else b, x)
+    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor: the argument of a step.
+
+    No collective; the bytes are not copied. Along the axis of the blocks: sharded in and out.
+
+    Raises RuntimeError inside a transform of torch.func, which cannot trace through a DTensor.
+    """
+
+    def one(b: Bundle) -> Bundle:
+        if not isinstance(b.bytes, DTensor):
+            return b
+        if (active := peek_interpreter_stack()) is not None:
+            raise RuntimeError(
+                f"shard.local(base) was called inside torch.func.{active.key().name.lower()}; "
+                "call it once outside and pass its result as an argument"
+            )
+        return replace(b, bytes=b.bytes.to_local())
+
+    return _map_bundles(one, x)
 
 
 def collect(x: Any) -> Any:
-    """The tree that was placed, whole, on every rank."""
+    """Return the placed tree ``x`` whole, on every rank: the inverse of :func:`place`.
+
+        rank 0  {"w": Bundle(first half of the bytes of w)}  ->  {"w": w}
+        rank 1  {"w": Bundle(second half)}                   ->  {"w": w}
+
+    Along the axis of the blocks: sharded in, replicated out, with one all-gather for each block. On one device: views
+    of the bytes. It is called outside of steps and has no backward.
+
+    Raises ValueError for the result of :func:`local`.
+    """
 
     def one(b: Bundle) -> Any:
         if not isinstance(b.bytes, DTensor):
@@ -138,51 +171,63 @@ def collect(x: Any) -> Any:
 
 
 def _send(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
-    """Rank 0's bytes to all, a block at a time."""
+    """Broadcast rank 0's bytes, a block at a time."""
     for path, layout in layouts.items():
-        block = agree.attempt("place", lambda path=path, layout=layout: _first(tree.get(base, path), path, layout))
+        read = lambda path=path, layout=layout: _root_bytes(tree.get(base, path), path, layout)
+        block = agree.attempt("place", read)
         if layout.size:
             dist.broadcast(block, 0)
         keep(path, 0, block)
 
 
-def _first(x: Any, path: str, layout: Layout) -> Tensor:
-    """The bytes of ``x`` on rank 0, and room for them on the others."""
+def _root_bytes(x: Any, path: str, layout: Layout) -> Tensor:
+    """Return the bytes of ``x`` on rank 0, and an empty buffer for them on the others."""
     if dist.get_rank():
         return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     for name, leaf in tree.items(x):
         if leaf.is_meta:
-            where = ".".join(part for part in (path, name) if part)
-            raise ValueError(f"{where} is a meta tensor on rank 0, whose values are the ones that count; read it there")
+            at = join(path, name)
+            raise ValueError(f"{at} is a meta tensor on rank 0, whose values are the ones that count; read it there")
     return bundle.write(x, layout)
 
 
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of a block, and its buffers: one of a tensor, and of a Lazy leaf as many as it will have tensors."""
+
+    block: str
+    path: str
+    leaf: Any
+    buffers: tuple[Buffer, ...]
+
+
 def _read(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
-    """Lazy leaves to all, each read by one rank, as many at a time as there are ranks."""
+    """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
     world = dist.get_world_size()
-    work = [item for path, layout in layouts.items() for item in _leaves(path, tree.get(base, path), layout)]
-    for start in range(0, len(work), world):
-        _turn(work[start : start + world], keep)  # a call of its own, so that nothing it held is held by the next
+    leaves = [leaf for path, layout in layouts.items() for leaf in _leaves(path, tree.get(base, path), layout)]
+    for start in range(0, len(leaves), world):
+        _read_turn(leaves[start : start + world], keep)  # a call of its own, so that it releases all it held
 
 
-def _turn(turn: list[tuple[str, str, Any, tuple[Buffer, ...]]], keep: Keep) -> None:
+def _read_turn(turn: list[_Leaf], keep: Keep) -> None:
+    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one."""
     rank = dist.get_rank()
 
-    def mine() -> Tensor | None:
+    def read() -> Tensor | None:
         if rank >= len(turn):
             return None
-        _, path, leaf, buffers = turn[rank]
-        if not isinstance(leaf, Lazy):
-            raise ValueError(f"{path}: a tensor among Lazy leaves; make it Lazy, or read all (fquant.lazy.read)")
-        with tree.at(path):
+        mine = turn[rank]
+        if not isinstance(mine.leaf, Lazy):
+            raise ValueError(f"{mine.path}: a tensor among Lazy leaves; make it Lazy, or read all (fquant.lazy.read)")
+        with tree.at(mine.path):
             try:
-                return _span(leaf.read(), buffers)
+                return _bytes_of(mine.leaf.read(), mine.buffers)
             except OSError as error:
                 raise ValueError(f"cannot be read: {error}") from error
 
-    own = agree.attempt("place", mine)
-    for owner, (block, _, _, buffers) in enumerate(turn):
-        begin, end = buffers[0].offset, buffers[-1].offset + buffers[-1].nbytes
+    own = agree.attempt("place", read)
+    for owner, leaf in enumerate(turn):
+        begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
         for offset in range(begin, end, PIECE):
             size = min(PIECE, end - offset)
             if owner == rank and own is not None:
@@ -190,41 +235,38 @@ def _turn(turn: list[tuple[str, str, Any, tuple[Buffer, ...]]], keep: Keep) -> N
             else:
                 piece = torch.empty(size, dtype=torch.uint8, device="cpu")
             dist.broadcast(piece, owner)
-            keep(block, offset, piece)
+            keep(leaf.block, offset, piece)
 
 
-def _leaves(block: str, x: Any, layout: Layout) -> list[tuple[str, str, Any, tuple[Buffer, ...]]]:
-    """(block, path, leaf, its buffers) for every leaf, a Lazy one having as many buffers as it will have tensors."""
-    buffers, out = iter(layout.buffers), []
+def _leaves(block: str, x: Any, layout: Layout) -> Iterator[_Leaf]:
+    buffers = iter(layout.buffers)
     for name, leaf in tree.items(x):
         count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
-        path = ".".join(part for part in (block, name) if part)
-        out.append((block, path, leaf, tuple(next(buffers) for _ in range(count))))
-    return out
+        yield _Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count)))
 
 
-def _span(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
-    """The bytes of ``x`` from the begin of its first buffer to the end of its last."""
+def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
+    """Return the bytes of ``x``, from the first of its first buffer to the last of its last."""
     leaves, first = tree.leaves(x), buffers[0].offset
     got = [(t.dtype, tuple(t.shape)) for t in leaves]
     wanted = [(buffer.dtype, buffer.shape) for buffer in buffers]
     if got != wanted:
         raise ValueError(f"read {got}; wanted {wanted} as announced")
     if len(leaves) == 1:
-        return bundle.raw(leaves[0])  # as it is: a copy would be a second tensor
-    out = torch.zeros(buffers[-1].offset + buffers[-1].nbytes - first, dtype=torch.uint8, device="cpu")
+        return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
+    out = torch.zeros(buffers[-1].end - first, dtype=torch.uint8, device="cpu")
     for buffer, t in zip(buffers, leaves, strict=True):
-        out[buffer.offset - first : buffer.offset - first + buffer.nbytes] = bundle.raw(t)
+        out[buffer.offset - first : buffer.end - first] = bundle.raw(t)
     return out
 
 
 def _keep(part: Tensor, begin: int, offset: int, sent: Tensor) -> None:
-    """Copy into ``part``, which lies at ``begin`` of its block, what of ``sent``, at ``offset`` of it, falls there."""
+    """Copy the overlap of ``sent``, which begins at ``offset`` of a block, and ``part``, which begins at ``begin``."""
     low, high = max(begin, offset), min(begin + part.numel(), offset + sent.numel())
     if low < high:
         part[low - begin : high - begin] = sent[low - offset : high - offset]
 
 
 def _map_bundles(f: Any, x: Any) -> Any:
-    bundled = lambda y: isinstance(y, Bundle)
-    return tree.map(lambda leaf: f(leaf) if bundled(leaf) else leaf, x, is_leaf=bundled)
+    is_bundle = lambda y: isinstance(y, Bundle)
+    return tree.map(lambda leaf: f(leaf) if is_bundle(leaf) else leaf, x, is_leaf=is_bundle)

@@ -1,13 +1,21 @@
-"""across: what travels where something is spread over ranks by its first dim, and rows of their own meet all of it.
+"""Row exchange: the collectives of a table that is sharded by dim 0, when the rows of each rank meet all of it.
 
-    gather    [n ...]     ->  [ranks·most ...]   of all, one after the other; what is not there is nan, or 0 of integers
-    mine      [ranks·most ...]  ->  [n ...]      of these the rank's own, without a collective
-    scatter   [ranks·most ...]  ->  [most ...]   the sum over ranks, of which each keeps its own
-    largest   i64[N]  ->  i64[N]                 the largest over ranks
-    sum       a tree                             the sum over ranks
+With n rows on this rank, at most ``max_rows`` on any, and ``ranks`` along the axes:
 
-Each but ``mine`` is one collective, and all but ``largest`` have derivatives. No rank knows how many rows another has:
-``most`` is a bound on all of them. ``fquant.vq.sharded`` takes these as values, and knows no mesh.
+    gather    [n ...]               ->  [ranks·max_rows ...]  all rows, rank by rank; gaps are nan, or 0 of integers
+    mine      [ranks·max_rows ...]  ->  [n ...]               this rank's rows, without a collective
+    scatter   [ranks·max_rows ...]  ->  [max_rows ...]        the sum over ranks, of which each rank keeps its rows
+    largest   i64[N]                ->  i64[N]                the maximum over ranks
+    sum       a tree                ->  a tree                the sum over ranks
+
+Two ranks with max_rows = 2, of which the first has one row, a, and the second has b and c:
+
+    rank 0  [a]    -> gather ->  [a nan b c]  -> mine ->  [a]
+    rank 1  [b c]  -> gather ->  [a nan b c]  -> mine ->  [b c]
+
+Each except ``mine`` is one collective for each axis with more than one rank. All except ``largest`` have derivatives:
+gather and scatter are each other's backward, as all_gather and reduce_scatter are. No rank knows how many rows another
+has, so buffers have room for ``max_rows`` of each. ``fquant.vq.sharded`` takes these functions as values.
 """
 
 from __future__ import annotations
@@ -25,51 +33,65 @@ from fquant.communication import ONE_PROCESS, RowExchange
 
 from .collectives import all_gather, reduce_scatter
 from .data import psum
+from .device_mesh import Axes, as_axes, position
 
 _ops = torch.ops._c10d_functional
 
 
-def exchange_rows(mesh: DeviceMesh, axis: str, most: int) -> RowExchange:
-    """The functions along ``axis``, for ranks with up to ``most`` rows each; of one rank they are identities.
+def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
+    """Return the functions along ``axes``, for ranks with at most ``max_rows`` rows; on one rank they are identities.
 
-    Raises ValueError for ``most`` below 1, and ``gather`` for more rows than that.
+    Raises ValueError for ``max_rows`` below 1; its ``gather`` raises ValueError for more rows than ``max_rows``.
     """
-    if most < 1:
-        raise ValueError(f"across: most is {most}; wanted at least 1, the rows of the rank with most of them")
-    ranks, here = mesh[axis].size(), mesh.get_local_rank(axis)
+    if max_rows < 1:
+        raise ValueError(f"exchange_rows: max_rows is {max_rows}; wanted at least 1, the most rows that any rank has")
+    here, ranks = position(mesh, axes)
     if ranks == 1:
         return ONE_PROCESS
-    group = mesh.get_group(axis)
+    over = tuple(mesh.get_group(axis) for axis in as_axes(axes) if position(mesh, axis)[1] > 1)
     return RowExchange(
-        partial(_gather, group=group, most=most),
-        lambda t, n: t.narrow(0, here * most, n),
-        partial(reduce_scatter, group=group),
-        partial(_largest, group=group),
-        partial(psum, mesh=mesh, axes=(axis,)),
+        partial(_gather, over=over, max_rows=max_rows),
+        lambda t, n: t.narrow(0, here * max_rows, n),
+        partial(_scatter, over=over),
+        partial(_largest, over=over),
+        partial(psum, mesh=mesh, axes=axes),
         (here, ranks),
     )
 
 
-def local_range(size: int, mesh: DeviceMesh, axis: str) -> tuple[int, int]:
-    """The first of ``size`` that this rank has along ``axis``, and behind the last; shares differ by at most one.
+def local_range(size: int, mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
+    """Return the first of ``size`` rows that this rank holds along ``axes``, and the end of its range.
 
-    Raises ValueError for fewer than ranks.
+    Ranges differ by at most one row. Raises ValueError if there are more ranks than rows.
     """
-    ranks, here = mesh[axis].size(), mesh.get_local_rank(axis)
+    here, ranks = position(mesh, axes)
     if size < ranks:
-        raise ValueError(f"span: {size} over {axis}={ranks} leaves ranks with none; wanted at least {ranks}")
+        named = ",".join(f"{axis}={position(mesh, axis)[1]}" for axis in as_axes(axes))
+        raise ValueError(f"local_range: {size} rows over {named} leave ranks without any; wanted at least {ranks}")
     begin = lambda i: i * (size // ranks) + min(i, size % ranks)
     return begin(here), begin(here + 1)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup, most: int) -> Tensor:
-    if x.shape[0] > most:
+def _gather(x: Tensor, over: tuple[dist.ProcessGroup, ...], max_rows: int) -> Tensor:
+    if x.shape[0] > max_rows:
         raise ValueError(
-            f"across: {x.shape[0]} rows, and this is for at most {most} a rank; use most={x.shape[0]} on all"
+            f"exchange_rows: got {x.shape[0]} rows; wanted at most max_rows={max_rows}; "
+            f"use max_rows={x.shape[0]} on every rank"
         )
     fill = math.nan if x.is_floating_point() else 0
-    return all_gather(F.pad(x, (*[0, 0] * (x.ndim - 1), 0, most - x.shape[0]), value=fill), group)
+    x = F.pad(x, (*[0, 0] * (x.ndim - 1), 0, max_rows - x.shape[0]), value=fill)
+    for group in reversed(over):  # the innermost axis first, so that rows are in the order of ranks
+        x = all_gather(x, group)
+    return x
 
 
-def _largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+def _scatter(x: Tensor, over: tuple[dist.ProcessGroup, ...]) -> Tensor:
+    for group in over:
+        x = reduce_scatter(x, group)
+    return x
+
+
+def _largest(x: Tensor, over: tuple[dist.ProcessGroup, ...]) -> Tensor:
+    for group in over:
+        x = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+    return x

@@ -1,14 +1,16 @@
-"""Rules: which named dims lie along which axes of the mesh.
+"""Sharding rules: the mesh axes that split a batch, and the one that splits the bytes of a block.
 
-Tensors have dims, a mesh has axes. A model names the dims of its tensors (``decoder.dims``); a strategy is one table
-from these names to axes. Here a batch may be split, and the bytes of a block:
+Tensors have dims, a mesh has axes. A model names the dims of its weights (``decoder.dims``), and a Rules is a sharding
+strategy for all models:
 
     Rules()                                     # dp and fsdp split the batch, fsdp splits the blocks
+    Rules("dp")                                 # dp alone splits the batch
     Rules(block=None)                           # every rank holds every block whole
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,45 +18,83 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 
-Dims = dict[str, dict[str, str]]  # block path -> path in the block -> names of the dims, separated by spaces
+from .device_mesh import Axes, as_axes
+
+Dims = dict[str, dict[str, str]]  # path of a block -> path in it -> names of the dims, separated by spaces
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Axes that the ``batch`` is split over, and the axis that the bytes of a ``block`` are split over."""
+    """The axes that split the ``batch``, and the axis that splits the bytes of each ``block``.
 
-    batch: tuple[str, ...] = ("dp", "fsdp")
+    ``batch`` is one axis or a tuple of axes, and is kept as a tuple: ``Rules("dp") == Rules(("dp",))``.
+    """
+
+    batch: Axes = ("dp", "fsdp")
     block: str | None = "fsdp"
 
+    def __post_init__(self) -> None:
+        """Make ``batch`` a tuple; raise TypeError for a ``block`` that is neither one axis nor None."""
+        with tree.at("rule batch"):
+            object.__setattr__(self, "batch", as_axes(self.batch))
+        if self.block is not None and not isinstance(self.block, str):
+            raise TypeError(f"rule block: got {self.block!r}; wanted one axis, such as 'fsdp', or None")
 
-def check(rules: Rules, mesh: DeviceMesh) -> None:
-    """Raise ValueError for a rule that names an axis the mesh lacks, or one axis twice."""
-    names = mesh.mesh_dim_names or ()
-    for rule, axes in (("batch", rules.batch), ("block", (rules.block,) if rules.block else ())):
-        for axis in axes:
-            if axis not in names:
-                raise ValueError(f"rule {rule}: the mesh has no axis {axis!r}; wanted some of {', '.join(names)}")
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"rule {rule}: an axis stands twice in {axes}; wanted each once")
+
+def check_rules(rules: Rules, mesh: DeviceMesh) -> None:
+    """Raise ValueError for a rule that names an axis which ``mesh`` does not have."""
+    for rule, axes in (("batch", rules.batch), ("block", () if rules.block is None else rules.block)):
+        with tree.at(f"rule {rule}"):
+            as_axes(axes, mesh)
 
 
 def check_dims(dims: Dims, params: Any) -> None:
-    """Raise ValueError, by path, unless ``dims`` names the dims of every weight in ``params`` and nothing else."""
-    named = {_join(block, path): names.split() for block, inner in dims.items() for path, names in inner.items()}
-    for path, names in named.items():
-        try:
-            weight = tree.get(params, path)
-        except KeyError as error:
-            raise ValueError(f"dims name a weight that is not there: {error.args[0]}") from None
-        if not hasattr(weight, "shape"):
-            raise ValueError(f"{path}: dims name a {type(weight).__name__}; wanted the weights inside, one by one")
-        shape = tuple(weight.shape)
-        if len(shape) != len(names):
-            raise ValueError(f"{path}: shape {shape} has {len(shape)} dims, and {names} names {len(names)}")
+    """Check that ``dims`` puts every weight of ``params`` into one block and names each of its dims.
+
+    Raises ValueError, by path, for a missing or unknown block or weight, for a block inside another, and for a wrong
+    number of names; TypeError for a table of another form.
+    """
+    named: set[str] = set()
+    for block, inner in dims.items():
+        entry = f"dims[{block!r}]"
+        if not isinstance(inner, Mapping) or not all(isinstance(names, str) for names in inner.values()):
+            raise TypeError(f"{entry}: got {inner!r}; wanted names by path in the block, such as {{'w': 'out in'}}")
+        if outer := [name for name in dims if name != block and _is_inside(block, name)]:
+            raise ValueError(f"{entry}: is inside the block {outer[0]!r}; wanted separate blocks; name its dims there")
+        _find(params, block, f"{entry}: the tree has no such block; correct its path or remove the entry")
+        for path, names in inner.items():
+            at = join(block, path)
+            weight = _find(params, at, f"{at}: {entry} names {path!r}, which is not there; correct or remove it")
+            if not hasattr(weight, "shape"):
+                raise ValueError(f"{at}: got dims of a {type(weight).__name__}; wanted those of each weight inside")
+            shape = tuple(weight.shape)
+            if len(shape) != len(names.split()):
+                raise ValueError(f"{at}: got {len(names.split())} names, {names!r}; wanted {len(shape)} for {shape}")
+            named.add(at)
     for path in tree.paths(params):
-        if not any(path == weight or path.startswith(weight + ".") for weight in named):
-            raise ValueError(f"{path}: its dims have no names; the named weights are {', '.join(list(named)[:8])} ...")
+        if not any(_is_inside(path, weight) for weight in named):
+            block = next((block for block in dims if _is_inside(path, block)), None)
+            if block is None:
+                raise ValueError(f"{path}: no block of dims has it; the blocks are {_some(dims)}; add its block")
+            raise ValueError(f"{path}: dims[{block!r}] does not name its dims; it names {_some(dims[block])}; add it")
 
 
-def _join(*parts: str) -> str:
+def _find(params: Any, path: str, otherwise: str) -> Any:
+    try:
+        return tree.get(params, path)
+    except KeyError as error:
+        raise ValueError(f"{otherwise} ({error.args[0]})") from None
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def join(*parts: str) -> str:
+    """Return the path of a weight from that of its block and that in the block, either of which may be empty."""
     return ".".join(part for part in parts if part)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = [name or "(the whole)" for name in names]
+    return (", ".join(found[:8]) + (", ..." if len(found) > 8 else "")) or "nothing"

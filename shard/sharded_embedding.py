@@ -1,18 +1,21 @@
-"""lookup: rows of a table that is spread over ranks, brought instead of the table.
+"""Sharded embedding: the rows of a sharded table that tokens ask for, brought instead of the table.
 
-An embedding reads one row a token. Gathered, a table of 32000 rows brings 31488 that no token of 512 asked for; here
-the tokens travel and the rows come back, two collectives of sizes that do not depend on what is asked:
+An embedding reads one row for each token. Of a table with 32000 rows, a gather brings 31488 that none of 512 tokens
+asks for. Here the ids travel and the rows come back, in two collectives whose sizes do not depend on the ids:
 
-    ids      i32[most]           of every rank to all: one all-gather
-    rows     u8[ranks·most row]  what each rank has of the rows asked for, zero where it has nothing: one reduce-scatter
+    ids      i32[max_tokens]           of every rank to all: one all-gather
+    rows     u8[ranks·max_tokens row]  each rank's part of the rows, zero elsewhere: one reduce-scatter
 
-A bundle's bytes are cut among ranks wherever it falls, so a row may lie on more than one. Each gives the bytes that it
-has, at their place in the row; of every byte at most one term of the sum is not zero, so it is the row, bit for bit. A
-row of a packed table is the rows of its buffers side by side, decoded by who asked.
+        rank 0  holds rows 0 and 1, asks for 3  ->  row 3
+        rank 1  holds rows 2 and 3, asks for 0  ->  row 0
 
-Ranks may ask for different numbers of rows, which none knows of another: ``most`` is a bound on all of them, and what
-is sent is filled up to it. Whether rows are fewer bytes than the table is decided by that bound and the table's layout,
-which are the same on every rank: see :func:`is_less`.
+A bundle's bytes are cut into equal parts, so one row may be on several ranks. Each rank gives its bytes at their place
+in the row. At most one term of each byte's sum is not zero, so the sum is the row, bit for bit. A row of a packed table
+is the rows of its buffers side by side; the rank that asked decodes it.
+
+Ranks may ask for different numbers of rows, which they do not know of each other. ``max_tokens`` bounds all of them,
+and messages are padded to it. The bound and the layout decide whether rows are fewer bytes than the table. Both are the
+same on every rank: see :func:`is_less`.
 """
 
 from __future__ import annotations
@@ -34,39 +37,42 @@ from .collectives import all_gather, reduce_scatter
 _ID = torch.int32
 
 
-def is_less(layout: Layout, ranks: int, most: int) -> bool:
-    """Whether up to ``most`` rows for each rank are fewer bytes on the wire than the block that lies as ``layout``.
+def is_less(layout: Layout, ranks: int, max_tokens: int) -> bool:
+    """Return True if ``max_tokens`` rows for each rank are fewer bytes on the wire than the block of ``layout``.
 
-    Never where rows cannot be told apart: that takes a row of every buffer for a row of the table. Flat formats, the
-    nested scales of double quantisation among them, have none.
+    False if the table has no separate rows, that is if a buffer does not have one row for each row of the table. Flat
+    formats, such as the nested scales of double quantisation, have none.
     """
     row = sum(buffer.width for buffer in layout.buffers) if num_rows(layout.buffers) else math.inf
-    return ranks * most * (_ID.itemsize + row) < layout.size
+    return ranks * max_tokens * (_ID.itemsize + row) < layout.size
 
 
 def num_rows(buffers: Sequence[Buffer]) -> int:
-    """The rows of the table that ``buffers`` are, 0 where they cannot be told apart."""
+    """Return the number of rows of the table with these ``buffers``, 0 if it has no separate rows."""
     shapes = [buffer.shape for buffer in buffers]
     apart = bool(shapes) and min(map(len, shapes)) > 1 and len({shape[0] for shape in shapes}) == 1
     return shapes[0][0] if apart else 0
 
 
-def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> LookedUpRows:
-    """The rows of the table ``x``, whose bytes u8[size / ranks] are this rank's, that ``ids`` i[...] ask for, in order.
+def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> LookedUpRows:
+    """Return the rows of the table ``x`` for ``ids`` i[...], in their order; ``x`` has this rank's part of the bytes.
 
-    The table is a constant: rows have no derivative with respect to it. Raises ValueError for more than ``most`` ids,
-    IndexError, when it is run and on every rank, where any rank asks for one that is outside of the table.
+    Along the group's axis: a sharded table and this rank's ids in, this rank's rows out. On one device
+    :func:`is_less` is False, and this is not used. There is no backward, because the table is a constant.
+
+    Raises ValueError for more than ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any
+    rank is outside of the table.
     """
-    if ids.numel() > most:
+    if ids.numel() > max_tokens:
         raise ValueError(
-            f"{ids.numel()} tokens are looked up, and this comm is for at most {most} a rank; "
+            f"{ids.numel()} tokens are looked up, and this comm is for at most {max_tokens} a rank; "
             f"make it with tokens={ids.numel()} or more, the same on every rank"
         )
     buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
     flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
-    asked = _inside(all_gather(F.pad(flat, (0, most - flat.shape[0])), group), total)  # [ranks·most]
+    asked = _checked(all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group), total)  # [ranks·max_tokens]
     begin = group.rank() * x.bytes.shape[-1]
-    found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·most row]
+    found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·max_tokens row]
     mine = reduce_scatter(found, group)[: flat.shape[0]]
     parts = mine.split([buffer.width for buffer in buffers], -1)
 
@@ -77,25 +83,25 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, most: int) -> LookedU
     return LookedUpRows(tree.unflatten(x.layout.structure, list(map(read, buffers, parts))), total)
 
 
-def _inside(ids: Tensor, total: int) -> Tensor:
-    """``ids``, by an op that refuses those that are not in 0 ... total - 1, as an embedding does."""
+def _checked(ids: Tensor, total: int) -> Tensor:
+    """Return ``ids``, by an op that refuses those outside of 0 ... total - 1, as an embedding does."""
     return ids + ids.new_zeros(()).expand(total).index_select(0, ids)
 
 
 def _found(part: Tensor, begin: int, buffer: Buffer, asked: Tensor) -> Tensor:
-    """Of the rows ``asked`` [n] of a buffer the bytes that lie in ``part``, which begins at ``begin``: u8[n width]."""
+    """Return the rows ``asked`` [n] of a buffer as u8[n width], zero outside of ``part``, which begins at ``begin``."""
     width, total, end = buffer.width, buffer.shape[0], begin + part.shape[-1]
-    first = min(max(0, -((buffer.offset - begin) // width)), total)  # of the rows that lie here whole
-    last = min(max(0, (end - buffer.offset) // width), total)  # behind these
+    first = min(max(0, -((buffer.offset - begin) // width)), total)  # of the rows that are here whole
+    last = min(max(0, (end - buffer.offset) // width), total)  # the one behind the last of these
     out = part.new_zeros(()).expand(asked.shape[-1], width)
     if first < last:
         whole = part.narrow(-1, buffer.offset + first * width - begin, (last - first) * width)
-        some = whole.unflatten(-1, (last - first, width)).index_select(0, (asked - first).clamp(0, last - first - 1))
-        out = torch.where(((asked >= first) & (asked < last))[:, None], some, out)
-    for row in sorted({first - 1, last} - set(range(first, last))):  # cut, at either end
+        found = whole.unflatten(-1, (last - first, width)).index_select(0, (asked - first).clamp(0, last - first - 1))
+        out = torch.where(((asked >= first) & (asked < last))[:, None], found, out)
+    for row in sorted({first - 1, last} - set(range(first, last))):  # rows that are cut, at either end
         low, high = buffer.offset + row * width, buffer.offset + (row + 1) * width
-        here = max(low, begin), min(high, end)
-        if 0 <= row < total and here[0] < here[1]:
-            cut = F.pad(part.narrow(-1, here[0] - begin, here[1] - here[0]), (here[0] - low, high - here[1]))
+        start, stop = max(low, begin), min(high, end)
+        if 0 <= row < total and start < stop:
+            cut = F.pad(part.narrow(-1, start - begin, stop - start), (start - low, high - stop))
             out = torch.where((asked == row)[:, None], cut, out)
     return out

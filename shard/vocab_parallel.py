@@ -1,23 +1,27 @@
-"""part: the rows of a head that a rank has, and how they meet the tokens of all ranks.
+"""Vocabulary-parallel loss: each rank keeps some rows of a head, and the tokens of all ranks come to them.
 
-The loss of a token needs all rows of a head, but little comes out: a number, and a gradient as wide as the token.
-Gathered, a table of 32000 rows is 31 times the bytes of 1024 tokens. Here the tokens travel and the table stays:
+The loss of a token needs all rows of the head, but its results are small: a number, and a gradient as wide as the
+token. A table of 32000 rows has 31 times the bytes of 1024 tokens. Here the tokens travel and the table stays. With up
+to m tokens on each rank:
 
-    what is lacking    u8[ranks·lacking]       see below; where any rank lacks anything: one reduce-scatter
-    x, targets         f[ranks·most dim], i64[ranks·most]   those of every rank to all: two all-gathers
-    sums               f[ranks ranks·most]     of exponentials, over the rows of each rank: one all-gather
-    losses, gradients  f[ranks·most], f[ranks·most dim]     to which each rank adds: two reduce-scatters
+    missing bytes      u8[ranks·room]                 see below; if any rank misses bytes: one reduce-scatter
+    x, targets         f[ranks·m dim], i64[ranks·m]   of every rank to all: two all-gathers
+    sums               f[ranks ranks·m]               of exponentials, over the rows of each rank: one all-gather
+    losses, gradients  f[ranks·m], f[ranks·m dim]     to which each rank adds: two reduce-scatters
 
-What is computed between is the model's (models/vocab_parallel.py). Sums, losses and gradients travel in float32 at least: in
-bfloat16 a sum over ranks would be rounded once a rank.
+        rank 0  holds rows 0 and 1 of 4, tokens [a]  ->  sums of [a b] over rows 0 and 1  ->  loss of a
+        rank 1  holds rows 2 and 3,      tokens [b]  ->  sums of [a b] over rows 2 and 3  ->  loss of b
 
-Every rank has as many rows as any other, or one more. A bundle's bytes are cut among ranks wherever it falls, so most
-bytes of a rank's rows are there already, and some it lacks: those of a row that is cut, those of a packed table's
-scales, which lie behind all codes, and the other buffers of the block, which every rank needs whole. Who lacks what
-follows from the layout: each gives the bytes that it has of it, zero elsewhere, and the sum is what was lacking.
+The computation between is in models/vocab_parallel.py. Sums, losses and gradients travel at least in float32, because
+in bfloat16 a sum over ranks would be rounded once for each rank.
 
-Whether this is fewer bytes than the block is decided by its layout, by ``most`` and by what a token is, which are the
-same on every rank: see :func:`is_less`.
+The rows of two ranks differ in number by at most one. A bundle's bytes are cut into equal parts, so a rank has most
+bytes of its rows already, and misses some. It may miss those of a row that is cut, and those of a packed table's
+scales, which are behind all codes. It misses other buffers of the block, too, which every rank needs whole. The layout
+determines who misses what. Each rank gives its part of the missing bytes, zero elsewhere, and the sum completes them.
+
+The layout, m and the shape of a token decide whether this is fewer bytes than the block. They are the same on every
+rank: see :func:`is_less`.
 """
 
 from __future__ import annotations
@@ -40,52 +44,57 @@ from . import bundle, sharded_embedding
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather, reduce_scatter
 
-Span = tuple[int, int]  # some bytes of a bundle: the first, and the one behind the last
+Span = tuple[int, int]  # a range of bytes of a bundle: the first, and the end
 
 
-def is_less(layout: Layout, path: str, ranks: int, most: int, x: Tensor) -> bool:
-    """Whether the losses of up to ``most`` tokens ``x`` f[... dim] for each rank are fewer bytes without the table.
+def is_less(layout: Layout, path: str, ranks: int, max_tokens: int, x: Tensor) -> bool:
+    """Return True if the losses of ``max_tokens`` tokens ``x`` f[... dim] for each rank are fewer bytes than the block.
 
-    The table is what is at ``path`` in the block that lies as ``layout``. Never where rows cannot be told apart (see
-    ``lookup.is_less``), nor where ranks are more than rows.
+    The table is at ``path`` in the block of ``layout``. False if it has no separate rows (see
+    ``sharded_embedding.is_less``), or fewer rows than there are ranks.
     """
     if sharded_embedding.num_rows(_table(layout, path)) < ranks:
         return False
-    wide = torch.promote_types(x.dtype, torch.float32).itemsize  # of sums, losses and slopes
+    wide = torch.promote_types(x.dtype, torch.float32).itemsize  # of sums, losses and gradients
     token = x.shape[-1] * (x.itemsize + wide) + torch.int64.itemsize + (ranks + 1) * wide
-    return ranks * (most * token + _room(_lacking(layout, path, ranks))) < layout.size
+    return ranks * (max_tokens * token + _room(_missing(layout, path, ranks))) < layout.size
 
 
-def cut(x: Bundle, rows: Tensor, path: str, group: dist.ProcessGroup, most: int, whole: Callable[[Bundle], Any]) -> Any:
-    """The block ``x``, whose bytes u8[size / ranks] are this rank's, with a Part for the table that is at ``path``.
+def cut(
+    x: Bundle, rows: Tensor, path: str, group: dist.ProcessGroup, max_tokens: int, whole: Callable[[Bundle], Any]
+) -> Any:
+    """Return the block ``x`` with a VocabShard in place of the table at ``path``; ``x`` has this rank's bytes.
 
-    ``rows`` f[... dim] are the tokens that it is for; ``whole(x)`` opens all of the block. The table is a constant, and
-    has no gradient. Raises ValueError for more than ``most`` tokens.
+    ``rows`` f[... dim] are the tokens of the loss; ``whole(x)`` opens all of the block. Along the group's axis: bytes
+    in equal parts in, this rank's rows of the table and all other buffers out. On one device :func:`is_less` is False,
+    and this is not used. The table is a constant and has no backward.
+
+    Raises ValueError for more than ``max_tokens`` tokens.
     """
-    if (n := math.prod(rows.shape[:-1])) > most:
+    if (n := math.prod(rows.shape[:-1])) > max_tokens:
         raise ValueError(
-            f"{n} tokens have a loss, and this comm is for at most {most} a rank; "
+            f"{n} tokens have a loss, and this comm is for at most {max_tokens} a rank; "
             f"make it with tokens={n} or more, the same on every rank"
         )
     ranks, rank, begin = group.size(), group.rank(), group.rank() * x.bytes.shape[-1]
-    lacking = _lacking(x.layout, path, ranks)
-    brought = _bring(x.bytes, begin, lacking, group)
+    missing = _missing(x.layout, path, ranks)
+    received = _receive(x.bytes, begin, missing, group)
 
     def bytes_of(span: Span) -> Tensor:
-        return brought[span] if span in brought else x.bytes.narrow(-1, span[0] - begin, span[1] - span[0])
+        return received[span] if span in received else x.bytes.narrow(-1, span[0] - begin, span[1] - span[0])
 
     def read(buffer: Buffer) -> Tensor:
-        pieces = _pieces(_span(buffer), begin, begin + x.bytes.shape[-1])
-        if _room(lacking):  # one that lacks nothing copies as well, so that ranks take the same memory
+        pieces = _pieces(buffer, begin, begin + x.bytes.shape[-1])
+        if _room(missing):  # a rank that misses nothing copies as well, so that all take the same memory
             return bundle.view(torch.cat(list(map(bytes_of, pieces)), -1), buffer)
         return bundle.view(bytes_of(*pieces), buffer)
 
     block = tree.unflatten(x.layout.structure, list(map(read, _own(x.layout, path, rank, ranks))))
     table, total = tree.get(block, path), sharded_embedding.num_rows(_table(x.layout, path))
     gather, scatter = partial(all_gather, group=group), partial(reduce_scatter, group=group)
-    first, _ = _rows(total, rank, ranks)
-    known = VocabShard(table, x, first, total, rank, most, gather, scatter, partial(_whole, whole, path))
-    return tree.map(lambda leaf: known if leaf is table else leaf, block, is_leaf=lambda leaf: leaf is table)
+    first, _ = _row_range(total, rank, ranks)
+    shard = VocabShard(table, x, first, total, rank, max_tokens, gather, scatter, partial(_whole, whole, path))
+    return tree.map(lambda leaf: shard if leaf is table else leaf, block, is_leaf=lambda leaf: leaf is table)
 
 
 def _whole(whole: Callable[[Bundle], Any], path: str, x: Bundle) -> Any:
@@ -93,67 +102,58 @@ def _whole(whole: Callable[[Bundle], Any], path: str, x: Bundle) -> Any:
 
 
 def _table(layout: Layout, path: str) -> list[Buffer]:
-    """The buffers of what is at ``path``."""
+    """Return the buffers of the table at ``path``."""
     return [b for b in layout.buffers if not path or b.path == path or b.path.startswith(f"{path}.")]
 
 
-def _rows(total: int, rank: int, ranks: int) -> Span:
-    """The rows of a rank: the first, and the one behind the last."""
+def _row_range(total: int, rank: int, ranks: int) -> tuple[int, int]:
     return total * rank // ranks, total * (rank + 1) // ranks
 
 
 def _own(layout: Layout, path: str, rank: int, ranks: int) -> list[Buffer]:
-    """What a rank is to have of each buffer, where it lies in the bytes of all: some rows of the table, else all."""
+    """Return the part of each buffer that ``rank`` needs: its rows of the table, and all of the other buffers."""
     table = _table(layout, path)
 
     def own(buffer: Buffer) -> Buffer:
         if buffer not in table:
             return buffer
-        first, last = _rows(buffer.shape[0], rank, ranks)
-        return replace(buffer, shape=(last - first, *buffer.shape[1:]), offset=buffer.offset + first * buffer.width)
+        first, stop = _row_range(buffer.shape[0], rank, ranks)
+        return replace(buffer, shape=(stop - first, *buffer.shape[1:]), offset=buffer.offset + first * buffer.width)
 
     return list(map(own, layout.buffers))
 
 
-def _span(buffer: Buffer) -> Span:
-    return buffer.offset, buffer.offset + buffer.nbytes
+def _pieces(buffer: Buffer, begin: int, end: int) -> list[Span]:
+    """Return the bytes of ``buffer`` in up to three spans: before ``begin``, up to ``end``, and behind it."""
+    low, high = buffer.offset, buffer.end
+    cuts = [low, min(max(begin, low), high), min(max(end, low), high), high]
+    return [span for span in itertools.pairwise(cuts) if span[0] < span[1]]
 
 
-def _pieces(span: Span, begin: int, end: int) -> list[Span]:
-    """``span`` in up to three: what is before ``begin``, what is from there up to ``end``, and what is behind."""
-    low, high = span
-    at = [low, min(max(begin, low), high), min(max(end, low), high), high]
-    return [piece for piece in itertools.pairwise(at) if piece[0] < piece[1]]
-
-
-def _lacking(layout: Layout, path: str, ranks: int) -> list[list[Span]]:
-    """For each rank the bytes that it is to have, and does not."""
+def _missing(layout: Layout, path: str, ranks: int) -> list[list[Span]]:
+    """Return for each rank the bytes that it needs and does not have."""
     size = layout.size // ranks
 
-    def one(rank: int) -> list[Span]:
-        own = map(_span, _own(layout, path, rank, ranks))
-        pieces = itertools.chain.from_iterable(_pieces(span, rank * size, (rank + 1) * size) for span in own)
-        return [piece for piece in pieces if piece[0] // size != rank]
+    def of_rank(rank: int) -> list[Span]:
+        own = _own(layout, path, rank, ranks)
+        spans = [span for buffer in own for span in _pieces(buffer, rank * size, (rank + 1) * size)]
+        return [span for span in spans if span[0] // size != rank]
 
-    return list(map(one, range(ranks)))
-
-
-def _room(lacking: list[list[Span]]) -> int:
-    """The most bytes that a rank lacks."""
-    return max(map(_length, lacking))
+    return list(map(of_rank, range(ranks)))
 
 
-def _length(spans: list[Span]) -> int:
-    return sum(high - low for low, high in spans)
+def _room(missing: list[list[Span]]) -> int:
+    """Return the maximum over ranks of the bytes that a rank misses."""
+    return max(sum(high - low for low, high in spans) for spans in missing)
 
 
-def _bring(part: Tensor, begin: int, lacking: list[list[Span]], group: dist.ProcessGroup) -> dict[Span, Tensor]:
-    """What this rank lacks. Every rank gives of what any lacks what is in its ``part``, which begins at ``begin``."""
-    room, end = _room(lacking), begin + part.shape[-1]
+def _receive(part: Tensor, begin: int, missing: list[list[Span]], group: dist.ProcessGroup) -> dict[Span, Tensor]:
+    """Return the bytes that this rank misses. It gives the others theirs from ``part``, which begins at ``begin``."""
+    room, end = _room(missing), begin + part.shape[-1]
     if not room:
         return {}
     given, filled = [], 0
-    for rank, spans in enumerate(lacking):
+    for rank, spans in enumerate(missing):
         place = rank * room
         for low, high in spans:
             first, last = max(low, begin), min(high, end)
@@ -162,7 +162,7 @@ def _bring(part: Tensor, begin: int, lacking: list[list[Span]], group: dist.Proc
                 given += [part.new_zeros(at - filled), part.narrow(-1, first - begin, last - first)]
                 filled = at + last - first
             place += high - low
-    given.append(part.new_zeros(len(lacking) * room - filled))
-    mine = lacking[group.rank()]
-    got = reduce_scatter(torch.cat(given), group).split([high - low for low, high in mine] + [room - _length(mine)])
-    return dict(zip(mine, got, strict=False))  # the last is what others lack more
+    given.append(part.new_zeros(len(missing) * room - filled))
+    sizes = [high - low for low, high in missing[group.rank()]]
+    got = reduce_scatter(torch.cat(given), group).split([*sizes, room - sum(sizes)])
+    return dict(zip(missing[group.rank()], got, strict=False))  # the last of ``got`` is padding

@@ -1,6 +1,6 @@
 """A codebook sharded over ranks: each has some of the codes and some of the rows.
 
-    exchange = shard.exchange_rows(mesh, "fsdp", most=len(x))                        # the collectives, as functions
+    exchange = shard.exchange_rows(mesh, "fsdp", max_rows=len(x))                        # the collectives, as functions
     state = sharded.init(key, 65536, 256, *shard.local_range(65536, mesh, "fsdp"))   # this rank's codes
     x, codes, losses, stats = sharded.apply(state, x, key, exchange=exchange)
     state = sharded.update(state, stats, exchange=exchange)

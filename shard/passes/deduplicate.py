@@ -1,4 +1,8 @@
-"""Deduplicate: split from shard.schedule."""
+"""Deduplicate: gather once what would be gathered again soon, and use the first result again.
+
+The last block of a forward, for example, is gathered again by the backward at once. Keeping its first result saves a
+gather and costs its memory between the two uses.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +12,50 @@ from torch.fx import Graph
 
 from fquant.compile import graph
 
-from .gathers import _checked, gathers, writers
+from .gathers import check_budget, gathers, positions, returned_storages, writers
 
 
 @dataclass(frozen=True)
 class Deduplicate:
-    """The pass of :func:`keep`."""
+    """The pass of :func:`deduplicate_gathers`."""
 
     budget: int | None
 
     def __call__(self, g: Graph) -> None:
-        """Take out gathers of ``g``."""
-        _deduplicate(g, self.budget)
+        """Remove repeated gathers of ``g``."""
+        found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
+        latest: dict[object, int] = {}
+        pairs = []  # (distance, first, second) of gathers with equal results
+        for k, x in enumerate(found):
+            if x.key in latest:
+                pairs.append((k - latest[x.key], latest[x.key], k))
+            latest[x.key] = k
+        held = [0] * len(found)  # bytes that are kept from wait i to the next
+        result = [x.wait for x in found]
+        for _, i, k in sorted(pairs):
+            first, second = found[i], found[k]
+            memory = graph.storages(first.wait) | graph.storages(second.wait)
+            if self.budget is not None and max(held[i:k]) + first.nbytes > self.budget:
+                continue
+            if written(first.reads, at[first.issue], at[second.wait]) or written(memory, 0, len(at)):
+                continue
+            if memory & returned:
+                continue
+            held[i:k] = [n + first.nbytes for n in held[i:k]]
+            graph.replace_uses(second.wait, result[i])
+            result = [result[i] if wait is second.wait else wait for wait in result]
+            for node in (second.wait, second.issue, *reversed(second.chain)):
+                if not node.users:
+                    g.erase_node(node)
 
 
 def deduplicate_gathers(budget: int | None = None) -> Deduplicate:
-    """A pass that gathers a shard once where its next gather comes soon enough, and uses the first result again.
+    """Return a pass that gathers a shard once if its next gather comes soon, and uses the first result again.
 
-    The nearest pairs of gathers are joined first, as long as the bytes held between a first and its second are at no
-    time more than ``budget``; None joins all of them, so that a step gathers every shard once.
+    The nearest pairs of gathers are joined first. The bytes held between a first gather and its second are at no time
+    more than ``budget``. None joins all pairs, so that a step gathers every shard once.
 
-    The pass raises what that of :func:`prefetch` raises.
+    Raises ValueError for a bad ``budget``. The pass raises the errors of ``gathers``.
     """
-    return Deduplicate(_checked("keep", budget))
-
-
-def _deduplicate(g: Graph, budget: int | None) -> None:
-    found, written = gathers(g), writers(g)
-    place = {node: i for i, node in enumerate(g.nodes)}
-    kept = {storage for node in graph.outputs(g) for storage in graph.storages(node)}
-    before: dict[object, int] = {}
-    pairs = []
-    for k, x in enumerate(found):
-        if x.what in before:
-            pairs.append((k - before[x.what], before[x.what], k))
-        before[x.what] = k
-    held = [0] * len(found)  # bytes that are kept from wait i to the next
-    result = [x.wait for x in found]
-    for _, i, k in sorted(pairs):
-        one, two = found[i], found[k]
-        memory = graph.storages(one.wait) | graph.storages(two.wait)
-        if budget is not None and max(held[i:k]) + one.nbytes > budget:
-            continue
-        if written(one.reads, place[one.issue], place[two.wait]) or written(memory, 0, len(place)) or memory & kept:
-            continue
-        held[i:k] = [n + one.nbytes for n in held[i:k]]
-        graph.replace_uses(two.wait, result[i])
-        result = [result[i] if wait is two.wait else wait for wait in result]
-        for node in (two.wait, two.issue, *reversed(two.chain)):
-            if not node.users:
-                g.erase_node(node)
+    check_budget("deduplicate_gathers", budget)
+    return Deduplicate(budget)

@@ -1,4 +1,8 @@
-"""Gathers: split from shard.schedule."""
+"""The gathers of a graph, and the other facts that the passes share.
+
+A gather of an argument is a chain of nodes: the argument (``source``), views and copies of it (``chain``), the node
+that issues the collective (``issue``), and the node that waits for it (``wait``).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,9 @@ _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 _KNOWN = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single", "broadcast")
 
 
-def _checked(name: str, budget: int | None) -> int | None:
-    if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"{name}: budget is {budget!r}; wanted bytes, or None for no bound")
-    return budget
-
-
 @dataclass(frozen=True)
 class Gather:
-    """A gather of an argument: the nodes that lead to it from there, the one that issues it, and its wait."""
+    """A gather of an argument; see the module's docstring."""
 
     source: Node
     chain: tuple[Node, ...]
@@ -31,44 +29,47 @@ class Gather:
     wait: Node
 
     @property
-    def what(self) -> object:
-        """Equal for gathers that give the same, unless something is written between."""
+    def key(self) -> object:
+        """Equal for gathers with equal results, unless their source is written between."""
         form = lambda node: (node.target, str([x for x in node.args if not isinstance(x, Node)]), str(node.kwargs))
         return self.source, *map(form, (*self.chain, self.issue))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that issuing it takes: of its result, and of what is copied for it."""
-        made = [node for node in (*self.chain, self.issue) if not graph.is_view(node)]
-        return sum(graph.nbytes(t) for node in made for t in graph.tensors(node))
+        """Bytes that issuing it takes: of its result and of copies in the chain."""
+        new = [node for node in (*self.chain, self.issue) if not graph.is_view(node)]
+        return sum(graph.nbytes(t) for node in new for t in graph.tensors(node))
 
     @property
     def reads(self) -> set[int]:
-        """The memory that must not be written while it is under way."""
+        """The memory that must not be written between issue and wait."""
         return {storage for node in (self.source, *self.chain) for storage in graph.storages(node)}
 
 
 def gathers(g: Graph) -> list[Gather]:
-    """The gathers of arguments, in the order in which they are waited for."""
+    """Return the gathers of arguments, in the order of their waits.
+
+    Raises ValueError for a collective that shard does not use, and for a gather without a wait of its own.
+    """
     found = {}
     for node in g.nodes:
-        if _name(node) != "all_gather":
-            continue
-        wait, (source, chain) = _wait(node), _origin(node)
-        if source.op == "placeholder":
-            found[wait] = Gather(source, chain, node, wait)
+        if collective_name(node) == "all_gather":
+            wait, (source, chain) = wait_of(node), origin(node)
+            if source.op == "placeholder":
+                found[wait] = Gather(source, chain, node, wait)
     return [found[node] for node in g.nodes if node in found]
 
 
-def _name(node: Node) -> str | None:
-    """What collective a node issues; ValueError for one that is not known here."""
+def collective_name(node: Node) -> str | None:
+    """Return the name of the collective that ``node`` issues, or None; raise ValueError for an unknown one."""
     name = graph.collective(node)
     if getattr(node.target, "namespace", None) in _NAMESPACES and name not in _KNOWN and not graph.is_wait(node):
         raise ValueError(f"{node.name}: {node.target} cannot be scheduled; use the collectives of shard")
     return name
 
 
-def _wait(issue: Node) -> Node:
+def wait_of(issue: Node) -> Node:
+    """Return the wait for a collective; raise ValueError if it has another user."""
     users = list(issue.users)
     if len(users) != 1 or not graph.is_wait(users[0]):
         names = ", ".join(str(user.target) for user in users) or "nothing"
@@ -76,8 +77,8 @@ def _wait(issue: Node) -> Node:
     return users[0]
 
 
-def _origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Where what a collective sends comes from, and the views and copies that lead from there to it, in order."""
+def origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
+    """Return the origin of the input of a collective, and the views and copies from there to it, in order."""
     (node,), chain = issue.all_input_nodes, []
     while len(node.all_input_nodes) == 1 and (graph.is_view(node) or node.target in _COPIES):
         chain.insert(0, node)
@@ -85,7 +86,23 @@ def _origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, tuple(chain)
 
 
+def positions(g: Graph) -> dict[Node, int]:
+    """Return the position of every node in ``g``."""
+    return {node: i for i, node in enumerate(g.nodes)}
+
+
+def returned_storages(g: Graph) -> set[int]:
+    """Return the memory of the results of ``g``."""
+    return {storage for node in graph.outputs(g) for storage in graph.storages(node)}
+
+
 def writers(g: Graph) -> Callable[[set[int], int, int], bool]:
-    """Whether some memory is written strictly between two places of the graph."""
-    places = [(place, written) for place, node in enumerate(g.nodes) if (written := graph.written_storages(node))]
-    return lambda memory, low, high: any(low < place < high and memory & written for place, written in places)
+    """Return a predicate (memory, low, high): True if memory is written strictly between two positions of ``g``."""
+    found = [(at, written) for at, node in enumerate(g.nodes) if (written := graph.written_storages(node))]
+    return lambda memory, low, high: any(low < at < high and memory & written for at, written in found)
+
+
+def check_budget(name: str, budget: int | None) -> None:
+    """Check that ``budget`` is a number of bytes or None; raise ValueError if not."""
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise ValueError(f"{name}: budget is {budget!r}; wanted bytes, or None for no bound")

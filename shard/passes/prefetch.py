@@ -1,21 +1,8 @@
-"""schedule: passes over a captured step that say when its gathers are issued, and a table of when they are.
+"""Prefetch: issue each gather before an earlier one is waited for, so that it travels while earlier blocks compute.
 
-    step = jit(step, passes=(schedule.keep(budget=64 << 20), schedule.prefetch(depth=1)))
-    print(schedule_text(schedule.show(captured, mesh)))
-
-As traced, a block is gathered where it begins and waited for at once, so nothing else is done meanwhile. ``prefetch``
-issues a gather before an earlier one is waited for: it travels while the blocks before its own compute, in the forward
-and, as the recomputation gathers too, in the backward. ``keep`` gathers once what would be gathered again soon after,
-as the last block is by its backward. Both trade memory, and ``budget`` bounds by how much.
-
-Ranks that issue collectives in different orders wait for each other forever, and their graphs need not be the same:
-shares of a batch differ in size. So everything here is decided by what is the same on every rank, the sequence of
-gathers with their sizes; what is computed between them is not looked at. Time is counted in waits: a gather issued
-before wait i is held while blocks i, i+1 ... compute, and which these are does not depend on how much they compute.
-
-Only gathers of arguments move, with the views and copies that lead from the argument to them, and none moves past a
-node that writes what it reads. Gathers of what is computed, sums and scatters stay where they are, waits as well. What
-is moved changes no value: results are those of the step as it was, to the bit.
+As traced, a block is gathered where it begins and waited for at once, so nothing overlaps with it. This pass overlaps
+gathers with the blocks before, in the forward, and in the backward if that gathers again. It costs the memory of the
+gathers under way. A gather that is issued before wait i holds its memory while blocks i, i+1 ... compute.
 """
 
 from __future__ import annotations
@@ -25,53 +12,49 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from .gathers import _checked, gathers, writers
+from .gathers import check_budget, gathers, positions, writers
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """The pass of :func:`prefetch`."""
+    """The pass of :func:`prefetch_gathers`."""
 
     depth: int
     budget: int | None
 
     def __call__(self, g: Graph) -> None:
         """Move the gathers of ``g``."""
-        _prefetch(g, self.depth, self.budget)
+        found, written, at = gathers(g), writers(g), positions(g)
+        waits = [at[x.wait] for x in found]
+        early = [0] * len(found)  # bytes held by early issue, from wait i to the next
+        previous = 0  # the wait before which the previous gather is issued
+        for k, x in enumerate(found):
+            issued = at[x.issue]
+            traced = bisect.bisect(waits, issued)  # the first wait after its issue, which is its own as traced
+            for target in range(max(previous, k - self.depth), traced):
+                fits = self.budget is None or max(early[target:traced]) + x.nbytes <= self.budget
+                if fits and not written(x.reads, waits[target], issued):
+                    break
+            else:
+                target = traced
+            for node in (*x.chain, x.issue) if target < traced else ():
+                if at[node] > waits[target]:
+                    found[target].wait.prepend(node)
+                    at[node] = waits[target]
+            early[target:traced] = [held + x.nbytes for held in early[target:traced]]
+            previous = target
 
 
 def prefetch_gathers(depth: int = 1, budget: int | None = None) -> Prefetch:
-    """A pass that issues every gather ahead, up to ``depth`` of them being under way while a block computes.
+    """Return a pass that issues gathers ahead, so that up to ``depth`` are under way while a block computes.
 
-    Gather k is issued before gather k - depth is waited for. Gathers keep their order. ``budget`` bounds the bytes
-    that are held at any time because of it, and a gather that does not fit is issued as early as it does; None bounds
-    nothing. Depth counts gathers, and not every block takes one: a final norm and a tied head take two.
+    Gather k is issued before the wait for gather k - depth. Gathers keep their order. ``budget`` bounds the bytes that
+    prefetching holds at any time; None is no bound. A gather that does not fit is issued as early as it fits. Depth
+    counts gathers, and some blocks have two, such as a final norm with a tied head.
 
-    The pass raises ValueError for a collective that shard does not use and for a gather without a wait of its own.
+    Raises ValueError for a bad ``depth`` or ``budget``. The pass raises the errors of ``gathers``.
     """
     if type(depth) is not int or depth < 1:
-        raise ValueError(f"prefetch: depth is {depth!r}; wanted an integer of at least 1")
-    return Prefetch(depth, _checked("prefetch", budget))
-
-
-def _prefetch(g: Graph, depth: int, budget: int | None) -> None:
-    found, written = gathers(g), writers(g)
-    place = {node: i for i, node in enumerate(g.nodes)}
-    waits = [place[x.wait] for x in found]
-    early = [0] * len(found)  # bytes that are held because of early issue from wait i to the next
-    first = 0  # the wait before which the one before is issued
-    for k, x in enumerate(found):
-        issued = place[x.issue]
-        own = bisect.bisect(waits, issued)  # the first wait after its issue: its own, as traced
-        for at in range(max(first, k - depth), own):
-            full = budget is not None and max(early[at:own]) + x.nbytes > budget
-            if not full and not written(x.reads, waits[at], issued):
-                break
-        else:
-            at = own
-        for node in (*x.chain, x.issue) if at < own else ():
-            if place[node] > waits[at]:
-                found[at].wait.prepend(node)
-                place[node] = waits[at]
-        early[at:own] = [held + x.nbytes for held in early[at:own]]
-        first = at
+        raise ValueError(f"prefetch_gathers: depth is {depth!r}; wanted an integer of at least 1")
+    check_budget("prefetch_gathers", budget)
+    return Prefetch(depth, budget)

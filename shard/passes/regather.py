@@ -1,16 +1,16 @@
-"""regather: what was gathered for the forward is gathered again for the backward, and not kept between.
+"""Regather: free the gathered bytes of a block after its forward, and gather them again for its backward.
 
     comm = shard.comm(mesh, rules, recompute=False)
-    step = jit(step, passes=(regather(), schedule.prefetch()))
+    step = jit(step, passes=(regather_blocks(), prefetch_gathers()))
 
-A backward needs its block's weights once more. Recomputing the block gathers them again, and computes the block again
-too; not recomputing it keeps what was gathered, which is the whole model on every rank. In a captured step the one can
-be had without the other: the gather is put once more before the first use in the backward, the views of its result
-with it, and the first result is freed when the forward is done with it, as FSDP does it in hooks (Zhao et al. 2023).
+A backward needs its block's weights once more. Recomputing the block gathers them again, but computes the block again
+too. Without recomputation the gathered bytes stay, which is the whole model on every rank. A captured step can gather
+again without recomputing. The pass copies the gather, with the views of its result, to the first use in the backward.
+The first result is freed after the forward. FSDP does the same in hooks (Zhao et al. 2023).
 
-What is forward and what is backward, a graph does not say. But a block's uses come in runs, between which other blocks
-are gathered; so a use behind the wait for another gather that nothing in this run needed is one of a new run. That
-reads the order of gathers and of their uses, which is the same on every rank, and nothing else.
+A graph does not mark the backward. But a block's uses come in runs, with gathers of other blocks between. A use is the
+first of a new run if the wait for another gather comes between it and the use before. The order of gathers and of their
+uses, which alone decides this, is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,46 +21,38 @@ from torch.fx import Graph, Node
 
 from fquant.compile import graph
 
-from .gathers import Gather, gathers, writers
+from .gathers import Gather, gathers, positions, returned_storages, writers
 
 
 @dataclass(frozen=True)
 class Regather:
-    """The pass of :func:`regather`."""
+    """The pass of :func:`regather_blocks`."""
 
     def __call__(self, g: Graph) -> None:
         """Gather again in ``g``."""
-        found, written = gathers(g), writers(g)
-        place = {node: i for i, node in enumerate(g.nodes)}
-        waits = [place[x.wait] for x in found]
-        returned = {storage for node in graph.outputs(g) for storage in graph.storages(node)}
-        uses = _uses(g, found)
+        found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
+        waits, uses = [at[x.wait] for x in found], _uses(g, found)
         for x in found:
             (memory,) = graph.storages(x.wait)
-            run: list[Node] = []
-            later: list[list[Node]] = []
+            runs: list[list[Node]] = [[]]
             for node in uses[memory]:
-                if run and any(place[run[-1]] < wait < place[node] for wait in waits):
-                    later.append([])
-                run = later[-1] if later else run
-                run.append(node)
-            last = place[later[-1][-1]] if later else 0
-            if memory in returned or written(x.reads | {memory}, place[x.issue], last):
-                continue  # it is kept, or would not be the same again
-            for run in later:
-                _once_more(g, x, memory, run)
+                if runs[-1] and any(at[runs[-1][-1]] < wait < at[node] for wait in waits):
+                    runs.append([])
+                runs[-1].append(node)
+            last = at[runs[-1][-1]] if runs[1:] else 0
+            if memory in returned or written(x.reads | {memory}, at[x.issue], last):
+                continue  # it is kept anyway, or a second gather would have another result
+            for run in runs[1:]:
+                _gather_again(g, x, memory, run)
 
 
 def regather_blocks() -> Regather:
-    """A pass that gathers a shard once for every run of uses that other gathers lie between.
-
-    It raises what the passes of ``shard.schedule`` raise.
-    """
+    """Return a pass that gathers a shard once for each run of uses. The pass raises the errors of ``gathers``."""
     return Regather()
 
 
 def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
-    """Who reads, or views, what each gather brought, in order."""
+    """Return the nodes that read or view the result of each gather, in order, by its memory."""
     uses: dict[int, list[Node]] = {storage: [] for x in found for storage in graph.storages(x.wait)}
     own = {node for x in found for node in (x.issue, x.wait)}
     for node in g.nodes:
@@ -70,8 +62,8 @@ def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
     return uses
 
 
-def _once_more(g: Graph, x: Gather, memory: int, run: list[Node]) -> None:
-    """Gather ``x`` again before the first of ``run``, whose nodes then read that."""
+def _gather_again(g: Graph, x: Gather, memory: int, run: list[Node]) -> None:
+    """Copy the gather ``x`` to the first node of ``run``, and let the nodes of ``run`` use the copy."""
     copies: dict[Node, Node] = {x.source: x.source}
     inside = set(run)
 
@@ -88,5 +80,5 @@ def _once_more(g: Graph, x: Gather, memory: int, run: list[Node]) -> None:
         for near in node.all_input_nodes:
             if memory in graph.storages(near) and near not in inside:
                 node.replace_input_with(near, copy(near))
-        if memory in graph.storages(node):  # a view of it lies in the new memory now
+        if memory in graph.storages(node):  # a view, whose storage is now that of the copy
             graph.refresh_value(node)

@@ -1,4 +1,4 @@
-"""Report: split from shard.schedule."""
+"""The schedule of a graph: a row for each collective, with the computation between its issue and its wait."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.fx import Graph
 
 from fquant.compile import Captured, flops, graph
 
-from .gathers import _name, _origin, _wait
+from .gathers import collective_name, origin, wait_of
 
 
 @dataclass(frozen=True)
 class Row:
-    """One collective of a schedule; places count the calls of the graph from 0."""
+    """One collective of a schedule. Positions count the calls of the graph from 0."""
 
     name: str  # all_gather, all_reduce, reduce_scatter ...
-    axis: str  # of the mesh, or the name of the group where no mesh was given
-    of: str  # the path of the argument that is sent, or its name in a graph without paths; "" for what is computed
+    axis: str  # of the mesh, or the name of the group without a mesh
+    of: str  # the path of the argument that is sent, its name in a graph without paths, or "" for a computed value
     nbytes: int  # of the whole gathered or summed buffer
     issued: int
     waited: int
@@ -28,31 +28,30 @@ class Row:
 
 
 def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
-    """The collectives of what was captured, in the order in which they are issued.
+    """Return the collectives of a captured step, in the order in which they are issued.
 
-    Raises ValueError as the passes do.
+    Raises ValueError for a collective that shard does not use, and for one without a wait of its own.
     """
     g = x.module.graph if isinstance(x, Captured) else x
     arguments = [node for node in g.nodes if node.op == "placeholder"]
     names = x.paths if isinstance(x, Captured) else [node.name for node in arguments]
     path = dict(zip(arguments, names, strict=True))
     calls = [node for node in g.nodes if node.op == "call_function"]
-    place = {node: i for i, node in enumerate(calls)}
+    at = {node: i for i, node in enumerate(calls)}
     axes, rows = _axes(mesh), []
     for node in calls:
-        name = _name(node)
-        if name is None:
+        if (name := collective_name(node)) is None:
             continue
-        wait, group = _wait(node), str(node.args[-1])
-        between = [n for n in calls[place[node] + 1 : place[wait]] if not graph.is_view(n) and _name(n) is None]
+        wait, group = wait_of(node), str(node.args[-1])
+        between = [n for n in calls[at[node] + 1 : at[wait]] if not graph.is_view(n) and collective_name(n) is None]
         size = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
-        of, work = path.get(_origin(node)[0], ""), sum(map(flops, between))
-        rows.append(Row(name, axes.get(group, group), of, size, place[node], place[wait], len(between), work))
+        source, work = path.get(origin(node)[0], ""), sum(map(flops, between))
+        rows.append(Row(name, axes.get(group, group), source, size, at[node], at[wait], len(between), work))
     return rows
 
 
 def _axes(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The axis of each group, by its name; a group of all ranks is along all axes."""
+    """Return the axis of each group by the group's name; the group of all ranks has all axes."""
     if mesh is None:
         return {}
     used = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1]
@@ -62,7 +61,7 @@ def _axes(mesh: DeviceMesh | None) -> dict[str, str]:
 
 
 def schedule_text(rows: list[Row]) -> str:
-    """A schedule as a table of text, a line a collective."""
+    """Return a schedule as a table of text, with a line for each collective."""
     head = ("collective", "axis", "of", "KiB", "issued", "waited", "ops between", "MFLOP between")
     lines = [head] + [
         (

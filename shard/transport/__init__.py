@@ -1,1 +1,1 @@
-"""Data movement between the ranks of one machine, beside what torch.distributed offers."""
+"""Transport between the ranks of one machine: shared memory, and gathers and scattered sums over gloo."""

@@ -1,23 +1,22 @@
-"""gloo: an all-gather and a reduce-scatter over gloo in which every part moves once, to where it is to lie.
+"""All-gather and reduce-scatter over gloo that move every part once, to its place in the result.
 
-Ranks of one machine share memory (shard/transport/shared_memory.py): each writes its part there, and reads those of others. A gathered
-result is then copied out, unless it is only lent (see below); of a sum each rank adds up its own part, in the order of
+Ranks of one machine use shared memory (shard/transport/shared_memory.py). Each writes its part there and reads the
+others. A gather copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of
 ranks.
 
-Elsewhere parts travel. torch's own gather receives into one buffer and copies into another, and makes both anew each
-time: of large parts most of the time goes there. Here the result is made once. A rank copies its part to its place in
-it, sends it from there to every other rank, and receives theirs in place. So nothing else is held, and what was given
-may be written or freed at once. Every rank begins with its neighbour, so that not all send to the same one first, and
-no part is passed on: each goes once over the wire to each rank that wants it, whatever their number, and none waits for
-another, as it would in a tree of broadcasts. Gathers that are under way at the same time are told apart by their order,
-which is the same on every rank. Sums that travel are torch's.
+Otherwise parts travel. torch's own gather receives into one buffer and copies to another, both new at each call, which
+takes most of the time of large parts. Here the result is the only buffer. A rank copies its part to its place in the
+result, sends it from there to every other rank, and receives theirs in place. The argument may be written or freed at
+once. Every rank begins with its neighbour, so that not all send to the same rank first. A part goes over the wire once
+to each rank, and no rank waits for another, as in a tree of broadcasts. The order of gathers tells those apart that are
+under way together; it is the same on every rank. Sums that travel are torch's.
 
-They are ops, ``fquant::all_gather`` and ``fquant::reduce_scatter``, which issue, and torch's ``wait_tensor`` waits for
-them: what is to arrive is registered with the result, as torch registers its own. They fail where gloo's do, at the
-wait when a rank has gone or the group's time-out has passed; in shared memory also where ranks are in different ones.
+The ops ``fquant::all_gather`` and ``fquant::reduce_scatter`` issue, and torch's ``wait_tensor`` waits, because pending
+work is registered with the result, as torch does. They fail as gloo's do: at the wait, if a rank has gone or the
+group's time-out has passed; in shared memory also if ranks are in different collectives.
 
-``fquant::all_gather.lent`` gives the memory that ranks share itself, so it must not be written. Captured graphs call it
-where they neither write the result nor return it (see fquant.compile.memory.plan).
+``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured graphs call it for
+results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
 from __future__ import annotations
@@ -35,44 +34,44 @@ from fquant.compile import graph
 
 from . import shared_memory
 
-TAG = 0x6671  # of our messages: those that a program sends itself over the same group have 0, unless it says otherwise
+TAG = 0x6671  # of our messages; those that a program sends itself over the same group have 0 by default
 
 
 def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` sends tensors as ``x`` over gloo, which is the same on every rank."""
+    """Return True if ``group`` sends tensors like ``x`` over gloo, which is the same on every rank."""
     return x.device.type == "cpu" and group._get_backend(x.device).name() == "gloo"
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """``x`` [n ...] of every rank, contiguous: [ranks·n ...], which is there once it was waited for. Any dtype will do.
+    """Return shard.all_gather of ``x`` [n ...], contiguous and of any dtype: [ranks·n ...], complete after a wait.
 
-    Raises RuntimeError, at the latest when it is waited for, where a rank has gone or does not come in time.
+    On one device: a copy. It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or
+    is late.
     """
     return _ALL_GATHER(x, ranks, group)
 
 
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """The sum over ranks of ``x`` [ranks·n ...], contiguous numbers, of which each keeps its part [n ...].
+    """Return shard.reduce_scatter of ``x`` [ranks·n ...], contiguous numbers: [n ...], complete after a wait.
 
-    It is there once it was waited for. Raises what :func:`all_gather` raises.
+    On one device: a copy. It has no derivative. Raises the errors of :func:`all_gather`.
     """
     return _REDUCE_SCATTER(x, ranks, group)
 
 
 def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor:
-    over, shape = _named(group), (ranks * x.shape[0], *x.shape[1:])
-    memory = _shared(x, over)
-    if memory is None:
-        return _sent(x, shape, over)
-    slot = memory.take(ranks * x.nbytes)
+    over, shape = resolve(group), (ranks * x.shape[0], *x.shape[1:])
+    memory = _memory(x, over)
+    slot = memory and memory.acquire(ranks * x.nbytes)
     if slot is None:
-        out = _sent(x, shape, over)
-        memory.tell(f"all_gather {graph.describe(x)}", out)
-        return out
-    whole = slot.tensor(x.dtype, shape)
-    whole.unflatten(0, (ranks, x.shape[0]))[over.rank()].copy_(x)
-    out = whole if lent else x.new_empty(shape)
-    memory.tell(f"all_gather {graph.describe(x)}", out, None if lent else partial(_add, out, [whole]))
+        out, finish = _travel(x, shape, over), None
+    else:
+        whole = slot.tensor(x.dtype, shape)
+        whole.unflatten(0, (ranks, x.shape[0]))[over.rank()].copy_(x)
+        out = whole if lent else x.new_empty(shape)
+        finish = None if lent else partial(_sum_into, out, [whole])
+    if memory is not None:
+        memory.publish(f"all_gather {graph.describe(x)}", out, finish)
     return out
 
 
@@ -81,28 +80,27 @@ def _lent(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    over = _named(group)
-    memory = None if x.dtype is torch.bool else _shared(x, over)
-    if memory is None:
-        return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group)
-    slot = memory.take(ranks * x.nbytes)
+    over = resolve(group)
+    memory = None if x.dtype is torch.bool else _memory(x, over)
+    slot = memory and memory.acquire(ranks * x.nbytes)
     if slot is None:
-        out = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group)
-        memory.tell(f"reduce_scatter {graph.describe(x)}", out)
-        return out
-    whole = slot.tensor(x.dtype, (ranks, ranks, x.shape[0] // ranks, *x.shape[1:]))
-    whole[over.rank()].copy_(x.view(whole.shape[1:]))
-    out = x.new_empty(whole.shape[2:])
-    memory.tell(f"reduce_scatter {graph.describe(x)}", out, partial(_add, out, whole[:, over.rank()].unbind()))
+        out, finish = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group), None
+    else:
+        whole = slot.tensor(x.dtype, (ranks, ranks, x.shape[0] // ranks, *x.shape[1:]))
+        whole[over.rank()].copy_(x.view(whole.shape[1:]))
+        out = x.new_empty(whole.shape[2:])
+        finish = partial(_sum_into, out, whole[:, over.rank()].unbind())
+    if memory is not None:
+        memory.publish(f"reduce_scatter {graph.describe(x)}", out, finish)
     return out
 
 
-def _shared(x: Tensor, group: dist.ProcessGroup) -> shared_memory.Shared | None:
-    return shared_memory.of(group) if group.size() > 1 and x.numel() else None
+def _memory(x: Tensor, group: dist.ProcessGroup) -> shared_memory.SharedMemory | None:
+    return shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
 
 
-def _sent(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
-    """The gather where ranks share no memory."""
+def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
+    """Gather by messages."""
     out, mine, ranks = x.new_empty(shape), group.rank(), group.size()
     parts = out.unflatten(0, (ranks, x.shape[0])).unbind()
     parts[mine].copy_(x)
@@ -113,15 +111,16 @@ def _sent(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
     return out
 
 
-def _add(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the sum of ``parts``, in order."""
-    with torch.inference_mode():  # outside of which what was made inside cannot be written
+def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of ``parts`` to ``out``, in their order."""
+    with torch.inference_mode():  # outside of it, a tensor that was made inside could not be written
         out.copy_(parts[0])
         for part in parts[1:]:
             out.add_(part)
 
 
-def _named(group: str) -> dist.ProcessGroup:
+def resolve(group: str) -> dist.ProcessGroup:
+    """Return the process group of that name."""
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 

@@ -1,8 +1,8 @@
-"""meet: the ranks of a group find out whether they are on one machine; if so, they share a file, and have sockets.
+"""Rendezvous of the ranks of a group on one machine: they share a file, and have sockets to each other.
 
-The file has no name and the sockets' names are in no folder, so nothing is left behind, however a process ends. Both
-are Linux's. A name is a number drawn at random, and who comes to it says a second one, which only ranks of the group
-know: the names of sockets can be read by everybody on the machine.
+The file and the sockets have no names in any folder, so nothing remains, however a process ends. Both need Linux. A
+socket's name is a random number, which all processes of the machine can read. So a rank that connects also sends the
+secret of that socket, a second number that only ranks of the group have.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-_SIZE = 1 << 46  # bytes of the file: an address space, of which nothing is there before it is written
+_SIZE = 1 << 46  # bytes of the file: an address space, whose pages exist once they are written
 _BITS, _BYTES = 62, 8  # of a secret, and of a number in a message
 
 
-def meet(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | None:
-    """A file that all ranks of ``group`` have, and by rank a socket to each other, which keeps the group's time-out.
+def rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | None:
+    """Return a file that all ranks of ``group`` share, and by rank a socket to each other, with the group's time-out.
 
-    None on every rank where some are on another machine, or one cannot: on another system than Linux, in a container
-    with a network of its own, at a limit on files. All ranks have to ask, and wait as in any collective.
+    It is a collective: all ranks must call it. Returns None on every rank if a rank is on another machine, or cannot
+    take part: it is not on Linux, is in a container with a network of its own, or is at a limit on open files.
     """
-    rank, limit = group.rank(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    rank, seconds = group.rank(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     name, secret = secrets.randbits(_BITS), secrets.randbits(_BITS)
-    door, file = _open(name, rank, group.size())
-    names = _exchange([name, secret, int(door is not None)], group)
-    reached = _reach(names[:rank], rank) if all(is_open for *_, is_open in names) else None
-    if not all(has for (has,) in _exchange([int(reached is not None)], group)) or door is None or reached is None:
-        _close([door, *(reached or {}).values()], file)
+    listener, file = _listen(name, rank, group.size())
+    addresses = _exchange([name, secret, int(listener is not None)], group)
+    reached = _connect(addresses[:rank], rank) if all(is_open for *_, is_open in addresses) else None
+    success = all(has for (has,) in _exchange([int(reached is not None)], group))
+    if not success or listener is None or reached is None:
+        _close([listener, *(reached or {}).values()], file)
         return None
-    peers = {**reached, **_accept(door, secret, group.size() - 1 - rank, limit)}
+    peers = {**reached, **_accept(listener, secret, group.size() - 1 - rank, seconds)}
     for peer in peers.values():
-        peer.settimeout(limit)
+        peer.settimeout(seconds)
     if rank:
         _, (file, *_), *_ = socket.recv_fds(peers[0], 1, 1)
     else:
@@ -45,29 +46,29 @@ def meet(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | Non
     return file, peers
 
 
-def _open(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int]:
-    """A socket that others may come to, if there can be one, and the first rank's file."""
+def _listen(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int]:
+    """Return a socket that listens under ``name``, or None if that is impossible, and on the first rank the file."""
     if sys.platform != "linux":
         return None, -1
-    door, file = None, -1
+    listener, file = None, -1
     try:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.bind(_address(name))
-        door.listen(ranks)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(_address(name))
+        listener.listen(ranks)
         if rank == 0:
             file = os.memfd_create("fquant")
             os.ftruncate(file, _SIZE)
     except OSError:
-        _close([door], file)
+        _close([listener], file)
         return None, -1
-    return door, file
+    return listener, file
 
 
-def _reach(names: list[list[int]], rank: int) -> dict[int, socket.socket] | None:
-    """Sockets to ranks of these names and secrets; None where one cannot be reached."""
+def _connect(addresses: list[list[int]], rank: int) -> dict[int, socket.socket] | None:
+    """Connect to the ranks with these names and secrets; return None if one cannot be reached."""
     peers = dict[int, socket.socket]()
     try:
-        for other, (name, secret, _) in enumerate(names):
+        for other, (name, secret, _) in enumerate(addresses):
             peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peers[other].connect(_address(name))
             peers[other].send(secret.to_bytes(_BYTES) + rank.to_bytes(_BYTES))
@@ -77,19 +78,19 @@ def _reach(names: list[list[int]], rank: int) -> dict[int, socket.socket] | None
     return peers
 
 
-def _accept(door: socket.socket, secret: int, count: int, limit: float) -> dict[int, socket.socket]:
-    """The sockets of so many ranks that have come; others that did are sent away."""
+def _accept(listener: socket.socket, secret: int, count: int, seconds: float) -> dict[int, socket.socket]:
+    """Accept ``count`` ranks that know the secret, and reject other processes."""
     peers = dict[int, socket.socket]()
-    door.settimeout(limit)
+    listener.settimeout(seconds)
     while len(peers) < count:
-        peer, _ = door.accept()
-        peer.settimeout(limit)
-        said = peer.recv(2 * _BYTES)
-        if said[:_BYTES] == secret.to_bytes(_BYTES):
-            peers[int.from_bytes(said[_BYTES:])] = peer
+        peer, _ = listener.accept()
+        peer.settimeout(seconds)
+        message = peer.recv(2 * _BYTES)
+        if message[:_BYTES] == secret.to_bytes(_BYTES):
+            peers[int.from_bytes(message[_BYTES:])] = peer
         else:
             peer.close()
-    door.close()
+    listener.close()
     return peers
 
 
@@ -98,16 +99,16 @@ def _address(name: int) -> bytes:
 
 
 def _close(sockets: Iterable[socket.socket | None], file: int) -> None:
-    for one in sockets:
-        if one is not None:
-            one.close()
+    for each in sockets:
+        if each is not None:
+            each.close()
     if file >= 0:
         os.close(file)
 
 
-def _exchange(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The numbers of every rank, by rank."""
-    t = torch.tensor(mine, dtype=torch.int64, device="cpu")
+def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the numbers of every rank, by rank."""
+    t = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     out = [torch.empty_like(t) for _ in range(group.size())]
     dist.all_gather(out, t, group=group)
     return [each.tolist() for each in out]

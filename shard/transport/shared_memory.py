@@ -1,21 +1,22 @@
-"""shared: one piece of memory for all ranks of a group, where they are on one machine.
+"""Shared memory of the ranks of a group that are on one machine.
 
-    memory = shared.of(group)                     # None where some rank is elsewhere, the same on every rank
-    slot   = memory.take(nbytes)                  # a part of it, the same on every rank
-    x      = slot.tensor(torch.bfloat16, shape)   # each rank writes there what is its own
-    memory.tell("all_gather", x)                  # waiting for x is then waiting until all have done so
+    memory = shared_memory.of_group(group)        # the same on every rank: None if a rank is on another machine
+    slot   = memory.acquire(nbytes)               # a range of pages, the same on every rank
+    x      = slot.tensor(torch.bfloat16, shape)   # each rank writes its part there
+    memory.publish("all_gather", x)               # a wait for x then waits until all ranks have published
 
-Between processes of one machine a gather over TCP copies every byte into the kernel and out of it again, in threads
-that compete with those that compute. Here each rank writes its part where the others read it, and what travels, through
-a socket of the machine and in the thread that computes, is a message of a few bytes, which says that it is there. So a
-wait fails as any other where a rank has gone, as its sockets are closed then, or is late.
+A gather over TCP between processes of one machine copies every byte into the kernel and out of it again. Its threads
+compete with those that compute. Here each rank writes its part where the others read it. Only a message of a few bytes
+travels, which says that the part is there. The computing thread sends it through a local socket. So a wait fails as any
+other if a rank has gone, because its sockets are closed then, or if a rank is late.
 
-Whether a slot may be written again is nobody's local knowledge. A rank gives a slot back when the last tensor that lies
-in it is gone, and says so in its next message. Which slots are free follows from what all ranks have said, up to the
-message before the last, for which everyone waits: so all come to the same answer, without asking.
+A rank alone does not know if a slot may be written again. A rank releases a slot when the last tensor in it is gone,
+and says so in its next message. The messages of all ranks, up to the one before the last, determine which slots are
+free. Every rank has waited for these, so all ranks reach the same answer without asking.
 
-The memory is a file without a name (see shard.transport.rendezvous), so /dev/shm, which is small in many containers, is not used. Slots
-are kept for the next gather; what is resident stays at its highest, a few times the largest gathers (see fquant.compile.memory.allocator).
+The memory is a file without a name (see shard.transport.rendezvous). It is not in /dev/shm, which is small in many
+containers. Slots are kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers
+(see fquant.compile.memory.allocator).
 """
 
 from __future__ import annotations
@@ -35,86 +36,88 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
-from .rendezvous import meet
+from .rendezvous import rendezvous
 
-MOST = 255  # slots: their numbers are bytes
-AHEAD = 2  # messages that have not arrived, at most
-_LONGEST = 4096  # bytes of a message
+MAX_SLOTS = 255  # their numbers are bytes
+MAX_PENDING = 2  # publications that were not waited for
+_MESSAGE = 4096  # bytes of a message, at most
 
 
 class Slot:
-    """A part of the memory: its number, its pages, and how many ranks have given it back since it was taken."""
+    """A part of the memory: its number, its pages, and the number of ranks that released it."""
 
-    def __init__(self, number: int, pages: mmap.mmap, given_back: list[int]) -> None:
-        self.number, self.pages, self.back, self._given_back = number, pages, 0, given_back
+    def __init__(self, number: int, pages: mmap.mmap, released: list[int]) -> None:
+        self.number, self.pages, self.num_released, self._released = number, pages, 0, released
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """What lies in the slot. It is given back when this tensor and all its views are gone: to be called once."""
+        """Return the slot as a tensor, once. This rank releases the slot when the tensor and all its views are gone."""
         holder = memoryview(self.pages)
-        weakref.finalize(holder, self._given_back.append, self.number).atexit = False
+        weakref.finalize(holder, self._released.append, self.number).atexit = False
         count = torch.Size(shape).numel() * dtype.itemsize
         return torch.frombuffer(holder, dtype=torch.uint8, count=count).view(dtype).view(shape)
 
 
-class Shared:
-    """The memory of one group, and the sockets to its other ranks; see the module's docstring."""
+class SharedMemory:
+    """The shared memory of one group, and the sockets to its other ranks."""
 
     def __init__(self, rank: int, file: int, peers: dict[int, socket.socket]) -> None:
         self._rank, self._file, self._peers = rank, file, peers
         self._slots, self._end = list[Slot](), 0
-        self._given_back, self._rounds = list[int](), deque[_Round]()
+        self._released, self._pending = list[int](), deque[_Publication]()
         self._error: str | None = None
 
-    def take(self, nbytes: int) -> Slot | None:
-        """A slot of at least so many bytes, which no rank reads any more; None where too many are in use.
+    def acquire(self, nbytes: int) -> Slot | None:
+        """Return a free slot of at least ``nbytes``, or None if too many are in use.
 
-        Every rank takes the same, in the same order. Waits for the messages before the last, and raises what that
-        raises.
+        Every rank acquires the same slots in the same order. Waits for all publications except the last, and raises
+        the errors of :meth:`wait`.
         """
-        while len(self._rounds) >= AHEAD:
-            self.read(self._rounds[0])
-            for number in self._rounds.popleft().given_back or ():
-                self._slots[number].back += 1
-        free = [slot for slot in self._slots if slot.back == 1 + len(self._peers)]
+        while len(self._pending) >= MAX_PENDING:
+            self.wait(self._pending[0])
+            for number in self._pending.popleft().released or ():
+                self._slots[number].num_released += 1
+        free = [slot for slot in self._slots if slot.num_released == 1 + len(self._peers)]
         slot = min((s for s in free if len(s.pages) >= nbytes), key=lambda s: len(s.pages), default=None)
-        slot = slot or self._larger(nbytes, max(free, key=lambda s: len(s.pages), default=None))
+        slot = slot or self._new_pages(nbytes, max(free, key=lambda s: len(s.pages), default=None))
         if slot is not None:
-            slot.back = 0
+            slot.num_released = 0
         return slot
 
-    def tell(self, what: str, out: Tensor, then: Callable[[], None] | None = None) -> None:
-        """Say that this rank's part, which is ``what`` on every rank, is in the slot that was taken last, if one was.
+    def publish(self, what: str, out: Tensor, then: Callable[[], None] | None = None) -> None:
+        """Tell all ranks that this rank's part, which is ``what`` on every rank, is in the slot acquired last, if any.
 
-        Waiting for ``out`` is from now on waiting until all ranks have said so. ``then`` is called when that is known.
+        A wait for ``out`` then waits until all ranks have published, and calls ``then``.
         """
-        mine = bytes(self._given_back.pop() for _ in range(len(self._given_back)))
+        released = bytes(self._released.pop() for _ in range(len(self._released)))
         for rank, peer in self._peers.items():
-            with self._reaching(rank):
-                peer.send(bytes([len(mine)]) + mine + what.encode())
-        self._rounds.append(_Round(self, what, mine, then))
-        _register_work(out, self._rounds[-1])
+            with self._named_errors(rank):
+                peer.send(bytes([len(released)]) + released + what.encode())
+        self._pending.append(_Publication(self, what, released, then))
+        _register_work(out, self._pending[-1])
 
-    def read(self, until: _Round) -> None:
-        """Wait for messages, in order, up to those of one round.
+    def wait(self, until: _Publication) -> None:
+        """Wait for the messages of all ranks, in order, up to those of one publication.
 
-        RuntimeError where a rank has gone, is late, or says something else; from then on for everything.
+        Raises RuntimeError if a rank has gone, is late, or published something else, and from then on in every call.
         """
-        if until.given_back is not None:
+        if until.released is not None:
             return
-        for one in [one for one in self._rounds if one.given_back is None]:
-            given_back = one.mine
+        for publication in [each for each in self._pending if each.released is None]:
+            released = publication.own_released
             for rank in self._peers:
                 count, *message = self._receive(rank)
-                given_back += bytes(message[:count])
-                if (told := bytes(message[count:]).decode()) != one.what:
-                    self._fail(f"rank {self._rank} of the group is in {one.what}, and rank {rank} in {told}")
-            one.given_back = given_back
-            one.finish()
-            if one is until:
+                released += bytes(message[:count])
+                if (what := bytes(message[count:]).decode()) != publication.what:
+                    self._fail(f"rank {self._rank} of the group is in {publication.what}, and rank {rank} in {what}")
+            publication.released = released
+            then, publication.then = publication.then, None  # a finished publication holds no tensors
+            if then is not None:
+                then()
+            if publication is until:
                 return
 
     def close(self) -> None:
-        """Let go of the file and the sockets. Tensors in the memory stay; what was not waited for never arrives."""
+        """Close the file and the sockets. Tensors in the memory stay; publications that are pending never arrive."""
         self._error = self._error or "the group was destroyed"
         os.close(self._file)
         for peer in self._peers.values():
@@ -122,21 +125,21 @@ class Shared:
 
     def _receive(self, rank: int) -> bytes:
         message = b""
-        with self._reaching(rank):
-            message = self._peers[rank].recv(_LONGEST)
+        with self._named_errors(rank):
+            message = self._peers[rank].recv(_MESSAGE)
             if not message:
                 raise ConnectionError("Connection closed")
         return message
 
     @contextlib.contextmanager
-    def _reaching(self, rank: int) -> Iterator[None]:
+    def _named_errors(self, rank: int) -> Iterator[None]:
         if self._error is not None:
             raise RuntimeError(self._error)
         try:
             yield
         except TimeoutError as error:
-            within = self._peers[rank].gettimeout() or 0
-            self._fail(f"Timed out waiting {1000 * within:.0f}ms for rank {rank} of the group", error)
+            seconds = self._peers[rank].gettimeout() or 0
+            self._fail(f"Timed out waiting {1000 * seconds:.0f}ms for rank {rank} of the group", error)
         except OSError as error:
             self._fail(f"rank {rank} of the group has gone: {error}", error)
 
@@ -144,9 +147,9 @@ class Shared:
         self._error = why
         raise RuntimeError(why) from error
 
-    def _larger(self, nbytes: int, instead: Slot | None) -> Slot | None:
-        """A new slot, whose pages nobody had before; that of ``instead``, whose own are returned, if there is one."""
-        if instead is None and len(self._slots) == MOST:
+    def _new_pages(self, nbytes: int, instead: Slot | None) -> Slot | None:
+        """Return a slot with new pages: ``instead``, whose old pages go back to the system, or a new one."""
+        if instead is None and len(self._slots) == MAX_SLOTS:
             return None
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         pages, self._end = mmap.mmap(self._file, size, offset=self._end), self._end + size
@@ -155,42 +158,33 @@ class Shared:
                 instead.pages.madvise(mmap.MADV_REMOVE)
             instead.pages = pages
             return instead
-        self._slots.append(Slot(len(self._slots), pages, self._given_back))
+        self._slots.append(Slot(len(self._slots), pages, self._released))
         return self._slots[-1]
 
 
-class _Round(Work):
-    """What all ranks say of one slot; ``given_back`` are the slots that they give back, once it has arrived."""
+class _Publication(Work):
+    """The message of every rank about one slot; ``released`` has the slots that they release, once all arrived."""
 
-    def __init__(self, memory: Shared, what: str, mine: bytes, then: Callable[[], None] | None) -> None:
+    def __init__(self, memory: SharedMemory, what: str, released: bytes, then: Callable[[], None] | None) -> None:
         super().__init__()
-        self.what, self.mine = what, mine
-        self.given_back: bytes | None = None
-        self._memory, self._then = memory, then
+        self.what, self.own_released, self.then = what, released, then
+        self.released: bytes | None = None
+        self._memory = memory
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for it, which may be asked for again."""
-        self._memory.read(self)
+        """Wait for the messages; a second call returns at once."""
+        self._memory.wait(self)
         return True
 
-    def finish(self) -> None:
-        """What is to be done when it has arrived."""
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = weakref.WeakKeyDictionary()
 
 
-_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, Shared | None] = weakref.WeakKeyDictionary()
-
-
-def of(group: dist.ProcessGroup) -> Shared | None:
-    """The memory of ``group``; None where not all its ranks can have some. Every rank gets the same answer.
-
-    The first time all ranks have to ask.
-    """
+def of_group(group: dist.ProcessGroup) -> SharedMemory | None:
+    """Return the memory of ``group``, or None on all ranks if some cannot share it. The first call is a collective."""
     if group not in _KNOWN:
-        found = meet(group)
-        _KNOWN[group] = found and Shared(group.rank(), *found)
+        found = rendezvous(group)
+        _KNOWN[group] = found and SharedMemory(group.rank(), *found)
         if memory := _KNOWN[group]:
             weakref.finalize(group, memory.close)
     return _KNOWN[group]

@@ -9,13 +9,15 @@
     def test_total():
         assert ranks.run(3, total, 2.0) == [6.0] * 3
 
-Each call of :func:`run` is a fresh gloo group of exactly ``n`` of the processes, which meet in a file: a TCPStore looks
-up the name of whoever connects, for seconds where a name server is slow. A rank that raises leaves its group at once,
-as a real one would by exiting, so that its peers fail instead of waiting. A rank that has not answered in time is
-killed with the whole pool, and the message holds its stack.
+Each call of :func:`run` is a fresh gloo group of exactly ``n`` of the processes. They rendezvous in a file, because a
+TCPStore looks up the name of each client, which takes seconds with a slow name server. A rank that raises leaves its
+group at once, as a real one would by exiting, so that its peers fail instead of waiting. If a rank does not answer in
+time, the whole pool is killed, and the message holds the rank's stack.
 
-Ranks are forked from a server that has imported torch and us and has no threads ("forkserver"), so a new one costs
-milliseconds rather than the seconds of the import. Calls and results travel pickled by value.
+Ranks are forked from a server without threads that has imported torch and this project ("forkserver"). So a new rank
+costs milliseconds instead of the seconds of the import. Calls and results travel pickled by value.
+
+All files are in one temporary folder. The test process removes it when it ends; if it is killed, its ranks do.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -45,12 +48,12 @@ import torch.distributed as dist
 
 START = 120.0  # seconds for a new process to start, for a test module to be imported in it, or to join a group
 LEAVE = 10.0  # seconds to leave a group
-# What the calls of most tests import, and what torch imports at first use.
+# Imports of the calls of most tests, and imports of torch at first use.
 PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "shard", "examples.qlora", "tests.fquant.test_packed"]
 
 
 class Failure(NamedTuple):
-    """What one rank raised. ``type`` is the class's name, or "died" when the process is gone."""
+    """An error of one rank. ``type`` is the name of its class, or "died" if the process is gone."""
 
     type: str
     message: str
@@ -58,24 +61,24 @@ class Failure(NamedTuple):
 
 
 class RankFailure(Exception):
-    """Ranks raised; ``failures`` says which and what."""
+    """An error of some ranks; ``failures`` has a :class:`Failure` for each of them."""
 
     def __init__(self, failures: dict[int, Failure]) -> None:
         self.failures = dict(sorted(failures.items()))
-        told = [f"rank {r}: {f.type}: {f.message}" for r, f in self.failures.items()]
-        super().__init__("\n".join([*told, "", *(f"rank {r}:\n{f.traceback}" for r, f in self.failures.items())]))
+        lines = [f"rank {r}: {f.type}: {f.message}" for r, f in self.failures.items()]
+        super().__init__("\n".join([*lines, "", *(f"rank {r}:\n{f.traceback}" for r, f in self.failures.items())]))
 
 
 class RankTimeout(Exception):
-    """Ranks did not answer in time and were killed; ``hung`` lists them, ``failures`` what others raised."""
+    """The ranks in ``hung`` did not answer in time and were killed; ``failures`` has the errors of others."""
 
     def __init__(
         self, seconds: float, stacks: dict[int, str], returned: list[int], failures: dict[int, Failure]
     ) -> None:
         self.hung, self.returned, self.failures = list(stacks), returned, failures
-        told = [f"ranks {self.hung} did not answer within {seconds:g} s and were killed; ranks {returned} returned"]
-        told += [f"rank {r} raised {f.type}: {f.message}" for r, f in failures.items()]
-        super().__init__("\n".join([*told, "", *(f"rank {r} was in:\n{stack}" for r, stack in stacks.items())]))
+        lines = [f"ranks {self.hung} did not answer within {seconds:g} s and were killed; ranks {returned} returned"]
+        lines += [f"rank {r} raised {f.type}: {f.message}" for r, f in failures.items()]
+        super().__init__("\n".join([*lines, "", *(f"rank {r} was in:\n{stack}" for r, stack in stacks.items())]))
 
 
 # --- the test process
@@ -83,6 +86,8 @@ class RankTimeout(Exception):
 
 @dataclasses.dataclass
 class Rank:
+    """A process of the pool, the pipe to it, and the file of its stack."""
+
     process: Any
     pipe: Connection
     stack: Path
@@ -94,22 +99,24 @@ COUNT = itertools.count()
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """Where ranks meet and leave their stacks; the test process has one, when it first runs some."""
-    return tempfile.TemporaryDirectory(prefix="ranks-")
+    """Return the folder of all files of the pool; the test process makes it at first use."""
+    made = tempfile.TemporaryDirectory(prefix="ranks-")
+    multiprocessing.current_process()._config["tempdir"] = made.name  # type: ignore[attr-defined]  # the server's socket
+    return made
 
 
 def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """``fn(*args)`` on ``n`` ranks of a fresh gloo group; what each returned, by rank.
+    """Call ``fn(*args)`` on ``n`` ranks of a fresh gloo group; return the results, by rank.
 
-    ``fn`` is a module-level function. ``timeout`` counts from when all ranks have joined the group and can call it.
-    Raises RankFailure when ranks raised or died, RankTimeout when one is still busy after ``timeout`` seconds.
+    ``fn`` is a module-level function. ``timeout`` counts from the moment when all ranks have joined the group.
+    Raises RankFailure if ranks raised or died, RankTimeout if one is still busy after ``timeout`` seconds.
     """
     call = pickle.dumps((fn, args))
     members = grow(n)
     try:
         answers = converse(members, call, timeout)
     except BaseException:
-        kill()  # in the middle of a call nobody knows what the ranks will say next
+        kill()  # the next messages of these ranks are unknown
         raise
     failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
     if failures:
@@ -118,12 +125,12 @@ def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> li
 
 
 def pids() -> list[int]:
-    """The processes of the pool, by rank."""
+    """Return the process ids of the pool, by rank."""
     return [member.process.pid for member in POOL]
 
 
 def converse(members: list[Rank], call: bytes, timeout: float) -> dict[int, Any]:
-    """One call from loading it to leaving its group: by rank, the pickled result or a Failure."""
+    """Run one call, from loading it to leaving its group; return each rank's pickled result or Failure."""
     n = len(members)
     group = (f"{folder().name}/call{next(COUNT)}", n, timeout)
     messages: list[Any] = [(call, *group, rank) for rank in range(n)]
@@ -147,9 +154,9 @@ def converse(members: list[Rank], call: bytes, timeout: float) -> dict[int, Any]
 
 
 def ask(members: list[Rank], messages: list[Any], seconds: float) -> dict[int, Any]:
-    """Send each member its message; the answers, by rank, of those that answered within ``seconds``."""
+    """Send each member its message; return the answers, by rank, that arrived within ``seconds``."""
     for member, message in zip(members, messages, strict=True):
-        with contextlib.suppress(BrokenPipeError):  # it is dead, as its end of file will tell
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and reading meets the end of file
             member.pipe.send(message)
     deadline = time.monotonic() + seconds
     waiting = {member.pipe: rank for rank, member in enumerate(members)}
@@ -166,17 +173,18 @@ def ask(members: list[Rank], messages: list[Any], seconds: float) -> dict[int, A
 
 
 def grow(n: int) -> list[Rank]:
-    """The first ``n`` members of the pool, started where there is none or it has died."""
+    """Return the first ``n`` members of the pool; start those that are missing or dead."""
+    at = Path(folder().name)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     for rank in range(n):
         if rank < len(POOL) and POOL[rank].process.is_alive():
             continue
         ours, theirs = context.Pipe()
-        stack = Path(folder().name) / f"stack{next(COUNT)}"
+        stack = at / f"stack{next(COUNT)}"
         process = context.Process(target=serve, args=(theirs, stack), name=f"rank{rank}", daemon=True)
         process.start()
-        theirs.close()  # else the end of file of a dead rank would never arrive
+        theirs.close()  # else a dead rank would send no end of file
         POOL[rank : rank + 1] = [Rank(process, ours, stack)]
     return POOL[:n]
 
@@ -192,7 +200,7 @@ def kill() -> None:
 
 
 def where(member: Rank) -> str:
-    """The Python stack of a rank that does not answer."""
+    """Return the Python stack of a rank that does not answer."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(member.process.pid, signal.SIGUSR1)
     time.sleep(0.3)
@@ -203,33 +211,34 @@ def where(member: Rank) -> str:
 
 
 def serve(pipe: Connection, stack: Path) -> None:
-    """Answer calls until the test process is gone."""
+    """Answer calls until the test process is gone, then remove its folder, in case it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    with stack.open("w") as file, contextlib.suppress(EOFError, BrokenPipeError):
+    with stack.open("w") as file, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.register(signal.SIGUSR1, file)
         while True:
             call, *group = pipe.recv()
-            gc.freeze()  # what the server and the calls before imported: not for the collection of every leave to walk
-            torch.set_num_threads(1)  # whatever the call before has set
+            gc.freeze()  # modules that are imported; the collection of every leave need not walk them
+            torch.set_num_threads(1)  # an earlier call may have set another number
             go = True  # false once any rank has failed: then all leave
             try:
                 for answer in steps(call, *group):
                     pipe.send(answer)
                     if not (go := pipe.recv()):
                         break
-            except BaseException as error:  # SystemExit, and torch.distributed.checkpoint's own, are failures too
+            except BaseException as error:  # SystemExit and the error of torch.distributed.checkpoint are failures too
                 pipe.send(failure(error))
                 go = None
-            if go is None:  # only here, where the error and the frames that it holds are gone, do connections close
+            if go is None:  # connections close only here, where the error and its frames are gone
                 leave(barrier=False)
                 go = pipe.recv()
             leave(barrier=go)
             pipe.send("left")
+    shutil.rmtree(stack.parent, ignore_errors=True)
 
 
 def steps(call: bytes, *group: Any) -> Iterator[Any]:
-    """The steps of one call, each with what the test process is told when it is done."""
+    """Take the steps of one call; yield the message to the test process after each."""
     fn, args = pickle.loads(call)
     yield "ready"
     join(*group)
@@ -238,14 +247,14 @@ def steps(call: bytes, *group: Any) -> Iterator[Any]:
 
 
 def join(file: str, n: int, seconds: float, rank: int) -> None:
-    """Join the group that meets in ``file``, with a time-out behind that of the pool, which so tells who hung."""
+    """Join the group of ``file``. Its time-out is after that of the pool, which names the ranks that hang."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
     limit = datetime.timedelta(seconds=seconds + 30)
     dist.init_process_group("gloo", store=dist.FileStore(file, n), rank=rank, world_size=n, timeout=limit)
 
 
 def leave(barrier: bool) -> None:
-    """Leave the group, unless it was left before; without a barrier gloo may abort a peer that is still reading."""
+    """Leave the group, if there is one; without a barrier gloo may abort a peer that still reads."""
     if dist.is_initialized():
         if barrier:
             dist.barrier()
@@ -254,4 +263,5 @@ def leave(barrier: bool) -> None:
 
 
 def failure(error: BaseException) -> Failure:
+    """Return ``error`` as a Failure."""
     return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""Any program over ranks: captured, and whatever passes move its collectives, it is what it is, to the bit."""
+"""Random programs over ranks: captured, and with passes that move its collectives, a program has equal bits."""
 
 import random
 from functools import partial
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import shard
 from fquant import NF4, NF4_DQ, lora, quantize, tree
+from shard.passes import deduplicate_gathers, prefetch_gathers, regather_blocks
 from tests.helpers import programs, ranks
 from tests.helpers.verbs import NAMES, STEPS, block
 
@@ -31,12 +32,14 @@ TRAVEL = {  # a, b: tensors; K: a block of weights
 }
 KINDS = {kind: STEPS[kind] for kind in ("torch", "written")}
 ROWS = ((4, 64), (6, 64), (2, 3, 64), (12, 64))
-PASSES = (shard.passes.regather_blocks(), shard.passes.deduplicate_gathers(), shard.passes.deduplicate_gathers(3000), shard.passes.prefetch_gathers(2),
-          shard.passes.prefetch_gathers(1, 3000), shard.passes.prefetch_gathers(8))  # fmt: skip
+PASSES = (
+    regather_blocks(), deduplicate_gathers(), deduplicate_gathers(3000), prefetch_gathers(2), prefetch_gathers(1, 3000),
+    prefetch_gathers(8),
+)  # fmt: skip
 
 
 def language():
-    """That of statements over the ranks that there are, its weights in three bundles."""
+    """Return the language of statements over all ranks, with weights in three bundles."""
     mesh = shard.mesh(fsdp=dist.get_world_size())
     comm, draw = shard.comm(mesh, RULES, order=2), torch.Generator().manual_seed(5)
     format = {"first": NF4, "second": NF4_DQ, "third": NF4}
@@ -72,7 +75,7 @@ def language():
 
 
 def each(seeds):
-    """Why programs were refused; all others are compared."""
+    """Compare a program for each seed; return the reasons for those that were refused."""
     spoken, why = language(), []
     for seed in seeds:
         draw = random.Random(seed)

@@ -1,7 +1,11 @@
-"""The pool of ranks: results, failures and hangs come back as what they are, and processes are reused."""
+"""The pool of ranks returns results, reports failures and hangs by rank, reuses processes, and leaves no files."""
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -145,7 +149,7 @@ def test_processes_are_reused():
 
 
 def test_groups_are_fresh():
-    """DTensor keeps caches keyed by mesh; an earlier group must not come out of them."""
+    """DTensor caches by mesh, and its caches must not return an earlier group."""
     for n in (2, 3, 2, 2, 1, 3):
         full = torch.arange(10.0).reshape(5, 2) * 2
         for rank, (got, rows) in enumerate(ranks.run(n, gathered, 5)):
@@ -201,7 +205,7 @@ def test_hang_is_killed_and_the_pool_recovers():
 
 
 def test_joining_is_not_counted():
-    """A busy machine takes seconds to join a group; a test that is short of time is not to fail for it."""
+    """A busy machine takes seconds to join a group, which the time-out of a test does not count."""
     assert ranks.run(2, same, SlowToJoin(), timeout=0.5) == [None] * 2
 
 
@@ -228,8 +232,42 @@ def test_function_that_a_rank_cannot_import(monkeypatch):
     assert [f.type for f in raised.value.failures.values()] == ["AttributeError"] * 2
 
 
+ENDS = {"returns": "pass", "is killed": "os.kill(os.getpid(), 9)"}
+POOL = """
+    import os, tempfile
+    from tests.helpers import ranks
+    if __name__ == "__main__":
+        ranks.PRELOAD = ["torch.distributed"]
+        assert len(ranks.run(2, os.getpid)) == 2
+        print(os.listdir(tempfile.gettempdir()), flush=True)
+        END
+"""
+
+
+@pytest.fixture
+def temporary():
+    """A folder whose path is short, as that of a socket must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_in_the_temporary_folder(tmp_path, temporary, end):
+    script = tmp_path / "pool.py"
+    script.write_text(textwrap.dedent(POOL.replace("END", ENDS[end])))
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": temporary}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=100)
+    assert "ranks-" in done.stdout, done.stderr
+    left = lambda: [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # torch's own
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)  # ranks end a moment after the process that started them
+    assert left() == []
+    assert "leaked" not in done.stderr
+
+
 def test_there_is_one_pool():
-    """Whoever uses it is run by one worker."""
+    """All test files that use the pool run in one worker."""
     here = Path(__file__).parents[1]
     users = [path for path in here.rglob("test_*.py") if "ranks.run(" in path.read_text()]
     assert len(users) > 20 and {group(path) for path in users} == {"ranks"}

@@ -1,4 +1,4 @@
-"""Ranks that were given different things, or of which one fails alone, all raise, at once and by name."""
+"""Ranks with different arguments, or with one that fails alone, all raise at once and name the difference."""
 
 import shutil
 from dataclasses import replace
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import shard
 from fquant import FP4, NF4, NF4_DQ, lora, quantize, random, tree
+from fquant.compile import all_gather_text
 from fquant.lazy import Lazy
 from models import decoder, hf
 from models.config import Config
@@ -25,7 +26,7 @@ CFG = Config(
 
 
 def all_raise(n, fn, *args):
-    """What every rank raised, ValueError on each, within 10 seconds."""
+    """Return the errors of all ranks, which are ValueErrors and arrive within 10 seconds."""
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(n, fn, *args, timeout=10)
     failures = caught.value.failures
@@ -35,7 +36,7 @@ def all_raise(n, fn, *args):
 
 
 def exchanged(texts):
-    return agree.exchange(texts[dist.get_rank()])
+    return all_gather_text(texts[dist.get_rank()])
 
 
 @pytest.mark.parametrize(
@@ -95,13 +96,13 @@ def attempted(bad):
 
 def test_attempt_tells_the_others_who_failed_and_how():
     assert ranks.run(3, attempted, []) == [0, 1, 2]
-    told = all_raise(3, attempted, [1])
-    assert told[1] == "model.safetensors: missing\ud8ff (1)"
-    assert told[0] == told[2] == "open failed on rank 1: ValueError: model.safetensors: missing\\ud8ff (1)"
+    errors = all_raise(3, attempted, [1])
+    assert errors[1] == "model.safetensors: missing\ud8ff (1)"
+    assert errors[0] == errors[2] == "open failed on rank 1: ValueError: model.safetensors: missing\\ud8ff (1)"
     assert all_raise(3, attempted, [0, 2])[1].count("; rank 2: ValueError: model") == 1
 
 
-# --- what place compares
+# --- the comparison of place
 
 
 def base_and_adapters(cfg=CFG, format=NF4, seed=0):
@@ -132,7 +133,7 @@ def first(mapping):
     return dict(list(mapping.items())[:1])
 
 
-# name -> (what the odd rank is given, made of (base, adapters, cfg, rules, dims)), the fact that is named
+# name -> (the arguments of the odd rank, from (base, adapters, cfg, rules, dims)), the fact that is named
 ODD = {
     "config": (lambda b, a, c, r, d: (b, a, replace(c, norm_eps=1e-6), r, d), "config.norm_eps: "),
     "no config": (lambda b, a, c, r, d: (b, a, None, r, d), "config: "),
@@ -255,7 +256,7 @@ def test_stamps_of_files_are_compared():
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_that_cannot_read_tells_the_others(n):
-    """Whichever rank it is that gets to read the file that is broken on all."""
+    """A file is broken on all ranks, and any of them may get to read it."""
     messages = all_raise(n, place_lazy, ["s"] * n, range(n), "read")
     own = [rank for rank, message in enumerate(messages) if message.startswith("layers.1.down: cannot be read: [Err")]
     assert len(own) == 1
@@ -267,9 +268,9 @@ def test_a_rank_that_cannot_read_tells_the_others(n):
 def test_a_rank_that_cannot_stamp_tells_the_others():
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(3, place_lazy, ["s"] * 3, [1], "stamp", timeout=10)
-    told = caught.value.failures
-    assert (told[1].type, sorted(told)) == ("FileNotFoundError", [0, 1, 2])
-    assert all(told[rank].message.startswith("place failed on rank 1: FileNotFoundError: ") for rank in (0, 2))
+    errors = caught.value.failures
+    assert (errors[1].type, sorted(errors)) == ("FileNotFoundError", [0, 1, 2])
+    assert all(errors[rank].message.startswith("place failed on rank 1: FileNotFoundError: ") for rank in (0, 2))
 
 
 def folder_of(tmp_path, rank, change=None):
@@ -320,17 +321,17 @@ def test_folders_of_different_configs_are_refused(tmp_path):
 def test_a_file_that_one_rank_lacks(tmp_path, file):
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     (tmp_path / "rank1" / file).unlink()
-    told = all_raise(2, place_folder, folders, "")
-    assert file in told[1]
-    assert told[0].startswith("open failed on rank 1: ValueError: ") and file in told[0]
+    errors = all_raise(2, place_folder, folders, "")
+    assert file in errors[1]
+    assert errors[0].startswith("open failed on rank 1: ValueError: ") and file in errors[0]
 
 
 def test_a_file_cut_short_on_one_rank(tmp_path):
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with open(tmp_path / "rank1" / "model.safetensors", "r+b") as file:
         file.truncate(4000)
-    told = all_raise(2, place_folder, folders, "")
-    assert told[0].startswith("open failed on rank 1: ValueError: ") and "model.safetensors" in told[0]
+    errors = all_raise(2, place_folder, folders, "")
+    assert errors[0].startswith("open failed on rank 1: ValueError: ") and "model.safetensors" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +342,6 @@ def test_a_file_damaged_on_one_rank_after_it_was_opened(tmp_path, damage, messag
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(2, place_folder, folders, damage, timeout=10)
-    told = caught.value.failures
-    assert sorted(told) == [0, 1] and told[0].type == "ValueError"
-    assert told[0].message.startswith(message)
+    errors = caught.value.failures
+    assert sorted(errors) == [0, 1] and errors[0].type == "ValueError"
+    assert errors[0].message.startswith(message)

@@ -99,7 +99,7 @@ def both_gradients(f, adapters, block, x):
 
 
 def along(f, adapters, block, x):
-    """The derivative of the gradients' inner product with a constant."""
+    """Return the derivative of the gradients' inner product with a constant."""
     g = grad(lambda pair: f(pair[0], block, pair[1]))
 
     def product(pair):
@@ -175,7 +175,7 @@ def test_transforms_of_a_gathered_block_against_one_process(n, comm, transform):
 
 
 def shared_gather():
-    """What vmap does to a bundle that it does not map: gathers it once, not once an example."""
+    """Map over examples with a bundle that is not mapped, which is gathered once, not once for each example."""
     block, adapters = block_and_adapters()
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
     dims = {"": {"norm": "embed", "up": "ffn embed", "down": "out ffn", "bias": "out"}}
@@ -193,7 +193,7 @@ def test_examples_and_adapters_share_one_gather(n):
 
 
 def many_bundles():
-    """A stack of bundles, one a model, mapped over."""
+    """Map over a stack of bundles, one for each model."""
     mesh = shard.mesh(fsdp=dist.get_world_size())
     n, rank, group = dist.get_world_size(), dist.get_rank(), mesh.get_group("fsdp")
     blocks = [{"w": bits((3, 5), torch.bfloat16, i), "b": bits((), torch.int64, i)} for i in range(4)]

@@ -20,7 +20,7 @@ BATCH = 4
 
 
 def curve(y, w):
-    """Mixes all elements, so that no derivative up to the second is diagonal or zero."""
+    """Mix all elements, so that no derivative up to the second is diagonal or zero."""
     return (y * w).sin().sum() ** 2
 
 
@@ -66,7 +66,7 @@ TRANSFORMS = (
 
 
 def inputs(name, n):
-    """x, its tangent, a batch of x, and w: each [ranks ...], or without ranks where all have the same."""
+    """Return x, its tangent, a batch of x, and w: each [ranks ...], or without ranks if all ranks share it."""
     x_shape, w_shape, *_ = CASES[name]
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     of = () if name in SHARED else (n,)
@@ -154,7 +154,7 @@ def test_transforms_against_one_process(name, n, transform):
 
 
 def duals():
-    """<C x, y> = <x, C* y>, summed over ranks: what makes C* the dual of C."""
+    """Return both sides of <C x, y> = <x, C* y>, whose sums over ranks are equal if C* is the dual of C."""
     n, group = dist.get_world_size(), dist.group.WORLD
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
     pairs = {

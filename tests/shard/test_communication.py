@@ -24,7 +24,7 @@ SOME = [*((axes, 7) for axes in MESHES[:4]), *((axes, 3) for axes in MESHES[4:6]
 
 
 def model(tied, dora=False):
-    """A model in four formats, and adapters that do something; all that is not packed in float64, for tight bounds."""
+    """Return a model in four formats, and adapters that are not zero; dense weights are float64, for tight bounds."""
     cfg = config(tied)
     base = tree.map(lambda t: 3 * t, decoder.init(cfg, random.key(0), torch.float32))
     for pattern, format in ((r"q|k|v", NF4_DQ), (r"o", INT8), (r"gate|up", NF4), (r"down", FP4)):
@@ -137,7 +137,7 @@ def test_blocks_that_lie_whole_are_not_gathered(axes, rules):
 
 
 def split_over_dp():
-    """The bytes of blocks may lie along any axis."""
+    """Split the bytes of blocks over dp."""
     return on_mesh({"dp": 2, "fsdp": 2}, True, False, 5, Rules(block="dp"))
 
 

@@ -1,4 +1,4 @@
-"""Shares of a batch and sums over ranks: together the shares are the batch, and their sums one process's."""
+"""Shares of a batch and sums over ranks: all shares are the batch, and their sums equal those of one process."""
 
 import math
 
@@ -67,6 +67,8 @@ def summed(axes, over):
         ({"dp": 2, "fsdp": 2}, ("dp",), lambda r: [r % 2, r % 2 + 2], 1),
         ({"dp": 2, "fsdp": 2}, ("fsdp",), lambda r: [r - r % 2, r - r % 2 + 1], 1),
         ({"dp": 2, "fsdp": 2}, (), lambda r: [r], 0),
+        ({"dp": 2, "fsdp": 2}, "dp", lambda r: [r % 2, r % 2 + 2], 1),
+        ({"dp": 2, "fsdp": 2}, "fsdp", lambda r: [r - r % 2, r - r % 2 + 1], 1),
     ],
 )
 def test_psum_is_one_sum_a_dtype(axes, over, members, sums):
@@ -102,3 +104,67 @@ def reduced_over_dp():
 
 def test_reduce_leaves_out_axes_that_do_not_split_the_batch():
     assert ranks.run(4, reduced_over_dp) == [5.0, 10.0, 5.0, 10.0]
+
+
+def of_one_axis(axis):
+    """Compare every function of axes, given a name and a tuple of it."""
+    mesh, rank = shard.mesh(dp=2, fsdp=2), dist.get_rank()
+    x = torch.arange(4.0 + rank).reshape(-1, 1)
+    mine = torch.full((3,), rank)
+
+    def results(axes):
+        rules, over = Rules(batch=axes), shard.exchange_rows(mesh, axes, max_rows=8)
+        return (
+            shard.psum(mine, mesh, axes), shard.reduce(x[:2], mesh, rules), shard.share(torch.arange(7), mesh, rules),
+            shard.max_local_rows(7, mesh, rules), shard.rows(len(x), mesh, axes), shard.local_range(9, mesh, axes),
+            over.gather(x).nan_to_num(), over.mine(over.gather(x), len(x)), over.largest(mine), over.place,
+        )  # fmt: skip
+
+    for got, wanted in zip(map(tree.leaves, results(axis)), map(tree.leaves, results((axis,))), strict=True):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp"])
+def test_one_axis_may_be_a_name(axis):
+    ranks.run(4, of_one_axis, axis)
+
+
+def of_unknown_axis():
+    mesh, x, seen = shard.mesh(fsdp=2), torch.ones(2), []
+    for f in (
+        lambda: shard.psum(x, mesh, "tp"),
+        lambda: shard.reduce(x, mesh, Rules("tp")),
+        lambda: shard.share(x, mesh, Rules(("dp", "tp"))),
+        lambda: shard.max_local_rows(3, mesh, Rules("tp")),
+        lambda: shard.rows(3, mesh, ("tp", "fsdp")),
+        lambda: shard.exchange_rows(mesh, "tp", max_rows=3),
+        lambda: shard.local_range(3, mesh, "tp"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            f()
+        seen.append(str(caught.value))
+    return seen
+
+
+def test_an_unknown_axis_is_refused_by_name():
+    wanted = "the mesh has no axis 'tp'; wanted some of dp, fsdp"
+    assert ranks.run(2, of_unknown_axis) == [[wanted] * 7] * 2
+
+
+def rows_over(axes):
+    """Exchange rows over several axes; return the gathered rows, and the sum that each rank keeps of them."""
+    mesh, rank = shard.mesh(dp=2, fsdp=2), dist.get_rank()
+    over = shard.exchange_rows(mesh, axes, max_rows=2)
+    x = torch.tensor([10.0 + rank, 20.0 + rank])[: 1 + rank % 2]
+    every = over.gather(x)
+    assert torch.equal(over.mine(every, len(x)), x) and over.largest(torch.tensor([rank])).item() == 3
+    return every.nan_to_num().tolist(), over.scatter(every.nan_to_num())[0].item(), shard.local_range(9, mesh, axes)
+
+
+@pytest.mark.parametrize(("axes", "order"), [(("dp", "fsdp"), (0, 1, 2, 3)), (("fsdp", "dp"), (0, 2, 1, 3))])
+def test_rows_are_exchanged_over_several_axes(axes, order):
+    every = [y for rank in order for y in ((10.0 + rank, 20.0 + rank if rank % 2 else 0.0))]
+    for rank, (got, kept, (first, stop)) in enumerate(ranks.run(4, rows_over, axes)):
+        assert got == every and kept == 4 * (10.0 + rank)
+        place = order.index(rank)
+        assert (first, stop) == (2 * place + (place > 0), 2 * place + 3)

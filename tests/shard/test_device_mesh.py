@@ -1,4 +1,4 @@
-"""The mesh and its process group: axes, time-outs, and a start under torchrun, restarted included."""
+"""The mesh and its process group: axes, time-outs, and a start under torchrun with restarts."""
 
 import os
 import subprocess
@@ -65,13 +65,13 @@ def test_bad_axes_are_refused_on_every_rank(n, axes, message):
         assert failure.type == "ValueError" and failure.message.startswith(message)
 
 
-def imagined(axes):
-    with pytest.raises(RuntimeError, match="imagined: this process has a process group already; use shard.close"):
+def abstract(axes):
+    with pytest.raises(RuntimeError, match="abstract_mesh: this process has a process group already; use shard.close"):
         with shard.abstract_mesh(**axes):
             pass
     shard.close()
     found = []
-    for again in range(2):  # what was torn down can be made again
+    for again in range(2):  # it can be made again
         with shard.abstract_mesh(**axes) as mesh:
             sizes = [mesh.get_group(name).size() for name in AXES]
             whole = [g.size() for g in groups(mesh, AXES)]
@@ -91,8 +91,8 @@ def imagined(axes):
     [({}, [1, 1], []), ({"fsdp": 300}, [1, 300], [300]), ({"dp": 3, "fsdp": 4}, [3, 4], [12])],
     ids=str,
 )
-def test_imagined(axes, sizes, whole):
-    (found,) = ranks.run(1, imagined, axes)
+def test_abstract_mesh(axes, sizes, whole):
+    (found,) = ranks.run(1, abstract, axes)
     assert found == [(AXES, tuple(sizes), [0, 0], sizes, whole, 2 * sizes[1])] * 2
 
 
@@ -178,6 +178,11 @@ def execute(*command, **env):
     )
 
 
+def left_in(folder):
+    """Return the names in ``folder`` without torch's own: its compiler's cache, and the log folder of torchrun."""
+    return [name for name in os.listdir(folder) if not name.startswith(("torchinductor_", "torchelastic_"))]
+
+
 ALONE = """
     import torch, shard
     shard.close()                                        # nothing runs: nothing happens
@@ -198,8 +203,10 @@ ALONE = """
 def test_one_process_without_torchrun(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(textwrap.dedent(ALONE))
-    done = execute(str(script))
+    (tmp_path / "temporary").mkdir()
+    done = execute(str(script), TMPDIR=str(tmp_path / "temporary"))
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert left_in(tmp_path / "temporary") == []
 
 
 RESTARTED = """
@@ -223,13 +230,16 @@ RESTARTED = """
 
 
 def test_torchrun_restarts_into_a_working_mesh(tmp_path):
-    """The known failure: the second attempt finds in the store the gloo addresses of the first."""
+    """The store may not hold the gloo addresses of the first attempt, which the second would find."""
     script = tmp_path / "restarted.py"
     script.write_text(textwrap.dedent(RESTARTED))
+    (tmp_path / "temporary").mkdir()
     done = execute(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
         "--monitor-interval", "0.1", str(script), str(tmp_path),
+        TMPDIR=str(tmp_path / "temporary"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = {path.name: path.read_text() for path in tmp_path.glob("attempt*")}
-    assert told == {f"attempt{attempt}.rank{rank}": "3.0" for attempt in (0, 1) for rank in (0, 1)}
+    assert left_in(tmp_path / "temporary") == []
+    found = {path.name: path.read_text() for path in tmp_path.glob("attempt*")}
+    assert found == {f"attempt{attempt}.rank{rank}": "3.0" for attempt in (0, 1) for rank in (0, 1)}

@@ -1,4 +1,4 @@
-"""Placement: every byte arrives where it belongs, from tensors or from Lazy leaves, and comes back as it was."""
+"""Placement: every byte arrives at its place, from tensors or from Lazy leaves, and collect returns it."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import grad, jvp, vmap
 
 import shard
 from fquant import AQ_2X8, LOCAL, NF4, NF4_DQ, lora, quantize, tree
@@ -22,7 +23,7 @@ MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"dp": 2}, {"fsdp": 3}, {"dp": 2, "fsdp": 2}
 
 
 def params():
-    """Blocks that are a dict, a bare tensor, a bare Packed, and one that has no bytes at all."""
+    """Return blocks that are a dict, a tensor, a Packed, and one without bytes."""
     w = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
     return {
         "zoo": zoo(),
@@ -50,7 +51,7 @@ def dims_of(tree_):
 
 
 def as_lazy(x):
-    """Every weight as something still to be read."""
+    """Return every weight as Lazy, and a list of the paths that were read."""
     asked = []
 
     def one(path, weight):
@@ -223,7 +224,7 @@ class Sealed(bundle.Loadable):
         ("meta beside", "ValueError", "w is a meta tensor on rank 0, whose values are the ones that count"),
         ("some lazy", "ValueError", "v: a tensor among Lazy leaves; make it Lazy, or read all (fquant.lazy.read)"),
         ("number", "TypeError", "n is a int; wanted a plain tensor or a Lazy"),
-        ("unnamed", "ValueError", "v: its dims have no names; the named weights are w"),
+        ("unnamed", "ValueError", "v: dims[''] does not name its dims; it names w; add it"),
         ("axis", "ValueError", "rule block: the mesh has no axis 'tp'; wanted some of dp, fsdp"),
         ("other than announced", "ValueError", "w: read [(torch.float16, (4, 6))]; wanted [(torch.float32, (4, 6))]"),
     ],
@@ -257,8 +258,32 @@ def test_local_of_local_is_itself():
     assert ranks.run(2, twice_local) == [(True, True, True)] * 2
 
 
+def local_inside(transform):
+    mesh = shard.mesh(fsdp=2)
+    placed = shard.place({"w": torch.ones(4, 6)}, {"": {"w": "out in"}}, shard.Rules(), mesh)
+    f, x = lambda x: shard.local(placed).bytes.sum() * x, torch.ones(())
+    run = {
+        "grad": lambda: grad(f)(x),
+        "vmap": lambda: vmap(f)(torch.ones(3)),
+        "jvp": lambda: jvp(f, (x,), (x,)),
+        "grad of vmap": lambda: grad(lambda x: vmap(f)(x).sum())(torch.ones(3)),
+    }
+    with pytest.raises(RuntimeError) as caught:
+        run[transform]()
+    local = shard.local(placed)
+    assert grad(lambda x: shard.local(local).bytes.sum() * x)(x) > 0  # nothing is left to do, so it may be called
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "grad of vmap"])
+def test_local_inside_a_transform_is_refused(transform):
+    name = transform.split()[-1]
+    message = f"shard.local(base) was called inside torch.func.{name}; call it once outside and pass its result as an "
+    assert ranks.run(2, local_inside, transform) == [message + "argument"] * 2
+
+
 def shared_tensor():
-    """One tensor at two places is two, each in its block."""
+    """Place one tensor that is in several blocks."""
     mesh, w = shard.mesh(fsdp=2), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     layer = {"w": w}
     base = {"embed": w, "layers": [layer, layer], "head": {"w": w}}

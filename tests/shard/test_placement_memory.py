@@ -1,4 +1,4 @@
-"""Placing a checkpoint that is read a tensor at a time: no rank ever holds more than its part and one tensor."""
+"""Placement of a checkpoint, read a tensor at a time: no rank ever holds more than its part and one tensor."""
 
 import ctypes
 import json
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def write_checkpoint(folder: Path) -> int:
-    """A checkpoint in Hugging Face's layout, a shard a block; its bytes."""
+    """Write a checkpoint in Hugging Face's layout, with a shard for each block; return its bytes."""
     draw, where, total = torch.Generator().manual_seed(0), {}, 0
     outline = decoder.shapes(CFG, torch.bfloat16)
     for block in decoder.dims(CFG):
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path) -> int:
 
 
 def resident(which: str) -> int:
-    """VmRSS (now) or VmHWM (the most since it was last set back) of this process, in bytes."""
+    """Return VmRSS (now) or VmHWM (the maximum since its last reset) of this process, in bytes."""
     found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
@@ -96,9 +96,9 @@ def test_a_rank_holds_its_part_and_one_tensor(tmp_path):
         # needs anyway.
         work = 0 if dispatch.backend("cpu")[0] == "cpu" else 6 * 4 * reference.CHUNK
         bound = kept + 2 * largest + work + 8 * MIB
-        told = (
+        text = (
             f"{whole / MIB:.0f} MiB in all, {kept / MIB:.0f} kept, {grown / MIB:.0f} grown, {bound / MIB:.0f} allowed"
         )
-        assert kept < grown <= bound, told
+        assert kept < grown <= bound, text
         assert bound < 0.5 * whole, "the bound would not notice a rank that reads the whole"
     assert math.isclose(sum(kept for _, kept, *_ in got), whole * 0.3, rel_tol=0.1)

@@ -1,4 +1,4 @@
-"""lookup: rows are those of the gathered table to the bit, however it lies, under every transform, for fewer bytes."""
+"""Sharded embedding: its rows equal those of the gathered table in every bit and transform, for fewer bytes."""
 
 import math
 from dataclasses import replace
@@ -30,13 +30,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own, in jvp
 ]
 
-# --- what of a row lies in a part of the bytes ------------------------------------------------------------------------
+# --- the part of a row in a part of the bytes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [0, 64, 13])
 @pytest.mark.parametrize("size", [1, 4, 7, 24, 50, 200])
 def test_parts_of_rows_add_up(offset, size):
-    """Parts of every size, some shorter than a row, against the bytes of the table."""
+    """Parts of every size, some shorter than a row, add up to the bytes of the table."""
     buffer = Buffer("", torch.uint8, (9, 7), offset)
     whole = torch.randint(1, 256, (offset + 63 + 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     table, ids = whole[offset : offset + 63].reshape(9, 7), torch.tensor([8, 0, 3, 3, 4, 7, 1, 2, 6, 5])
@@ -53,7 +53,7 @@ def drawn(*shape):
 
 
 def any_bits():
-    """NaNs among them, each with a payload that is to arrive."""
+    """Return random bits, including NaNs with payloads, which must arrive too."""
     whole = torch.randint(-(2**15), 2**15, (301, 5), generator=torch.Generator().manual_seed(1)).to(torch.int16)
     return whole.view(torch.bfloat16)
 
@@ -73,7 +73,7 @@ MOST = 8
 
 
 def asked(rank, total):
-    """Ranks ask for different numbers of rows: for some twice, for the first and the last, and for none."""
+    """Return the ids of a rank: some twice, the first and the last, or none."""
     wanted = ([[0, total - 1], [5, 5], [total // 2, total // 2 + 1], [total // 3, 1]], [[7], [total - 1]], [[], []])
     return torch.tensor(wanted[rank % 3], dtype=torch.int64)
 
@@ -111,7 +111,7 @@ def test_rows_are_those_of_the_table(name, n):
 
 
 def test_what_is_less():
-    """Exactly from where the bytes of rows are fewer, and never where buffers have no row for each."""
+    """True exactly if the bytes of rows are fewer, and False for buffers without separate rows."""
     layout = bundle.plan(torch.empty(100, 16, device="meta"), 2)
     assert (
         layout.size == 6400
@@ -197,12 +197,12 @@ def embedded(adapters, base, x, comm):
 
 
 def wave(adapters, base, x, comm):
-    """Of the embedding alone, recomputed in the backward."""
+    """Return a loss of the embedding alone, which the backward recomputes."""
     return comm.wrap(partial(embedded, comm=comm))(adapters, base, x).sin().sum()
 
 
 def of_embed(f):
-    """A transform of the embedding alone, of the adapters that it has."""
+    """Restrict a transform to the embedding and its adapters."""
     return lambda adapters, *rest: f({"embed": adapters["embed"]}, *rest)
 
 
@@ -243,7 +243,7 @@ def traced(a, b, x, comm):
 
 
 def both_ways(embed, tied, dora, names):
-    """What transforms give of a table that is looked up, and of one that is gathered; of at most 3 rows a rank."""
+    """Compare transforms of a table that is looked up with those of one that is gathered; ranks have up to 3 rows."""
     n = dist.get_world_size()
     cfg, base, adapters = model(embed, tied, dora)
     mesh, rules = shard.mesh(fsdp=n), Rules()
@@ -290,7 +290,7 @@ def test_every_transform(n, embed, tied, dora, names):
 
 
 def stepped(tied):
-    """Loss and gradients of a captured step on the mesh, its collectives, and what was predicted of them."""
+    """Compare the collectives of a captured step with their prediction; return its gradients, loss and collectives."""
     n = dist.get_world_size()
     cfg, base, adapters = model("dense", tied)
     mesh, rules = shard.mesh(fsdp=n), Rules()
@@ -302,9 +302,9 @@ def stepped(tied):
     step(*given)
     with shard.traffic() as traffic:
         found = step(*given)
-    told = cost(grad_and_value(loss), *given, passes=(prefetch_gathers(),))
-    assert sum(c.sent for c in told.collectives) == traffic.sent
-    assert sum(c.payload for c in told.collectives) == traffic.payload()
+    predicted = cost(grad_and_value(loss), *given, passes=(prefetch_gathers(),))
+    assert sum(c.sent for c in predicted.collectives) == traffic.sent
+    assert sum(c.payload for c in predicted.collectives) == traffic.payload()
     return *shard.reduce(found, mesh, rules), traffic.calls
 
 

@@ -1,4 +1,4 @@
-"""part: a rank's rows are those of the table to the bit, however it lies, and whether it is cut is the same on all."""
+"""Vocabulary-parallel loss: a rank's rows equal those of the table in every bit, and all ranks decide alike."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ def drawn(*shape):
 
 
 def any_bits(*shape):
-    """NaNs among them, each with a payload that is to arrive."""
+    """Return random bits, including NaNs with payloads, which must arrive too."""
     whole = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(1)).to(torch.int16)
     return whole.view(torch.bfloat16)
 
@@ -50,10 +50,10 @@ def own_part(name):
     mesh, rules = shard.mesh(fsdp=n), Rules()
     placed = shard.local(shard.place(block, dims_of(block), rules, mesh))
     group = mesh.get_group("fsdp")
-    lacking = vocab_parallel._lacking(placed.layout, path, n)
+    missing = vocab_parallel._missing(placed.layout, path, n)
     with shard.traffic() as traffic:
         got = vocab_parallel.cut(placed, torch.zeros(2, 3), path, group, 2, partial(_open, group=group))
-    room = max(sum(high - low for low, high in spans) for spans in lacking)
+    room = max(sum(high - low for low, high in spans) for spans in missing)
     assert traffic.calls == ([("reduce_scatter", n * room, n)] if room else [])
     cut, table = tree.get(got, path), tree.get(block, path)
     total = tree.leaves(table)[0].shape[0]
@@ -77,7 +77,7 @@ def test_every_rank_has_its_rows(name, n):
 
 
 def test_what_is_less():
-    """Exactly from where the bytes are fewer, and never where rows cannot be told apart or ranks have none."""
+    """True exactly if the bytes are fewer; False for tables without separate rows and for ranks without rows."""
     layout = bundle.plan(torch.empty(6400, 16, device="meta"), 2)
     f32, bf16 = torch.empty(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
     less = lambda x, most, layout=layout, path="", n=2: vocab_parallel.is_less(layout, path, n, most, x)
@@ -85,7 +85,7 @@ def test_what_is_less():
     assert less(f32, 1383) and not less(f32, 1384)  # 148 bytes a token: x, dx, target, a sum of each rank, a loss
     assert less(bf16, 1765) and not less(bf16, 1766)  # 116
     assert less(f32.double(), 711) and not less(f32.double(), 712)  # 288
-    wide = bundle.plan({"norm": torch.empty(1600), "head": torch.empty(6400, 16)}, 2)  # one lacks the norm's 6400 bytes
+    wide = bundle.plan({"norm": torch.empty(1600), "head": torch.empty(6400, 16)}, 2)  # one misses the norm's 6400
     assert wide.size == 416000 and less(f32, 1362, wide, "head") and not less(f32, 1363, wide, "head")
     assert not less(f32, 1, wide) and not less(f32, 1, wide, "norm") and not less(f32, 1, wide, "other")
     for packed in (NF4_DQ, replace(NF4, flat=True)):

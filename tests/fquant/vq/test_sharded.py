@@ -59,7 +59,7 @@ def test_gradients_of_codes_are_those_of_all_rows(split):
 
 def large(rows, codes, dim):
     mesh, rank = shard.mesh(fsdp=dist.get_world_size()), dist.get_rank()
-    exchange = shard.exchange_rows(mesh, "fsdp", most=rows)
+    exchange = shard.exchange_rows(mesh, "fsdp", max_rows=rows)
     part = sharded.take_codes(whole("euclidean", codes, dim), *shard.local_range(codes, mesh, "fsdp"))
     x = drawn(rows * dist.get_world_size(), dim, seed=1)[rows * rank : rows * rank + rows]
     with shard.traffic() as seen:
@@ -82,7 +82,7 @@ def test_65536_codes_of_256_numbers():
 
 def ties(split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
-    exchange = shard.exchange_rows(mesh, "fsdp", most=8)
+    exchange = shard.exchange_rows(mesh, "fsdp", max_rows=8)
     codes = torch.arange(12.0).remainder(4)[:, None].expand(12, 3)  # each three times, on different ranks
     book = replace(vq.init(0, 12, 3), codes=codes.contiguous())
     x = torch.tensor([[0.0] * 3, [1.0] * 3, [1.5] * 3, [9.0] * 3, [-0.0, 0, 0], [3e38] * 3, [-5.0] * 3])
@@ -147,7 +147,7 @@ def spans(ranks_of):
     mesh = shard.mesh(fsdp=ranks_of)
     found = [shard.local_range(size, mesh, "fsdp") for size in (3, 7, 65536)]
     for f in (lambda: shard.local_range(2, mesh, "fsdp"), lambda: shard.exchange_rows(mesh, "fsdp", 0)):
-        with pytest.raises(ValueError, match=r"span: 2 over fsdp=3 leaves ranks with none|across: most is 0; wanted"):
+        with pytest.raises(ValueError, match="2 rows over fsdp=3 leave ranks|max_rows is 0; wanted"):
             f()
     return found
 
@@ -161,13 +161,13 @@ def test_every_code_lies_on_one_rank():
 
 
 def too_many():
-    exchange = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", most=4)
+    exchange = shard.exchange_rows(shard.mesh(fsdp=2), "fsdp", max_rows=4)
     sharded.encode(sharded.take_codes(whole("euclidean"), 0, K), drawn(5, D), exchange=exchange)
 
 
 @pytest.mark.xdist_group("ranks")
 def test_more_rows_than_were_said_are_refused():
-    with pytest.raises(ranks.RankFailure, match="across: 5 rows, and this is for at most 4 a rank; use most=5 on all"):
+    with pytest.raises(ranks.RankFailure, match="got 5 rows; wanted at most max_rows=4; use max_rows=5 on"):
         ranks.run(2, too_many)
 
 

@@ -1,4 +1,4 @@
-"""Bundles: split from tests.shard.test_bundle."""
+"""A block with tensors of every dtype and shape, and comparison of trees in every bit."""
 
 import math
 
@@ -14,14 +14,14 @@ DTYPES = (
 
 
 def bits(shape, dtype, seed=0):
-    """Random bit patterns, NaNs with payloads and denormals included: what must travel as it is."""
+    """Return random bit patterns, including denormals and NaNs with payloads."""
     count = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return (raw % 2 if dtype == torch.bool else raw).view(dtype).reshape(shape)
 
 
 def zoo():
-    """Every dtype, a scalar, empty tensors, odd sizes, and nested scales."""
+    """Return a block with every dtype, a scalar, empty tensors, odd sizes, and nested scales."""
     w = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
     return {
         "dtypes": [bits((3, 5), dtype, i) for i, dtype in enumerate(DTYPES)],

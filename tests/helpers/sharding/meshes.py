@@ -1,7 +1,4 @@
-"""Meshes: split from tests.shard.test_communication.
-
-Meshes: split from tests.shard.test_vocab_parallel.
-"""
+"""A small decoder, its batch and loss, and the sizes and dims of its blocks, for tests on a mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def config(tied):
 
 
 def batch(rows):
-    """Tokens and targets [rows 16], of which each row counts another number, and one row none."""
+    """Return tokens and targets [rows 16]; each row has another number of targets that count, and one has none."""
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 96, (rows, 17), generator=draw)
     x, y = tokens[:, :-1], tokens[:, 1:].clone()
@@ -36,7 +33,7 @@ def loss(adapters, base, x, y, count, cfg, comm=LOCAL):
 
 
 def padded(block, n):
-    """Bytes of a block on the wire: every buffer in whole lines of 64 bytes, the sum in whole lines a rank."""
+    """Return the bytes of a block on the wire: buffers padded to 64 bytes, and the sum to 64 bytes for each rank."""
     lines = sum(-(-t.numel() * t.element_size() // 64) for t in tree.leaves(block))
     return -(-lines // n) * n * 64
 

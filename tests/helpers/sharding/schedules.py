@@ -1,4 +1,4 @@
-"""Schedules: split from tests.shard.passes.test_schedule."""
+"""Facts of a scheduled graph, read off the order of its nodes, as an oracle for the passes."""
 
 from dataclasses import replace
 
@@ -13,11 +13,8 @@ WAIT, GATHER = OPS.wait_tensor.default, OPS.all_gather_into_tensor.default
 GATHERS = GATHER, torch.ops.fquant.all_gather.default  # the second is that of shard.all_gather over gloo
 
 
-# --- an oracle: what a graph says, read off the order of its nodes ----------------------------------------------------
-
-
 def passed(captured, *passes):
-    """``captured`` with passes over a copy of its graph."""
+    """Return ``captured`` with ``passes`` applied to a copy of its graph."""
     g = Graph()
     g.output(g.graph_copy(captured.module.graph, {}))
     graph.run(g, passes)
@@ -25,7 +22,7 @@ def passed(captured, *passes):
 
 
 def run(captured, args):
-    """What it gives, of copies of the tensors of ``args``."""
+    """Call ``captured`` on copies of the tensors of ``args``."""
     return captured(*[leaf.clone() for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)])
 
 
@@ -34,13 +31,13 @@ def places(captured):
 
 
 def gathers(captured):
-    """(name of the gather, name of its wait, bytes of the result), in order of issue."""
+    """Return (name of the gather, name of its wait, bytes of the result), in order of issue."""
     nodes = [node for node in captured.module.graph.nodes if node.target in GATHERS]
     return [(node.name, next(iter(node.users)).name, tree.nbytes(node.meta["val"])) for node in nodes]
 
 
 def early(captured, plain):
-    """The most bytes of gathers at once that are issued before where they were."""
+    """Return the maximum bytes of gathers that are issued earlier than in ``plain``."""
     was, now = places(plain), places(captured)
     return max(
         sum(size for name, _, size in gathers(captured) if now[name] < now[node] and was[name] > was[node])
@@ -49,14 +46,14 @@ def early(captured, plain):
 
 
 def under_way(captured):
-    """The most gathers between issue and wait while anything else runs."""
+    """Return the maximum number of gathers between issue and wait while another node runs."""
     place, found = places(captured), gathers(captured)
     busy = [node.name for node in captured.module.graph.nodes if node.target not in (*GATHERS, WAIT)]
     return max(sum(place[name] < place[node] < place[wait] for name, wait, _ in found) for node in busy)
 
 
 def written_under_way(captured):
-    """Whether a node writes what a gather reads, between its issue and its wait."""
+    """Return True if a node writes the input of a gather between its issue and its wait."""
     nodes, place = list(captured.module.graph.nodes), places(captured)
     for name, wait, _ in gathers(captured):
         (given,) = next(node for node in nodes if node.name == name).all_input_nodes

@@ -27,7 +27,7 @@ def on_a_rank(book, x, mask, split, threshold, abreast):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, mask = (t[start : start + split[rank]] for t in (x, mask))
-    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split) * abreast)
+    exchange = shard.exchange_rows(mesh, "fsdp", max_rows=max(split) * abreast)
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     with shard.traffic() as one:
         got = sharded.apply(part, x, random.key(0), mask, draw=True, exchange=exchange)
@@ -79,7 +79,7 @@ def slopes_on_a_rank(book, x, weight, split):
     mesh, rank = shard.mesh(fsdp=len(split)), dist.get_rank()
     start = sum(split[:rank])
     x, weight = (t[start : start + split[rank]] for t in (x, weight))
-    exchange = shard.exchange_rows(mesh, "fsdp", most=max(split))
+    exchange = shard.exchange_rows(mesh, "fsdp", max_rows=max(split))
     part = sharded.take_codes(book, *shard.local_range(book.codes.shape[-2], mesh, "fsdp"))
     step = jit(lambda part, x, weight: slopes(part, x, weight, partial(sharded.apply, exchange=exchange)))
     eager = slopes(part, x, weight, partial(sharded.apply, exchange=exchange))

@@ -1,4 +1,4 @@
-"""regather: a step that keeps neither what it gathered nor what it computes twice, to the bit what it was."""
+"""Regather: a step that neither keeps gathered bytes nor computes twice has the same bits."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ PASSES = {
 
 
 def setting(recompute=False):
-    """A gradient, and its arguments on this rank: ranks have 2, 1 and 0 rows of the batch."""
+    """Return a gradient and its arguments on this rank: ranks have 2, 1 and 0 rows of the batch."""
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
     adapters, _, base = start()
     placed, adapters = shard.place((base, adapters), decoder.dims(CFG), rules, mesh, CFG)
@@ -42,7 +42,7 @@ def setting(recompute=False):
 
 
 def steps():
-    """What each way of gathering gives, issues, sends and holds, on this rank."""
+    """Compare each way of gathering; return its collectives, peak memory and work, on this rank."""
     f, args = setting()
     wanted, found = f(*args), {}
     for name, passes in {"plain": (), **PASSES}.items():
@@ -51,16 +51,16 @@ def steps():
         with shard.traffic() as traffic, Peak() as peak:
             assert equal(step(*args), wanted), name
         (captured,) = step.traced.values()
-        told = of(captured)
-        assert told.peak - told.arguments == peak.most
-        assert sum(c.sent for c in told.collectives) == traffic.sent
+        predicted = of(captured)
+        assert predicted.peak - predicted.arguments == peak.most
+        assert sum(c.sent for c in predicted.collectives) == traffic.sent
         rows = [(row.name, row.of, row.nbytes) for row in schedule(captured)]
         assert {s for s in map(str, captured.module.graph.nodes) if s.startswith("get_attr")} == set()
-        found[name] = rows, told.peak, told.flops
+        found[name] = rows, predicted.peak, predicted.flops
     again, args = setting(recompute=True)
-    told = cost(again, *args)
-    sent = [c.count for c in told.collectives if c.name == "all_gather"]
-    found["remat"] = sent, told.peak, told.flops
+    predicted = cost(again, *args)
+    sent = [c.count for c in predicted.collectives if c.name == "all_gather"]
+    found["remat"] = sent, predicted.peak, predicted.flops
     return found
 
 
@@ -90,22 +90,22 @@ def traced(f, x, passes=()):
 
 
 def alone():
-    """Programs of one gather or two, on one rank of a group of one."""
+    """Count the gathers that are added to small programs, on one rank."""
     group = shard.mesh(fsdp=dist.get_world_size()).get_group("fsdp")
     gather = lambda x: shard.all_gather(x, group)
 
-    def returned(x):  # what is returned is there to the end anyway
+    def returned(x):  # a result stays to the end anyway
         y = gather(x)
         z = y.sum() + gather(2 * x[:1]).sum() + gather(x[1:]).sum()
         return y, z + y.exp().sum()
 
-    def written(x):  # what is written is not what it was
+    def written(x):  # a second gather would have another result
         y = gather(x)
         z = y.sum() + gather(x[1:]).sum()
         y.add_(1)
         return z + y.sum()
 
-    def views(x):  # a view from the forward, and a view of a view, are views of what comes again
+    def views(x):  # views of the forward, and views of views, become views of the second gather
         y = gather(x)
         part = y[1:]
         z = part.sum() + gather(x[1:]).sum()

@@ -1,4 +1,4 @@
-"""Gathers are issued as far ahead as asked for and no further, never past a write, and small programs stay right."""
+"""Passes over small programs: gathers are issued as far ahead as asked, never past a write, with equal results."""
 
 import random
 
@@ -40,7 +40,7 @@ def gather(x):
 
 
 def layers(x, **w):
-    """Blocks as a model has them: gathered, viewed, multiplied."""
+    """Gather, view and multiply blocks, as a model does."""
     for shards in w.values():
         x = torch.tanh(x @ gather(shards.contiguous()).view(4, 4))
     return x.sum()
@@ -67,12 +67,12 @@ def issued():
 
 
 def test_gather_k_is_issued_before_wait_k_less_depth():
-    """How many have been waited for when a gather is issued."""
+    """The table has the number of waits before the issue of each gather."""
     assert ranks.run(1, issued) == [[[0, 0, 1, 2], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]]
 
 
 def strided():
-    """Views and the copy that a gather needs go with it."""
+    """Prefetch gathers of strided views; return the bytes issued early for two budgets."""
     args = {f"w{i}": torch.sin(torch.arange(32.0) + i).reshape(4, 8) for i in range(3)}
     f = lambda args: sum(gather(w[:, ::2].mT[1:]).exp().sum() for w in args.values())
     plain = trace(f, args)
@@ -89,9 +89,9 @@ def test_what_leads_from_an_argument_to_a_gather_goes_with_it():
 
 
 def hazards():
-    """Which gathers are issued before the first is waited for: ``+``, of programs whose second must not be.
+    """Mark with ``+`` the gathers that are issued before the first wait, in programs whose second must not be.
 
-    A gather that could have moved, were it not for a write, holds back what comes after it; others do not count.
+    A gather that only a write keeps in place also holds back the gathers after it.
     """
 
     def computed(a, b, c):
@@ -132,7 +132,7 @@ def test_what_is_computed_or_written_is_not_gathered_ahead():
 
 
 def program(draw):
-    """A random program of gathers of arguments, views, copies and results, and of writes to arguments and views."""
+    """Return a random program that gathers arguments, views, copies and results, and writes to arguments and views."""
     script = [(draw.choice("ggvvcmwwrs"), draw.random(), draw.random()) for _ in range(draw.randint(2, 14))]
 
     def f(args):
@@ -190,7 +190,7 @@ def test_any_program():
 
 
 def there_and_back(x, **w):
-    """Blocks gathered in order and again in reverse, as forward and backward do."""
+    """Gather blocks in order and again in reverse, as forward and backward do."""
     for shards in (*w.values(), *reversed(w.values())):
         x = torch.tanh(x @ gather(shards).view(4, 4))
     return x.sum()
@@ -208,7 +208,7 @@ def joined():
 
 
 def test_the_nearest_are_kept_first():
-    """Four blocks of 64 bytes: the gathers that are left, and how many blocks more are held at the peak."""
+    """Of four blocks of 64 bytes, a budget decides which gathers remain, and the blocks held at the peak."""
     ((found, crossed),) = ranks.run(1, joined)
     assert crossed == ["w0", "w1", "w2", "w0"]
     assert [count for count, _ in found] == [8, 8, 7, 7, 6, 6, 5, 4]
@@ -238,7 +238,7 @@ def test_what_is_not_the_same_or_not_left_alone_is_gathered_again():
     assert ranks.run(1, not_joined) == [[3, 2, 2, 2, 1]]
 
 
-# --- what it shows ----------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def shown():
@@ -278,7 +278,7 @@ def test_show():
     ]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_passes_are_values():
@@ -291,11 +291,11 @@ def test_passes_are_values():
 
 
 BAD = {
-    "no depth": (lambda: prefetch_gathers(0), "prefetch: depth is 0; wanted an integer of at least 1"),
+    "no depth": (lambda: prefetch_gathers(0), "prefetch_gathers: depth is 0; wanted an integer of at least 1"),
     "half a depth": (lambda: prefetch_gathers(1.5), "depth is 1.5"),
     "depth of bytes": (lambda: prefetch_gathers(True), "depth is True"),
-    "negative budget": (lambda: prefetch_gathers(1, -1), "prefetch: budget is -1; wanted bytes, or None"),
-    "budget in MiB": (lambda: deduplicate_gathers(0.5), "keep: budget is 0.5; wanted bytes, or None"),
+    "negative budget": (lambda: prefetch_gathers(1, -1), "prefetch_gathers: budget is -1; wanted bytes, or None"),
+    "budget in MiB": (lambda: deduplicate_gathers(0.5), "deduplicate_gathers: budget is 0.5; wanted"),
 }
 
 
@@ -306,7 +306,7 @@ def test_bad_options(make, message):
 
 
 def unknown(op, wait=1):
-    """A graph of one collective, waited for so many times."""
+    """Return a graph of one collective with ``wait`` waits."""
     g = Graph()
     x = g.placeholder("x")
     x.meta["val"] = torch.empty(2, device="meta")

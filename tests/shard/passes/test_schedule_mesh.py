@@ -1,4 +1,4 @@
-"""A step on a mesh, scheduled: the same bits, the same order on every rank, within its budget, and overlapped."""
+"""Passes over a step on a mesh: equal bits, one order on all ranks, a kept budget, and overlap."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def setting(sums=False):
-    """A step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch.
+    """Return a step, its arguments on this rank, and the mesh. Ranks have 2, 1 and 0 rows of the batch.
 
-    With ``sums`` each block takes sums over ranks too, in between its products.
+    With ``sums`` each block also sums over ranks, between its products.
     """
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
     adapters, state, base = start()
@@ -49,7 +49,7 @@ def setting(sums=False):
 
 
 def passes_of(block):
-    """Schedules, some bounded by the bytes of a gathered layer."""
+    """Return schedules, some bounded by the bytes of a gathered layer."""
     return {
         "plain": (),
         "depth 1": (prefetch_gathers(),),
@@ -66,7 +66,7 @@ def passes_of(block):
 def on_a_mesh():
     step, args, mesh = setting()
     plain = trace(lambda args: step(**args), args)
-    wanted, told = step(**args), {}
+    wanted, facts = step(**args), {}
     block = max(size for *_, size in gathers(plain)) if gathers(plain) else 0
     for name, passes in passes_of(block).items():
         scheduled = passed(plain, *passes)
@@ -75,7 +75,7 @@ def on_a_mesh():
             scheduled(*[leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)])
         c = of(scheduled)
         assert c.peak == c.arguments + peak.most, name
-        told[name] = dict(
+        facts[name] = dict(
             order=[(row.name, row.axis, row.nbytes, row.of) for row in schedule(scheduled, mesh)],
             early=0 if "kept" in name else early(scheduled, plain),
             under_way=under_way(scheduled),
@@ -83,18 +83,18 @@ def on_a_mesh():
             peak=c.peak,
             nodes=c.nodes,
         )
-    return block, told
+    return block, facts
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scheduled_is_unscheduled(world):
-    """Graphs differ, of a rank without rows in the number of nodes too; the order of collectives does not."""
+    """Graphs differ, even in the number of nodes for a rank without rows; the order of collectives does not."""
     found = ranks.run(world, on_a_mesh, timeout=180)
     layers = [f"base.layers.{i}.bytes" for i in range(CFG.num_layers)]
     blocks = ["base.embed.bytes", *layers, "base.final.bytes"]
     assert world < 3 or found[0][1]["plain"]["nodes"] != found[2][1]["plain"]["nodes"]
-    for rank, (block, told) in enumerate(found):
-        orders = {name: row["order"] for name, row in told.items()}
+    for rank, (block, facts) in enumerate(found):
+        orders = {name: row["order"] for name, row in facts.items()}
         assert orders == {name: row["order"] for name, row in found[0][1].items()}
         assert all(sum(what == "all_reduce" for what, *_ in order) == (world > 1) for order in orders.values())
         if world == 1:
@@ -104,10 +104,10 @@ def test_scheduled_is_unscheduled(world):
         assert sent.pop("kept") == blocks and sent.pop("last kept") == [*blocks, layers[0]]
         assert all(of == [*blocks, *reversed(layers)] for of in sent.values())
         assert {axis for _, axis, *_ in orders["plain"]} == {"fsdp"}
-        assert [told[name]["under_way"] for name in sent][:5] == [0, 1, 2, 5, 0]
-        computed = [flops > 0 for flops in told["depth 1"]["flops"]]  # while a gather is under way
-        assert told["plain"]["flops"] == [0] * 6 and computed == [False] * 2 + [rank < 2] * 4
-        held, peak = ({name: told[name][what] for name in told} for what in ("early", "peak"))
+        assert [facts[name]["under_way"] for name in sent][:5] == [0, 1, 2, 5, 0]
+        computed = [flops > 0 for flops in facts["depth 1"]["flops"]]  # while a gather is under way
+        assert facts["plain"]["flops"] == [0] * 6 and computed == [False] * 2 + [rank < 2] * 4
+        held, peak = ({name: facts[name][what] for name in facts} for what in ("early", "peak"))
         assert held["plain"] == held["nothing fits"] == 0 < held["one layer"] <= block
         assert block < held["two layers"] <= 2 * block < held["depth 100"]
         assert peak["nothing fits"] == peak["plain"] < peak["depth 100"]
@@ -136,7 +136,7 @@ def test_the_order_beside_other_collectives():
 
 def donated_on_a_mesh():
     step, args, _ = setting()
-    results, told = [], None
+    results, predicted = [], None
     for passes in ((), (deduplicate_gathers(), prefetch_gathers(2))):
         captured = jit(
             lambda adapters, state, base, tokens: step(adapters, state, base, tokens),
@@ -148,8 +148,8 @@ def donated_on_a_mesh():
             adapters, state, value = captured(adapters, state, args["base"], args["tokens"])
         results.append((adapters, state, value))
         (traced,) = captured.traced.values()
-        told = of(traced)
-    (sums,) = (c for c in told.collectives if c.name == "all_reduce")
+        predicted = of(traced)
+    (sums,) = (c for c in predicted.collectives if c.name == "all_reduce")
     assert sums.count == 1
     return equal(*results)
 

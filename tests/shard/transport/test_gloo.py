@@ -1,5 +1,8 @@
-"""The gather and the scattered sum over gloo: torch's own results of any dtype and shape, in one piece of memory, under
-way together, failing loudly, where ranks share memory (more of that in test_shared.py) and where parts travel."""
+"""The gather and the scattered sum over gloo, in shared memory and with parts that travel.
+
+They equal torch's own for any dtype and shape, take one buffer, run together, and fail with an error. Shared memory has
+more tests in test_shared_memory.py.
+"""
 
 import contextlib
 import datetime
@@ -33,13 +36,13 @@ DTYPES = (
 
 
 def issued(x):
-    """A gather over all ranks, not waited for."""
+    """Return a gather over all ranks that was not waited for."""
     assert dist.group.WORLD is not None
     return gloo.all_gather(x, dist.get_world_size(), dist.group.WORLD.group_name)
 
 
 def drawn(rank, shape, dtype):
-    """Any bits at all for numbers: a NaN is to arrive as that NaN."""
+    """Return random bits, including NaNs, whose payloads must arrive too."""
     draw = torch.Generator().manual_seed(rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=draw).bool()
@@ -48,13 +51,13 @@ def drawn(rank, shape, dtype):
 
 
 def travelling():
-    """Ranks as if they were on different machines."""
-    return mock.patch.object(shared_memory, "of", lambda group: None)
+    """Run as if ranks were on different machines."""
+    return mock.patch.object(shared_memory, "of_group", lambda group: None)
 
 
 def every_way(check):
-    """What ``check()`` gives where ranks share memory and where they do not, which is the same."""
-    assert shared_memory.of(dist.group.WORLD) is not None or dist.get_world_size() == 1
+    """Return ``check()``, which is the same with shared memory and without."""
+    assert shared_memory.of_group(dist.group.WORLD) is not None or dist.get_world_size() == 1
     result = check()
     with travelling():
         assert check() == result
@@ -73,7 +76,7 @@ def every_kind():
 
 
 def every_sum():
-    """Numbers of every dtype and shape, whose sum is exact in any order; of bools there is none."""
+    """Sum numbers of every dtype and shape, exactly in any order; bools have no sum."""
     n, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     kinds = [d for d in DTYPES if d not in (torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn)]
     for dtype in kinds:
@@ -91,7 +94,7 @@ def test_every_sum(n):
 
 
 def rounded():
-    """A sum is made in the order of ranks, on every rank alike, whatever the numbers."""
+    """Add up numbers in the order of ranks, the same on every rank."""
     n, rank = dist.get_world_size(), dist.get_rank()
     every = torch.randn(n, n * 50, 7, generator=torch.Generator().manual_seed(4)).bfloat16()
     got = shard.reduce_scatter(every[rank], dist.group.WORLD)
@@ -111,7 +114,7 @@ def test_every_dtype_and_shape(n):
 
 
 def strided():
-    """What is not contiguous, mapped, or a part of something."""
+    """Gather tensors that are strided, mapped, or parts of others."""
     n, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     every = torch.arange(n * 24.0).reshape(n, 4, 6)
     own = every[rank]
@@ -136,7 +139,7 @@ def test_strided_and_mapped(n):
 
 
 def together():
-    """Many under way, of several sizes, waited for backwards, what was sent being written meanwhile."""
+    """Issue many gathers of several sizes, write their arguments, and wait in reverse order."""
     n, rank = dist.get_world_size(), dist.get_rank()
     sizes = [1 << 20, 3, 70_000, 1 << 20, 1, 5_000]
     for turn in range(10):
@@ -159,7 +162,7 @@ def test_many_at_once(n):
 
 
 def among_others():
-    """Our messages and those that a program sends and receives itself, over the same group."""
+    """Gather while the program sends and receives messages over the same group."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     for turn in range(20):
         theirs = torch.empty(1000)
@@ -180,7 +183,7 @@ def test_messages_of_others():
 
 
 def in_a_step():
-    """Ahead of its time and donated: one node that issues, one that waits, and the memory that was predicted."""
+    """Capture a gather that is prefetched and donated: a node issues, a node waits, and the memory is as predicted."""
     n, mesh = dist.get_world_size(), shard.mesh(fsdp=dist.get_world_size())
     group = mesh.get_group("fsdp")
 
@@ -197,9 +200,9 @@ def in_a_step():
     with shard.traffic() as traffic, Peak() as peak:
         got = taken(state, *rest)
     assert got[0] is state and all(map(torch.equal, got, wanted))
-    told = cost(step, *arguments(), donate=("state",), passes=passes)
-    assert told.peak - told.arguments == peak.most
-    assert [(c.name, c.count, c.payload, c.sent) for c in told.collectives] == [
+    predicted = cost(step, *arguments(), donate=("state",), passes=passes)
+    assert predicted.peak - predicted.arguments == peak.most
+    assert [(c.name, c.count, c.payload, c.sent) for c in predicted.collectives] == [
         ("all_gather", 3, 3 * n * 4 << 16, 3 * (n - 1) * 4 << 16)
     ]
     assert traffic.calls == [("all_gather", n * 4 << 16, n)] * 3
@@ -229,7 +232,7 @@ def test_compiled():
 
 
 def chosen():
-    """Which op each kind of group gets."""
+    """Return the op of each kind of group."""
     (gloos,) = {t for t in ops_of(dist.group.WORLD) if "all_gather" in t}
     shard.close()
     with shard.abstract_mesh(fsdp=4) as mesh:
@@ -250,7 +253,7 @@ def test_other_backends_have_their_own():
 
 
 def alone(travels):
-    """Rank 1 leaves instead of gathering; what the others raise, and where."""
+    """Gather on all ranks but rank 1, which leaves."""
     if dist.get_rank() == 1:
         raise KeyError("gone")
     with travelling() if travels else contextlib.nullcontext():
@@ -268,7 +271,7 @@ def test_a_rank_that_has_gone(n, travels):
 
 
 def late():
-    """Rank 1 does not gather over a group with a time-out of a second; what rank 0 raises, while it waits."""
+    """Gather on rank 0 alone, over a group with a time-out of a second; return the error of its wait."""
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=1))
     seen = None
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Memory that ranks share: who has it, which parts are used again, that results are whose they are, and failures."""
+"""Shared memory of ranks: which ranks have it, reuse of slots, ownership of results, and failures."""
 
 import contextlib
 import datetime
@@ -28,8 +28,8 @@ def world() -> Any:
 
 
 def memory() -> Any:
-    """The memory of all ranks, which they have here."""
-    found = shared_memory.of(world())
+    """Return the memory of all ranks."""
+    found = shared_memory.of_group(world())
     assert found is not None
     return found
 
@@ -54,11 +54,11 @@ def wanted(size, turn=0):
     return 1000 * turn + torch.arange(dist.get_world_size()).repeat_interleave(size)
 
 
-# --- what is used again
+# --- reuse of slots
 
 
 def used_again():
-    """Many gathers of mixed sizes take a few slots; pages that became too small were given back to the system."""
+    """Gather many times in mixed sizes; return the number of slots, and True if small pages went back to the system."""
     sizes = [10, 100_000, 5000, 10, 300_000, 100_000]
     for turn in range(30):
         for size in sizes:
@@ -70,11 +70,11 @@ def used_again():
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_few_slots_are_enough(n):
     for count, is_little in ranks.run(n, used_again):
-        assert count <= 2 + shared_memory.AHEAD and is_little
+        assert count <= 2 + shared_memory.MAX_PENDING and is_little
 
 
 def kept_by_one():
-    """What one rank keeps, and the others do not, stays what it is on that rank, and nobody loses step."""
+    """Keep results on one rank alone: they stay unchanged there, and all ranks agree on the slots."""
     kept = []
     for turn in range(40):
         x = lent(own(2000, turn))
@@ -99,15 +99,15 @@ def test_kept_by_one_rank(n):
 
 
 def many():
-    """More results that live than there are slots: the others travel, until some are gone."""
-    with mock.patch.object(shared_memory, "MOST", 3):
+    """Keep more results than there are slots: the others travel, until some are released."""
+    with mock.patch.object(shared_memory, "MAX_SLOTS", 3):
         kept = [(turn, lent(own(50, turn))) for turn in range(12)]
         total = scattered(own(dist.get_world_size()))
         assert all(torch.equal(x, wanted(50, turn)) for turn, x in kept) and total.item() == 3
         del kept
-        for _ in range(2 * shared_memory.AHEAD):  # until everyone knows
+        for _ in range(2 * shared_memory.MAX_PENDING):  # until every rank knows
             gathered(own(50))
-        with mock.patch.object(gloo, "_sent"):
+        with mock.patch.object(gloo, "_travel"):
             assert torch.equal(gathered(own(50)), wanted(50))
         return len(memory()._slots)
 
@@ -117,7 +117,7 @@ def test_more_than_there_are_slots():
 
 
 def no_others():
-    """A result is the caller's: writing it changes nothing for others, nor for what is gathered later."""
+    """Write to a result, which changes nothing on other ranks or in later gathers."""
     first = gathered(own(3000))
     dist.barrier()
     first.fill_(-7 - dist.get_rank())
@@ -132,7 +132,7 @@ def test_results_are_the_callers():
 
 
 def modes():
-    """Issued in inference mode and waited for outside of it, and the other way round."""
+    """Issue in inference mode and wait outside of it, and the other way round."""
     group, n = world().group_name, dist.get_world_size()
     for turn in range(6):
         with torch.inference_mode(turn % 2 == 0):
@@ -151,7 +151,7 @@ def test_modes():
 
 
 def captured():
-    """A captured step is lent what it only reads, and is given what it writes or returns."""
+    """Return the gathers of a captured step: lent for results that it only reads, copied for others."""
     group = shard.mesh(fsdp=dist.get_world_size()).get_group("fsdp")
 
     def step(a, b, c):
@@ -163,7 +163,7 @@ def captured():
     for _ in range(5):
         got = taken(*args)
         assert all(map(torch.equal, got, want))
-        got[1].zero_()  # of the caller, as nobody else's
+        got[1].zero_()  # the caller's own memory
     (one,) = taken.traced.values()
     return [str(node.target) for node in one.placed.module.graph.nodes if "all_gather" in str(node.target)]
 
@@ -173,16 +173,16 @@ def test_a_captured_step_is_lent_what_it_reads():
     assert ranks.run(2, captured) == [[f"{op}lent", f"{op}default", f"{op}default"]] * 2
 
 
-# --- who has it, and failures
+# --- availability and failures
 
 
 def not_on(rank):
-    """Gathers where one rank cannot open its door, and the answer of each to whether there is memory."""
-    refuse = mock.patch.object(rendezvous, "_open", lambda *_: (None, -1))
+    """Gather while one rank cannot listen; return True if there is no memory, and a sum."""
+    refuse = mock.patch.object(rendezvous, "_listen", lambda *_: (None, -1))
     with refuse if dist.get_rank() == rank else contextlib.nullcontext():
         assert torch.equal(gathered(own(70)), wanted(70))
         assert torch.equal(lent(own(70)), wanted(70))
-    return shared_memory.of(world()) is None, scattered(own(2 * dist.get_world_size())).tolist()
+    return shared_memory.of_group(world()) is None, scattered(own(2 * dist.get_world_size())).tolist()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -191,11 +191,11 @@ def test_one_rank_that_cannot(rank):
 
 
 def unreachable():
-    """Ranks that are in different networks, as containers are: names are not found."""
+    """Gather with ranks in different networks, as in containers, where names are not found."""
     real = rendezvous._address
     with mock.patch.object(rendezvous, "_address", lambda name: real(name + dist.get_rank())):
         assert torch.equal(gathered(own(70)), wanted(70))
-    return shared_memory.of(world()) is None
+    return shared_memory.of_group(world()) is None
 
 
 def test_ranks_of_different_networks():
@@ -203,7 +203,7 @@ def test_ranks_of_different_networks():
 
 
 def left_behind():
-    """Files that are open after a group is gone, without those from before it."""
+    """Return the number of files that remain open after groups are gone."""
     count = lambda: len(os.listdir("/proc/self/fd"))
     gathered(own(10))
     before = count()
@@ -221,16 +221,16 @@ def test_nothing_is_left_behind():
 
 
 def test_a_stranger_is_sent_away():
-    """Somebody who read the name of a door, and does not know the secret."""
-    door, _ = rendezvous._open(12345, 1, 3)
-    assert door is not None
+    """A process that read the name of a socket, and does not know its secret, is rejected."""
+    listener, _ = rendezvous._listen(12345, 1, 3)
+    assert listener is not None
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(rendezvous._address(12345))
     stranger.send(b"let me in, I am rank 2!!"[:16])
     found: dict[int, socket.socket] = {}
-    thread = threading.Thread(target=lambda: found.update(rendezvous._accept(door, 77, 1, 10)))
+    thread = threading.Thread(target=lambda: found.update(rendezvous._accept(listener, 77, 1, 10)))
     thread.start()
-    peers = rendezvous._reach([[12345, 77, 1]], 2)
+    peers = rendezvous._connect([[12345, 77, 1]], 2)
     thread.join()
     assert peers is not None and list(found) == [2] and stranger.recv(1) == b""
     found[2].send(b"in")
@@ -250,7 +250,7 @@ def contradict(case):
     gathered(own(4))
     with pytest.raises(RuntimeError) as caught:
         CONTRADICTIONS[case][0](own(8))
-    with pytest.raises(RuntimeError):  # from now on nothing is known of the others
+    with pytest.raises(RuntimeError):  # from now on the state of other ranks is unknown
         gathered(own(4))
     dist.barrier()
     return str(caught.value)
@@ -258,13 +258,13 @@ def contradict(case):
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_different_things(case):
-    for told in ranks.run(2, contradict, case):
-        assert all(part in told for part in CONTRADICTIONS[case][1:]), told
-        assert "rank 0" in told and "rank 1" in told
+    for error in ranks.run(2, contradict, case):
+        assert all(part in error for part in CONTRADICTIONS[case][1:]), error
+        assert "rank 0" in error and "rank 1" in error
 
 
 def late():
-    """Rank 1 gathers once, and then not over a group with a time-out of a second."""
+    """Gather twice on rank 0 and once on rank 1, over a group with a time-out of a second; return the error."""
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=1))
     gather, seen = (lambda: gloo.all_gather(torch.ones(8), 2, group.group_name)), None
     FUNCTIONAL.wait_tensor(gather())
