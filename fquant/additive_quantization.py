@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import random
-from .format import CODES, Format, num_blocks, num_bytes
+from .format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
 from .kernels.ops.nearest import nearest
 
 ITERATIONS = 10  # of k-means
@@ -78,7 +78,10 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     if rows.is_meta:
         codes = rows.new_empty(len(rows), num_bytes(format, rows.shape[-1]), dtype=torch.uint8)
         return codes, rows.new_empty(sizes.stages * CODES * sizes.dim, dtype=torch.float32)
-    key = random.fold(torch.zeros((), dtype=torch.int64, device=rows.device), format.text)
+    text = format.text
+    for former, name in FORMER_NAMES.items():  # so that an array keeps the codes it had before the renaming
+        text = text.replace(name, former)
+    key = random.fold(torch.zeros((), dtype=torch.int64, device=rows.device), text)
     pick = lambda number: _pick(number, rows, scale, format, importance)
     vectors = _vectors(pick(_sample(key, total)), sizes.stages, key)
     codes = torch.empty(total, sizes.stages, dtype=torch.uint8, device=rows.device)

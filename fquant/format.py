@@ -25,6 +25,7 @@ from .tree import value
 
 CODES = 256  # vectors of a stage: a code of theirs is a byte
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # of formats that were renamed; files written before hold these
 _NAMES: dict[str, Format] = {}  # the formats of this file, which have a short text
 
 
@@ -79,6 +80,7 @@ class Format:
     plain: ClassVar[Format]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
         if self.bits not in (4, 8):
             raise ValueError(f"{self.name}: bits is {self.bits}; wanted 4 or 8")
         if self.block is not None and self.block not in BLOCKS:
@@ -163,6 +165,7 @@ for _format in _NAMES.values():
 def read(text: str) -> Format:
     """The format whose ``text`` this is; ValueError for anything else."""
     name, colon, block = text.partition(":")
+    name = FORMER_NAMES.get(name, name)
     if name in _NAMES and (not colon or (block.isascii() and block.isdecimal())):
         return replace(_NAMES[name], block=int(block)) if colon else _NAMES[name]
     try:
@@ -182,6 +185,7 @@ def parse(name: str, block: int | None = None) -> Format:
 
     Raises ValueError for an unknown name, or a block size that the format cannot have.
     """
+    name = FORMER_NAMES.get(name, name)
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")
     return FORMATS[name] if block is None else replace(FORMATS[name], block=block)

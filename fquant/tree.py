@@ -41,6 +41,10 @@ T = TypeVar("T")
 NODES: dict[str, type] = {}  # every node class by its name_of: what a file may name
 VALUES: dict[str, type] = {}  # every static value class by its name_of
 _CLASSES: set[type] = set()  # every node class, those that were defined again since included
+FORMER_NAMES = {  # of classes that were renamed; files written before hold these
+    "fquant.BookPart": "fquant.ShardedBook",
+    "fquant.PartStats": "fquant.ShardedStats",
+}
 
 
 def static(**options: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import NODES, VALUES, is_node, name_of
+from ..tree import FORMER_NAMES, NODES, VALUES, is_node, name_of
 
 Path = tuple[str, ...]  # the names that lead to a leaf; joined by dots in files and messages
 
@@ -149,6 +149,7 @@ def _fields(cls: type) -> tuple[list[str], list[str]]:
 
 
 def _lookup(table: dict[str, type], name: str, path: Path) -> type:
+    name = FORMER_NAMES.get(name, name)
     if name not in table:
         raise ValueError(f"{_dots(path)}: got class {name!r}, wanted a registered one; import its module first")
     return table[name]

@@ -302,3 +302,12 @@ def test_vectors_of_no_size(sizes):
 def test_a_packed_array_of_vectors_is_a_packed_array():
     assert isinstance(quantize(weight(4, 16), AQ_2X8), Packed)
     assert AQ_2X8.text == "aq_2x8" and replace(AQ_3X8, block=64).text == "aq_3x8:64"
+
+
+def test_the_search_starts_as_before_the_renaming_of_formats(monkeypatch):
+    """The key's text is the format's with its former name: adapters trained beside these codes still fit."""
+    w, texts, fold = weight(2, 96), [], random.fold
+    monkeypatch.setattr(random, "fold", lambda key, data: texts.append(data) or fold(key, data))
+    for format in (AQ_2X8, replace(AQ_3X8, block=32)):
+        quantize(w, format)
+    assert [text for text in texts if isinstance(text, str)] == ["vq2", "vq3:32"]
