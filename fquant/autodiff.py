@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, unwrap_if_dead
 from torch.autograd import forward_ad
 
 
@@ -39,6 +39,15 @@ def forward_mode(saved: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Forward mode as outside of the Function; gives the primals of the tensors ``saved``."""
     with forward_ad._set_fwd_grad_enabled(True):  # type: ignore[attr-defined]
         yield [forward_ad.unpack_dual(t).primal for t in saved]
+
+
+def is_mapped(t: Tensor) -> bool:
+    """Return True if a vmap that is at work maps over a dim of ``t``."""
+    while is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
+            return True
+        t = get_unwrapped(t)
+    return False
 
 
 def is_dual(t: Tensor) -> bool:

@@ -92,8 +92,12 @@ def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
     ``key`` i64[] or i64[batch] turns dropout on: one key an example makes what an example sees independent of where it
     is computed. Without it nothing is dropped.
 
-    Raises ValueError for an adapter whose path is not in ``base`` or whose shape does not fit.
+    Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path is not in ``base`` or whose
+    shape does not fit.
     """
+    if not _is_adapters(adapters):
+        fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
+        raise TypeError(f"attach got adapters of type {type(adapters).__name__}; wanted a dict of path to Lora{fix}")
     keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if w.dropout > 0}
     return _Attach()(base, (adapters, keys))
 
@@ -171,6 +175,10 @@ def _map_adapted(f: Any, x: Any) -> Any:
     if isinstance(x, Adapted):
         return f(x)
     return tree.map_children(lambda _, child: _map_adapted(f, child), x)
+
+
+def _is_adapters(x: Any) -> bool:
+    return isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
 
 
 def _is_weight(x: Any) -> bool:

@@ -57,7 +57,13 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             y = _adapted(x, w)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
-    return y if bias is None else y + bias.to(y.dtype)
+    if bias is None:
+        return y
+    if bias.shape != y.shape[-1:]:
+        raise ValueError(
+            f"linear got a bias {tuple(bias.shape)}; wanted a number a row of the weight, {(y.shape[-1],)}"
+        )
+    return y + bias.to(y.dtype)
 
 
 def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
@@ -65,12 +71,16 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
 
     Of ``Rows`` they have been picked already, by these very tokens.
 
-    Raises TypeError for another kind of weight, ValueError for a flat one.
+    Raises TypeError for another kind of weight or tokens that are not integers, ValueError for a flat weight or one
+    that is not [vocab dim], IndexError for a token beyond the vocabulary where values can be seen: on CPUs, outside of
+    transforms and captures.
     """
     match w:
         case Tensor():
+            _check_tokens(tokens, tuple(w.shape))
             return F.embedding(tokens, w)
         case Packed():
+            _check_tokens(tokens, w.shape)
             if w.format.flat:
                 raise ValueError(
                     f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
@@ -247,6 +257,19 @@ _CONSTANT = (
     "the {} of a packed weight was asked for, but a Packed is a constant; "
     "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
 )
+
+
+def _check_tokens(tokens: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"embedding got tokens of {got}; wanted int64 or int32, use tokens.long()")
+    if len(shape) != 2:
+        raise ValueError(f"embedding got a weight of shape {shape}; wanted [vocab dim]")
+    if tokens.device.type == "cpu" and dispatch.is_direct(tokens) and tokens.numel():
+        least, most = (int(t) for t in tokens.aminmax())
+        if least < 0 or most >= shape[0]:
+            wrong = least if least < 0 else most
+            raise IndexError(f"embedding got token {wrong}; wanted 0 to {shape[0] - 1}, check the tokenizer")
 
 
 def _check(x: Tensor, shape: tuple[int, ...]) -> None:

@@ -100,21 +100,13 @@ def test_init_needs_no_values_except_for_dora():
     got = lora.init(base, "w|p", rank=2)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(real), strict=True))
     for path in ("w", "p"):
-        with pytest.raises(
-            ValueError, match=f"^{path}: DoRA starts from the norms of the .* has not been read; read it"
-        ):
+        with pytest.raises(ValueError, match=f"^{path}: DoRA starts from the norms of .* has not been read; read it"):
             lora.init(base, path, rank=2, dora=True)
 
 
 INIT_REFUSED = {
-    "no match": (
-        dict(targets="layers.q"),
-        r"targets 'layers.q' match no weight; the weights are .*layers\.\*\.k, layers\.\*",
-    ),
-    "not a weight": (
-        dict(targets=".*norm"),
-        r"layers\.0\.norm: a weight of shape \(64,\) cannot be adapted; wanted \[out in",
-    ),
+    "no match": (dict(targets="layers.q"), r"'layers.q' match no weight; the weights are .*layers\.\*\.k, layers\.\*"),
+    "not a weight": (dict(targets=".*norm"), r"norm: a weight of shape \(64,\) cannot be adapted; wanted \[out in"),
     "rank": (dict(rank=0), "rank is 0; wanted at least 1"),
     "init": (dict(init="zeros"), "init is 'zeros'; wanted 'kaiming' or 'gaussian'"),
     "dropout": (dict(dropout=1.0), "dropout is 1.0; wanted 0 <= dropout < 1"),
@@ -176,6 +168,17 @@ ATTACH_REFUSED = {
 def test_attach_refuses(adapters, message):
     with pytest.raises(ValueError, match=message):
         lora.attach(make_base(), adapters)
+
+
+def test_attach_refuses_swapped_arguments():
+    base = make_base()
+    adapters = lora.init(base, "embed", rank=2)
+    for verb in (lora.attach, lora.merge):
+        with pytest.raises(TypeError, match="of type dict; wanted .*; the arguments are swapped, call attach"):
+            verb(adapters, base)
+    for wrong in (None, adapters["embed"], {"q": None}):
+        with pytest.raises(TypeError, match=f"adapters of type {type(wrong).__name__}; wanted a dict of path to Lora$"):
+            lora.attach(base, wrong)
 
 
 # --- closed subtrees --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from fquant import lora, random, tree
+from fquant import jit, lora, random, tree
 from fquant.adapter import Adapted, Lora
 from fquant.communication import LookedUpRows
 from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
@@ -176,6 +176,18 @@ BAD = {
         lambda: grad(lambda x: linear(x, DEEP).sum())(draw("x", 64)), ValueError,
         "weight of 10 buffers; wanted at most 8: nest scales less deep",
     ),
+    "bias": (lambda: linear(draw("x", 64), W, draw("v", 5)), ValueError, r"bias \(5,\); wanted .*, \(24,\)$"),
+    "bias of one": (lambda: linear(draw("x", 64), draw("w", 24, 64), draw("v", 1)), ValueError, r"got a bias \(1,\);"),
+    "token": (lambda: embedding(torch.tensor([[3, 24]]), W), IndexError, "got token 24; wanted 0 to 23, check the to"),
+    "dense token": (lambda: embedding(torch.tensor(24), draw("w", 24, 64)), IndexError, "got token 24; wanted 0 to 23"),
+    "negative token": (lambda: embedding(torch.tensor([3, -1]), W), IndexError, "got token -1; wanted 0 to 23"),
+    "adapted token": (
+        lambda: embedding(torch.tensor([99]), Adapted(W, a_lora(24, 64))), IndexError, "got token 99; wanted 0 to 23",
+    ),
+    "float tokens": (lambda: embedding(torch.ones(3), W), TypeError, "tokens of torch.float32; wanted int64 or int32"),
+    "byte tokens": (lambda: embedding(torch.ones(3).byte(), W), TypeError, "tokens of torch.uint8; wanted int64 or i"),
+    "a list": (lambda: embedding([1, 2], W), TypeError, "tokens of list; wanted int64 or int32, use tokens.long"),
+    "table": (lambda: embedding(torch.tensor(1), draw("w", 24)), ValueError, r"shape \(24,\); wanted \[vocab dim\]"),
     "kind": (lambda: linear(draw("x", 4), {"w": 1}), TypeError, "weight of type dict; wanted Tensor, Packed or"),
     "embedding": (lambda: embedding(torch.tensor(1), [1]), TypeError, "embedding got a weight of type list; wanted"),
 }  # fmt: skip
@@ -185,6 +197,13 @@ BAD = {
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_tokens_are_not_looked_at_in_a_capture():
+    captured = jit(lambda tokens, w: embedding(tokens, w))
+    for tokens in (torch.tensor([3, 23]), torch.tensor([3, 23]).int()):
+        assert torch.equal(captured(tokens, W), dequantize(W)[tokens])
+        assert torch.equal(vmap(embedding, (0, None))(tokens, W), dequantize(W)[tokens])
 
 
 # --- a packed weight is a constant ------------------------------------------------------------------------------------

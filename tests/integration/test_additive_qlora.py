@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 import shard
 from fquant import AQ_2X8, AQ_3X8, LOCAL, cost, dequantize, embedding, jit, linear, lora, quantize, random, tree
 from fquant.io import bnb, safetensors
-from fquant.packed import Packed, cut, rebuild
+from fquant.packed import Packed, rebuild
 from models import decoder
 from models.blocks import cross_entropy
 from models.fused_cross_entropy import cross_entropy as head_loss
@@ -55,14 +55,6 @@ def test_parts_and_the_whole():
     p = quantize(normal("w", 24, 192), BLOCKS)
     again = rebuild(p.format, p.shape, p.dtype, tree.leaves(p))
     assert equal(again, p) and tree.paths(p) == ["codes", "scale", "vectors"]
-    for dim, start, stop in ((0, 3, 7), (1, 64, 192), (1, 0, 64)):
-        part = cut(p, dim, start, stop)
-        assert alike(dequantize(part), dequantize(p).narrow(dim, start, stop - start))
-        assert part.vectors is p.vectors
-    with pytest.raises(ValueError, match=r"cut 0:32 of dim 1 = 192 is not a multiple of aq_2x8's block 64"):
-        cut(p, 1, 0, 32)
-    with pytest.raises(ValueError, match=r"cut 0:64 of dim 1 = 192 is not a multiple of aq_3x8's block 192"):
-        cut(quantize(normal("w", 24, 192), AQ_3X8), 1, 0, 64)
     bits = lambda format, n: 8 * tree.nbytes(quantize(torch.empty(n, n, device="meta"), format)) / n**2
     assert 2 < bits(AQ_2X8, 4096) < 2.02 and 3 < bits(AQ_3X8, 4096) < 3.03
 
@@ -95,7 +87,7 @@ def test_gradients_of_adapters_are_those_beside_dense_weights():
     adapters = tree.map_with_path(
         lambda path, t: t + 0.1 * normal(path, *t.shape), lora.init(base, TARGETS, rank=2, key=1)
     )
-    dense = tree.map(lambda x: dequantize(x) if packed(x) else x, base, is_leaf=packed)
+    dense = dequantize(base)
     wide = lambda x: tree.map(lambda t: t if packed(t) else t.double(), x, is_leaf=packed)
 
     def loss(adapters, base):

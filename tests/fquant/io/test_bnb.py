@@ -12,7 +12,7 @@ from fquant import tree
 from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
 from fquant.io import safetensors
 from fquant.io.bnb import load, save
-from fquant.packed import FLOATS, Packed, cut, dequantize, quantize
+from fquant.packed import FLOATS, Packed, dequantize, quantize
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__"
@@ -76,11 +76,11 @@ def test_rows_are_what_quantize_gives(block):
             assert same(got.scale.offset, wanted.scale.offset)
         else:
             assert same(got.scale, wanted.scale)
-        assert torch.equal(dequantize(cut(got, 0, 2, 5)), dequantize(wanted)[2:5])
+        assert torch.equal(dequantize(got), dequantize(wanted))
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-def test_blocks_that_straddle_rows_stay_flat_and_cannot_be_cut(nested):
+def test_blocks_that_straddle_rows_stay_flat(nested):
     tensors, decoded = theirs(weight(61, 100), "nf4", nested)
     p = load(tensors, NAME)
     assert p.format == replace(NF4_DQ if nested else NF4, flat=True)
@@ -90,13 +90,7 @@ def test_blocks_that_straddle_rows_stay_flat_and_cannot_be_cut(nested):
         assert p.scale.shape == tuple(p.scale.codes.shape) == (96,) and p.scale.scale.shape == (1,)
     else:
         assert p.scale.dtype == torch.float32 and p.scale.shape == (96,)
-    for dim in (0, 1):
-        with pytest.raises(
-            ValueError, match=r"run over the flattened \(61, 100\) and straddle rows, so it cannot be cut"
-        ):
-            cut(p, dim, 0, 50)
-    rows = quantize(dequantize(p), replace(p.format, flat=False))  # as the message says
-    assert torch.equal(dequantize(cut(rows, 1, 64, 100)), dequantize(rows)[:, 64:])
+    assert torch.equal(dequantize(p), decoded)
 
 
 @pytest.mark.parametrize("storage", [torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -134,8 +128,9 @@ def test_what_was_quantised_here_is_read_there():
         ours = save(p, NAME)
         state = QuantState.from_dict({k.removeprefix(f"{NAME}."): t for k, t in ours.items() if k != NAME}, "cpu")
         assert torch.equal(dequantize_4bit(ours[NAME], state), dequantize(p))
-    part = cut(quantize(weight(9, 384), NF4_DQ), 1, 128, 256)  # its scales are decoded
-    assert torch.equal(dequantize(load(save(part, NAME), NAME)), dequantize(part))
+    p = quantize(weight(9, 384), NF4_DQ)
+    plain = replace(p, scale=dequantize(p.scale), format=p.format.plain)
+    assert torch.equal(dequantize(load(save(plain, NAME), NAME)), dequantize(p))
 
 
 def theirs8(w):

@@ -285,7 +285,9 @@ UNSAVABLE = {
         {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, ValueError, "a.b: got two tensors of that path, wanted one",
     ),
     "key": ({"a": {3: torch.ones(1)}}, TypeError, "a.3: got a key of type int, wanted str"),
-    "object": ({"a": [Odd()]}, TypeError, "a.0: got tests.fquant.io.test_safetensors.Odd, wanted something a file can hold"),
+    "object": (
+        {"a": [Odd()]}, TypeError, "a.0: got tests.fquant.io.test_safetensors.Odd, wanted something a file can hold",
+    ),
     "static": ({"a": Box(torch.ones(1), recipe=(1, Odd()))}, TypeError, "a.recipe.1: got tests"),
     "function": (Box(torch.ones(1), recipe=same), TypeError, "recipe: got builtins.function"),
     "subclass": ({"a": dataclasses.make_dataclass("Recipe", [])()}, TypeError, "a: got"),
