@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,14 +26,29 @@ from torch import Tensor
 from . import tree
 from .tree import node
 
-Schedule = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
+Tree = TypeVar("Tree")  # of parameters, their gradients or updates
+State = TypeVar("State")
+NewState = TypeVar("NewState", covariant=True)
+Schedule: TypeAlias = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
 
 
-class Optimizer(NamedTuple):
-    """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``, both pure."""
+class Init(Protocol[NewState]):
+    """A function of the parameters to the state before the first update."""
 
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    def __call__(self, params: Any, /) -> NewState: ...
+
+
+class Update(Protocol[State]):
+    """A function of gradients, state and parameters to the updates and the state after them."""
+
+    def __call__(self, grads: Tree, state: State, params: Tree, /) -> tuple[Tree, State]: ...
+
+
+class Optimizer(NamedTuple, Generic[State]):
+    """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``."""
+
+    init: Init[State]
+    update: Update[State]
 
 
 @node
@@ -55,7 +70,7 @@ class MomentumState:
 
 def adamw(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
-) -> Optimizer:
+) -> Optimizer[AdamState]:
     """AdamW, as in ``torch.optim.AdamW``."""
     rate = _schedule(lr)
     _check_fractions(b1=b1, b2=b2)
@@ -64,7 +79,7 @@ def adamw(
     def init(params: Any) -> AdamState:
         return AdamState(_zero_step(params), _zeros(params), _zeros(params))
 
-    def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_like(grads, params)
         step = state.step + 1
         mean = tree.map(lambda m, g: b1 * m + (1 - b1) * g.float(), state.mean, grads)
@@ -79,7 +94,9 @@ def adamw(
     return Optimizer(init, update)
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+def sgd(
+    lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer[MomentumState]:
     """Gradient descent with momentum, as in ``torch.optim.SGD`` without dampening."""
     rate = _schedule(lr)
     _check_fractions(momentum=momentum)
@@ -90,7 +107,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
     def init(params: Any) -> MomentumState:
         return MomentumState(_zero_step(params), _zeros(params) if momentum else None)
 
-    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+    def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
         down, kept = -rate(state.step), None
         way = tree.map(lambda g, p: g.float() + weight_decay * p.float(), grads, params)
@@ -102,7 +119,9 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
     return Optimizer(init, update)
 
 
-def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer:
+def lion(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+) -> Optimizer[MomentumState]:
     """Lion: the sign of a mean that leans towards the newest gradient."""
     rate = _schedule(lr)
     _check_fractions(b1=b1, b2=b2)
@@ -111,7 +130,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     def init(params: Any) -> MomentumState:
         return MomentumState(_zero_step(params), _zeros(params))
 
-    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+    def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
         down = -rate(state.step)
 
@@ -124,7 +143,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     return Optimizer(init, update)
 
 
-def clip_by_global_norm(max_norm: float) -> Optimizer:
+def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
     """Scale all gradients, to float32, so that their common norm is at most ``max_norm``.
 
     The factor is torch's ``clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)). A gradient that is not finite makes
@@ -133,20 +152,20 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     if not max_norm > 0:
         raise ValueError(f"max_norm: got {max_norm}, wanted above 0")
 
-    def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+    def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
         return tree.map(lambda g: g.float() * factor, grads), state
 
     return Optimizer(lambda params: (), update)
 
 
-def chain(*optimizers: Optimizer) -> Optimizer:
+def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
     """One optimiser that gives what each makes of the gradients to the next; its state is the tuple of theirs."""
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(each.init(params) for each in optimizers)
 
-    def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+    def update(grads: Tree, state: tuple[Any, ...], params: Tree) -> tuple[Tree, tuple[Any, ...]]:
         after = []
         for each, before in zip(optimizers, state, strict=True):
             grads, new = each.update(grads, before, params)
@@ -164,7 +183,7 @@ def global_norm(x: Any) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, added in the wider type and cast once to the type of the parameter."""
     _check_like(updates, params)
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from .kernels import dispatch, packed_ops
 from .kernels.spec import Spec
 from .packed import Packed, buffers, dequantize
 
-Weight = Tensor | Packed | Adapted
+Weight: TypeAlias = Tensor | Packed | Adapted
 SLOTS = 8  # the most buffers of a packed weight: codes, scales of scales, an offset each
 
 

@@ -30,12 +30,12 @@ import itertools
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 from torch.utils import _pytree as pytree
 
-Structure = pytree.TreeSpec
+Structure: TypeAlias = pytree.TreeSpec
 T = TypeVar("T")
 
 NODES: dict[str, type] = {}  # every node class by its name_of: what a file may name
@@ -143,10 +143,10 @@ def is_node(x: Any) -> bool:
 
 
 # Plain names for torch's verbs, so that no other module imports the pytree.
-flatten = pytree.tree_flatten
-leaves = pytree.tree_leaves
-structure = pytree.tree_structure
-map = pytree.tree_map
+flatten: Callable[..., tuple[list[Any], Structure]] = pytree.tree_flatten
+leaves: Callable[..., list[Any]] = pytree.tree_leaves
+structure: Callable[..., Structure] = pytree.tree_structure
+map: Callable[..., Any] = pytree.tree_map
 
 
 def unflatten(structure: Structure, leaves: Any) -> Any:

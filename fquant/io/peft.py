@@ -36,7 +36,7 @@ PREFIX = "base_model.model."
 FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 
 # What is read; the values are PEFT's defaults.
-READ = {
+READ: dict[str, Any] = {
     "peft_type": None, "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False,
     "use_dora": False, "lora_dropout": 0.0, "target_modules": None, "init_lora_weights": True, "bias": "none",
     "exclude_modules": None, "layers_to_transform": None,
