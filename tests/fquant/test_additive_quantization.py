@@ -279,10 +279,10 @@ FORMATS = {
         dict(bits=4, block=64),
         "mine: (codes without a table are int8, so bits is 8 and not 4|bits is 4; a code)",
     ),
-    "table": (dict(table=(0.0,) * 256), "mine: vectors that are learned do not go with table; leave it out"),
-    "scale": (dict(scale=NF4), "mine: vectors that are learned do not go with scale; leave it out"),
-    "flat": (dict(flat=True), "mine: vectors that are learned do not go with flat; leave it out"),
-    "center": (dict(center=True), "mine: vectors that are learned do not go with center; leave it out"),
+    "table": (dict(table=(0.0,) * 256), "mine: learned vectors do not combine with table; leave it out"),
+    "scale": (dict(scale=NF4), "mine: learned vectors do not combine with scale; leave it out"),
+    "flat": (dict(flat=True), "mine: learned vectors do not combine with flat; leave it out"),
+    "center": (dict(center=True), "mine: learned vectors do not combine with center; leave it out"),
     "block": (dict(block=32, vectors=Vectors(5, 2)), "mine: block is 32; wanted whole vectors of 5 elements"),
 }
 

@@ -201,7 +201,7 @@ def test_attach_waits_in_a_closed_subtree():
     assert isinstance(again["k"].base, Adapted)
     with pytest.raises(ValueError, match=r"adapter 'layers.0.z' has no weight to be attached to; there is q, k, norm"):
         OPENED.load(lora.attach(sealed, {"layers.0.z": adapters["embed"]})["layers"][0])
-    with pytest.raises(ValueError, match="merge got adapters of a closed subtree; open it first"):
+    with pytest.raises(ValueError, match="merge got adapters of a subtree that is not loaded; load it"):
         lora.merge(sealed, adapters)
 
 

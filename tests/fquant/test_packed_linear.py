@@ -70,7 +70,7 @@ def test_embedding_decodes_rows(format, tokens):
     w = quantize(draw("w", 24, 100, dtype=torch.bfloat16), format)
     if format.flat:
         with pytest.raises(
-            ValueError, match=rf"{format.name}'s blocks straddle rows, so rows cannot be picked; dequantize"
+            ValueError, match=rf"{format.name}'s blocks straddle rows, so no row can be read; dequantize"
         ):
             embedding(tokens, w)
         return
@@ -174,9 +174,9 @@ BAD = {
     "stack": (lambda: linear(draw("x", 4), quantize(draw("w", 2, 3, 4), NF4)), ValueError, r"shape \(2, 3, 4\); want"),
     "buffers": (
         lambda: grad(lambda x: linear(x, DEEP).sum())(draw("x", 64)), ValueError,
-        "weight of 10 buffers; wanted at most 8: nest scales less deep",
+        "weight of 10 buffers; wanted at most 8, nest scales less",
     ),
-    "bias": (lambda: linear(draw("x", 64), W, draw("v", 5)), ValueError, r"bias \(5,\); wanted .*, \(24,\)$"),
+    "bias": (lambda: linear(draw("x", 64), W, draw("v", 5)), ValueError, r"bias \(5,\); wanted \(24,\), the rows"),
     "bias of one": (lambda: linear(draw("x", 64), draw("w", 24, 64), draw("v", 1)), ValueError, r"got a bias \(1,\);"),
     "token": (lambda: embedding(torch.tensor([[3, 24]]), W), IndexError, "got token 24; wanted 0 to 23, check the to"),
     "dense token": (lambda: embedding(torch.tensor(24), draw("w", 24, 64)), IndexError, "got token 24; wanted 0 to 23"),
