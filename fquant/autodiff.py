@@ -3,8 +3,8 @@
 *Dead wrappers.* A backward may run after a transform around its forward has ended: torch.func.vjp returns before the
 function that it returns is called. Saved tensors are then still wrapped for levels that have ended. Ops see through
 such wrappers. A vjp with respect to them fails inside torch ("level.has_value() && level <= current_level",
-"escaped?") if one has no gradient and an outer transform is active. So a backward that calls vjp passes its saved
-tensors through :func:`unwrap_dead` first.
+"escaped?") if one has no gradient within an outer transform. So a backward that calls vjp passes its saved tensors
+through :func:`unwrap_dead` first.
 
 *Forward mode.* torch disables forward mode while the jvp of a Function runs. Values computed there carry no tangents,
 so an outer jvp would find zeros, and the second forward derivative would be silently wrong. Every jvp therefore

@@ -85,8 +85,7 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     one that quantises what it reads. Not differentiable.
 
     Raises TypeError for another dtype, and RuntimeError under vmap, where values cannot be checked. Raises ValueError
-    for NaN and infinity, for a vector unless the format is flat, and for importance that does not fit or that the
-    format does not use.
+    for NaN, for infinity, for a vector unless the format is flat, and for importance that does not fit.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)

@@ -1,4 +1,4 @@
-"""fquant.format: tables against bitsandbytes, and what a format refuses to be."""
+"""Tests of fquant.format: tables against bitsandbytes, texts, and invalid formats."""
 
 from dataclasses import replace
 
@@ -117,7 +117,7 @@ def test_plain_keeps_scales_in_float32():
 
 @pytest.mark.parametrize("former, format", [("vq2", AQ_2X8), ("vq3", AQ_3X8)], ids=str)
 def test_former_names(former, format):
-    """A file or a command line of an earlier release may hold them."""
+    """Files and command lines of earlier releases hold these names."""
     assert parse(former) is read(former) is format and parse(former, 64) == read(f"{former}:64")
     assert replace(format, name=former) == format
     text = replace(format, vectors=replace(format.vectors, dim=4)).text

@@ -1,4 +1,4 @@
-"""fquant.lazy: nothing is read until it is, and everything can be planned before."""
+"""Tests of fquant.lazy: planning reads nothing, and reading gives the same values."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""fquant.packed: codes and scales equal bitsandbytes' to the byte where it has them, and a naive loop's elsewhere."""
+"""Tests of fquant.packed: codes and scales equal bitsandbytes' bytes, or those of a naive loop."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ ALL = [NF4, NF4_DQ, FP4, FP4_DQ, INT8, INT8_64]
 
 
 def weight(*shape, dtype=torch.float32, seed=0):
-    """Values of many magnitudes, with zeros, ties and a row of zeros among them."""
+    """Draw values of many magnitudes, with zeros, ties and a row of zeros."""
     w = torch.randn(shape, generator=rng(seed)) * torch.randn(shape, generator=rng(seed + 1)).exp()
     w.view(-1)[3::17] = 0.0
     w.view(-1)[5::19] = 1.5
@@ -44,13 +44,13 @@ def bits(x):
 
 
 def same(a, b):
-    """Equal to the bit, the sign of zero included."""
+    """Return True if tensors are equal bit for bit, the sign of zero included."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
 @pytest.fixture
 def eager():
-    """Without this bitsandbytes compiles its own reference for large blocks."""
+    """Keep bitsandbytes from compiling its own reference for large blocks."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -109,7 +109,7 @@ f32 = np.float32
 
 
 def naive_block(x, whole, format):
-    """(codes, absmax, values) of the elements of one block, one at a time."""
+    """Return (codes, absmax, values) of the elements of one block, one at a time."""
     absmax = max(abs(v) for v in x)
     if format.table is not None and not whole:
         absmax = max(absmax, f32(1e-38))  # so it is kept, too, in bitsandbytes
@@ -133,7 +133,7 @@ def naive_block(x, whole, format):
 
 
 def naive(w, format):
-    """(bytes, absmax, values) of every row, as nested lists."""
+    """Return (bytes, absmax, values) of every row, as nested lists."""
     out = [], [], []
     for row in (w.half() if format.table is None else w).float().tolist():
         row = [f32(v) for v in row]
@@ -167,7 +167,7 @@ def test_equals_a_naive_loop(format, shape, dtype):
 @pytest.mark.parametrize("shape", [(5, 100), (90, 161), (3, 7)], ids=str)
 @named("format", [NF4_DQ, FP4_DQ])
 def test_nested_scales_are_the_plain_ones_quantised(format, shape, dtype):
-    """Of any width: bitsandbytes' 8-bit quantisation of the absmax that the naive loop checks above."""
+    """Compare, at any width, with bitsandbytes' 8-bit quantisation of the absmax that the naive loop checks."""
     w = weight(*shape, dtype=dtype)
     p, plain = quantize(w, format), quantize(w, replace(format, scale=None))
     assert same(p.codes, plain.codes)

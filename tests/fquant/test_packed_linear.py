@@ -1,4 +1,4 @@
-"""fquant.linear: values, errors, constants, and what is kept for the backward. Transforms are in test_transforms."""
+"""Tests of fquant.linear and embedding: values, errors, residuals. Transforms are in test_transforms."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_embedding_decodes_rows(format, tokens):
 @pytest.mark.parametrize("tokens", [torch.tensor(5), torch.tensor([[0, 23], [5, 5]]), torch.zeros(2, 0, dtype=int)])
 @formats
 def test_embedding_of_rows_that_were_picked(format, tokens):
-    """As of the whole table, adapters beside it too."""
+    """Picked rows give the results of the whole table, with adapters too."""
     if format.flat or format.scale is not torch.float32:
         return
     dense = draw("w", 24, 100, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def test_adapted(format, rank_stabilised, magnitude):
 
 @pytest.mark.parametrize("inner, outer", [(i, o) for i in (False, True) for o in (False, True)])
 def test_adapters_nest(inner, outer):
-    """An adapter beside an adapted weight adds to what that weight amounts to."""
+    """An adapter on an adapted weight adds to the sum of both."""
     packed, x = quantize(draw("w", 24, 100), NF4), draw("x", 5, 100)
     one = Adapted(packed, a_lora(24, 100, magnitude=inner))
     two = Adapted(one, Lora(draw("a2", 2, 100), draw("b2", 24, 2), draw("m2", 24).abs() if outer else None))
@@ -241,7 +241,7 @@ def test_derivatives_of_a_scale_raise(which, format):
 
 @formats
 def test_square_weights_are_not_transposed(format):
-    """torchao's NF4Tensor gets exactly this wrong under torch.func.grad: g · Wᵀ instead of g · W."""
+    """torchao's NF4Tensor computes g · Wᵀ instead of g · W here under torch.func.grad."""
     p, x, g = quantize(draw("w", 64, 64), format), draw("x", 5, 64), draw("g", 5, 64)
     w = dequantize(p)
     assert (g @ w - g @ w.T).abs().max() > 1
@@ -316,14 +316,14 @@ def test_adapters_keep_activations_and_no_weight(format, options):
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
 def test_compiled_gradient_of_x_itself(shape):
-    """torch.compile takes the very argument of grad for one that needs none, where a Function is given it."""
+    """torch.compile takes the argument of grad itself for a constant if a Function gets it."""
     torch._dynamo.reset()
     f, x = grad(lambda x, w: linear(x, w).sin().sum()), draw("x", *shape)
     assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x, W), f(x, W))
 
 
 def test_the_count_sees_a_dense_weight():
-    """What the tests above would count if linear kept what it decodes."""
+    """The counts above would show a dense weight if linear kept it."""
     p, x = quantize(draw("w", OUT, WIDTH), NF4), draw("x", T, WIDTH)
     with Live() as live:
         out, pull, *_ = vjp(lambda x: x @ dequantize(p).T, x)

@@ -154,7 +154,7 @@ def test_a_mesh_is_one_process(n):
 
 
 def looked_up(rows):
-    """Look up rows of a table of vectors on a mesh; its list of vectors is not a row, whatever the number of rows."""
+    """Look up rows of a table of vectors on a mesh; its list of vectors is not a row, for any number of rows."""
     w = quantize(normal("w", rows, 64), AQ_2X8)
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), Rules()
     base = shard.local(shard.place({"embed": w}, {"embed": {"": "vocab dim"}}, rules, mesh))

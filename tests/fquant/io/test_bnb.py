@@ -1,4 +1,4 @@
-"""fquant.io.bnb: what bitsandbytes writes is read, and what is written is what bitsandbytes would write."""
+"""Tests of fquant.io.bnb: bitsandbytes' tensors are read, and written byte for byte."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ STATE = f"{NAME}.quant_state.bitsandbytes__"
 
 @pytest.fixture(autouse=True)
 def eager():
-    """Without this bitsandbytes compiles its own reference for large blocks."""
+    """Keep bitsandbytes from compiling its own reference for large blocks."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -32,7 +32,7 @@ def weight(*shape, dtype=torch.float32):
 
 
 def theirs(w, kind="nf4", nested=False, block=64, storage=torch.uint8):
-    """What bitsandbytes puts into a checkpoint, and what it decodes."""
+    """Return bitsandbytes' tensors of a checkpoint and its decoded weight."""
     codes, state = quantize_4bit(w, None, None, block, nested, kind, storage)
     tensors = {f"{NAME}.{key}": t for key, t in state.as_dict(packed=True).items()}
     return {NAME: codes} | tensors, dequantize_4bit(codes, state)
@@ -104,7 +104,7 @@ def test_storage_is_bytes_whatever_its_dtype(shape, storage):
 
 
 def test_a_module_and_a_file(tmp_path):
-    """Linear4bit's own state dict through a file, and back into bitsandbytes' own loader."""
+    """Read Linear4bit's state dict from a file, and load ours with bitsandbytes."""
     layer = bnb.nn.Linear4bit(128, 16, bias=True, quant_type="nf4")
     layer.load_state_dict({"weight": weight(16, 128), "bias": weight(16)})
     layer = layer.to("cpu")
@@ -158,7 +158,7 @@ def test_8bit_both_ways():
 
 
 def state(**changes):
-    """The tensors of a nested weight whose JSON has these keys changed, or removed where None."""
+    """Return the tensors of a nested weight with these keys of the JSON changed, or removed if None."""
     tensors, _ = theirs(weight(6, 128), nested=True)
     found = json.loads(bytes(tensors[STATE + "nf4"].tolist()))
     found = {key: x for key, x in (found | changes).items() if x is not None}
@@ -166,7 +166,7 @@ def state(**changes):
 
 
 def changed(nested=True, **changes):
-    """The tensors of a weight with some replaced, or removed where None; underscores stand for dots."""
+    """Return the tensors of a weight with some replaced, or removed if None; underscores stand for dots."""
     tensors, _ = theirs(weight(6, 128), nested=nested)
     full = {f"{NAME}.{key}" if key != "weight" else NAME: t for key, t in changes.items()}
     return {key: t for key, t in (tensors | full).items() if t is not None}
@@ -196,7 +196,7 @@ REFUSED = {
     "not JSON": (changed(**{JSON: blob(b"{")}), r"bitsandbytes__nf4: not JSON \(.*\); the file is damaged"),
     "not UTF-8": (changed(**{JSON: blob(b"\xff")}), r"bitsandbytes__nf4: not JSON \(.*utf-8"),
     "a list": (changed(**{JSON: blob(b"[1]")}), "got a JSON list; wanted an object"),
-    "twice": (changed(**{JSON: blob(b'{"a": 1, "a": 2}')}), r"not JSON \(a key occurs twice\)"),
+    "twice": (changed(**{JSON: blob(b'{"a": 1, "a": 2}')}), r"not JSON \(a name occurs twice\)"),
     "floats": (changed(**{JSON: weight(3)}), r"got torch.float32 \(3,\); wanted JSON as uint8 \[bytes\]"),
     "unknown key": (state(extra=1), "keys: missing none, unknown extra; wanted blocksize"),
     "missing key": (state(dtype=None), "keys: missing dtype, unknown none"),
@@ -212,7 +212,7 @@ REFUSED = {
     "shape of text": (state(shape="x"), "shape is 'x'; wanted a list of positive"),
     "empty shape": (state(shape=[]), r"shape is \[\]; wanted a list of positive integers"),
     "shape of floats": (state(shape=[6.0, 128]), r"shape is \[6.0, 128\]; wanted a list"),
-    "another shape": (state(shape=[7, 128]), "got 384 bytes of codes; wanted 448, which is what the shape takes"),
+    "another shape": (state(shape=[7, 128]), "got 384 bytes of codes; wanted 448 for the shape"),
     "nested block": (state(nested_blocksize=128), "nested_blocksize is 128; wanted 256"),
     "nested dtype": (state(nested_dtype="float16"), "nested_dtype is 'float16'; wanted 'float32'"),
     "offset": (state(nested_offset=float("nan")), "nested_offset is nan; wanted a finite number"),
@@ -259,7 +259,7 @@ UNSAVED = {
     "blocks of int8": (quantize(W, replace(INT8, block=64)), "one scale a row; got Format"),
     "another table": (quantize(W, replace(NF4, name="mine", table=(0.0,) * 15 + (1.0,))), "has no mine; wanted nf4 or"),
     "dynamic": (quantize(W, DYNAMIC8), "has no dynamic8; wanted nf4 or fp4"),
-    "a stack": (STACKED, "got 768 bytes of codes; wanted 384, which is what the shape takes"),
+    "a stack": (STACKED, "got 768 bytes of codes; wanted 384 for the shape"),
 }
 
 

@@ -1,4 +1,4 @@
-"""fquant.io.safetensors against the safetensors library, over random trees, and on damaged files."""
+"""Tests of fquant.io.safetensors against the safetensors library, over random trees, and on damaged files."""
 
 import dataclasses
 import json
@@ -371,7 +371,7 @@ FORMER = {"fquant.ShardedBook": "fquant.BookPart", "fquant.ShardedStats": "fquan
 
 
 def test_a_file_of_former_names_loads(tmp_path):
-    """Classes and formats were renamed since; the metadata of this file holds the names that they had."""
+    """The metadata of this file holds the former names of renamed classes and formats."""
     book = vq.sharded.init(random.key(0), 64, 4, 16, 32)
     part = vq.sharded.apply(book, make(torch.float32, (8, 4)), random.key(1))[-1]
     written = {"w": quantize(make(torch.float32, (8, 64)), AQ_2X8), "book": book, "stats": part}
