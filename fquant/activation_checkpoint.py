@@ -44,7 +44,8 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     @wraps(f)
     def call(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(_COMPILE.format(_name(f)))
+            fix = "compile the graph that make_fx captures: torch.compile(make_fx(step)(*args))"
+            raise RuntimeError(f"remat({_name(f)}) cannot be traced by torch.compile; {fix}")
         leaves, structure = tree.flatten(args)
         slots = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         static = tuple(leaf for leaf, is_tensor in zip(leaves, slots, strict=True) if not is_tensor)
@@ -69,7 +70,9 @@ class _Spec:
         for path, leaf in tree.items(result):
             if not (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise TypeError(_RESULT.format(_name(self.f), f" at {path}" if path else "", got))
+                where = f" at {path}" if path else ""
+                fix = "wanted tensors of floats only, return the rest from outside"
+                raise TypeError(f"remat({_name(self.f)}) returned{where} {got}; {fix}")
         leaves, structure = tree.flatten(result)
         self.result[:] = [structure]
         return tuple(leaves)
@@ -146,12 +149,6 @@ class _Once(torch.autograd.Function):
 
 
 _FIRST_ORDER = "remat({}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
-
-_RESULT = "remat({}) returned{} {}; wanted tensors of floats only, return the rest from outside"
-
-_COMPILE = (
-    "remat({}) cannot be traced by torch.compile; compile what make_fx captured: torch.compile(make_fx(step)(*args))"
-)
 
 
 def _name(f: Any) -> str:

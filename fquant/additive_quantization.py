@@ -165,11 +165,9 @@ def _means(codes: Tensor, x: Tensor, mass: Tensor, table: Tensor) -> tuple[Tenso
 
 def _search(groups: _Groups, vectors: Tensor) -> Tensor:
     """Return the codes u8[n S] of the best sums of vectors f32[S 256 D] that a beam finds for groups."""
-    codes = torch.empty(len(groups.x), len(vectors), dtype=torch.uint8, device=groups.x.device)
-    for start in range(0, len(codes), CHUNK):
-        part = slice(start, start + CHUNK)
-        codes[part] = _beam(groups.x[part], None if groups.near is None else groups.near[part], vectors)
-    return codes
+    parts = [slice(start, start + CHUNK) for start in range(0, len(groups.x), CHUNK)]
+    near = lambda part: None if groups.near is None else groups.near[part]
+    return torch.cat([_beam(groups.x[part], near(part), vectors) for part in parts]).to(torch.uint8)
 
 
 def _beam(x: Tensor, near: Tensor | None, vectors: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def init(
         raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
     key = random.key(key)
     rule = re.compile(targets)
-    weights = tree.items(base, is_leaf=_is_weight)
+    weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
     targeted = {path: w for path, w in weights if rule.fullmatch(path)}
     if not targeted:
         known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
@@ -151,17 +151,19 @@ def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> An
     again mostly rounds a small update away.
     """
 
-    def merged_weight(x: Any) -> Any:
+    def merged(x: Any) -> Any:
+        if isinstance(x, AfterLoad):
+            raise ValueError("merge got adapters of a subtree that is not loaded; load it first (shard.collect)")
         if not isinstance(x, Adapted):
-            return x
-        base = merged_weight(x.base)
+            return tree.map_children(lambda _, child: merged(child), x)
+        base = merged(x.base) if isinstance(x.base, Adapted) else x.base
         w = dequantize(base) if isinstance(base, Packed) else base
-        merged = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
+        total = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
         if x.lora.magnitude is not None:
-            merged = merged * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
-        return merged.to(dtype or w.dtype)
+            total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
+        return total.to(dtype or w.dtype)
 
-    return _map_adapted(merged_weight, attach(base, adapters))
+    return merged(attach(base, adapters))
 
 
 def stack(many: list[Adapters]) -> Adapters:
@@ -169,20 +171,8 @@ def stack(many: list[Adapters]) -> Adapters:
     return tree.map(lambda *leaves: torch.stack(leaves), *many)
 
 
-def _map_adapted(f: Any, x: Any) -> Any:
-    if isinstance(x, AfterLoad):
-        raise ValueError("merge got adapters of a subtree that is not loaded; load it first (shard.collect)")
-    if isinstance(x, Adapted):
-        return f(x)
-    return tree.map_children(lambda _, child: _map_adapted(f, child), x)
-
-
 def _is_adapters(x: Any) -> bool:
     return isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Adapted | Loadable)
 
 
 def _shape(w: Any) -> tuple[int, int]:

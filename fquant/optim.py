@@ -27,14 +27,7 @@ from .tree import node
 
 Tree = TypeVar("Tree")  # of parameters, their gradients or updates
 State = TypeVar("State")
-NewState = TypeVar("NewState", covariant=True)
 Schedule: TypeAlias = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
-
-
-class Init(Protocol[NewState]):
-    """A function of the parameters to the state before the first update."""
-
-    def __call__(self, params: Any, /) -> NewState: ...
 
 
 class Update(Protocol[State]):
@@ -46,7 +39,7 @@ class Update(Protocol[State]):
 class Optimizer(NamedTuple, Generic[State]):
     """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``."""
 
-    init: Init[State]
+    init: Callable[[Any], State]
     update: Update[State]
 
 
@@ -71,7 +64,7 @@ def adamw(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer[AdamState]:
     """Return AdamW as in ``torch.optim.AdamW``."""
-    rate = _schedule(lr)
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(b1=b1, b2=b2)
     _check_not_negative(eps=eps, weight_decay=weight_decay)
 
@@ -97,7 +90,7 @@ def sgd(
     lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Optimizer[MomentumState]:
     """Return gradient descent with momentum as in ``torch.optim.SGD`` without dampening."""
-    rate = _schedule(lr)
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(momentum=momentum)
     _check_not_negative(weight_decay=weight_decay)
     if nesterov and momentum == 0.0:
@@ -122,7 +115,7 @@ def lion(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
 ) -> Optimizer[MomentumState]:
     """Return Lion, whose update is the sign of a mean that leans towards the newest gradient."""
-    rate = _schedule(lr)
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(b1=b1, b2=b2)
     _check_not_negative(weight_decay=weight_decay)
 
@@ -233,10 +226,6 @@ def _check_end(lr: float, total: int, warmup: int, end: float) -> float:
     if not 0 <= end <= lr:
         raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
     return end / lr
-
-
-def _schedule(lr: float | Schedule) -> Schedule:
-    return lr if callable(lr) else constant(lr)
 
 
 def _debias(b: float, step: Tensor) -> Tensor:

@@ -89,10 +89,8 @@ def header(path: str | Path) -> Header:
             raise ValueError(f"got a header that is no JSON ({error}), wanted safetensors; check the file") from error
         _expect(isinstance(content, dict), f"header: got a JSON {type(content).__name__}, wanted an object")
         metadata = content.pop("__metadata__", {})
-        _expect(
-            isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()),
-            f"__metadata__: got {metadata!r:.80}, wanted an object of strings",
-        )
+        is_text = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+        _expect(is_text, f"__metadata__: got {metadata!r:.80}, wanted an object of strings")
         tensors = {name: _entry(name, item, 8 + length) for name, item in content.items()}
         _check_cover(tensors, 8 + length, size)
     return Header(path, tensors, metadata)
@@ -217,15 +215,11 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
 def _entry(name: str, item: Any, data: int) -> Entry:
     with at(name):
-        _expect(
-            isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"},
-            f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets",
-        )
+        is_entry = isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"}
+        _expect(is_entry, f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets")
         dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-        _expect(
-            isinstance(dtype, str) and dtype in DTYPES,
-            f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}",
-        )
+        is_known = isinstance(dtype, str) and dtype in DTYPES
+        _expect(is_known, f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
         _expect(_counts(shape), f"got shape {shape!r:.80}, wanted a list of numbers of at least 0")
         _expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
         start, stop = offsets
