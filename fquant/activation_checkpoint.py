@@ -104,7 +104,7 @@ class _Remat(torch.autograd.Function):
             found = pull(tuple(cotangents))
         if first:
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
-            found = _Once.apply(_name(spec.f), len(found), *found, *inputs)
+            found = _FirstOrderOnly.apply(_name(spec.f), len(found), *found, *inputs)
         slots: list[Any] = [None] * len(tensors)
         for i, g in zip(wanted, found, strict=True):
             slots[i] = g
@@ -126,7 +126,7 @@ def _run_at(spec: _Spec, tensors: list[Tensor], places: list[int], *variables: T
     return spec.run(*args)
 
 
-class _Once(torch.autograd.Function):
+class _FirstOrderOnly(torch.autograd.Function):
     """The identity on gradients that were computed without a graph; its derivatives raise."""
 
     generate_vmap_rule = True

@@ -49,7 +49,7 @@ def init(
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Adapters:
-    """Create an adapter that is zero yet for every weight of ``base`` whose whole path matches ``targets``.
+    """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
     depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,

@@ -71,7 +71,7 @@ def save(
             if "embed" in module.rpartition(".")[2]:
                 raise ValueError(f"{module} is an embedding, whose adapters differ in PEFT; merge it instead")
             if module in by_module:
-                raise ValueError(f"got the module {module} of another adapter, wanted one of its own; mend module_name")
+                raise ValueError(f"got the module {module} of another adapter, wanted its own; fix module_name")
         by_module[module] = lora
         for field, suffix in FIELDS.items():
             if (tensor := getattr(lora, field)) is not None:
@@ -195,13 +195,13 @@ def _check_targets(config: dict[str, Any], modules: dict[str, Any]) -> None:
     if targets is None or targets == "all-linear":
         return
     if isinstance(targets, str):
-        strange, missing = [module for module in modules if not re.fullmatch(targets, module)], []
+        surplus, missing = [module for module in modules if not re.fullmatch(targets, module)], []
     else:
         ends = {module: {module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")} for module in modules}
-        strange = [module for module in modules if not ends[module] & set(targets)]
+        surplus = [module for module in modules if not ends[module] & set(targets)]
         missing = sorted(set(targets).difference(*ends.values()))
-    if strange:
-        raise ValueError(f"{strange[0]}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it")
+    if surplus:
+        raise ValueError(f"{surplus[0]}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it")
     if missing and not config["exclude_modules"] and config["layers_to_transform"] is None:
         raise ValueError(f"{missing[0]}: got no tensors, wanted some, it is in target_modules of {CONFIG}")
 
