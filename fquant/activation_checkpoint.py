@@ -1,16 +1,15 @@
-"""remat: forget what a function computed and compute it again in the backward, under torch.func.
+"""Activation checkpointing (rematerialisation) under torch.func: recompute a function in its backward.
 
     block = remat(block)                # gradients of first order
     block = remat(block, order=2)       # of any order
 
-Only the arguments are kept. ``torch.utils.checkpoint`` does this with saved-tensor hooks, which torch.func refuses;
-here it is an autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward
-so that it can be differentiated again, and so keeps everything the recomputation makes; at first order this backward
-records nothing instead, which is where the memory goes. Differentiating it again would then give silent zeros: it
-raises.
+Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks, which torch.func rejects; this is an
+autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
+create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
+saves the memory. Differentiating it again would give silent zeros, so it raises.
 
-Every tensor that the function uses must be an argument: one that it closes over would get a silent zero gradient, so
-it is refused by name.
+Every tensor that the function uses must be an argument. A tensor in its closure would get a silent zero gradient, so it
+raises with the name.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from .autodiff import forward_mode, unwrap_dead
 
 
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
-    """``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
+    """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
 
-    ``order`` 1 allows one derivative in reverse (and any number in forward mode before it); 2 allows any, and keeps
-    what the recomputation makes if it is differentiated.
+    ``order`` 1 allows one reverse derivative (and any number of forward ones before it). 2 allows any, and keeps the
+    recomputed results if they are differentiated.
 
-    Raises TypeError when ``f`` closes over a tensor or returns anything but float tensors, RuntimeError when order 1
-    is differentiated twice.
+    Raises TypeError if ``f`` closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is
+    differentiated twice.
     """
     if order not in (1, 2):
         raise ValueError(f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
@@ -45,7 +44,8 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     @wraps(f)
     def call(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(_COMPILE.format(_name(f)))
+            fix = "compile the graph that make_fx captures: torch.compile(make_fx(step)(*args))"
+            raise RuntimeError(f"remat({_name(f)}) cannot be traced by torch.compile; {fix}")
         leaves, structure = tree.flatten(args)
         slots = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         static = tuple(leaf for leaf, is_tensor in zip(leaves, slots, strict=True) if not is_tensor)
@@ -57,20 +57,22 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
 
 
 class _Spec:
-    """The static half of a call: the function, how its arguments are put together, and how its result is."""
+    """The static half of a call: the function, and the structures of its arguments and of its result."""
 
     def __init__(self, f: Any, structure: Any, slots: tuple[bool, ...], static: tuple[Any, ...], order: int) -> None:
         self.f, self.structure, self.slots, self.static, self.order = f, structure, slots, static, order
         self.result: list[Any] = []
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        one, other = iter(tensors), iter(self.static)
-        args = tree.unflatten(self.structure, [next(one) if tensor else next(other) for tensor in self.slots])
+        dynamic, static = iter(tensors), iter(self.static)
+        args = tree.unflatten(self.structure, [next(dynamic if is_tensor else static) for is_tensor in self.slots])
         result = self.f(*args)
         for path, leaf in tree.items(result):
             if not (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise TypeError(_RESULT.format(_name(self.f), f" at {path}" if path else "", got))
+                where = f" at {path}" if path else ""
+                fix = "wanted tensors of floats only, return the rest from outside"
+                raise TypeError(f"remat({_name(self.f)}) returned{where} {got}; {fix}")
         leaves, structure = tree.flatten(result)
         self.result[:] = [structure]
         return tuple(leaves)
@@ -89,7 +91,7 @@ class _Remat(torch.autograd.Function):
         ctx.spec, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)  # zero tangents of constants would ask more of the function than was asked
+        ctx.set_materialize_grads(False)  # so that constants have no tangents, of zeros
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -97,12 +99,12 @@ class _Remat(torch.autograd.Function):
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         first = spec.order == 1
         with torch.no_grad() if first else nullcontext():
-            outputs, pull, *_ = torch.func.vjp(partial(_only, spec, tensors, wanted), *[tensors[i] for i in wanted])
+            outputs, pull, *_ = torch.func.vjp(partial(_run_at, spec, tensors, wanted), *[tensors[i] for i in wanted])
             cotangents = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outputs, strict=True)]
             found = pull(tuple(cotangents))
         if first:
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
-            found = _Once.apply(_name(spec.f), len(found), *found, *inputs)
+            found = _FirstOrderOnly.apply(_name(spec.f), len(found), *found, *inputs)
         slots: list[Any] = [None] * len(tensors)
         for i, g in zip(wanted, found, strict=True):
             slots[i] = g
@@ -112,20 +114,20 @@ class _Remat(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         moving = [i for i, t in enumerate(tangents) if t is not None]
         with forward_mode(ctx.saved_tensors) as tensors:
-            f = partial(_only, ctx.spec, tensors, moving)
+            f = partial(_run_at, ctx.spec, tensors, moving)
             return torch.func.jvp(f, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))[1]
 
 
-def _only(spec: _Spec, tensors: list[Tensor], which: list[int], *some: Tensor) -> tuple[Tensor, ...]:
-    """The function of the tensors at ``which`` alone, the others being constants."""
-    full = list(tensors)
-    for i, t in zip(which, some, strict=True):
-        full[i] = t
-    return spec.run(*full)
+def _run_at(spec: _Spec, tensors: list[Tensor], places: list[int], *variables: Tensor) -> tuple[Tensor, ...]:
+    """Call the function with ``variables`` at these places and the other ``tensors`` as constants."""
+    args = list(tensors)
+    for i, t in zip(places, variables, strict=True):
+        args[i] = t
+    return spec.run(*args)
 
 
-class _Once(torch.autograd.Function):
-    """The identity on gradients that were computed without a record: differentiating them raises."""
+class _FirstOrderOnly(torch.autograd.Function):
+    """The identity on gradients that were computed without a graph; its derivatives raise."""
 
     generate_vmap_rule = True
 
@@ -147,12 +149,6 @@ class _Once(torch.autograd.Function):
 
 
 _FIRST_ORDER = "remat({}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
-
-_RESULT = "remat({}) returned{} {}; wanted tensors of floats only, return the rest from outside"
-
-_COMPILE = (
-    "remat({}) cannot be traced by torch.compile; compile what make_fx captured: torch.compile(make_fx(step)(*args))"
-)
 
 
 def _name(f: Any) -> str:

@@ -1,20 +1,19 @@
 """Comm: the six places where a forward pass may communicate.
 
-A model never sees a mesh. It is written once, against these six functions, and is given others when its weights are
-spread over ranks:
+A model never sees a mesh. It is written once, against these six functions, and gets other ones if its weights are
+sharded over ranks:
 
-    load(subtree)      what a block does first with its parameters: gathers them where they are sharded
-    rows(table, ids)   what an embedding does with its table instead: of all rows these are the only ones it needs
-    part(block, x)     what the loss of a head does instead: its table may stay where it is, and ``x`` come to all of it
+    load(subtree)      called by a block on its parameters first: gathers the sharded ones
+    rows(table, ids)   called by an embedding on its table: gathers only the rows that the ids need
+    part(block, x)     called by the loss of a head: the table may stay sharded if the rows of ``x`` travel instead
     enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
-    wrap(block)        how a block is called: plainly, or recomputed in the backward so that what ``load`` brought
-                       is not kept (see fquant.remat)
+    wrap(block)        calls a block: plainly, or with recomputation in the backward, so that gathered parameters
+                       are not kept (see fquant.remat)
 
-``LOCAL`` is all identity. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
+``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
 
-A subtree that only ``load`` can open is *closed*: its class derives from :class:`Closed`, and its inner paths are not
-visible until then. What is to happen to it once it is open (adapters being attached, say) waits beside it in a
-:class:`Deferred`, and ``load`` does it.
+A subtree that only ``load`` can open derives from :class:`Loadable`, and its inner paths are invisible until then. An
+:class:`AfterLoad` holds work to be done on it once it is open, such as attaching adapters; ``load`` does that work.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Loadable:
 
 @node
 class AfterLoad(Loadable):
-    """``then(load(closed), args)``, to be done by ``load``; ``args`` is a tree."""
+    """A deferred call ``then(load(closed), args)``, which ``load`` makes; ``args`` is a tree."""
 
     closed: Any
     args: Any
@@ -43,10 +42,10 @@ class AfterLoad(Loadable):
 
 @node
 class LookedUpRows:
-    """Of a table of ``size`` rows those that some ids ask for, in the order of the ids.
+    """The rows of a table of ``size`` rows that some ids ask for, in the order of the ids.
 
-    ``table`` is the weight [size dim] but for its tensors, of which dim 0 is that of the ids. It stands for the weight
-    where it is looked up with these ids, and nowhere else (see fquant.linear.embedding).
+    ``table`` is the weight [size dim], except that dim 0 of its tensors is that of the ids. It replaces the weight in a
+    lookup of these very ids only (see ``fquant.embedding``).
     """
 
     table: Any
@@ -55,12 +54,12 @@ class LookedUpRows:
 
 @node
 class VocabShard:
-    """Of a table of ``size`` rows those that this process has, from ``first`` on; every process has some of its own.
+    """This process's rows of a vocabulary-parallel table of ``size`` rows, from row ``first`` on.
 
-    ``table`` is the weight [size dim] but for its tensors, of which dim 0 is that of these rows. The tokens of all
-    processes meet them: ``gather`` brings [k ...] of each to all, as [n·k ...] in which this process is at ``place``;
-    ``scatter`` sums [n·k ...] over processes, and each keeps its own [k ...]. A process has at most ``most`` tokens.
-    ``whole(closed)`` is the weight itself.
+    ``table`` is the weight [size dim], except that dim 0 of its tensors counts these rows. The tokens of all n
+    processes meet every shard: ``gather`` concatenates [k ...] of each to [n·k ...], in which this process is at
+    ``place``; ``scatter`` sums [n·k ...] over processes, and each keeps its own [k ...]. A process has at most ``most``
+    tokens. ``whole(closed)`` is the full weight.
     """
 
     table: Any
@@ -75,7 +74,7 @@ class VocabShard:
 
 
 def identity(x: Any) -> Any:
-    """``x``."""
+    """Return ``x``."""
     return x
 
 
@@ -83,9 +82,9 @@ def identity(x: Any) -> Any:
 class Comm:
     """The communication of a forward pass, as six functions; see the module's docstring.
 
-    ``open`` gathers one closed node into the tree it stands for; use :meth:`load` in models. ``pick`` brings of one
-    closed table the rows that ids ask for, or the table; use :meth:`rows`. ``cut`` opens one closed block but for its
-    table, which may be a Part; use :meth:`part`. None is ``open``.
+    Models call the methods :meth:`load`, :meth:`rows` and :meth:`part`, which use these fields: ``open`` gathers one
+    Loadable into the tree that it stands for. ``pick`` gathers the rows of one closed table that ids ask for, or the
+    table. ``cut`` opens one closed block except for its table, which may become a VocabShard. None means ``open``.
     """
 
     open: Callable[[Any], Any] = identity
@@ -96,21 +95,21 @@ class Comm:
     cut: Callable[[Any, Tensor, str], Any] | None = None
 
     def load(self, x: Any) -> Any:
-        """The parameters of one block, ready for use: closed nodes opened, deferred work done."""
+        """Open the parameters of one block and do the work that waits for them."""
         if isinstance(x, AfterLoad):
             return x.then(self.load(x.closed), x.args)
         return self.open(x) if isinstance(x, Loadable) else x
 
     def rows(self, x: Any, ids: Tensor) -> Any:
-        """The table of an embedding, ready to be looked up with ``ids``, and with no others."""
+        """Make the table of an embedding ready for a lookup of ``ids``, and of no others."""
         if isinstance(x, AfterLoad):
             return x.then(self.rows(x.closed, ids), x.args)
         return self.pick(x, ids) if isinstance(x, Loadable) and self.pick is not None else self.load(x)
 
     def part(self, x: Any, rows: Tensor, path: str = "") -> Any:
-        """The block that ends in a head, ready for the loss of ``rows`` f[... dim], and of no others.
+        """Make the block that ends in a head ready for the loss of ``rows`` f[... dim], and of no others.
 
-        At ``path`` is the head's table [vocab dim], or a Part of it. Work that waits is done to the whole of it.
+        The head's table at ``path`` is [vocab dim] or a VocabShard of it. Work that waits is done on the whole table.
         """
         if self.cut is None or isinstance(x, AfterLoad) or not isinstance(x, Loadable):
             return self.load(x)
@@ -121,14 +120,14 @@ LOCAL = Comm()
 
 
 class RowExchange(NamedTuple):
-    """The collectives of rows that are spread over ranks by dim 0; by default there is one rank.
+    """The collectives of rows that are sharded over ranks along dim 0; the defaults are those of one rank.
 
     ``shard.exchange_rows`` makes one over an axis of a mesh.
     """
 
     gather: Callable[[Tensor], Tensor] = identity  # [n ...] of each rank to [N ...] of all, each padded to the maximum
-    mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # the n rows of [N ...] that are this rank's
-    scatter: Callable[[Tensor], Tensor] = identity  # the sum over ranks of [N ...]; each keeps its own, padded
+    mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # this rank's n rows of [N ...]
+    scatter: Callable[[Tensor], Tensor] = identity  # the sum over ranks of [N ...]; each keeps its own rows, padded
     largest: Callable[[Tensor], Tensor] = identity  # the maximum over ranks of i64[N]
     sum: Callable[[Any], Any] = identity  # the sum over ranks of a tree
     place: tuple[int, int] = (0, 1)  # this rank, and the number of ranks

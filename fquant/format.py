@@ -1,14 +1,13 @@
-"""Formats are values: what the codes of a quantised array mean.
+"""Quantisation formats: the meaning of the codes of a quantised array, as frozen values.
 
-A format says how many bits a code has, what value each code stands for, how many elements share a scale, and how the
-scales themselves are kept. It is a frozen value with no behaviour: a new format is a line in this file, a variation is
-``dataclasses.replace(NF4, block=128)``, and double quantisation is a format whose ``scale`` is another format. Values
-come from one of three places: a table that is part of the format, the integers themselves, or vectors that are learned
-from each array and kept beside its codes.
+A format gives the bits and the value of each code, the elements that share a scale, and the format of the scales.
+Values come from a table in the format, from the integers themselves, or from vectors that are learned and kept for each
+array. A new format is a line in this file, and a variation is ``dataclasses.replace(NF4,
+block=128)``. Double quantisation is a format whose ``scale`` is another format.
 
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
-optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables are those of
-bitsandbytes to the bit, so that codes and scales are interchangeable with it. Sums of learned vectors, Babenko &
+optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables equal those
+of bitsandbytes bit for bit, so codes and scales are interchangeable with it. Sums of learned vectors: Babenko &
 Lempitsky 2014 (additive quantization); of weights, Egiazarian et al. 2024 (AQLM).
 """
 
@@ -23,17 +22,18 @@ import torch
 
 from .tree import value
 
-CODES = 256  # vectors of a stage: a code of theirs is a byte
+CODES = 256  # vectors in a stage: the code of a vector is a byte
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_NAMES: dict[str, Format] = {}  # the formats of this file, which have a short text
+FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # renamed formats: the name in older files -> the name now
+_NAMES: dict[str, Format] = {}  # the formats of this file; their text is short
 
 
 @value
 @dataclass(frozen=True)
 class Vectors:
-    """What codes of learned vectors stand for: ``dim`` elements along a row are the sum of ``stages`` vectors.
+    """The sizes of learned vectors: ``dim`` elements along a row are the sum of ``stages`` vectors.
 
-    Each stage has 256 vectors of its own, so an element has 8 · stages / dim bits.
+    Each stage has 256 vectors of its own, so an element takes 8 · stages / dim bits.
 
     Raises ValueError for sizes below 1.
     """
@@ -50,19 +50,18 @@ class Vectors:
 @value
 @dataclass(frozen=True)
 class Format:
-    """What the codes of a quantised array mean.
+    """The meaning of the codes of a quantised array.
 
-    name    lower case, unique; what a command line and a file call it
-    bits    4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
-    block   elements along a row that share one scale; None: the whole row
-    table   the value of every code, in units of the scale; None: codes are int8 in units of scale / 127, or vectors
-    scale   the format in which scales are kept; None: float32
-    flat    blocks run over the flattened array and may straddle rows
-    center  the mean is subtracted before quantising and kept as ``Packed.offset``
-    vectors of what size vectors are that are learned and kept as ``Packed.vectors``; None: none are
-    text    the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON for one that is not in this file
-
-    plain   this format with its scales in float32
+        name     lower case, unique; used by command lines and files
+        bits     4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
+        block    elements along a row that share one scale; None: the whole row
+        table    the value of every code, in units of the scale; None: int8 in units of scale / 127, or vectors
+        scale    the format of the scales; None: float32
+        flat     blocks run over the flattened array and may straddle rows
+        center   the mean is subtracted before quantising and kept as ``Packed.offset``
+        vectors  the sizes of the vectors that are learned and kept as ``Packed.vectors``; None: there are none
+        text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
+        plain    this format with its scales in float32
 
     Raises ValueError for a block size, a table or another field that the format cannot have.
     """
@@ -79,6 +78,7 @@ class Format:
     plain: ClassVar[Format]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
         if self.bits not in (4, 8):
             raise ValueError(f"{self.name}: bits is {self.bits}; wanted 4 or 8")
         if self.block is not None and self.block not in BLOCKS:
@@ -86,28 +86,27 @@ class Format:
         if self.block is None and self.bits == 4:
             raise ValueError(f"{self.name}: a 4-bit format needs a block; use one of {', '.join(map(str, BLOCKS))}")
         if self.table is not None and len(self.table) != 2**self.bits:
-            raise ValueError(
-                f"{self.name}: the table has {len(self.table)} values; {self.bits} bits need {2**self.bits}"
-            )
+            size = len(self.table)
+            raise ValueError(f"{self.name}: the table has {size} values; {self.bits} bits need {2**self.bits}")
         if self.table is None and self.bits != 8:
             raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
         if self.vectors is not None:
             self._check_vectors(self.vectors)
-        # Made here and kept, since torch.compile can read an attribute but not make a value on the way.
+        # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
     def _check_vectors(self, vectors: Vectors) -> None:
         for name in ("table", "scale", "flat", "center"):
             if getattr(self, name):
-                raise ValueError(f"{self.name}: vectors that are learned do not go with {name}; leave it out")
+                raise ValueError(f"{self.name}: learned vectors do not combine with {name}; leave it out")
         if self.bits != 8:
             raise ValueError(f"{self.name}: bits is {self.bits}; a code of {CODES} vectors has 8")
         if self.block is not None and self.block % vectors.dim:
             raise ValueError(f"{self.name}: block is {self.block}; wanted whole vectors of {vectors.dim} elements")
 
     def __hash__(self) -> int:
-        return hash(self.text)  # a string keeps its hash; the fields, with tables of hundreds of values, do not
+        return hash(self.text)  # strings cache their hash; tuples, here of hundreds of values, do not
 
     def __repr__(self) -> str:
         return f"Format({self.name!r}, block={self.block})"
@@ -115,17 +114,18 @@ class Format:
 
 def _spell(format: Format) -> str:
     known = _NAMES.get(format.name)
-    if known is None or _but_block(known) != _but_block(format) or (format.block is None and known.block is not None):
+    lost_block = known is not None and format.block is None and known.block is not None  # short text has no "none"
+    if known is None or lost_block or _all_but_block(known) != _all_but_block(format):
         return json.dumps(asdict(format), separators=(",", ":"))
     return format.name if known.block == format.block else f"{format.name}:{format.block}"
 
 
-def _but_block(format: Format) -> tuple[object, ...]:
+def _all_but_block(format: Format) -> tuple[object, ...]:
     return tuple(getattr(format, f.name) for f in fields(format) if f.name != "block")
 
 
 def _dynamic_map() -> tuple[float, ...]:
-    """The signed dynamic map: for each decade 1e-6 .. 1, twice as many evenly spaced values as for the one before."""
+    """Return the signed dynamic map: each decade of 1e-6 .. 1 has twice as many values as the one before."""
     values = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
@@ -134,7 +134,7 @@ def _dynamic_map() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-# The quantiles of a normal distribution, scaled to [-1, 1]: hard-coded, since recomputing them differs in last digits.
+# The quantiles of a normal distribution, scaled to [-1, 1]; literals, because recomputing changes the last digits.
 _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
@@ -161,8 +161,9 @@ for _format in _NAMES.values():
 
 @lru_cache(maxsize=256)
 def read(text: str) -> Format:
-    """The format whose ``text`` this is; ValueError for anything else."""
+    """Return the format whose ``text`` this is; raise ValueError for anything else."""
     name, colon, block = text.partition(":")
+    name = FORMER_NAMES.get(name, name)
     if name in _NAMES and (not colon or (block.isascii() and block.isdecimal())):
         return replace(_NAMES[name], block=int(block)) if colon else _NAMES[name]
     try:
@@ -178,22 +179,23 @@ def _from_dict(parts: dict[str, Any]) -> Format:
 
 
 def parse(name: str, block: int | None = None) -> Format:
-    """The format called ``name``, with another block size if ``block`` is given.
+    """Return the format called ``name``, with another block size if ``block`` is given.
 
     Raises ValueError for an unknown name, or a block size that the format cannot have.
     """
+    name = FORMER_NAMES.get(name, name)
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")
     return FORMATS[name] if block is None else replace(FORMATS[name], block=block)
 
 
 def num_blocks(format: Format, width: int) -> int:
-    """How many scales a row of ``width`` elements has; the last block may be short."""
+    """Return the number of scales of a row of ``width`` elements; the last block may be short."""
     return 1 if format.block is None else -(-width // format.block)
 
 
 def num_bytes(format: Format, width: int) -> int:
-    """How many bytes the codes of a row of ``width`` elements take."""
+    """Return the number of bytes of the codes of a row of ``width`` elements."""
     if format.vectors is not None:
         return -(-width // format.vectors.dim) * format.vectors.stages
     return -(-width * format.bits // 8)

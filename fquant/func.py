@@ -1,7 +1,7 @@
-"""torch.func's grad, grad_and_value, vjp and jvp, with the differentiated leaves checked first.
+"""torch.func's grad, grad_and_value, vjp and jvp, which check the differentiated leaves first.
 
-torch.func says of an integer or absent leaf only that something must require gradients. These say which leaf, by path,
-and what to do about it; otherwise they are torch.func's functions, and either may be used.
+torch.func rejects an integer or absent leaf without naming it ("only Tensors of floating point dtype can require
+gradients"). These functions raise TypeError with its path and the fix, and are torch.func's otherwise.
 """
 
 from __future__ import annotations
@@ -15,30 +15,28 @@ from torch import Tensor
 
 from . import tree
 
+Argnums = int | tuple[int, ...]
 
-def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """``torch.func.grad``; raises TypeError naming the path of a leaf that cannot be differentiated."""
+
+def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Return ``torch.func.grad`` of ``f`` with checked arguments."""
     return _checked(torch.func.grad(f, argnums, has_aux), argnums)
 
 
-def grad_and_value(
-    f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """``torch.func.grad_and_value``; raises TypeError naming the path of a leaf that cannot be differentiated."""
+def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Return ``torch.func.grad_and_value`` of ``f`` with checked arguments."""
     return _checked(torch.func.grad_and_value(f, argnums, has_aux), argnums)
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """``torch.func.vjp``; raises TypeError naming the path of a leaf that cannot be differentiated."""
-    for i, primal in enumerate(primals):
-        check(primal, f"argument {i}")
+    """Call ``torch.func.vjp`` on checked primals."""
+    _check_all(primals)
     return torch.func.vjp(f, *primals, has_aux=has_aux)
 
 
 def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False) -> Any:
-    """``torch.func.jvp``; raises TypeError naming the path of a leaf that cannot be differentiated."""
-    for i, primal in enumerate(primals):
-        check(primal, f"argument {i}")
+    """Call ``torch.func.jvp`` on checked primals."""
+    _check_all(primals)
     return torch.func.jvp(f, primals, tangents, has_aux=has_aux)
 
 
@@ -55,11 +53,15 @@ def check(x: Any, where: str = "") -> None:
         )
 
 
-def _checked(transformed: Callable[..., Any], argnums: int | tuple[int, ...]) -> Callable[..., Any]:
+def _check_all(args: tuple[Any, ...], argnums: Argnums | None = None) -> None:
+    for i in range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums:
+        check(args[i], f"argument {i}")
+
+
+def _checked(transformed: Callable[..., Any], argnums: Argnums) -> Callable[..., Any]:
     @wraps(transformed)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for i in (argnums,) if isinstance(argnums, int) else argnums:
-            check(args[i], f"argument {i}")
+        _check_all(args, argnums)
         return transformed(*args, **kwargs)
 
     return call

@@ -1,8 +1,8 @@
-"""Lazy: something that has not been read yet.
+"""Lazy leaves: tensors or nodes that have not been read yet.
 
-A checkpoint is opened as a tree whose leaves are Lazy: each knows what it will be (``like``, of meta tensors, so shapes
-and formats can be planned with) and how to get it (``read``). Verbs pass over it: quantising a Lazy gives a Lazy that
-reads and quantises. A model that fits nowhere whole is so quantised, placed and sharded a tensor at a time.
+A checkpoint is opened as a tree of Lazy leaves. Each knows its shape and format as meta tensors (``like``), for
+planning, and how to load its values (``read``). Verbs pass over it: quantising a Lazy gives a Lazy that reads and
+quantises. So a model that does not fit on any device is quantised, placed and sharded one tensor at a time.
 
 To torch's pytree a Lazy is an opaque leaf.
 """
@@ -18,10 +18,10 @@ from . import tree
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """``read()`` gives the tensor or node; ``like`` is the same with meta tensors.
+    """A tensor or node that ``read()`` loads; ``like`` is the same with meta tensors.
 
-    ``stamp()`` is a short text that tells apart sources of different content without reading them whole; ranks that
-    are to read parts of the same thing compare it.
+    ``stamp()`` is a short text that identifies the content of the source without reading all of it. Ranks that read
+    parts of the same source compare it.
     """
 
     read: Callable[[], Any]
@@ -30,15 +30,15 @@ class Lazy:
 
 
 def map(f: Callable[[Any], Any], x: Lazy) -> Lazy:
-    """A Lazy that reads ``x`` and applies ``f``, which must also accept meta tensors."""
+    """Return a Lazy that reads ``x`` and applies ``f``, which must also accept meta tensors."""
     return replace(x, read=lambda: f(x.read()), like=f(x.like))
 
 
 def read(x: Any) -> Any:
-    """The tree ``x`` with every Lazy read; an error is raised with the leaf's path in front."""
+    """Read every Lazy of the tree ``x``; an error is raised with the leaf's path in front."""
     return tree.map_with_path(lambda _, leaf: leaf.read() if isinstance(leaf, Lazy) else leaf, x)
 
 
 def like(x: Any) -> Any:
-    """The tree ``x`` in meta tensors: every Lazy replaced by what it will be, every tensor by its outline."""
+    """Return the tree ``x`` with meta tensors for leaves, of a Lazy its ``like``."""
     return tree.map(lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta"), x)

@@ -1,4 +1,4 @@
-r"""Low-rank adapters: a small tree of floats that is trained beside a large tree that is not.
+r"""Low-rank adapters: a small tree of floats that is trained beside a large frozen tree.
 
     adapters = lora.init(base, r"layers\.\d+\.(q|v)", rank=16, alpha=32, key=0)     # dict[path, Lora]
 
@@ -7,11 +7,11 @@ r"""Low-rank adapters: a small tree of floats that is trained beside a large tre
 
     grads = torch.func.grad(loss)(adapters, base, tokens)                           # dict[path, Lora] of gradients
 
-The keys of ``adapters`` are the paths of the weights they adapt. ``attach`` puts each beside its weight, as an Adapted,
-inside the function that is differentiated; ``linear`` then adds ``s · b · a`` to what the weight does.
+The keys of ``adapters`` are the paths of the weights that they adapt. ``attach`` replaces each weight by an Adapted,
+inside the differentiated function; ``linear`` then adds the product with ``s · b · a``.
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
-count as constants (their section 4.3) and are computed in factored form. Scaling, initialisation and the place of
+are constants (their section 4.3) and are computed in factored form. Scaling, initialisation and the place of
 dropout are those of PEFT.
 """
 
@@ -49,13 +49,13 @@ def init(
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Adapters:
-    """An adapter that changes nothing yet, for every weight of ``base`` whose whole path matches ``targets``.
+    """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
-    ``a`` is ``init``: "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank); ``b`` is zero.
-    Values depend on ``key`` and the path alone, and lie where the key does. ``base`` may be of meta tensors or Lazy,
+    ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
+    depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
     except for ``dora``.
 
-    Raises ValueError when nothing matches, a match is not a weight [out in], or an option is out of range.
+    Raises ValueError if nothing matches, a match is not a weight [out in], or an option is out of range.
     """
     if init not in ("kaiming", "gaussian"):
         raise ValueError(f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
@@ -65,42 +65,45 @@ def init(
         raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
     key = random.key(key)
     rule = re.compile(targets)
-    weights = tree.items(base, is_leaf=_is_weight)
-    chosen = {path: w for path, w in weights if rule.fullmatch(path)}
-    if not chosen:
+    weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
+    targeted = {path: w for path, w in weights if rule.fullmatch(path)}
+    if not targeted:
         known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
         raise ValueError(f"targets {targets!r} match no weight; the weights are {known}")
 
-    def one(path: str, w: Any) -> Lora:
+    def adapter(path: str, w: Any) -> Lora:
         with tree.at(path):
             out, width = _shape(w)
-            mine = random.fold(key, path)
+            own_key = random.fold(key, path)
             if init == "kaiming":
-                a = random.kaiming_uniform(mine, (rank, width), fan_in=width)
+                a = random.kaiming_uniform(own_key, (rank, width), fan_in=width)
             else:
-                a = random.normal(mine, (rank, width)) / rank
+                a = random.normal(own_key, (rank, width)) / rank
             magnitude = _magnitude(w).to(dtype) if dora else None
             b = a.new_zeros(out, rank, dtype=dtype)
             return Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
 
-    return {path: one(path, w) for path, w in chosen.items()}
+    return {path: adapter(path, w) for path, w in targeted.items()}
 
 
 def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
-    """``base`` with each adapter beside its weight; inside a subtree that is still closed it waits for ``load``.
+    """Attach each adapter to its weight of ``base``; a subtree that is not loaded keeps its adapters for ``load``.
 
-    ``key`` i64[] or i64[batch] turns dropout on: one key an example makes what an example sees independent of where it
-    is computed. Without it nothing is dropped.
+    ``key`` i64[] or i64[batch] enables dropout; with one key an example, masks do not depend on the rank that computes.
 
-    Raises ValueError for an adapter whose path is not in ``base`` or whose shape does not fit.
+    Raises TypeError for adapters that are not a dict of Lora. Raises ValueError for an adapter whose path is not in
+    ``base`` or whose shape does not fit.
     """
+    if not _is_adapters(adapters):
+        fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
+        raise TypeError(f"attach got adapters of type {type(adapters).__name__}; wanted a dict of path to Lora{fix}")
     keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if w.dropout > 0}
     return _Attach()(base, (adapters, keys))
 
 
 @dataclass(frozen=True)
 class _Attach:
-    """``attach`` for what lies at ``path``: a value, since a Deferred holds it as part of its structure."""
+    """``attach`` at ``path``; a value, because it is a static field of an AfterLoad."""
 
     path: str = ""
 
@@ -110,7 +113,7 @@ class _Attach:
             return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
             with tree.at(self.path):
-                return _beside(x, adapters[""], keys.get(""))
+                return _adapted(x, adapters[""], keys.get(""))
         left = set(adapters)
 
         def visit(name: str, child: Any) -> Any:
@@ -118,8 +121,8 @@ class _Attach:
             left.difference_update(inside)
             if not inside:
                 return child
-            rest = lambda part: {path[len(name) + 1 :]: v for path, v in part.items() if path in inside}
-            return _Attach(f"{self.path}.{name}" if self.path else name)(child, (rest(adapters), rest(keys)))
+            within = lambda items: {path[len(name) + 1 :]: v for path, v in items.items() if path in inside}
+            return _Attach(f"{self.path}.{name}" if self.path else name)(child, (within(adapters), within(keys)))
 
         out = tree.map_children(visit, x)
         if left:
@@ -129,7 +132,7 @@ class _Attach:
         return out
 
 
-def _beside(w: Any, lora: Lora, key: Tensor | None) -> Adapted:
+def _adapted(w: Any, lora: Lora, key: Tensor | None) -> Adapted:
     out, width = _shape(w)
     got = (lora.b.shape[-2], lora.a.shape[-1])
     if got != (out, width) or lora.a.shape[-2] != lora.b.shape[-1]:
@@ -141,40 +144,35 @@ def _beside(w: Any, lora: Lora, key: Tensor | None) -> Adapted:
 
 
 def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> Any:
-    """``base`` with every adapted weight replaced by the dense weight that it and its adapter amount to.
+    """Replace every adapted weight of ``base`` by the dense sum of the weight and its update.
 
-    The weight is rounded once, to ``dtype`` (the base weight's own if None). Merge into 16 or 32 bits: quantising the
-    sum again mostly rounds a small update away.
+    Weights without an adapter stay as they are, packed ones too; ``fquant.dequantize`` of the result makes all dense.
+    A sum is rounded once, to ``dtype`` (the base weight's own if None). Merge into 16 or 32 bits: quantising the sum
+    again mostly rounds a small update away.
     """
 
-    def one(x: Any) -> Any:
+    def merged(x: Any) -> Any:
+        if isinstance(x, AfterLoad):
+            raise ValueError("merge got adapters of a subtree that is not loaded; load it first (shard.collect)")
         if not isinstance(x, Adapted):
-            return x
-        base = one(x.base)
+            return tree.map_children(lambda _, child: merged(child), x)
+        base = merged(x.base) if isinstance(x.base, Adapted) else x.base
         w = dequantize(base) if isinstance(base, Packed) else base
-        merged = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
+        total = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
         if x.lora.magnitude is not None:
-            merged = merged * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
-        return merged.to(dtype or w.dtype)
+            total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
+        return total.to(dtype or w.dtype)
 
-    return _map_adapted(one, attach(base, adapters))
+    return merged(attach(base, adapters))
 
 
 def stack(many: list[Adapters]) -> Adapters:
-    """Adapters of one structure as one tree with a new dim 0, to vmap over."""
+    """Stack adapters of one structure along a new dim 0, for vmap."""
     return tree.map(lambda *leaves: torch.stack(leaves), *many)
 
 
-def _map_adapted(f: Any, x: Any) -> Any:
-    if isinstance(x, AfterLoad):
-        raise ValueError("merge got adapters of a closed subtree; open it first (shard.collect for a placed base)")
-    if isinstance(x, Adapted):
-        return f(x)
-    return tree.map_children(lambda _, child: _map_adapted(f, child), x)
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Packed | Adapted | Loadable)
+def _is_adapters(x: Any) -> bool:
+    return isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
 
 
 def _shape(w: Any) -> tuple[int, int]:
@@ -198,7 +196,5 @@ def _shape(w: Any) -> tuple[int, int]:
 
 def _magnitude(w: Any) -> Tensor:
     if isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w)):
-        raise ValueError(
-            "DoRA starts from the norms of the weight's rows, and this weight has not been read; read it first"
-        )
+        raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
     return square_norms(w).sqrt()

@@ -3,22 +3,21 @@
     opt = chain(clip_by_global_norm(1.0), adamw(cosine(2e-4, total=1000, warmup=50)))
     state = opt.init(params)
     updates, state = opt.update(grads, state, params)
-    params = apply(params, updates)
+    params = apply_updates(params, updates)
 
-An update is what is *added* to a parameter: sign and learning rate are already in it. A state is a node whose moments
-have the structure of the parameters. Everything is computed in float32, whatever the parameters are; ``apply`` casts
-once, to the parameter's own type.
+An update is *added* to a parameter: sign and learning rate are already in it. A state is a node whose moments have the
+structure of the parameters. Everything is computed in float32, for parameters of any dtype; ``apply_updates`` casts
+once, to the parameter's own.
 
-The arithmetic is torch's: AdamW (Loshchilov & Hutter 2019) and Lion (Chen et al. 2023) decay weights beside the
-gradient, SGD adds the decay to the gradient. A schedule is given the number of updates made before this one, so the
-first is step 0.
+The arithmetic is torch's. AdamW (Loshchilov & Hutter 2019) and Lion (Chen et al. 2023) decay weights beside the
+gradient; SGD adds the decay to the gradient. A schedule gets the number of updates made before, so the first is step 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,14 +25,22 @@ from torch import Tensor
 from . import tree
 from .tree import node
 
-Schedule = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
+Tree = TypeVar("Tree")  # of parameters, their gradients or updates
+State = TypeVar("State")
+Schedule: TypeAlias = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
 
 
-class Optimizer(NamedTuple):
-    """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``, both pure."""
+class Update(Protocol[State]):
+    """A function of gradients, state and parameters to the updates and the state after them."""
 
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    def __call__(self, grads: Tree, state: State, params: Tree, /) -> tuple[Tree, State]: ...
+
+
+class Optimizer(NamedTuple, Generic[State]):
+    """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``."""
+
+    init: Callable[[Any], State]
+    update: Update[State]
 
 
 @node
@@ -55,33 +62,35 @@ class MomentumState:
 
 def adamw(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
-) -> Optimizer:
-    """AdamW, as in ``torch.optim.AdamW``."""
-    rate = _schedule(lr)
+) -> Optimizer[AdamState]:
+    """Return AdamW as in ``torch.optim.AdamW``."""
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(b1=b1, b2=b2)
     _check_not_negative(eps=eps, weight_decay=weight_decay)
 
     def init(params: Any) -> AdamState:
         return AdamState(_zero_step(params), _zeros(params), _zeros(params))
 
-    def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_like(grads, params)
         step = state.step + 1
         mean = tree.map(lambda m, g: b1 * m + (1 - b1) * g.float(), state.mean, grads)
         square = tree.map(lambda v, g: b2 * v + (1 - b2) * g.float() ** 2, state.square, grads)
-        seen1, seen2, down = _seen(b1, step), _seen(b2, step), -rate(state.step)
+        debias1, debias2, factor = _debias(b1, step), _debias(b2, step), -rate(state.step)
 
         def change(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            return down * ((m / seen1) / ((v / seen2).sqrt() + eps) + weight_decay * p.float())
+            return factor * ((m / debias1) / ((v / debias2).sqrt() + eps) + weight_decay * p.float())
 
         return tree.map(change, mean, square, params), AdamState(step, mean, square)
 
     return Optimizer(init, update)
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
-    """Gradient descent with momentum, as in ``torch.optim.SGD`` without dampening."""
-    rate = _schedule(lr)
+def sgd(
+    lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer[MomentumState]:
+    """Return gradient descent with momentum as in ``torch.optim.SGD`` without dampening."""
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(momentum=momentum)
     _check_not_negative(weight_decay=weight_decay)
     if nesterov and momentum == 0.0:
@@ -90,99 +99,101 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, wei
     def init(params: Any) -> MomentumState:
         return MomentumState(_zero_step(params), _zeros(params) if momentum else None)
 
-    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+    def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
-        down, kept = -rate(state.step), None
-        way = tree.map(lambda g, p: g.float() + weight_decay * p.float(), grads, params)
+        factor, buffer = -rate(state.step), None
+        direction = tree.map(lambda g, p: g.float() + weight_decay * p.float(), grads, params)
         if momentum:
-            kept = tree.map(lambda m, d: momentum * m + d, state.momentum, way)
-            way = tree.map(lambda d, m: d + momentum * m, way, kept) if nesterov else kept
-        return tree.map(lambda d: down * d, way), MomentumState(state.step + 1, kept)
+            buffer = tree.map(lambda m, d: momentum * m + d, state.momentum, direction)
+            direction = tree.map(lambda d, m: d + momentum * m, direction, buffer) if nesterov else buffer
+        return tree.map(lambda d: factor * d, direction), MomentumState(state.step + 1, buffer)
 
     return Optimizer(init, update)
 
 
-def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer:
-    """Lion: the sign of a mean that leans towards the newest gradient."""
-    rate = _schedule(lr)
+def lion(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+) -> Optimizer[MomentumState]:
+    """Return Lion, whose update is the sign of a mean that leans towards the newest gradient."""
+    rate = lr if callable(lr) else constant(lr)
     _check_fractions(b1=b1, b2=b2)
     _check_not_negative(weight_decay=weight_decay)
 
     def init(params: Any) -> MomentumState:
         return MomentumState(_zero_step(params), _zeros(params))
 
-    def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
+    def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
-        down = -rate(state.step)
+        factor = -rate(state.step)
 
         def change(m: Tensor, g: Tensor, p: Tensor) -> Tensor:
-            return down * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
+            return factor * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
 
-        kept = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
-        return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, kept)
+        mean = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
+        return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, mean)
 
     return Optimizer(init, update)
 
 
-def clip_by_global_norm(max_norm: float) -> Optimizer:
-    """Scale all gradients, to float32, so that their common norm is at most ``max_norm``.
+def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
+    """Scale all gradients in float32 so that their global norm is at most ``max_norm``.
 
-    The factor is torch's ``clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)). A gradient that is not finite makes
-    all of them so.
+    The factor is that of torch's ``clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)). One gradient that is not finite
+    makes all of them so.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: got {max_norm}, wanted above 0")
 
-    def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+    def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
         return tree.map(lambda g: g.float() * factor, grads), state
 
     return Optimizer(lambda params: (), update)
 
 
-def chain(*optimizers: Optimizer) -> Optimizer:
-    """One optimiser that gives what each makes of the gradients to the next; its state is the tuple of theirs."""
+def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
+    """Compose optimisers: the updates of each are the gradients of the next; the state is a tuple of their states."""
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(each.init(params) for each in optimizers)
 
-    def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
-        after = []
-        for each, before in zip(optimizers, state, strict=True):
-            grads, new = each.update(grads, before, params)
-            after.append(new)
-        return grads, tuple(after)
+    def update(grads: Tree, state: tuple[Any, ...], params: Tree) -> tuple[Tree, tuple[Any, ...]]:
+        states = []
+        for each, old in zip(optimizers, state, strict=True):
+            grads, new = each.update(grads, old, params)
+            states.append(new)
+        return grads, tuple(states)
 
     return Optimizer(init, update)
 
 
 def global_norm(x: Any) -> Tensor:
-    """The Euclidean norm of all leaves together, f32[]."""
+    """Return the Euclidean norm of all leaves together, f32[]."""
     squares = [leaf.float().square().sum() for leaf in tree.leaves(x)]
     if not squares:
         raise ValueError("global_norm: got a tree without leaves, wanted at least one tensor")
     return torch.stack(squares).sum().sqrt()
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
-    """``params + updates``, added in the wider type and cast once to the type of the parameter."""
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Return ``params + updates``, added in the wider dtype and cast once to the parameter's dtype."""
     _check_like(updates, params)
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
 def constant(lr: float, warmup: int = 0) -> Schedule:
-    """``lr``, after a rise over ``warmup`` steps: step i < warmup has lr * (i + 1) / (warmup + 1)."""
+    """Return the schedule ``lr`` after a linear warmup: step i < warmup has lr * (i + 1) / (warmup + 1)."""
     return _after_warmup(lr, warmup, torch.ones_like)
 
 
 def linear(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A rise as in :func:`constant`, then a line from ``lr`` at step ``warmup`` to ``end`` from ``total`` on."""
+    """Return a warmup as in :func:`constant`, then a line from ``lr`` at ``warmup`` to ``end`` from ``total`` on."""
     low = _check_end(lr, total, warmup, end)
     return _after_warmup(lr, warmup, lambda i: 1 - (1 - low) * (i / (total - warmup)).clamp(max=1.0))
 
 
 def cosine(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """As :func:`linear`, but falling along half a cosine (Loshchilov & Hutter 2017)."""
+    """Return a schedule as :func:`linear` that falls along half a cosine (Loshchilov & Hutter 2017)."""
     low = _check_end(lr, total, warmup, end)
 
     def fall(i: Tensor) -> Tensor:
@@ -217,12 +228,8 @@ def _check_end(lr: float, total: int, warmup: int, end: float) -> float:
     return end / lr
 
 
-def _schedule(lr: float | Schedule) -> Schedule:
-    return lr if callable(lr) else constant(lr)
-
-
-def _seen(b: float, step: Tensor) -> Tensor:
-    # 1 - b**step; the obvious form loses four digits in float32 for b near one
+def _debias(b: float, step: Tensor) -> Tensor:
+    # expm1, because 1 - b**step loses four digits in float32 for b near one
     return -torch.expm1(step.float() * (math.log(b) if b else -math.inf))
 
 

@@ -1,4 +1,4 @@
-"""Packed: a quantised array as packed codes beside its scales.
+"""Quantised arrays: packed codes beside their scales.
 
     p = quantize(w, NF4_DQ)        # w f[... out in]
     w = dequantize(p)
@@ -6,16 +6,16 @@
 The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 * ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
-* A format that learns vectors has ``vectors`` f32[stages·256·dim], flat and one list for the whole array, and ``codes``
-  u8[out, in·stages/dim]: those of all stages of a group of ``dim`` elements side by side, rows padded to whole groups.
-  Its ``scale`` is a root mean square a block. (Being flat, the list is no rows of the weight, and travels whole.)
 * ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
-* Blocks run along rows; the last block of a row may be short. Where ``in`` is a multiple of the block size this is
-  bitsandbytes' flat layout, reshaped, and equal to it byte for byte.
-* So dim i of every buffer is dim i of the weight, and whoever cuts buffers need not know about bits.
+* Blocks run along rows, and the last block of a row may be short. If ``in`` is a multiple of the block size, the
+  buffers are bitsandbytes' flat ones, reshaped, and equal to them byte for byte.
+* So dim i of every buffer is dim i of the weight, and sharding code cuts buffers without knowledge of bits.
+* In a format that learns vectors ``codes`` is u8[out, in·stages/dim], rows padded to whole groups; the codes of all
+  stages of a group of ``dim`` elements are adjacent. ``vectors`` is f32[stages·256·dim], one flat list for the whole
+  array, which travels whole because it has no rows of the weight. ``scale`` is a root mean square a block.
 * In a *flat* format blocks run over the flattened array instead: ``scale`` is f32[blocks], and 4-bit ``codes`` are
-  u8[bytes]. The nested scales of double quantisation are kept so, as are imported weights whose blocks straddle rows.
-* ``offset`` f32[] is there only where the format is centred, and is added after decoding.
+  u8[bytes]. Nested scales are flat, as are imported weights whose blocks straddle rows.
+* ``offset`` f32[] exists only in a centred format, and is added after decoding.
 * ``shape`` and ``dtype`` are those of the array that was quantised. Buffers may have further dims in front, the same
   for each (a stack of weights); ``shape`` does not count them.
 * Codes are never a float, never differentiated and never cast.
@@ -23,18 +23,18 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy
-from .format import Format, num_bytes
+from . import additive_quantization, lazy, tree
+from .autodiff import is_mapped
+from .communication import Loadable
+from .format import Format
 from .kernels import packed_ops
-from .kernels.spec import FLOATS, Spec, scales, split
+from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import node, static
 
@@ -51,23 +51,41 @@ class Packed:
     offset: Tensor | None = None
     vectors: Tensor | None = None
 
+    # Errors of code that takes a Packed for a tensor name the function to call instead.
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError("a Packed is data and has no @; multiply with fquant.linear(x, w)")
+
+    __rmatmul__ = __matmul__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        name = getattr(function, "__name__", function)
+        raise TypeError(f"{name} got a Packed, which is data; use fquant.linear(x, w), or fquant.dequantize(w) first")
+
+    if not TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise AttributeError(f"'Packed' object has no attribute {name!r}")
+            raise AttributeError(
+                f"a Packed is data and has no {name!r}; use fquant.dequantize(w), or tree.map to move its tensors"
+            )
+
 
 @overload
 def quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Packed: ...
 @overload
 def quantize(w: Lazy, format: Format, importance: Tensor | None = None) -> Lazy: ...
 def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None) -> Packed | Lazy:
-    """Quantise ``w`` f32, bf16 or f16 [... in] to ``format``.
+    """Quantise ``w`` f32, bf16 or f16 [... out in] to ``format``.
 
-    ``importance`` f[in] or f[... in], for formats that learn vectors, says how much the squared error of each column,
-    or element, counts beside others: of a weight of ``linear``, the mean square of its inputs.
+    ``importance`` f[in] or f[... out in] weighs the squared error of each column or element, in formats that learn
+    vectors: use the mean square of a linear weight's inputs. Meta tensors give a Packed of meta tensors. A Lazy gives
+    one that quantises what it reads. Not differentiable.
 
-    Meta tensors give a Packed of meta tensors, and a Lazy one that quantises what it reads.
-
-    Not differentiable and not to be vmapped: it looks at the values, to refuse NaN and infinity.
-
-    Raises TypeError for another dtype, ValueError for a scalar or values that are not finite, and for importance that
-    is of another shape, negative or not finite, or that the format has no use for.
+    Raises TypeError for another dtype, and RuntimeError under vmap, where values cannot be checked. Raises ValueError
+    for NaN, for infinity, for a vector unless the format is flat, and for importance that does not fit.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
@@ -77,9 +95,19 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
         raise TypeError(f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}")
     if w.ndim == 0 or w.numel() == 0:
         raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted at least one element along one dim")
+    if w.ndim == 1 and not format.flat:
+        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted a matrix [out in], leave norms and biases dense")
+    if is_mapped(w):
+        raise RuntimeError(
+            "quantize was called under vmap; quantize each weight before, and stack them with "
+            "tree.map(lambda *t: torch.stack(t), *packed)"
+        )
     if importance is not None:
         _check_importance(importance, w, format)
-    w = w.detach()
+    return _quantize(w.detach(), format, importance)
+
+
+def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Packed:
     shape, dtype = tuple(w.shape), w.dtype
     offset = w.float().mean() if format.center else None
     if offset is not None:
@@ -90,17 +118,33 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
         codes, absmax = (part.reshape(*shape[:-1], part.shape[-1]) for part in (codes, absmax))
-    scale = absmax if format.scale is None else quantize(absmax, format.scale)
+    scale = absmax if format.scale is None else _quantize(absmax, format.scale)
     return Packed(codes, scale, format, shape, dtype, offset, vectors)
 
 
-def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """The array that ``p`` stands for, f[... *p.shape], in ``p.dtype`` rounded once from f32, then in ``dtype``."""
-    return packed_ops.decode(buffers(p), Spec(p.format, p.shape, p.dtype), dtype or p.dtype)
+@overload
+def dequantize(p: Packed, dtype: torch.dtype | None = None) -> Tensor: ...
+@overload
+def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any: ...
+def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any:
+    """Decode ``p`` to f[... *p.shape], rounded once from f32 to ``p.dtype``, then cast to ``dtype``.
+
+    In any other tree, decode every Packed and keep the other leaves. A Lazy gives one that decodes what it reads.
+
+    Raises ValueError, with the path, for a subtree that is not loaded.
+    """
+    if isinstance(p, Packed):
+        return packed_ops.decode(buffers(p), Spec(p.format, p.shape, p.dtype), dtype or p.dtype)
+    if isinstance(p, Lazy):
+        return lazy.map(partial(dequantize, dtype=dtype), p)
+    if isinstance(p, Loadable):
+        raise ValueError(f"dequantize got a {type(p).__name__}, which is not loaded; use shard.collect first")
+    special = lambda x: isinstance(x, Packed | Lazy | Loadable)
+    return tree.map_with_path(lambda _, x: dequantize(x, dtype) if special(x) else x, p, is_leaf=special)
 
 
 def buffers(p: Packed) -> list[Tensor]:
-    """``tree.leaves(p)``, without the time that takes: a row's product is not much longer."""
+    """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
     if p.offset is not None:
         found.append(p.offset)
@@ -109,49 +153,8 @@ def buffers(p: Packed) -> list[Tensor]:
     return found
 
 
-def rebuild(format: Format, shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Tensor]) -> Packed:
-    """The Packed whose leaves are ``buffers``, in the order of ``tree.leaves``: all else follows from these three."""
-    spec = Spec(format, shape, dtype)
-    codes, scale, offset, vectors = split(spec, buffers)
-    nested = scale[0] if format.scale is None else rebuild(*scales(spec), scale)
-    return Packed(codes, nested, format, shape, dtype, offset, vectors)
-
-
-def cut(p: Packed, dim: int, start: int, stop: int) -> Packed:
-    """The part ``start:stop`` of a two-dimensional ``p`` along ``dim`` 0 (out) or 1 (in), without decoding codes.
-
-    Nested scales are decoded to f32, which changes no value.
-
-    Raises ValueError for a flat layout, and for a cut along ``in`` that does not fall between blocks.
-    """
-    out, width = p.shape
-    if p.format.flat:
-        raise ValueError(
-            f"blocks of {p.format.block} run over the flattened {p.shape} and straddle rows, so it cannot be cut; "
-            "dequantize it and quantize it again, which blocks it by rows"
-        )
-    if not 0 <= start < stop <= p.shape[dim]:
-        raise ValueError(
-            f"cut {start}:{stop} of dim {dim} = {p.shape[dim]}; wanted 0 <= start < stop <= {p.shape[dim]}"
-        )
-    scale = p.scale
-    if isinstance(scale, Packed):
-        scale, p = dequantize(scale), replace(p, format=p.format.plain)
-    if dim == 0:
-        return replace(p, codes=p.codes[start:stop], scale=scale[start:stop], shape=(stop - start, width))
-    block = p.format.block or width
-    if start % block or (stop % block and stop != width):
-        raise ValueError(
-            f"cut {start}:{stop} of dim 1 = {width} is not a multiple of {p.format.name}'s block {block}; "
-            f"cut between blocks or quantize with a smaller one"
-        )
-    first, last = start // block, -(-stop // block)
-    codes = p.codes[:, num_bytes(p.format, start) : num_bytes(p.format, stop)]
-    return replace(p, codes=codes, scale=scale[:, first:last], shape=(out, stop - start))
-
-
 def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes [r bytes], scales [r blocks] and, of a format that learns them, vectors."""
+    """Return codes [r bytes], scales [r blocks] and, in a format that learns them, vectors."""
     if format.vectors is None:
         codes, absmax = packed_ops.encode(rows, format)
         _check_finite(rows, absmax, format)

@@ -1,15 +1,14 @@
-"""linear and embedding: one verb for every kind of weight.
+"""linear and embedding: products and lookups for every kind of weight.
 
     y = linear(x, w)            # x f[... in], w [out in]  ->  f[... out], computed in x's dtype
     y = embedding(tokens, w)    # tokens i[...], w [vocab dim]  ->  f[... dim]
 
-``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update beside it); models call these two
-and know nothing else.
+``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update). Models call these two only.
 
-A packed weight is a constant: gradients pass through it to ``x`` and never to it. The one autograd Function below
-computes ``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``, and saves the packed
-buffers for the backward, so that no dense weight ever exists; its backward and its jvp are itself, so that every order
-of derivative exists; its vmap keeps weights that are shared shared.
+A packed weight is a constant: gradients pass through it to ``x`` and never to it. One autograd Function computes
+``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``. It saves the packed buffers for
+the backward, so a dense weight never exists. Its backward and its jvp are the Function itself, so derivatives of every
+order exist. Its vmap keeps shared weights shared.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,25 +30,25 @@ from .kernels import dispatch, packed_ops
 from .kernels.spec import Spec
 from .packed import Packed, buffers, dequantize
 
-Weight = Tensor | Packed | Adapted
-SLOTS = 8  # the most buffers of a packed weight: codes, scales of scales, an offset each
+Weight: TypeAlias = Tensor | Packed | Adapted
+SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """``x · Wᵀ + bias``: x f[... in], w [out in], bias f[out], result f[... out] in x's dtype.
+    """Return ``x · Wᵀ + bias``, f[... out] in x's dtype, for x f[... in], w [out in] and bias f[out].
 
-    The weight is cast to x's dtype, an adapter's product is computed in the adapter's dtype.
+    The weight is cast to x's dtype. An adapter's product is computed in the adapter's dtype.
 
     Raises TypeError for another kind of weight, ValueError where the sizes do not fit.
     """
     match w:
         case Packed():
             _check(x, w.shape)
-            given, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
-            if x.ndim == 2 and dispatch.is_direct(x, *given):  # a row's product is not much longer than the way to it
-                y = packed_ops.product("matmul", x, given, spec)
+            inputs, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
+            if x.ndim == 2 and dispatch.is_direct(x, *inputs):  # because dispatch takes as long as the product of a row
+                y = packed_ops.product("matmul", x, inputs, spec)
             else:
-                y = _matmul(x, _How(spec), *_slots(given))
+                y = _matmul(x, _Product(spec), *_slots(inputs))
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
@@ -57,47 +56,51 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             y = _adapted(x, w)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
-    return y if bias is None else y + bias.to(y.dtype)
+    if bias is None:
+        return y
+    if bias.shape != y.shape[-1:]:
+        raise ValueError(f"linear got a bias {tuple(bias.shape)}; wanted {(y.shape[-1],)}, the rows of the weight")
+    return y + bias.to(y.dtype)
 
 
 def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
-    """Rows of ``w`` [vocab dim]: tokens i[...] -> f[... dim]; only the rows asked for are decoded.
+    """Look up rows f[... dim] of ``w`` [vocab dim] by ``tokens`` i[...]; decode these rows only.
 
-    Of ``Rows`` they have been picked already, by these very tokens.
+    A LookedUpRows holds the rows of these very tokens already.
 
-    Raises TypeError for another kind of weight, ValueError for a flat one.
+    Raises TypeError for another kind of weight or of tokens, and ValueError for a flat weight or one that is not
+    [vocab dim]. Raises IndexError for a token beyond the vocabulary on CPUs, outside of transforms and captures.
     """
     match w:
         case Tensor():
+            _check_tokens(tokens, tuple(w.shape))
             return F.embedding(tokens, w)
         case Packed():
+            _check_tokens(tokens, w.shape)
             if w.format.flat:
-                raise ValueError(
-                    f"{w.format.name}'s blocks straddle rows, so rows cannot be picked; dequantize it first"
-                )
+                raise ValueError(f"{w.format.name}'s blocks straddle rows, so no row can be read; dequantize it first")
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            some, (dim,) = tokens.reshape(tokens.numel()), w.shape[1:]
-            shape = (some.shape[0], dim)
-            rows = replace(w, codes=w.codes[some], scale=absmax[some], format=w.format.plain, shape=shape)
+            flat, dim = tokens.reshape(tokens.numel()), w.shape[1]
+            shape = (flat.shape[0], dim)
+            rows = replace(w, codes=w.codes[flat], scale=absmax[flat], format=w.format.plain, shape=shape)
             return dequantize(rows).reshape(*tokens.shape, dim)
         case LookedUpRows(table=table):
-            some = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
-            return embedding(some, table)
+            return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
             update = scaling(lora) * (b @ lora.a)
             if lora.magnitude is None:
                 return y + update.to(y.dtype)
             n = tokens.numel()
-            asked = replace(lora, b=b.reshape(n, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(n))
-            gain = _gain(y.reshape(n, y.shape[-1]), asked)  # of these rows; the norms of others do not matter
+            of_rows = replace(lora, b=b.reshape(n, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(n))
+            gain = _gain(y.reshape(n, y.shape[-1]), of_rows)
             return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
 
 def scaling(lora: Lora) -> float:
-    """What the product ``b · a`` is multiplied by: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
     rank = lora.a.shape[-2]
     return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
 
@@ -106,7 +109,7 @@ def _adapted(x: Tensor, w: Adapted) -> Tensor:
     lora = w.lora
     y = linear(x, w.base)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
-    update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is small
+    update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
     if lora.magnitude is None:
         return y + update.to(y.dtype)
     gain = _gain(w.base, lora).to(y.dtype)
@@ -116,15 +119,15 @@ def _adapted(x: Tensor, w: Adapted) -> Tensor:
 
 
 def _gain(base: Weight, lora: Lora) -> Tensor:
-    """DoRA's magnitude over the row norms of the adapted weight, f[out]; the norms count as constants (section 4.3)."""
+    """Return DoRA's magnitude over the row norms of the adapted weight, f[out]."""
     assert lora.magnitude is not None
     return lora.magnitude / row_norms(base, lora)
 
 
 def row_norms(base: Weight, lora: Lora) -> Tensor:
-    """Euclidean norms f[out] of the rows of ``W + s·b·a``, constants to every transform.
+    """Return the Euclidean norms f[out] of the rows of ``W + s·b·a``, constants as in section 4.3 of DoRA.
 
-    In the factored exact form, ‖W‖² + 2s·(W·aᵀ)∘b + s²·(b·a·aᵀ)∘b summed along rows: no dense update is formed.
+    The form is factored and exact, ‖W‖² + 2s·(W·aᵀ)∘b + s²·(b·a·aᵀ)∘b summed along rows: no dense update is formed.
     """
     a, b, s = lora.a.detach(), lora.b.detach(), scaling(lora)
     cross = (linear(a, base).mT * b).sum(-1)
@@ -133,7 +136,7 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 
 def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
+    """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
     match w:
         case Adapted(base=base, lora=lora):
             norms = row_norms(base, lora).square()
@@ -146,16 +149,14 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _slots(buffers: Sequence[Tensor]) -> list[Tensor | None]:
     if len(buffers) > SLOTS:
-        raise ValueError(
-            f"linear got a weight of {len(buffers)} buffers; wanted at most {SLOTS}: nest scales less deep"
-        )
+        raise ValueError(f"linear got a weight of {len(buffers)} buffers; wanted at most {SLOTS}, nest scales less")
     return [*buffers, *[None] * (SLOTS - len(buffers))]
 
 
-class _How(NamedTuple):
-    """The static half of a product: what the packed weight is, which way round, how many dims are stacked.
+class _Product(NamedTuple):
+    """The static half of a product: the spec of the weight, ``x · W`` or ``x · Wᵀ``, and the number of stacked dims.
 
-    A tuple, since torch.compile loses an argument of a Function that is an object made on the way.
+    A tuple, because torch.compile loses other objects that are created while tracing and passed to a Function.
     """
 
     spec: Spec
@@ -163,39 +164,33 @@ class _How(NamedTuple):
     stacked: int = 0
 
 
-class _Reverse(torch.autograd.Function):
-    """x f[*stack ... in] and the buffers of a Packed [*stack out in] to ``x · Wᵀ`` f[*stack ... out], or ``x · W``.
+class _ReverseOnly(torch.autograd.Function):
+    """The product ``x · Wᵀ`` f[*stack ... out], or ``x · W``, of x f[*stack ... in] and the buffers of a Packed.
 
-    Exactly ``SLOTS`` buffers, the absent ones None: torch.compile miscounts the arguments of a variadic forward.
+    It takes exactly ``SLOTS`` buffers, absent ones None, because torch.compile miscounts variadic arguments.
     """
 
     @staticmethod
     def forward(
-        x: Tensor,
-        how: _How,
-        b0: Tensor,
-        b1: Tensor,
-        b2: Tensor | None,
-        b3: Tensor | None,
-        b4: Tensor | None,
-        b5: Tensor | None,
-        b6: Tensor | None,
-        b7: Tensor | None,
-    ) -> Tensor:
-        given = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
-        product = packed_ops.matmul_t if how.transposed else packed_ops.matmul
-        if x.ndim == how.stacked + 2:
-            return product(x, given, how.spec)
-        rows = x.reshape(*x.shape[: how.stacked], math.prod(x.shape[how.stacked : -1]), x.shape[-1])  # [*stack m in]
-        y = product(rows, given, how.spec)
+        x: Tensor, product: _Product,
+        b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None,
+        b4: Tensor | None, b5: Tensor | None, b6: Tensor | None, b7: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        present = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
+        op = packed_ops.matmul_t if product.transposed else packed_ops.matmul
+        k = product.stacked
+        if x.ndim == k + 2:
+            return op(x, present, product.spec)
+        rows = x.reshape(*x.shape[:k], math.prod(x.shape[k:-1]), x.shape[-1])  # [*stack m in]
+        y = op(rows, present, product.spec)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.how = inputs[1]
+        ctx.product = inputs[1]
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
-        ctx.set_materialize_grads(False)  # a tangent that is not None is one that somebody asked for
+        ctx.set_materialize_grads(False)  # so that only requested tangents are not None
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
@@ -203,43 +198,44 @@ class _Reverse(torch.autograd.Function):
             raise TypeError(_CONSTANT.format("gradient"))
         if g is None:
             return (None,) * (2 + SLOTS)
-        how = ctx.how._replace(transposed=not ctx.how.transposed)
-        return _matmul(g, how, *ctx.saved_tensors), *(None,) * (1 + SLOTS)
+        product = ctx.product._replace(transposed=not ctx.product.transposed)
+        return _matmul(g, product, *ctx.saved_tensors), *(None,) * (1 + SLOTS)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, how: _How, *buffers: Tensor | None) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, product: _Product, *buffers: Tensor | None) -> tuple[Tensor, int]:
         at, _, *dims = in_dims
-        k = how.stacked
-        if all(dim is None for dim in dims):  # the weight is shared: what is mapped is one more dim of rows
-            return _matmul(x.movedim(at, k), how, *buffers), k
+        k = product.stacked
+        if all(dim is None for dim in dims):  # the weight is shared: the mapped dim is one more dim of rows
+            return _matmul(x.movedim(at, k), product, *buffers), k
 
         def front(t: Tensor, dim: int | None) -> Tensor:
             return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
         stacked = [t if t is None else front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
-        return _matmul(front(x, at), how._replace(stacked=k + 1), *stacked), 0
+        return _matmul(front(x, at), product._replace(stacked=k + 1), *stacked), 0
 
 
-class _Matmul(_Reverse):
-    """_Reverse with a forward derivative."""
+class _Matmul(_ReverseOnly):
+    """The product with a forward derivative."""
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
         if any(t is not None for t in tangents):
             raise TypeError(_CONSTANT.format("tangent"))
-        return _matmul(dx, ctx.how, *ctx.saved_tensors)
+        return _matmul(dx, ctx.product, *ctx.saved_tensors)
 
 
 def _matmul(x: Tensor, *rest: Any) -> Tensor:
-    """The Function applied; torch.compile refuses to trace one that has a jvp, so what it traces has none.
+    """Apply the Function; without its jvp under torch.compile, which refuses to trace one.
 
-    Where nothing is being differentiated or mapped it is not applied at all: that takes as long as a row's product.
+    Outside of differentiation and vmap, call the kernel alone: applying takes as long as the product of a row.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _Reverse.apply(x.view_as(x), *rest)  # whose own x, under grad, torch.compile takes for a constant
+        x = x.view_as(x)  # because torch.compile takes grad's own x for a constant
+        return _ReverseOnly.apply(x, *rest)
     plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
     if plain and not torch._C._are_functorch_transforms_active():
-        return _Reverse.forward(x, *rest)
+        return _ReverseOnly.forward(x, *rest)
     return _Matmul.apply(x, *rest)
 
 
@@ -247,6 +243,19 @@ _CONSTANT = (
     "the {} of a packed weight was asked for, but a Packed is a constant; "
     "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
 )
+
+
+def _check_tokens(tokens: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"embedding got tokens of {got}; wanted int64 or int32, use tokens.long()")
+    if len(shape) != 2:
+        raise ValueError(f"embedding got a weight of shape {shape}; wanted [vocab dim]")
+    if tokens.device.type == "cpu" and dispatch.is_direct(tokens) and tokens.numel():
+        least, most = (int(t) for t in tokens.aminmax())
+        if least < 0 or most >= shape[0]:
+            wrong = least if least < 0 else most
+            raise IndexError(f"embedding got token {wrong}; wanted 0 to {shape[0] - 1}, check the tokenizer")
 
 
 def _check(x: Tensor, shape: tuple[int, ...]) -> None:

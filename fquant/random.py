@@ -2,23 +2,22 @@
 
 A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
 Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
-(key, position), so that a value depends on nothing else: not on the order of calls, not on the world size, not on
-whether it is computed a second time in a backward pass. Folding, words and masks are an op each, one node of a trace
-(``fquant/kernels/ops/random_bits.py``).
+(key, position). A value depends on nothing else: not on the order of calls, the world size, or a recomputation in a
+backward. Folding, words and masks are one op each, a node of a trace (``fquant/kernels/ops/random_bits.py``).
 
     k = fold(key(seed), "dropout")        # a new key from a name, a step, a layer, a position ...
     k = fold(k, step)
     x = dropout(x, 0.1, k)
 
-The shape of a key leads the shape of what is drawn from it. A key [b] gives every row of [b t d] a stream of its own,
-which is what ``vmap`` over keys [] and shapes [t d] gives too:
+The shape of a key leads the shape of the numbers. A key [b] gives every row of [b t d] a stream of its own, as ``vmap``
+over keys [] and shapes [t d] does:
 
     key [b]  +  shape [b t d]  ->  stream of key[i], counter = flat position inside [t d]
 
-Rows of a batch that keep their keys keep their numbers, wherever a mesh puts them.
+Rows of a batch that keep their keys keep their numbers on any mesh.
 
-Words are int64 tensors because torch has no arithmetic for uint32. Integers are the same on every device, and so are
-uniforms; normals differ by the rounding of its log and cos.
+Words are int64 tensors because torch has no arithmetic for uint32. Integers and uniforms are the same on every device;
+normals differ by the rounding of its log and cos.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .kernels.ops import random_bits
 
 
 def key(seed: int | Tensor) -> Tensor:
-    """The key of an integer seed, int64 [], on torch's default device, as what is drawn from it; a key is its own."""
+    """Return the key int64 [] of an integer seed, on torch's default device; return a key as it is."""
     if isinstance(seed, Tensor):
         _check_key(seed)
         return seed
@@ -43,9 +42,9 @@ def key(seed: int | Tensor) -> Tensor:
 
 
 def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
-    """A new key from ``key`` and a number, a name, or an int64 tensor that broadcasts with the key.
+    """Return a new key from ``key`` and a number, a name, or an int64 tensor that broadcasts with the key.
 
-    Keys folded with different data are independent, and so are they of what is drawn from ``key`` itself.
+    Keys folded with different data are independent of each other, and of the numbers drawn from ``key`` itself.
     """
     _check_key(key)
     if isinstance(data, str):
@@ -63,12 +62,12 @@ def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
 
 
 def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Uniform 32-bit words, int64 of ``shape`` in [0, 2^32); the key's shape must lead ``shape``."""
+    """Draw uniform 32-bit words, int64 of ``shape`` in [0, 2^32); the key's shape must lead ``shape``."""
     return random_bits.bits(key, _drawn(key, shape))
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform in [0, 1), on a grid as fine as ``dtype`` has below one: 24 bits for float32, 8 for bfloat16."""
+    """Draw uniforms in [0, 1), on the grid of ``dtype`` just below one: 24 bits for float32, 8 for bfloat16."""
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     if digits <= 32:
         return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
@@ -77,7 +76,7 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
 
 
 def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal by Box and Muller, from 32-bit words (so no value exceeds 6.7), computed in at least float32."""
+    """Draw standard normals by Box and Muller in at least float32; none exceeds 6.7, because words have 32 bits."""
     size = math.prod(_drawn(key, shape))
     words = rearrange(random_bits.bits(key, (size + size % 2,)), "... (pair two) -> two ... pair", two=2)
     first, second = words.to(torch.promote_types(dtype, torch.float32)).unbind()
@@ -89,21 +88,21 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
 
 def kaiming_uniform(key: Tensor, shape: tuple[int, ...], fan_in: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform in [-1, 1) / sqrt(fan_in): torch's ``kaiming_uniform_(a=sqrt(5))``, how nn.Linear and LoRA's A start."""
+    """Draw uniforms in [-1, 1) / sqrt(fan_in): torch's ``kaiming_uniform_(a=sqrt(5))``, as nn.Linear and LoRA do."""
     if fan_in < 1:
         raise ValueError(f"fan_in: got {fan_in}, wanted at least 1")
     return (2 * uniform(key, shape, dtype) - 1) * fan_in**-0.5
 
 
 def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """True with probability ``p`` (a number in [0, 1], to 32 bits), bool of ``shape``."""
+    """Draw bools of ``shape``, True with probability ``p`` in [0, 1], to 32 bits."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
     return random_bits.bernoulli(key, round(p * 2**32), _drawn(key, shape))
 
 
 def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    """``x / (1 - p)`` where kept, zero with probability ``p`` in [0, 1); the key's shape must lead x's."""
+    """Zero elements of x with probability ``p`` in [0, 1), scale others by 1 / (1 - p); the key's shape leads x's."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1)")
     if p == 0.0:
@@ -112,24 +111,24 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """A random order of 0 ... n - 1, int64 [*key n]."""
+    """Draw a random order of 0 ... n - 1, int64 [*key n]."""
     if n < 0:
         raise ValueError(f"n: got {n}, wanted at least 0")
-    high, low = bits(key, (*key.shape, n, 2)).unbind(-1)  # 63 bits, so that a tie is out of the question
+    high, low = bits(key, (*key.shape, n, 2)).unbind(-1)  # 63 bits, so that ties do not occur
     return torch.argsort(((high >> 1) << 32) | low, dim=-1)
 
 
 def _hash(name: str) -> int:
-    """FNV-1a of 64 bits, signed: plain arithmetic, which torch.compile traces; the key it is folded into mixes it."""
+    """Return the signed FNV-1a hash of 64 bits, plain arithmetic that torch.compile traces."""
     out = 0xCBF29CE484222325
     raw = name.encode()
-    for i in range(len(raw)):  # not over the bytes themselves, which torch.compile before 2.13 does not trace
+    for i in range(len(raw)):  # an index, because torch.compile before 2.13 cannot iterate over bytes
         out = (out ^ raw[i]) * 0x100000001B3 % 2**64
     return out - 2**64 if out >= 2**63 else out
 
 
 def _drawn(key: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what each key draws."""
+    """Return the shape that each key draws."""
     _check_key(key)
     if key.shape != tuple(shape)[: key.ndim]:
         raise ValueError(f"key: shape {tuple(key.shape)} does not lead {tuple(shape)}; use fold to give it that shape")

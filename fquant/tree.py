@@ -1,7 +1,7 @@
-"""Trees: frozen dataclasses of tensors that torch's pytree can walk.
+"""Trees: frozen dataclasses of tensors, registered as pytree nodes with torch.
 
-A model, an adapter set, an optimiser state and a quantised weight are all the same thing here: a *node*, which is a
-frozen dataclass whose fields are tensors (or lists, dicts and nodes of them) beside a few hashable *static* fields.
+A model, an adapter set, an optimiser state and a quantised weight are all trees. Each is built of *nodes*: frozen
+dataclasses whose fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
 
     @node
     class Packed:
@@ -9,17 +9,17 @@ frozen dataclass whose fields are tensors (or lists, dicts and nodes of them) be
         scale: Tensor | Packed        # a subtree
         format: Format = static()     # part of the structure, never a leaf
 
-Three rules make a node behave:
+Three rules hold for every node:
 
-* A field that is None is absent: it is no leaf, and its absence is part of the structure. (torch's own pytree counts
+* A field that is None is absent: it is not a leaf, and its absence is part of the structure. (torch's own pytree counts
   None as a leaf, and ``torch.func.grad`` rejects it.)
 * Static fields are hashable and hold no tensor. They are compared when structures are compared.
 * A node has no method that computes. Verbs are functions.
 
-Every leaf has a *path*, the field names, keys and indices that lead to it joined by dots: ``layers.0.q.codes``. Paths
+The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``. Paths
 are dictionary keys of adapters, targets of regular expressions, places in error messages and names in files.
 
-This is the only module that knows torch's pytree.
+No other module imports torch's pytree.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ import itertools
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 from torch.utils import _pytree as pytree
 
-Structure = pytree.TreeSpec
+Structure: TypeAlias = pytree.TreeSpec
 T = TypeVar("T")
 
-NODES: dict[str, type] = {}  # every node class by its name_of: what a file may name
-VALUES: dict[str, type] = {}  # every static value class by its name_of
-_CLASSES: set[type] = set()  # every node class, those that were defined again since included
+NODES: dict[str, type] = {}  # node classes by name_of, for files
+VALUES: dict[str, type] = {}  # static value classes by name_of, for files
+_CLASSES: set[type] = set()  # all node classes, including those that a later definition replaced in NODES
+FORMER_NAMES = {  # renamed classes: the name in older files -> the name now
+    "fquant.BookPart": "fquant.ShardedBook",
+    "fquant.PartStats": "fquant.ShardedStats",
+}
 
 
 def static(**options: Any) -> Any:
-    """A field of a node that is part of its structure: hashable, and never a leaf."""
+    """Declare a node's field as part of the structure: hashable, and never a leaf."""
     return dataclasses.field(metadata={"static": True}, **options)
 
 
@@ -58,8 +62,8 @@ def value(cls: type[T]) -> type[T]:
 def node(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen dataclass and a pytree node.
 
-    Raises TypeError when a static field is given something unhashable or a tensor. A ``__post_init__`` of the class
-    runs after that check; transforms build nodes without either.
+    Instances raise TypeError for a static field that is unhashable or holds a tensor. A ``__post_init__`` of the class
+    runs after that check. Transforms build nodes without either.
     """
     own_post_init = cls.__dict__.get("__post_init__")
 
@@ -78,7 +82,7 @@ def node(cls: type[T]) -> type[T]:
     def flatten(self: Any) -> tuple[list[Any], Any]:
         present: list[str] = []
         inner: list[Any] = []
-        for name in children:  # a loop, since every call of a captured function flattens every node
+        for name in children:  # a loop, because every call of a captured function flattens every node
             child = getattr(self, name)
             if child is not None:
                 present.append(name)
@@ -90,7 +94,7 @@ def node(cls: type[T]) -> type[T]:
         return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        # Dynamo knows no class of a closure. Transforms put placeholders in the fields, so nothing is checked here.
+        # Dynamo cannot read a class from a closure. Transforms put placeholders in fields, so no check runs here.
         self = object.__new__(NODES[name_of(cls)] if torch.compiler.is_dynamo_compiling() else cls)
         for name in children:
             object.__setattr__(self, name, None)
@@ -107,73 +111,71 @@ def node(cls: type[T]) -> type[T]:
 
 
 def name_of(cls: type) -> str:
-    """What files call a node or value class: its package and name, so that it may move between modules of a package."""
+    """Return the name of a class in files: package and class name, because modules of a package may be renamed."""
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
 def _register(table: dict[str, type], cls: type) -> None:
-    taken = table.get(name_of(cls), cls)
-    if taken.__module__ != cls.__module__:  # in one module it is the same class, defined again
+    other = table.get(name_of(cls), cls)
+    if other.__module__ != cls.__module__:  # within a module it is the same class, defined again
         raise ValueError(
-            f"{cls.__module__}.{cls.__name__}: {taken.__module__} has a class of that name; choose another"
+            f"{cls.__module__}.{cls.__name__}: {other.__module__} has a class of that name; choose another"
         )
     table[name_of(cls)] = cls
 
 
 def _check_static(owner: str, name: str, item: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
-        return  # it traces what has run before, and cannot hash
+        return  # Dynamo cannot trace hash
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item)):
         raise TypeError(f"{owner}.{name} is static but holds a tensor; make it an ordinary field")
     try:
         hash(item)
     except TypeError:
-        raise TypeError(
-            f"{owner}.{name} is static but not hashable: {item!r}; use a tuple or a frozen dataclass"
-        ) from None
+        fix = "use a tuple or a frozen dataclass"
+        raise TypeError(f"{owner}.{name} is static but not hashable: {item!r}; {fix}") from None
 
 
 def is_node(x: Any) -> bool:
-    """Whether ``x`` is an instance of a class made by :func:`node`."""
+    """Return True if ``x`` is an instance of a class made by :func:`node`."""
     return type(x) in _CLASSES
 
 
-# Plain names for torch's verbs, so that no other module imports the pytree.
-flatten = pytree.tree_flatten
-leaves = pytree.tree_leaves
-structure = pytree.tree_structure
-map = pytree.tree_map
+flatten: Callable[..., tuple[list[Any], Structure]] = pytree.tree_flatten
+leaves: Callable[..., list[Any]] = pytree.tree_leaves
+structure: Callable[..., Structure] = pytree.tree_structure
+map: Callable[..., Any] = pytree.tree_map
 
 
 def unflatten(structure: Structure, leaves: Any) -> Any:
-    """The tree of ``structure`` with ``leaves``, in the order of :func:`flatten`."""
+    """Return the tree of ``structure`` with ``leaves``, in the order of :func:`flatten`."""
     return pytree.tree_unflatten(leaves, structure)
 
 
 def parts(structure: Structure, leaves: list[Any]) -> list[list[Any]]:
-    """``leaves`` of a tree of ``structure``, cut into those of each of its children."""
+    """Split the ``leaves`` of a tree of ``structure`` into one list for each of its children."""
     ends = list(itertools.accumulate(child.num_leaves for child in structure.children()))
     return [leaves[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def path_of(keys: Any) -> str:
-    """The dotted path of one of torch's key paths."""
+    """Return the dotted path of one of torch's key paths."""
     names = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in keys]
     return ".".join(str(name) for name in names)
 
 
 def items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """``(path, leaf)`` for every leaf, in the order of :func:`flatten`."""
+    """Return ``(path, leaf)`` for every leaf, in the order of :func:`flatten`."""
     return [(path_of(keys), leaf) for keys, leaf in pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
 def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """The path of every leaf."""
+    """Return the path of every leaf."""
     return [path for path, _ in items(tree, is_leaf)]
 
 
 def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """``f(path, leaf)`` at every leaf; an error of ``f`` is raised with the path in front."""
+    """Replace every leaf by ``f(path, leaf)``; an error of ``f`` is raised with the path in front."""
     found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     out = []
     for keys, leaf in found:
@@ -185,10 +187,10 @@ def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[An
 def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
     """Replace every subtree whose whole path matches the regular expression ``pattern`` by ``f(subtree)``.
 
-    The outermost match wins; what lies inside it is not visited. A node counts as one thing, so
-    ``map_at(r"layers\\.0\\.q", dequantize, params)`` meets the Packed and not its buffers.
+    The outermost match wins, and its inside is not visited. A node is one subtree: ``map_at(r"layers\\.0\\.q",
+    dequantize, params)`` calls ``dequantize`` on the Packed and not on its buffers.
 
-    Raises ValueError when nothing matches, and whatever ``f`` raises with the path in front.
+    Raises ValueError if nothing matches. An error of ``f`` is raised with the path in front.
     """
     rule = re.compile(pattern)
     matched = False
@@ -204,18 +206,18 @@ def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
 
     out = visit((), tree)
     if not matched:
-        raise ValueError(f"{pattern!r} matches no path; the tree has {_some(_all_paths(tree))}")
+        raise ValueError(f"{pattern!r} matches no path; the tree has {_listed(_short_paths(tree))}")
     return out
 
 
 def children(x: Any) -> list[tuple[str, Any]] | None:
-    """``(name, child)`` one level down, or None when ``x`` is a leaf."""
+    """Return ``(name, child)`` one level down, or None if ``x`` is a leaf."""
     kind = _kind(x)
     return None if kind is None else [(path_of([key]), child) for key, child in kind.flatten_with_keys_fn(x)[0]]
 
 
 def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:
-    """``f(name, child)`` at everything one level down; a leaf is returned as it is."""
+    """Replace every child one level down by ``f(name, child)``; return a leaf as it is."""
     kind = _kind(x)
     if kind is None:
         return x
@@ -224,27 +226,27 @@ def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:
 
 
 def _kind(x: Any) -> Any:
-    """How torch flattens ``x`` by one level; None for a leaf."""
+    """Return torch's flatten functions for ``x``, or None for a leaf."""
     kind: Any = namedtuple if isinstance(x, tuple) and hasattr(x, "_fields") else type(x)
     return pytree.SUPPORTED_NODES.get(kind)
 
 
 def get(tree: Any, path: str) -> Any:
-    """The subtree at ``path``; KeyError names the part that is missing and what is there instead."""
+    """Return the subtree at ``path``; raise KeyError with the part that is missing and the names that exist there."""
     rest, x = path + "." if path else "", tree
     while rest:
         inner = children(x) or []
-        # An adapter dictionary has dots in its keys, so the longest key that fits is the one meant.
+        # Keys of an adapter dictionary contain dots, so the longest key that fits is the right one.
         fits = [n for n, _ in inner if rest.startswith(n + ".")]
         if not fits:
-            raise KeyError(f"{path}: no {rest[:-1]!r} here; there is {_some([n for n, _ in inner])}")
+            raise KeyError(f"{path}: no {rest[:-1]!r} here; there is {_listed([n for n, _ in inner])}")
         name = max(fits, key=len)
         x, rest = dict(inner)[name], rest[len(name) + 1 :]
     return x
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all tensors in the tree, each leaf counted once."""
+    """Return the bytes of all tensors in the tree, each leaf counted once."""
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
@@ -259,13 +261,12 @@ def at(path: str) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _all_paths(tree: Any) -> list[str]:
-    def small(x: Any) -> bool:
-        return x is not tree and is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
+def _short_paths(tree: Any) -> list[str]:
+    """Return the paths of leaves and of nodes that hold tensors only."""
+    is_small = lambda x: is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
+    return paths(tree, is_leaf=lambda x: x is not tree and is_small(x))
 
-    return paths(tree, is_leaf=small)
 
-
-def _some(names: list[str], limit: int = 8) -> str:
+def _listed(names: list[str], limit: int = 8) -> str:
     shown = ", ".join(names[:limit]) or "nothing"
     return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")

@@ -1,6 +1,6 @@
-"""bitsandbytes' serialised weights: the tensors that it puts into a checkpoint for one weight, to a Packed and back.
+"""bitsandbytes' serialised weights: the tensors of one weight in a checkpoint, converted to a Packed and back.
 
-A 4-bit weight ``X.weight`` of the module ``X`` is these tensors, the nested ones for double quantisation only:
+A 4-bit weight ``X.weight`` of the module ``X`` has these tensors, nested ones for double quantisation only:
 
     X.weight                                u8[bytes, 1]     codes of the flattened weight, or other dtypes' bytes
     X.weight.absmax                         f32[blocks]      u8[blocks] if nested
@@ -9,10 +9,10 @@ A 4-bit weight ``X.weight`` of the module ``X`` is these tensors, the nested one
     X.weight.nested_quant_map               f32[256]
     X.weight.quant_state.bitsandbytes__nf4  u8[...]          JSON: quant_type, blocksize, dtype, shape, nested_...
 
-and an 8-bit one is ``X.weight`` i8[out, in], ``X.SCB`` f32[out] and ``X.weight_format`` u8[], which is 0.
+An 8-bit weight has ``X.weight`` i8[out, in], ``X.SCB`` f32[out] and ``X.weight_format`` u8[], which is 0.
 
-bitsandbytes lays blocks over the flattened weight. Where the block size divides the width these are blocks along rows,
-and the buffers are only reshaped; elsewhere blocks straddle rows, and the result is flat, which cannot be cut.
+bitsandbytes' blocks run over the flattened weight. If the block size divides the width, these are blocks along rows,
+and the buffers are reshaped only. Otherwise blocks straddle rows, and the result is flat: its rows cannot be sharded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import tree
 from ..format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ, Format, num_blocks
 from ..packed import FLOATS, Packed
+from .safetensors import unique
 
 _STATE = "quant_state.bitsandbytes__"
 _PLAIN = {"nf4": NF4, "fp4": FP4}
@@ -38,12 +39,12 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def load(tensors: Mapping[str, Tensor], name: str) -> Packed:
-    """The weight called ``name`` (``"model.layers.0.self_attn.q_proj.weight"``) among the ``tensors`` of a checkpoint.
+    """Return the weight ``name`` (``"model.layers.0.self_attn.q_proj.weight"``) of the ``tensors`` of a checkpoint.
 
-    An 8-bit weight's file does not say what was quantised; the result's dtype is float32, which loses nothing.
+    The file of an 8-bit weight does not hold its dtype; the result's is float32, which loses nothing.
 
-    Raises ValueError, with the name in front, for anything but exactly what bitsandbytes writes: tensors missing or
-    unknown, another table, a shape or dtype that does not fit, an unknown key in the JSON.
+    Raises ValueError, with the name in front, for anything that bitsandbytes does not write: missing or unknown
+    tensors, another table, a shape or dtype that does not fit, an unknown key in the JSON.
     """
     inside = {key[len(name) + 1 :]: t for key, t in tensors.items() if key.startswith(name + ".")}
     with tree.at(name):
@@ -54,14 +55,14 @@ def load(tensors: Mapping[str, Tensor], name: str) -> Packed:
             raise ValueError(f"no {_STATE}nf4, {_STATE}fp4 or SCB beside it, so it is not quantised; load it as it is")
         if not inside:
             return _load8(tensors[name], beside)
-        _keys("tensors beside it", {*inside, *beside}, _wanted(inside))
+        _check_keys("tensors beside it", {*inside, *beside}, _wanted(inside))
         return _load4(tensors[name], inside)
 
 
 def save(packed: Packed, name: str) -> dict[str, Tensor]:
-    """What bitsandbytes writes for ``packed`` under ``name``, equal to the byte; the storage dtype is uint8.
+    """Return the tensors that bitsandbytes writes for ``packed`` under ``name``, byte for byte, stored as uint8.
 
-    Raises ValueError for what its format cannot hold: a stack, or blocks that end at the ends of rows.
+    Raises ValueError for arrays that its format cannot hold: stacks, and short blocks at the ends of rows.
     """
     with tree.at(name):
         format, shape = packed.format, packed.shape
@@ -70,13 +71,13 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
         kinds = [kind for kind, known in _PLAIN.items() if format.table == known.table]
         if not kinds or format.scale not in (None, DYNAMIC8):
             raise ValueError(f"bitsandbytes has no {format.name}; wanted nf4 or fp4, with scales in f32 or dynamic8")
-        if not format.flat and shape[-1] % _block(format):
+        assert format.block is not None  # 4-bit formats have one
+        if not format.flat and shape[-1] % format.block:
             raise ValueError(
                 f"width {shape[-1]} is not a multiple of the block {format.block}, and bitsandbytes has no short block "
                 "at the end of a row; dequantize it and quantize it with replace(format, flat=True)"
             )
-        count = math.prod(shape)
-        _check_size("codes", packed.codes, -(-count // 2))
+        _check_size("codes", packed.codes, -(-math.prod(shape) // 2))
         state: dict[str, Any] = {
             "quant_type": kinds[0], "blocksize": format.block, "dtype": str(packed.dtype).removeprefix("torch."),
             "shape": list(shape),
@@ -96,7 +97,7 @@ _BESIDE = ("SCB", "weight_format")
 
 
 def _wanted(inside: Mapping[str, Tensor]) -> set[str]:
-    """The full set of keys of which ``inside`` has at least one; the JSON's own key is checked here."""
+    """Return the full set of keys of which ``inside`` has one; check the key of the JSON."""
     states = [key for key in inside if key.startswith("quant_state.")]
     if len(states) != 1 or states[0].removeprefix(_STATE) not in _PLAIN:
         got = ", ".join(states) or "none"
@@ -113,7 +114,7 @@ def _load4(weight: Tensor, inside: Mapping[str, Tensor]) -> Packed:
     format = replace((_NESTED if nested else _PLAIN)[state["quant_type"]], block=state["blocksize"])
     shape = tuple(state["shape"])
     count = math.prod(shape)
-    straddles = bool(shape[-1] % _block(format))
+    straddles = bool(shape[-1] % state["blocksize"])
     format = replace(format, flat=straddles)
     blocks = num_blocks(format, count)
     if weight.dtype not in _STORAGE:
@@ -122,7 +123,7 @@ def _load4(weight: Tensor, inside: Mapping[str, Tensor]) -> Packed:
         raise ValueError(
             f"got codes of shape {tuple(weight.shape)}; wanted [bytes 1], not the [1 bytes] of old releases"
         )
-    codes = weight.contiguous().view(torch.uint8).reshape(-1)  # whatever dtype they are stored in, they are bytes
+    codes = weight.contiguous().view(torch.uint8).reshape(-1)  # codes are bytes in any storage dtype
     _check_size("codes", codes, -(-count // 2))
     _check_table(inside, "quant_map", format)
     absmax = _take(inside, "absmax", torch.uint8 if nested else torch.float32, (blocks,))
@@ -140,7 +141,7 @@ def _load4(weight: Tensor, inside: Mapping[str, Tensor]) -> Packed:
 
 
 def _load8(weight: Tensor, beside: Mapping[str, Tensor]) -> Packed:
-    _keys("tensors beside it", set(beside), set(_BESIDE))
+    _check_keys("tensors beside it", set(beside), set(_BESIDE))
     if weight.dtype != torch.int8 or weight.ndim != 2:
         raise ValueError(f"got {weight.dtype} {tuple(weight.shape)} beside an SCB; wanted int8 [out in]")
     kind = _take(beside, "weight_format", torch.uint8, ())
@@ -164,11 +165,11 @@ def _save8(packed: Packed, name: str) -> dict[str, Tensor]:
 
 
 def _parse(blob: Tensor, kind: str, nested: bool) -> dict[str, Any]:
-    """The JSON beside a 4-bit weight, every value checked."""
+    """Return the JSON of a 4-bit weight, with every value checked."""
     if blob.dtype != torch.uint8 or blob.ndim != 1:
         raise ValueError(f"got {blob.dtype} {tuple(blob.shape)}; wanted JSON as uint8 [bytes]")
     try:
-        state = json.loads(bytes(blob.tolist()).decode(), object_pairs_hook=_unique)
+        state = json.loads(bytes(blob.tolist()).decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}); the file is damaged, fetch it again") from error
     if not isinstance(state, dict):
@@ -176,7 +177,7 @@ def _parse(blob: Tensor, kind: str, nested: bool) -> dict[str, Any]:
     wanted = {"quant_type": (kind,), "dtype": tuple(_DTYPES)}
     if nested:
         wanted |= {"nested_blocksize": (DYNAMIC8.block,), "nested_dtype": ("float32",)}
-    _keys("keys", set(state), {*wanted, "blocksize", "shape", *({"nested_offset"} if nested else ())})
+    _check_keys("keys", set(state), {*wanted, "blocksize", "shape", *({"nested_offset"} if nested else ())})
     for key, values in wanted.items():
         if state[key] not in values or isinstance(state[key], bool):
             raise ValueError(f"{key} is {state[key]!r}; wanted {' or '.join(map(repr, values))}")
@@ -210,29 +211,17 @@ def _table(format: Format) -> Tensor:
     return torch.tensor(format.table, dtype=torch.float32, device="cpu")
 
 
-def _check_size(what: str, got: Tensor, wanted: int) -> None:
+def _check_size(name: str, got: Tensor, wanted: int) -> None:
     if got.numel() != wanted:
-        raise ValueError(f"got {got.numel()} bytes of {what}; wanted {wanted}, which is what the shape takes")
+        raise ValueError(f"got {got.numel()} bytes of {name}; wanted {wanted} for the shape")
 
 
-def _keys(what: str, got: set[str], wanted: set[str]) -> None:
+def _check_keys(name: str, got: set[str], wanted: set[str]) -> None:
     if got != wanted:
         missing, unknown = (", ".join(sorted(x)) or "none" for x in (wanted - got, got - wanted))
-        raise ValueError(f"{what}: missing {missing}, unknown {unknown}; wanted {', '.join(sorted(wanted))}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return out
-
-
-def _block(format: Format) -> int:
-    assert format.block is not None
-    return format.block
+        raise ValueError(f"{name}: missing {missing}, unknown {unknown}; wanted {', '.join(sorted(wanted))}")
 
 
 def _sibling(name: str, part: str) -> str:
-    """``X.weight`` -> ``X.SCB``."""
+    """Replace the last part of a name: ``X.weight`` -> ``X.SCB``."""
     return ".".join([*name.split(".")[:-1], part])

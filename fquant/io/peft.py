@@ -1,16 +1,16 @@
-"""Adapters as a PEFT directory: what is trained here is used there, and the other way round.
+"""Adapters as a PEFT directory, written and read.
 
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank in], .lora_B.weight [out rank],
                                  .lora_magnitude_vector [out]  (DoRA)
     adapter_config.json          rank, alpha and the names of the modules
 
-``<module>`` is a name in the Hugging Face model ("model.layers.0.self_attn.q_proj"), where an adapter here is filed
-under a path ("layers.0.q"); the two functions take the map between them as an argument.
+``<module>`` is a name in the Hugging Face model ("model.layers.0.self_attn.q_proj"); adapters here have paths
+("layers.0.q"). Both functions take the map between them as an argument.
 
-In PEFT one rank and one alpha hold for all modules, and ``rank_pattern`` and ``alpha_pattern`` name exceptions: keys
-are regular expressions for the end of a module's name, and the first that fits counts. Dropout, rank stabilisation and
-DoRA hold for the whole adapter. Read strictly: a setting that would change what the adapter computes and is not known
-here raises; one that only told PEFT how to begin or where to put modules is passed over, since the tensors say it.
+In PEFT one rank and one alpha hold for all modules, and ``rank_pattern`` and ``alpha_pattern`` hold exceptions. Their
+keys are regular expressions for the end of a module's name, and the first that fits counts. Dropout, rank stabilisation
+and DoRA hold for the whole adapter. Reading is strict: an unknown setting that may change the adapter's results raises.
+Settings of initialisation and of module selection are ignored, because the tensors are there.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 
-# What is read; the values are PEFT's defaults.
-READ = {
+# Settings that are read, with PEFT's defaults.
+READ: dict[str, Any] = {
     "peft_type": None, "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False,
     "use_dora": False, "lora_dropout": 0.0, "target_modules": None, "init_lora_weights": True, "bias": "none",
     "exclude_modules": None, "layers_to_transform": None,
 }  # fmt: skip
-# What has no part in the computation of an adapter that is trained already.
-PASSED_OVER = {
+# Settings without effect on the results of a trained adapter.
+IGNORED = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
-# Ways to begin that leave the base weights alone; the others (pissa, olora, loftq, ...) train beside another base.
-STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# Initialisations that keep the base weights; the others (pissa, olora, loftq, ...) train beside another base.
+INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def save(
@@ -55,9 +55,9 @@ def save(
 ) -> None:
     """Write adapters as a PEFT directory, tensors in float32.
 
-    ``module_name`` gives the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
+    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
 
-    Raises ValueError, before anything is written, when PEFT cannot express the adapters: dropout, rank stabilisation
+    Raises ValueError, before anything is written, if PEFT cannot express the adapters: dropout, rank stabilisation
     or DoRA differ between them, or two have the same module.
     """
     if not adapters:
@@ -69,11 +69,9 @@ def save(
             _check(lora)
             module = module_name(path)
             if "embed" in module.rpartition(".")[2]:
-                raise ValueError(
-                    f"{module} is an embedding, whose adapters PEFT keeps in another form; merge it instead"
-                )
+                raise ValueError(f"{module} is an embedding, whose adapters differ in PEFT; merge it instead")
             if module in by_module:
-                raise ValueError(f"got the module {module} of another adapter, wanted one of its own; mend module_name")
+                raise ValueError(f"got the module {module} of another adapter, wanted its own; fix module_name")
         by_module[module] = lora
         for field, suffix in FIELDS.items():
             if (tensor := getattr(lora, field)) is not None:
@@ -87,9 +85,9 @@ def save(
 
 
 def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, Lora]:
-    """The adapters of a PEFT directory, tensors as they are stored.
+    """Read the adapters of a PEFT directory, tensors in the stored dtype.
 
-    ``path_of`` gives the path of a Hugging Face module, or None for one it does not know.
+    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown.
 
     Raises ValueError that names the file, and the setting, module or tensor that cannot be read.
     """
@@ -119,29 +117,28 @@ def _config(by_module: dict[str, Lora], base_model: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "inference_mode": True,
         "bias": "none", "r": rank, "rank_pattern": rank_pattern, "lora_alpha": alpha, "alpha_pattern": alpha_pattern,
-        "lora_dropout": _common(by_module, "dropout", lambda x: x.dropout),
-        "use_rslora": _common(by_module, "rank_stabilised", lambda x: x.rank_stabilised),
-        "use_dora": _common(by_module, "DoRA", lambda x: x.magnitude is not None),
+        "lora_dropout": _shared(by_module, "dropout", lambda x: x.dropout),
+        "use_rslora": _shared(by_module, "rank_stabilised", lambda x: x.rank_stabilised),
+        "use_dora": _shared(by_module, "DoRA", lambda x: x.magnitude is not None),
         "target_modules": sorted(by_module),
     }  # fmt: skip
 
 
-def _common(by_module: dict[str, Lora], name: str, of: Callable[[Lora], Any]) -> Any:
-    """What all modules have in common; ValueError when they differ."""
+def _shared(by_module: dict[str, Lora], name: str, option: Callable[[Lora], Any]) -> Any:
+    """Return the value that all modules share; raise ValueError if they differ."""
     first, *_ = by_module
+    shared = option(by_module[first])
     for module, lora in by_module.items():
-        if of(lora) != of(by_module[first]):
-            raise ValueError(
-                f"{module}: got {name} {of(lora)}, wanted {of(by_module[first])} as in {first}, PEFT has one for all; "
-                "save them as two adapters"
-            )
-    return of(by_module[first])
+        if (got := option(lora)) != shared:
+            fix = "PEFT has one for all; save them as two adapters"
+            raise ValueError(f"{module}: got {name} {got}, wanted {shared} as in {first}, {fix}")
+    return shared
 
 
 def _pattern(wanted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The commonest value, and the exceptions by module."""
+    """Return the commonest value, and the exceptions by module."""
     usual = Counter(wanted.values()).most_common(1)[0][0]
-    # A name also fits longer names that end in it, and the first that fits counts: so the longest come first.
+    # A name also fits longer names that end in it, and the first that fits counts, so the longest come first.
     names = sorted(wanted, key=lambda name: (-len(name), name))
     pattern = {re.escape(name): wanted[name] for name in names if wanted[name] != usual}
     if any(_resolve(pattern, usual, name) != x for name, x in wanted.items()):
@@ -150,7 +147,7 @@ def _pattern(wanted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _resolve(pattern: dict[str, Any], usual: Any, module: str) -> Any:
-    """What holds for ``module``: PEFT's rule."""
+    """Return the value of ``module`` by PEFT's rule."""
     return next((x for key, x in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
@@ -165,10 +162,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError(f"got a JSON {type(config).__name__}, wanted an object; check the file")
         for key, x in config.items():
-            if key not in READ and key not in PASSED_OVER and x:
+            if key not in READ and key not in IGNORED and x:
                 raise ValueError(f"{key}: got {x!r:.80}, wanted it absent, null or false; it is not supported")
         config = {key: config.get(key, usual) for key, usual in READ.items()}
-        for key, allowed in {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": STARTS}.items():
+        for key, allowed in {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INITIALISATIONS}.items():
             if config[key] not in allowed:
                 raise ValueError(f"{key}: got {config[key]!r:.80}, wanted one of {allowed}; it is not supported")
         for key, (fits, wanted) in KINDS.items():
@@ -178,7 +175,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _modules(found: safetensors.Header) -> dict[str, dict[str, str]]:
-    """The tensors of each module, by field."""
+    """Return the tensor names of each module by field."""
     modules: dict[str, dict[str, str]] = {}
     for name in found.tensors:
         for field, suffix in FIELDS.items():
@@ -193,18 +190,18 @@ def _modules(found: safetensors.Header) -> dict[str, dict[str, str]]:
 
 
 def _check_targets(config: dict[str, Any], modules: dict[str, Any]) -> None:
-    """What the settings target and what there are tensors for must be the same, where the settings tell."""
+    """Check that the modules of the tensors are those that the settings target, if the settings list them."""
     targets = config["target_modules"]
     if targets is None or targets == "all-linear":
         return
     if isinstance(targets, str):
-        strange, missing = [module for module in modules if not re.fullmatch(targets, module)], []
+        surplus, missing = [module for module in modules if not re.fullmatch(targets, module)], []
     else:
         ends = {module: {module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")} for module in modules}
-        strange = [module for module in modules if not ends[module] & set(targets)]
+        surplus = [module for module in modules if not ends[module] & set(targets)]
         missing = sorted(set(targets).difference(*ends.values()))
-    if strange:
-        raise ValueError(f"{strange[0]}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it")
+    if surplus:
+        raise ValueError(f"{surplus[0]}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it")
     if missing and not config["exclude_modules"] and config["layers_to_transform"] is None:
         raise ValueError(f"{missing[0]}: got no tensors, wanted some, it is in target_modules of {CONFIG}")
 
@@ -239,10 +236,8 @@ def _check(lora: Any) -> None:
 
 def _check_shapes(rank: int, a: Any, b: Any, magnitude: Any) -> None:
     if not (len(a) == len(b) == 2 and rank == a[0] == b[1] and magnitude in (None, b[:1])):
-        raise ValueError(
-            f"got a {a}, b {b}, magnitude {magnitude}, wanted a [rank in], b [out rank], magnitude [out] or None, with "
-            f"rank {rank}"
-        )
+        wanted = f"a [rank in], b [out rank], magnitude [out] or None, with rank {rank}"
+        raise ValueError(f"got a {a}, b {b}, magnitude {magnitude}, wanted {wanted}")
 
 
 def _number(x: float) -> float | int:

@@ -2,10 +2,10 @@
 
     u64 n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {...}} | data
 
-All little-endian; offsets count from the end of the JSON, and the tensors cover the data without holes. (The format is
-https://github.com/huggingface/safetensors; files go both ways.) :func:`header` reads the JSON only and checks all of
-it; :func:`read` then reads one tensor, or some of its rows, into memory of exactly that size: nothing is mapped, so
-what a process holds is what it asked for. :func:`write` streams to a temporary file that becomes the target whole.
+All is little-endian. Offsets count from the end of the JSON, and the tensors cover the data without holes. (The format
+is https://github.com/huggingface/safetensors; files are interchangeable.) :func:`header` reads and checks the JSON
+only. :func:`read` reads one tensor, or some of its rows, into memory of that size; nothing is mapped. :func:`write`
+streams to a temporary file, which then replaces the target.
 
 :func:`save` and :func:`load` put a tree into such a file: each leaf under its path, and the structure with all static
 fields as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing from a file is executed.
@@ -47,7 +47,7 @@ TREE = "fquant.tree"  # the metadata key of a tree's structure
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: bytes ``start`` to ``stop`` of the file."""
+    """A tensor in a file, at bytes ``start`` to ``stop``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file holds."""
+    """The content of a file."""
 
     path: Path
     tensors: dict[str, Entry]
@@ -67,8 +67,8 @@ class Header:
 def header(path: str | Path) -> Header:
     """Read and check the header of a file.
 
-    Raises ValueError that names the file and what is wrong: it is missing or cut short, its header is longer than
-    itself or no JSON, a type is unknown, a shape does not fit its bytes, or the tensors overlap or leave holes.
+    Raises ValueError that names the file and the fault: a missing or short file, a header that is not JSON, an unknown
+    dtype, a shape that does not fit its bytes, overlaps or holes.
     """
     path = Path(path)
     if not path.is_file():
@@ -84,25 +84,22 @@ def header(path: str | Path) -> Header:
                 "no safetensors file, fetch it again"
             )
         try:
-            content = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+            content = json.loads(file.read(length).decode(), object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"got a header that is no JSON ({error}), wanted safetensors; check the file") from error
         _expect(isinstance(content, dict), f"header: got a JSON {type(content).__name__}, wanted an object")
         metadata = content.pop("__metadata__", {})
-        _expect(
-            isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()),
-            f"__metadata__: got {metadata!r:.80}, wanted an object of strings",
-        )
+        is_text = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+        _expect(is_text, f"__metadata__: got {metadata!r:.80}, wanted an object of strings")
         tensors = {name: _entry(name, item, 8 + length) for name, item in content.items()}
         _check_cover(tensors, 8 + length, size)
     return Header(path, tensors, metadata)
 
 
 def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
-    """The tensor ``name``, or its ``rows`` (a slice of dim 0 within bounds and without step), on the CPU.
+    """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 within bounds, without step), to the CPU.
 
-    Reads these bytes only, into a new tensor. Raises ValueError for an unknown name, rows out of bounds, or a file
-    that has become shorter.
+    No other bytes are read. Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
     """
     with at(str(header.path)):
         if name not in header.tensors:
@@ -127,7 +124,7 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
 
 
 def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
-    """A digest of a tensor's type, shape and a few windows of its bytes: tells files apart without reading them."""
+    """Return a digest of a tensor's dtype, shape and a few windows of its bytes, to identify it without reading all."""
     entry = header.tensors[name]
     found = hashlib.blake2b(f"{entry.dtype} {entry.shape}".encode(), digest_size=8)
     with open(header.path, "rb", buffering=0) as file:
@@ -138,9 +135,9 @@ def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
 
 
 def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write ``tensors`` to ``path``, which holds either what it held before or all of them.
+    """Write ``tensors`` to ``path`` atomically: on an error the file keeps its old content.
 
-    Raises TypeError or ValueError, before anything is written, for what the format cannot hold.
+    Raises TypeError or ValueError, before anything is written, for tensors that the format cannot hold.
     """
     content: dict[str, Any] = {}
     if metadata:
@@ -151,7 +148,7 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
     for name, tensor in tensors.items():
         _check_writable(name, tensor)
     offset = 0
-    # Widest type first, as the reference implementation does, so that every tensor is aligned.
+    # Widest dtype first, as in the reference implementation, so that every tensor is aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     for name in order:
         t = tensors[name]
@@ -169,8 +166,8 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 def save(path: str | Path, tree: Any) -> None:
     """Write a tree of nodes, dicts with str keys, lists, tuples, tensors and plain scalars to one file.
 
-    Leaves that share memory are written each for itself. Raises TypeError, with the path, for anything else in the
-    tree or in a static field, and ValueError when two leaves have the same path.
+    Leaves that share memory are written separately. Raises TypeError, with the path, for anything else in the tree or
+    in a static field, and ValueError if two leaves have the same path.
     """
     text, tensors = tree_json.encode(tree)
     with at(str(path)):
@@ -178,9 +175,9 @@ def save(path: str | Path, tree: Any) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """The tree that :func:`save` wrote, on the CPU.
+    """Read the tree that :func:`save` wrote, to the CPU.
 
-    Raises ValueError for whatever is not exactly such a file: unknown classes or fields, missing or surplus tensors.
+    Raises ValueError for any other file: unknown classes or fields, missing or surplus tensors.
     """
     found = header(path)
     names: list[str] = []
@@ -198,7 +195,7 @@ def load(path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """A binary file to write; it becomes ``path`` when all of it is on disk, and vanishes on an error."""
+    """Open a binary file that replaces ``path`` once all of it is on disk, and is deleted on an error."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -211,22 +208,18 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name too
+        os.fsync(folder)  # for the new name
     finally:
         os.close(folder)
 
 
 def _entry(name: str, item: Any, data: int) -> Entry:
     with at(name):
-        _expect(
-            isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"},
-            f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets",
-        )
+        is_entry = isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"}
+        _expect(is_entry, f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets")
         dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-        _expect(
-            isinstance(dtype, str) and dtype in DTYPES,
-            f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}",
-        )
+        is_known = isinstance(dtype, str) and dtype in DTYPES
+        _expect(is_known, f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
         _expect(_counts(shape), f"got shape {shape!r:.80}, wanted a list of numbers of at least 0")
         _expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
         start, stop = offsets
@@ -264,11 +257,11 @@ def _check_writable(name: str, tensor: Tensor) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r}: got {type(tensor).__name__}, wanted a tensor under a string")
     with at(name):
-        _expect(name != "__metadata__", "got a tensor of that name, wanted another; the format keeps it for itself")
+        _expect(name != "__metadata__", "got a tensor of that name, wanted another; the format reserves it")
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"got a name that is no Unicode text ({error}), wanted one that UTF-8 can hold") from error
+            raise ValueError(f"got a name that is no Unicode text ({error}), wanted one in UTF-8") from error
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"got a {type(tensor).__name__}, wanted a plain tensor; collect it to one process first")
         if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
@@ -277,7 +270,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     if sys.byteorder != "little":
         raise ValueError("got a big-endian machine, wanted a little-endian one; safetensors data are little-endian")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -287,13 +280,14 @@ def _counts(x: Any) -> bool:
     return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's pairs as a dict; raise ValueError for a name that occurs twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError("a name occurs twice")
     return out
 
 
-def _expect(fact: bool, message: str) -> None:
-    if not fact:
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
         raise ValueError(message)

@@ -3,10 +3,10 @@
     Lora(a=t, b=t, magnitude=None, alpha=16.0, ...)
     {"node": "Lora", "fields": {"a": "tensor", "b": "tensor", "magnitude": null}, "static": {"alpha": 16.0, ...}}
 
-A tree is a tensor, a node, a dict with str keys, a list, a tuple, or one of the plain values that a static field may
-be: None, bool, int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered with ``tree.value``.
-Everything is looked up by name in ``tree.NODES`` and ``tree.VALUES`` and has to match field by field; no text of a file
-is ever evaluated.
+A tree is a tensor, a node, a dict with str keys, a list, a tuple, or a plain value as in static fields. Plain values
+are None, bool, int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered with ``tree.value``.
+Classes are looked up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by
+field. No text of a file is ever evaluated.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import NODES, VALUES, is_node, name_of
+from ..tree import FORMER_NAMES, NODES, VALUES, is_node, name_of
 
-Path = tuple[str, ...]  # the names that lead to a leaf; joined by dots in files and messages
+Path = tuple[str, ...]  # names that lead to a leaf, joined by dots in files and messages
 
 VERSION = 1
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
-NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON lacks
+NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # not in JSON
 
 
 def encode(tree: Any) -> tuple[str, dict[str, Tensor]]:
-    """The structure of ``tree`` as text, and its tensors by path.
+    """Return the structure of ``tree`` as text, and its tensors by path.
 
-    Raises TypeError, with the path, for what cannot be written, and ValueError when two tensors have the same path.
+    Raises TypeError, with the path, for objects that cannot be written, and ValueError if two tensors have one path.
     """
     tensors: dict[str, Tensor] = {}
     spec = _encode(tree, (), tensors)
@@ -40,12 +40,12 @@ def encode(tree: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def decode(text: str, leaf: Callable[[str], Any]) -> Any:
-    """The tree of ``text``, with ``leaf(path)`` for each tensor; ValueError for anything that encode does not write."""
+    """Return the tree of ``text``, with ``leaf(path)`` for each tensor; raise ValueError for any other text."""
     try:
         content = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"structure: got no JSON ({error}), wanted what fquant writes; check the file") from error
-    _keys(content, {"version", "tree"}, ("structure",))
+    _check_keys(content, {"version", "tree"}, ("structure",))
     if content["version"] != VERSION:
         raise ValueError(f"structure: got version {content['version']!r}, wanted {VERSION}; use another release")
     return _decode(content["tree"], (), leaf)
@@ -89,8 +89,8 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any]) -> Any:
         case {"node": str(name), "fields": dict(children), "static": dict(static), **rest} if not rest:
             cls = _lookup(NODES, name, path)
             fields, statics = _fields(cls)
-            _keys(children, set(fields), _join(path, name))
-            _keys(static, set(statics), _join(path, name))
+            _check_keys(children, set(fields), _join(path, name))
+            _check_keys(static, set(statics), _join(path, name))
             parts = {key: _decode(children[key], _join(path, key), leaf) for key in fields}
             return _make(cls, path, parts | {key: _decode_value(static[key], _join(path, key)) for key in statics})
         case {"dict": dict(inner), **rest} if not rest:
@@ -135,13 +135,13 @@ def _decode_value(spec: Any, path: Path) -> Any:
         case {"value": str(name), "fields": dict(inner), **rest} if not rest:
             cls = _lookup(VALUES, name, path)
             names = [f.name for f in dataclasses.fields(cls)]
-            _keys(inner, set(names), _join(path, name))
+            _check_keys(inner, set(names), _join(path, name))
             return _make(cls, path, {key: _decode_value(inner[key], _join(path, key)) for key in names})
     raise ValueError(f"{_dots(path)}: got value {spec!r:.80}, wanted what fquant writes; check the file")
 
 
 def _fields(cls: type) -> tuple[list[str], list[str]]:
-    """The names of a node's children and of its static fields."""
+    """Return the names of a node's children and of its static fields."""
     split: tuple[list[str], list[str]] = ([], [])
     for field in dataclasses.fields(cls):
         split[bool(field.metadata.get("static"))].append(field.name)
@@ -149,6 +149,7 @@ def _fields(cls: type) -> tuple[list[str], list[str]]:
 
 
 def _lookup(table: dict[str, type], name: str, path: Path) -> type:
+    name = FORMER_NAMES.get(name, name)
     if name not in table:
         raise ValueError(f"{_dots(path)}: got class {name!r}, wanted a registered one; import its module first")
     return table[name]
@@ -157,16 +158,16 @@ def _lookup(table: dict[str, type], name: str, path: Path) -> type:
 def _make(cls: type, path: Path, parts: dict[str, Any]) -> Any:
     try:
         return cls(**parts)
-    except Exception as error:  # whatever a class raises when it is given what it does not expect
+    except Exception as error:  # a class may raise anything for wrong fields
         message = f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check the file"
         raise ValueError(message) from error
 
 
-def _keys(content: Any, wanted: set[str], path: Path) -> None:
+def _check_keys(content: Any, wanted: set[str], path: Path) -> None:
     if not isinstance(content, dict) or content.keys() != wanted:
         got = ", ".join(content) if isinstance(content, dict) else f"{content!r:.40}"
-        fix = "use the release that wrote it"
-        raise ValueError(f"{_dots(path)}: got fields {got}; wanted {', '.join(sorted(wanted))}; {fix}")
+        names = ", ".join(sorted(wanted))
+        raise ValueError(f"{_dots(path)}: got fields {got}; wanted {names}; use the release that wrote it")
 
 
 def _join(path: Path, name: Any) -> Path:

@@ -1,4 +1,4 @@
-"""fquant.remat: the same derivatives for less memory, and refusals by name. Verbs are in test_transforms."""
+"""Tests of fquant.remat: equal derivatives, less memory, errors by name. Verbs under it are in test_transforms."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def block(x, w):
 
 
 def composed(f):
-    """Two blocks, so that one's cotangent is the other's business."""
+    """Apply two blocks, so that the cotangent of the first comes from the second."""
     return lambda x, w: f(f(x, w), w).square().sum()
 
 
@@ -96,7 +96,7 @@ def test_autograd(order):
 
 @orders
 def test_trees_in_and_out(order):
-    """Nested arguments with strings, numbers, None and integer tensors; nested results."""
+    """Use nested arguments with strings, numbers, None and integer tensors, and nested results."""
 
     def f(params, tokens, options, scale, bias):
         assert options == {"mode": "wide", "none": None} and bias is None and scale == 2.0
@@ -115,7 +115,7 @@ def test_trees_in_and_out(order):
 
 
 def test_unused_arguments_and_results():
-    """Gradients of what was not used are zero, not absent; a result that nobody uses has no cotangent."""
+    """Gradients of unused arguments are zero and not absent; an unused result has no cotangent."""
     f = remat(lambda x, w, unused: (x @ w, w.sin()))
     got = grad(lambda x, w, unused: f(x, w, unused)[0].sum(), (0, 1, 2))(X, W, V)
     wanted = grad(lambda x, w, unused: (x @ w).sum() + 0 * unused.sum(), (0, 1, 2))(X, W, V)
@@ -131,7 +131,7 @@ def test_name_and_signature_stay():
 
 
 def test_calls_do_not_share_state():
-    """One wrapped function, called with trees of different structure, differentiated together."""
+    """Differentiate two calls of one wrapped function on trees of different structure together."""
     f = remat(lambda xs: [x.sin() for x in xs])
     loss = lambda a, b: sum(x.sum() for x in f([a, b]) + f([a]))
     same(grad(loss, (0, 1))(X, V), (2 * X.cos(), V.cos()))
@@ -161,7 +161,7 @@ def test_only_arguments_are_kept(order):
 
 
 def test_the_recomputation_is_not_kept_by_the_first_order():
-    """torch.func runs every backward to be differentiated again, and so keeps what it makes, unless told not to."""
+    """torch.func runs backwards with create_graph=True; at first order the recomputation is still not kept."""
     x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
 
     def peak(f):
@@ -251,7 +251,7 @@ def test_results_are_floats(f, message):
 def test_torch_compile_is_refused_by_name():
     torch._dynamo.reset()
     step = torch.compile(grad(composed(remat(block)), 1), backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"remat\(block\) cannot be traced by torch.compile; compile what make_fx"):
+    with pytest.raises(RuntimeError, match=r"remat\(block\) cannot be traced by torch.compile; compile the graph th"):
         step(X, W)
     captured = make_fx(grad(composed(remat(block)), 1), tracing_mode="fake")(X, W)  # as the message says
     same(torch.compile(captured, backend="aot_eager", fullgraph=True)(X, W), grad(composed(block), 1)(X, W))

@@ -1,12 +1,13 @@
-"""Forward mode around forward mode: no Function of ours may lose a tangent to torch, which turns forward mode off."""
+"""Tests of fquant.autodiff: nested forward mode loses no tangent in any of our autograd Functions."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jvp
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 from fquant import NF4, dequantize, jit, linear, quantize, remat
+from fquant.autodiff import is_mapped
 from fquant.kernels.reference.causal_attention import dense
 from fquant.vq.precision import matmul
 from models import blocks, fused_cross_entropy
@@ -65,7 +66,7 @@ def test_forward_mode_around_forward_mode(case, mode):
 
 
 def test_a_captured_function_of_dual_tensors_is_the_function_itself():
-    """A replay writes into memory that is laid out, which no tangent would follow."""
+    """A replay writes into planned memory, which carries no tangents."""
     f = lambda x: ((x * 2 + 1).sin() @ x, F.silu(x * 3).sum())
     x, dx = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
     captured, both = jit(f), jvp(f, (x,), (dx,))
@@ -75,3 +76,13 @@ def test_a_captured_function_of_dual_tensors_is_the_function_itself():
         plain = [forward_ad.unpack_dual(t) for t in captured(x)]
     torch.testing.assert_close([(dual.primal, dual.tangent) for dual in duals], [*zip(*both, strict=True)])
     assert all(t.tangent is None for t in plain) and len(captured.traced) == 1
+
+
+def test_is_mapped_sees_through_other_transforms():
+    seen = []
+    f = lambda x, w: seen.extend([is_mapped(x), is_mapped(w), is_mapped(x * w)]) or (x * w).sum()
+    x, w = torch.ones(3, 2), torch.ones(2)
+    f(x[0], w)
+    vmap(f, (0, None))(x, w)
+    vmap(grad(f), (0, None))(x, w)
+    assert seen == [False] * 3 + [True, False, True] * 2

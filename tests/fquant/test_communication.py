@@ -1,4 +1,4 @@
-"""fquant.communication: what is closed, what waits, and that the local Comm is the identity."""
+"""Tests of fquant.communication: Loadable and AfterLoad nodes, and LOCAL as the identity."""
 
 from dataclasses import FrozenInstanceError, replace
 

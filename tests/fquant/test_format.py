@@ -1,4 +1,4 @@
-"""fquant.format: tables against bitsandbytes, and what a format refuses to be."""
+"""Tests of fquant.format: tables against bitsandbytes, texts, and invalid formats."""
 
 from dataclasses import replace
 
@@ -7,7 +7,22 @@ import pytest
 import torch
 
 from fquant import tree
-from fquant.format import BLOCKS, DYNAMIC8, FORMATS, FP4, INT8, NF4, NF4_DQ, Format, num_blocks, num_bytes, parse, read
+from fquant.format import (
+    AQ_2X8,
+    AQ_3X8,
+    BLOCKS,
+    DYNAMIC8,
+    FORMATS,
+    FP4,
+    INT8,
+    NF4,
+    NF4_DQ,
+    Format,
+    num_blocks,
+    num_bytes,
+    parse,
+    read,
+)
 from tests.helpers.formats import KINDS
 
 TABLES = {
@@ -98,6 +113,15 @@ def test_plain_keeps_scales_in_float32():
     assert NF4.plain is NF4 and NF4_DQ.plain == replace(NF4_DQ, scale=None) and NF4_DQ.plain.plain is NF4_DQ.plain
     nested = replace(DYNAMIC8, scale=INT8)
     assert replace(NF4, scale=nested).plain == NF4 and nested.plain == DYNAMIC8
+
+
+@pytest.mark.parametrize("former, format", [("vq2", AQ_2X8), ("vq3", AQ_3X8)], ids=str)
+def test_former_names(former, format):
+    """Files and command lines of earlier releases hold these names."""
+    assert parse(former) is read(former) is format and parse(former, 64) == read(f"{former}:64")
+    assert replace(format, name=former) == format
+    text = replace(format, vectors=replace(format.vectors, dim=4)).text
+    assert read(text.replace(format.name, former)).text == text
 
 
 UNKNOWN = [

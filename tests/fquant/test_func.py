@@ -1,4 +1,4 @@
-"""fquant.func: torch.func's transforms, with the differentiated leaves checked by path first."""
+"""Tests of fquant.func: torch.func's results, and errors that name the leaf."""
 
 import pytest
 import torch

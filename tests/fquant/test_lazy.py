@@ -1,4 +1,4 @@
-"""fquant.lazy: nothing is read until it is, and everything can be planned before."""
+"""Tests of fquant.lazy: planning reads nothing, and reading gives the same values."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_map_reads_late_and_plans_early():
     x = lazy.map(lambda t: t[:2] * 2, source(W, log))
     assert log == [] and x.like.is_meta and x.like.shape == (2, 100)
     assert torch.equal(x.read(), W[:2] * 2) and log == ["w"]
-    assert x.stamp() == "w"  # what tells the source apart tells what is made of it apart
+    assert x.stamp() == "w"  # a derived Lazy keeps the stamp of its source
     twice = lazy.map(lambda t: t.bfloat16(), x)
     assert twice.like.dtype == torch.bfloat16 and log == ["w"]
     x.read()

@@ -1,4 +1,4 @@
-"""fquant.lora: initialisation, attaching, merging, and PEFT's LoRA and DoRA as oracles."""
+"""Tests of fquant.lora: initialisation, attaching, merging, and PEFT's LoRA and DoRA as oracles."""
 
 import re
 from typing import Any
@@ -44,7 +44,7 @@ def make_base(format=NF4):
 
 
 def trained(adapters):
-    """With a ``b`` that is not zero, and a magnitude that is not the norm."""
+    """Return adapters whose ``b`` is not zero and whose magnitude is not the norm."""
     return tree.map_with_path(lambda path, t: t + 0.1 * draw(path, *t.shape), adapters)
 
 
@@ -100,21 +100,13 @@ def test_init_needs_no_values_except_for_dora():
     got = lora.init(base, "w|p", rank=2)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(real), strict=True))
     for path in ("w", "p"):
-        with pytest.raises(
-            ValueError, match=f"^{path}: DoRA starts from the norms of the .* has not been read; read it"
-        ):
+        with pytest.raises(ValueError, match=f"^{path}: DoRA starts from the norms of .* has not been read; read it"):
             lora.init(base, path, rank=2, dora=True)
 
 
 INIT_REFUSED = {
-    "no match": (
-        dict(targets="layers.q"),
-        r"targets 'layers.q' match no weight; the weights are .*layers\.\*\.k, layers\.\*",
-    ),
-    "not a weight": (
-        dict(targets=".*norm"),
-        r"layers\.0\.norm: a weight of shape \(64,\) cannot be adapted; wanted \[out in",
-    ),
+    "no match": (dict(targets="layers.q"), r"'layers.q' match no weight; the weights are .*layers\.\*\.k, layers\.\*"),
+    "not a weight": (dict(targets=".*norm"), r"norm: a weight of shape \(64,\) cannot be adapted; wanted \[out in"),
     "rank": (dict(rank=0), "rank is 0; wanted at least 1"),
     "init": (dict(init="zeros"), "init is 'zeros'; wanted 'kaiming' or 'gaussian'"),
     "dropout": (dict(dropout=1.0), "dropout is 1.0; wanted 0 <= dropout < 1"),
@@ -178,6 +170,17 @@ def test_attach_refuses(adapters, message):
         lora.attach(make_base(), adapters)
 
 
+def test_attach_refuses_swapped_arguments():
+    base = make_base()
+    adapters = lora.init(base, "embed", rank=2)
+    for verb in (lora.attach, lora.merge):
+        with pytest.raises(TypeError, match="of type dict; wanted .*; the arguments are swapped, call attach"):
+            verb(adapters, base)
+    for wrong in (None, adapters["embed"], {"q": None}):
+        with pytest.raises(TypeError, match=f"adapters of type {type(wrong).__name__}; wanted a dict of path to Lora$"):
+            lora.attach(base, wrong)
+
+
 # --- closed subtrees --------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +201,7 @@ def test_attach_waits_in_a_closed_subtree():
     assert isinstance(again["k"].base, Adapted)
     with pytest.raises(ValueError, match=r"adapter 'layers.0.z' has no weight to be attached to; there is q, k, norm"):
         OPENED.load(lora.attach(sealed, {"layers.0.z": adapters["embed"]})["layers"][0])
-    with pytest.raises(ValueError, match="merge got adapters of a closed subtree; open it first"):
+    with pytest.raises(ValueError, match="merge got adapters of a subtree that is not loaded; load it"):
         lora.merge(sealed, adapters)
 
 
@@ -310,7 +313,7 @@ class Tiny(nn.Module):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("rank_stabilised", [False, True], ids=["alpha/r", "alpha/sqrt(r)"])
 def test_equals_peft(rank_stabilised, dora):
-    """Forward and gradients; for DoRA with the norm detached, as PEFT and the paper's section 4.3 have it."""
+    """Compare forward and gradients; DoRA's norm is detached as in PEFT and section 4.3 of the paper."""
     base = {"q": quantize(draw("w", 48, 64), NF4)}
     adapters = trained(lora.init(base, "q", rank=4, alpha=6, dora=dora, rank_stabilised=rank_stabilised))
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q"], use_dora=dora, use_rslora=rank_stabilised)
@@ -342,7 +345,7 @@ def test_equals_peft(rank_stabilised, dora):
 
 
 def test_the_norm_of_dora_is_a_constant():
-    """Against PEFT's formula in float64 with the norm detached, and unlike the same formula without."""
+    """Compare with PEFT's formula in float64; without the detached norm the results differ."""
     w, x, g = draw("w", 12, 64).double(), draw("x", 5, 64).double(), draw("g", 5, 12).double()
     item = Lora(draw("a", 4, 64).double(), draw("b", 12, 4).double(), draw("m", 12).double().abs() + 1, alpha=6.0)
 
@@ -385,7 +388,7 @@ def test_embedding_equals_peft():
 
 
 def test_doc_example_targets():
-    """The regular expression of the module's docstring, as it stands there."""
+    """Run the regular expression of the module's docstring."""
     found = re.search(r'lora\.init\(base, r"(.*?)"', lora.__doc__ or "")
     assert found and list(lora.init({"layers": make_base()["layers"]}, found[1].replace("|v", "|k"), rank=1)) == [
         "layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k",

@@ -1,4 +1,4 @@
-"""fquant.optim against torch.optim, torch's schedulers and clipping, and a loop in float64 where torch has no peer."""
+"""Tests of fquant.optim against torch.optim, torch's schedulers and clipping, and a float64 loop for Lion."""
 
 import math
 import re

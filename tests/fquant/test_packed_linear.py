@@ -1,4 +1,4 @@
-"""fquant.linear: values, errors, constants, and what is kept for the backward. Transforms are in test_transforms."""
+"""Tests of fquant.linear and embedding: values, errors, residuals. Transforms are in test_transforms."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from fquant import lora, random, tree
+from fquant import jit, lora, random, tree
 from fquant.adapter import Adapted, Lora
 from fquant.communication import LookedUpRows
 from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
@@ -70,7 +70,7 @@ def test_embedding_decodes_rows(format, tokens):
     w = quantize(draw("w", 24, 100, dtype=torch.bfloat16), format)
     if format.flat:
         with pytest.raises(
-            ValueError, match=rf"{format.name}'s blocks straddle rows, so rows cannot be picked; dequantize"
+            ValueError, match=rf"{format.name}'s blocks straddle rows, so no row can be read; dequantize"
         ):
             embedding(tokens, w)
         return
@@ -81,7 +81,7 @@ def test_embedding_decodes_rows(format, tokens):
 @pytest.mark.parametrize("tokens", [torch.tensor(5), torch.tensor([[0, 23], [5, 5]]), torch.zeros(2, 0, dtype=int)])
 @formats
 def test_embedding_of_rows_that_were_picked(format, tokens):
-    """As of the whole table, adapters beside it too."""
+    """Picked rows give the results of the whole table, with adapters too."""
     if format.flat or format.scale is not torch.float32:
         return
     dense = draw("w", 24, 100, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def test_adapted(format, rank_stabilised, magnitude):
 
 @pytest.mark.parametrize("inner, outer", [(i, o) for i in (False, True) for o in (False, True)])
 def test_adapters_nest(inner, outer):
-    """An adapter beside an adapted weight adds to what that weight amounts to."""
+    """An adapter on an adapted weight adds to the sum of both."""
     packed, x = quantize(draw("w", 24, 100), NF4), draw("x", 5, 100)
     one = Adapted(packed, a_lora(24, 100, magnitude=inner))
     two = Adapted(one, Lora(draw("a2", 2, 100), draw("b2", 24, 2), draw("m2", 24).abs() if outer else None))
@@ -174,8 +174,20 @@ BAD = {
     "stack": (lambda: linear(draw("x", 4), quantize(draw("w", 2, 3, 4), NF4)), ValueError, r"shape \(2, 3, 4\); want"),
     "buffers": (
         lambda: grad(lambda x: linear(x, DEEP).sum())(draw("x", 64)), ValueError,
-        "weight of 10 buffers; wanted at most 8: nest scales less deep",
+        "weight of 10 buffers; wanted at most 8, nest scales less",
     ),
+    "bias": (lambda: linear(draw("x", 64), W, draw("v", 5)), ValueError, r"bias \(5,\); wanted \(24,\), the rows"),
+    "bias of one": (lambda: linear(draw("x", 64), draw("w", 24, 64), draw("v", 1)), ValueError, r"got a bias \(1,\);"),
+    "token": (lambda: embedding(torch.tensor([[3, 24]]), W), IndexError, "got token 24; wanted 0 to 23, check the to"),
+    "dense token": (lambda: embedding(torch.tensor(24), draw("w", 24, 64)), IndexError, "got token 24; wanted 0 to 23"),
+    "negative token": (lambda: embedding(torch.tensor([3, -1]), W), IndexError, "got token -1; wanted 0 to 23"),
+    "adapted token": (
+        lambda: embedding(torch.tensor([99]), Adapted(W, a_lora(24, 64))), IndexError, "got token 99; wanted 0 to 23",
+    ),
+    "float tokens": (lambda: embedding(torch.ones(3), W), TypeError, "tokens of torch.float32; wanted int64 or int32"),
+    "byte tokens": (lambda: embedding(torch.ones(3).byte(), W), TypeError, "tokens of torch.uint8; wanted int64 or i"),
+    "a list": (lambda: embedding([1, 2], W), TypeError, "tokens of list; wanted int64 or int32, use tokens.long"),
+    "table": (lambda: embedding(torch.tensor(1), draw("w", 24)), ValueError, r"shape \(24,\); wanted \[vocab dim\]"),
     "kind": (lambda: linear(draw("x", 4), {"w": 1}), TypeError, "weight of type dict; wanted Tensor, Packed or"),
     "embedding": (lambda: embedding(torch.tensor(1), [1]), TypeError, "embedding got a weight of type list; wanted"),
 }  # fmt: skip
@@ -185,6 +197,13 @@ BAD = {
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_tokens_are_not_looked_at_in_a_capture():
+    captured = jit(lambda tokens, w: embedding(tokens, w))
+    for tokens in (torch.tensor([3, 23]), torch.tensor([3, 23]).int()):
+        assert torch.equal(captured(tokens, W), dequantize(W)[tokens])
+        assert torch.equal(vmap(embedding, (0, None))(tokens, W), dequantize(W)[tokens])
 
 
 # --- a packed weight is a constant ------------------------------------------------------------------------------------
@@ -222,7 +241,7 @@ def test_derivatives_of_a_scale_raise(which, format):
 
 @formats
 def test_square_weights_are_not_transposed(format):
-    """torchao's NF4Tensor gets exactly this wrong under torch.func.grad: g · Wᵀ instead of g · W."""
+    """torchao's NF4Tensor computes g · Wᵀ instead of g · W here under torch.func.grad."""
     p, x, g = quantize(draw("w", 64, 64), format), draw("x", 5, 64), draw("g", 5, 64)
     w = dequantize(p)
     assert (g @ w - g @ w.T).abs().max() > 1
@@ -297,14 +316,14 @@ def test_adapters_keep_activations_and_no_weight(format, options):
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
 def test_compiled_gradient_of_x_itself(shape):
-    """torch.compile takes the very argument of grad for one that needs none, where a Function is given it."""
+    """torch.compile takes the argument of grad itself for a constant if a Function gets it."""
     torch._dynamo.reset()
     f, x = grad(lambda x, w: linear(x, w).sin().sum()), draw("x", *shape)
     assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x, W), f(x, W))
 
 
 def test_the_count_sees_a_dense_weight():
-    """What the tests above would count if linear kept what it decodes."""
+    """The counts above would show a dense weight if linear kept it."""
     p, x = quantize(draw("w", OUT, WIDTH), NF4), draw("x", T, WIDTH)
     with Live() as live:
         out, pull, *_ = vjp(lambda x: x @ dequantize(p).T, x)

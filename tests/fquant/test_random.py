@@ -1,4 +1,4 @@
-"""fquant.random against the published vectors, a scalar Threefry, and the moments that the distributions must have."""
+"""Tests of fquant.random against published vectors, a scalar Threefry, and moments of the distributions."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import random
-from fquant.kernels import reference
+from fquant.kernels.reference.threefry import MASK, threefry
 
 KEYS = random.fold(random.key(7), torch.arange(5))  # [b]
 
@@ -22,15 +22,15 @@ KEYS = random.fold(random.key(7), torch.arange(5))  # [b]
     ],
 )
 def test_threefry_gives_the_known_answers_of_random123(counter, key, want):
-    assert reference.threefry(key, counter) == want
-    tensors = reference.threefry(*[tuple(torch.tensor([w]) for w in pair) for pair in (key, counter)])
+    assert threefry(key, counter) == want
+    tensors = threefry(*[tuple(torch.tensor([w]) for w in pair) for pair in (key, counter)])
     assert tuple(x.item() for x in tensors) == want
 
 
 def test_bits_are_the_words_of_threefry_at_flat_positions():
     seed = 0x123456789ABCDEF0
     got = random.bits(random.key(seed), (3, 3)).flatten().tolist()
-    pairs = [reference.threefry((seed & reference.MASK, seed >> 32), (j, 0)) for j in range(5)]
+    pairs = [threefry((seed & MASK, seed >> 32), (j, 0)) for j in range(5)]
     assert got == [word for pair in pairs for word in pair][:9]
 
 
@@ -109,7 +109,7 @@ def test_fold_is_stable_over_processes_and_versions():
 
 
 def test_names_are_hashed_by_fnv_1a():
-    """Vectors of its authors, Fowler, Noll and Vo."""
+    """Compare with the vectors of Fowler, Noll and Vo, its authors."""
     for name, wanted in {"": 0xCBF29CE484222325, "a": 0xAF63DC4C8601EC8C, "foobar": 0x85944171F73967E8}.items():
         assert random._hash(name) % 2**64 == wanted
 

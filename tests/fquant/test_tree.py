@@ -1,4 +1,4 @@
-"""fquant.tree: nodes as torch's pytree sees them, and paths as everybody else does."""
+"""Tests of fquant.tree: nodes under torch's pytree, static fields, paths and errors."""
 
 import copy
 import dataclasses
@@ -312,7 +312,7 @@ def test_map_over_paths_and_over_two_trees():
 
 
 def test_a_compiled_function_gives_nodes_back():
-    """In one graph: those that it has made, mapped, and those that a transform has put together again."""
+    """Trace nodes that a graph creates, maps and rebuilds in a transform."""
 
     def step(x):
         made = TreeLeafy(x, x[0], "made")

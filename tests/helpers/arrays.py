@@ -1,9 +1,4 @@
-"""Arrays: split from tests.fquant.compile.passes.test_fuse_pointwise.
-
-Arrays: split from tests.fquant.test_packed.
-
-Arrays: split from tests.models.test_blocks.
-"""
+"""Random tensors, bit-exact comparison of trees, and named parameters for tests."""
 
 from __future__ import annotations
 
@@ -15,25 +10,27 @@ import torch
 from fquant import jit, tree
 from tests.helpers.formats import alike
 
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=rng(seed)).to(dtype)
-
-
-def equal(a, b):
-    return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
-
-
-def same(f, *args):
-    """Whether captured, fused or not, ``f`` gives the bits that it gives."""
-    copies = lambda: tree.map(torch.clone, args)
-    wanted = f(*copies())
-    return all(equal(jit(f, fuse=fuse)(*copies()), wanted) for fuse in (False, True))
-
-
 named = partial(pytest.mark.parametrize, ids=lambda x: str(getattr(x, "name", x)).removeprefix("torch."))
 rng = torch.Generator().manual_seed
 
 
+def randn(*shape, seed=0, dtype=torch.float32):
+    """Draw float32 normals and cast them to ``dtype``."""
+    return torch.randn(shape, generator=rng(seed)).to(dtype)
+
+
 def normal(*shape, seed=0, dtype=torch.float64):
+    """Draw normals in ``dtype``."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def equal(a, b):
+    """Return True if two trees have one structure and equal bits."""
+    return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
+
+
+def same(f, *args):
+    """Return True if the captured ``f``, fused and not fused, gives its eager bits."""
+    copies = lambda: tree.map(torch.clone, args)
+    wanted = f(*copies())
+    return all(equal(jit(f, fuse=fuse)(*copies()), wanted) for fuse in (False, True))

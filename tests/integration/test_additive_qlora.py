@@ -1,4 +1,4 @@
-"""Weights of learned vectors wherever packed weights go: files, cuts, captured steps, adapters, meshes."""
+"""Weights of learned vectors in every place of a packed weight: files, captured steps, adapters, meshes."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 import shard
 from fquant import AQ_2X8, AQ_3X8, LOCAL, cost, dequantize, embedding, jit, linear, lora, quantize, random, tree
 from fquant.io import bnb, safetensors
-from fquant.packed import Packed, cut, rebuild
+from fquant.packed import Packed
 from models import decoder
 from models.blocks import cross_entropy
 from models.fused_cross_entropy import cross_entropy as head_loss
@@ -35,7 +35,7 @@ def packed(x):
     return isinstance(x, Packed)
 
 
-# --- files and parts --------------------------------------------------------------------------------------------------
+# --- files and sizes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", [AQ_2X8, AQ_3X8, BLOCKS], ids=lambda f: f.text)
@@ -51,18 +51,9 @@ def test_files(format, tmp_path):
         bnb.save(params["layers"][0]["q"], "q.weight")
 
 
-def test_parts_and_the_whole():
+def test_buffers_and_bits_per_element():
     p = quantize(normal("w", 24, 192), BLOCKS)
-    again = rebuild(p.format, p.shape, p.dtype, tree.leaves(p))
-    assert equal(again, p) and tree.paths(p) == ["codes", "scale", "vectors"]
-    for dim, start, stop in ((0, 3, 7), (1, 64, 192), (1, 0, 64)):
-        part = cut(p, dim, start, stop)
-        assert alike(dequantize(part), dequantize(p).narrow(dim, start, stop - start))
-        assert part.vectors is p.vectors
-    with pytest.raises(ValueError, match=r"cut 0:32 of dim 1 = 192 is not a multiple of aq_2x8's block 64"):
-        cut(p, 1, 0, 32)
-    with pytest.raises(ValueError, match=r"cut 0:64 of dim 1 = 192 is not a multiple of aq_3x8's block 192"):
-        cut(quantize(normal("w", 24, 192), AQ_3X8), 1, 0, 64)
+    assert tree.paths(p) == ["codes", "scale", "vectors"]
     bits = lambda format, n: 8 * tree.nbytes(quantize(torch.empty(n, n, device="meta"), format)) / n**2
     assert 2 < bits(AQ_2X8, 4096) < 2.02 and 3 < bits(AQ_3X8, 4096) < 3.03
 
@@ -76,7 +67,7 @@ def test_captured_is_eager(verb, transform):
 
 
 def test_a_captured_step_trains_adapters():
-    """To the bit what it is uncaptured; and the loss falls."""
+    """Equal to the uncaptured step bit for bit, and the loss falls."""
     base = tree.map_at(IN_BLOCKS, partial(quantize, format=AQ_2X8), decoder.init(CFG, random.key(0)))
     adapters = lora.init(base, TARGETS, rank=2, alpha=4, key=1)
     state = OPT.init(adapters)
@@ -95,7 +86,7 @@ def test_gradients_of_adapters_are_those_beside_dense_weights():
     adapters = tree.map_with_path(
         lambda path, t: t + 0.1 * normal(path, *t.shape), lora.init(base, TARGETS, rank=2, key=1)
     )
-    dense = tree.map(lambda x: dequantize(x) if packed(x) else x, base, is_leaf=packed)
+    dense = dequantize(base)
     wide = lambda x: tree.map(lambda t: t if packed(t) else t.double(), x, is_leaf=packed)
 
     def loss(adapters, base):
@@ -163,7 +154,7 @@ def test_a_mesh_is_one_process(n):
 
 
 def looked_up(rows):
-    """An embedding of vectors, of as many rows as it has stages, too: its list is no row of it."""
+    """Look up rows of a table of vectors on a mesh; its list of vectors is not a row, for any number of rows."""
     w = quantize(normal("w", rows, 64), AQ_2X8)
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), Rules()
     base = shard.local(shard.place({"embed": w}, {"embed": {"": "vocab dim"}}, rules, mesh))

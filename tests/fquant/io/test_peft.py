@@ -1,4 +1,4 @@
-"""fquant.io.peft against PEFT and transformers themselves: logits of what we save, tensors of what it saves."""
+"""Tests of fquant.io.peft against PEFT and transformers: logits of our files, tensors of theirs."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def make(paths, rank=lambda path: 4, alpha=lambda path: 8.0, dora=False, dtype=t
 
 
 def merge(model, adapters):
-    """W + s B A, or its rows scaled to the magnitude, in float64."""
+    """Return W + s B A, or its rows scaled to the magnitude, in float64."""
     for path, lora in adapters.items():
         weight = model.get_submodule(module_name(path)).weight.data
         rank = lora.a.shape[0]
@@ -213,7 +213,7 @@ def test_two_paths_of_one_module_are_refused(tmp_path):
 
 
 def test_an_embedding_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="embed: model.embed_tokens is an embedding, whose adapters PEFT keeps"):
+    with pytest.raises(ValueError, match="embed: model.embed_tokens is an embedding, whose adapters differ in PEFT"):
         peft.save(tmp_path / "out", {"embed": make(["layers.0.q"])["layers.0.q"]}, lambda path: "model.embed_tokens")
     assert os.listdir(tmp_path) == []
 

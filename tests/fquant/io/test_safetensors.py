@@ -1,4 +1,4 @@
-"""fquant.io.safetensors against the safetensors library, over random trees, and on damaged files."""
+"""Tests of fquant.io.safetensors against the safetensors library, over random trees, and on damaged files."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fquant import tree
+from fquant import AQ_2X8, quantize, random, tree, vq
 from fquant.io import safetensors, tree_json
 from fquant.tree import node, static, value
 
@@ -285,7 +285,9 @@ UNSAVABLE = {
         {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, ValueError, "a.b: got two tensors of that path, wanted one",
     ),
     "key": ({"a": {3: torch.ones(1)}}, TypeError, "a.3: got a key of type int, wanted str"),
-    "object": ({"a": [Odd()]}, TypeError, "a.0: got tests.fquant.io.test_safetensors.Odd, wanted something a file can hold"),
+    "object": (
+        {"a": [Odd()]}, TypeError, "a.0: got tests.fquant.io.test_safetensors.Odd, wanted something a file can hold",
+    ),
     "static": ({"a": Box(torch.ones(1), recipe=(1, Odd()))}, TypeError, "a.recipe.1: got tests"),
     "function": (Box(torch.ones(1), recipe=same), TypeError, "recipe: got builtins.function"),
     "subclass": ({"a": dataclasses.make_dataclass("Recipe", [])()}, TypeError, "a: got"),
@@ -363,6 +365,24 @@ def test_a_file_without_a_structure_says_what_to_use(tmp_path):
     peer.save_file({"w": torch.ones(2)}, tmp_path / "x")
     with pytest.raises(ValueError, match=r"x: got no 'fquant.tree' in its metadata.*use header and read instead"):
         safetensors.load(tmp_path / "x")
+
+
+FORMER = {"fquant.ShardedBook": "fquant.BookPart", "fquant.ShardedStats": "fquant.PartStats", '"aq_2x8"': '"vq2"'}
+
+
+def test_a_file_of_former_names_loads(tmp_path):
+    """The metadata of this file holds the former names of renamed classes and formats."""
+    book = vq.sharded.init(random.key(0), 64, 4, 16, 32)
+    part = vq.sharded.apply(book, make(torch.float32, (8, 4)), random.key(1))[-1]
+    written = {"w": quantize(make(torch.float32, (8, 64)), AQ_2X8), "book": book, "stats": part}
+    text, tensors = tree_json.encode(written)
+    for name, former in FORMER.items():
+        assert name in text
+        text = text.replace(name, former)
+    safetensors.write(tmp_path / "x", tensors, {"format": "pt", safetensors.TREE: text})
+    got = safetensors.load(tmp_path / "x")
+    assert equal_trees(got, written) and tree.structure(got) == tree.structure(written)
+    assert got["w"].format == AQ_2X8
 
 
 def test_the_text_of_a_structure_is_pinned():
