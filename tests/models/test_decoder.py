@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, grad_and_value, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fquant import random, tree
+from fquant import NF4, quantize, random, tree
 from fquant.activation_checkpoint import remat
 from fquant.communication import LOCAL, Comm, Loadable
 from models import blocks, decoder
@@ -262,13 +262,86 @@ def test_stream_has_the_embeddings_dtype():
     assert decoder.forward(mixed, TOKENS, CFG).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("change", "tokens", "message"),
-    [
-        ({"num_layers": 3}, TOKENS, "layers: 2 of them, want num_layers = 3"),
-        ({"max_positions": 6}, TOKENS, "tokens: 7 in a sequence, want at most max_positions = 6; cut them"),
-    ],
-)
-def test_refused(change, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        decoder.forward(params_of(CFG), tokens, dataclasses.replace(CFG, **change))
+CALLS = {  # each of the two takes the parameters, tokens, a config and segments
+    "forward": lambda p, t, cfg, s=None: decoder.forward(p, t, cfg, segments=s),
+    "loss": lambda p, t, cfg, s=None: decoder.loss(p, t, t.long(), cfg, segments=s),
+}
+META = TOKENS.to("meta")
+REFUSED = {  # changes of the config, tokens, segments, the error
+    "layers": ({"num_layers": 3}, TOKENS, None, ValueError, "layers: 2 of them, want num_layers = 3"),
+    "length": (
+        {"max_positions": 6},
+        TOKENS,
+        None,
+        ValueError,
+        "tokens: 7 in a sequence, want at most max_positions = 6; cut them",
+    ),
+    "floats": ({}, TOKENS.float(), None, TypeError, r"tokens: torch.float32, want int64 or int32; use tokens.long\(\)"),
+    "bytes": ({}, TOKENS.byte(), None, TypeError, r"tokens: torch.uint8, want int64 or int32; use tokens.long\(\)"),
+    "a scalar": ({}, TOKENS[0, 0], None, ValueError, r"tokens: shape \(\), want \[... t\]; use tokens\[None\]"),
+    "beyond": ({}, TOKENS + 8, None, IndexError, r"tokens: 17 at \[0, 5\], want 0 to 16; use the tokenizer"),
+    "below": ({}, TOKENS - 2, None, IndexError, r"tokens: -1 at \[0, 1\], want 0 to 16"),
+    "device": (
+        {},
+        META,
+        None,
+        ValueError,
+        r"tokens: on meta, want the embedding's device cpu; use tokens.to\('cpu'\)",
+    ),
+    "segments": (
+        {},
+        TOKENS,
+        SEGMENTS[0],
+        ValueError,
+        r"segments: shape \(7,\), want the tokens' \(3, 7\); give one number for each token",
+    ),
+    "device of segments": (
+        {},
+        TOKENS,
+        SEGMENTS.to("meta"),
+        ValueError,
+        r"segments: on meta, want the tokens' device cpu; use segments.to\('cpu'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, call):
+    change, tokens, segments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call(params_of(CFG), tokens, dataclasses.replace(CFG, **change), segments)
+
+
+TARGETS = {
+    "shape": (
+        TOKENS[:, 1:],
+        ValueError,
+        r"targets: shape \(3, 6\), want the tokens' \(3, 7\); give one number for each",
+    ),
+    "floats": (TOKENS.float(), TypeError, r"targets: torch.float32, want int64 or int32; use targets.long\(\)"),
+    "device": (META, ValueError, r"targets: on meta, want the tokens' device cpu; use targets.to\('cpu'\)"),
+    "beyond": (TOKENS + 8, IndexError, r"target 17 in row 5; wanted one in \[0, 17\), or -100 to ignore it"),
+}
+
+
+@pytest.mark.parametrize(("targets", "error", "message"), TARGETS.values(), ids=TARGETS)
+def test_refused_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        decoder.loss(params_of(CFG), TOKENS, targets, CFG)
+
+
+def test_values_of_tokens_are_read_in_eager_code_only():
+    """A gradient refuses a token by name; vmap and a capture leave it to the lookup; a closed table to its Comm."""
+    params, wrong = params_of(CFG), TOKENS + 8
+    with pytest.raises(IndexError, match=r"tokens: 17 at \[0, 5\]"):
+        grad(decoder.loss)(params, wrong, TOKENS, CFG)
+    with pytest.raises(IndexError, match="index out of range"):
+        vmap(lambda t: decoder.forward(params, t, CFG))(wrong)
+    captured = make_fx(lambda p, t: decoder.forward(p, t, CFG), tracing_mode="fake")(params, wrong)
+    assert captured(params, TOKENS).shape == (3, 7, 17)
+    with pytest.raises(IndexError, match="index out of range"):
+        captured(params, wrong)
+    packed = dataclasses.replace(params, embed=quantize(params.embed.float(), NF4))
+    with pytest.raises(IndexError, match=r"tokens: -1 at \[0, 1\]"):  # of packed codes -1 would be the last row
+        decoder.forward(packed, TOKENS - 2, CFG)
