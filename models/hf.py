@@ -12,7 +12,9 @@ is a ValueError that names the file and, where there is one, the tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fquant import tree
+from fquant import packed, tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
 from fquant.lazy import read as read_all
+from fquant.packed import Packed
 
 from . import decoder
 from .config import Config
@@ -128,55 +131,93 @@ def save(
     params: Any,
     max_shard_bytes: int = 5 << 30,
     extra: Mapping[str, Any] | None = None,
+    dequantize: torch.dtype | None = None,
 ) -> None:
-    """Write a folder that :func:`load` and transformers read: tensors in shards of at most ``max_shard_bytes`` (one
-    tensor may be larger), and ``config.json``, which comes last. ``extra`` are keys to add to it that do not change
-    the model (``eos_token_id``, say).
+    """Write a folder that :func:`load` and transformers read; ``config.json`` comes last.
 
-    Raises, before anything is written: ValueError when the folder already holds a model (several files cannot be
-    replaced at once) or when a shape is not the config's, TypeError when a leaf is no float tensor.
+    Tensors go to shards of at most ``max_shard_bytes`` (one tensor may be larger). ``extra`` are keys to add to
+    ``config.json`` that do not change the model, such as ``eos_token_id``. ``dequantize`` is the dtype in which packed
+    weights are written. They are dequantised one at a time, so a dense copy of the model never exists in memory.
+
+    Raises, before anything is written:
+        ValueError: the folder already holds a model (several files cannot be replaced at once), a shape is not the
+            config's, or an extra key changes the model.
+        TypeError: a leaf is no float tensor, or is packed without ``dequantize``.
     """
     folder = Path(folder)
     if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
         raise ValueError(f"{folder}: there is a {taken[0]} already, want a folder without a model; choose another")
-    tensors = _named(cfg, params)
-    config = to_hf(cfg) | {"torch_dtype": str(params.embed.dtype).removeprefix("torch.")} | dict(extra or {})
+    if dequantize not in (None, *FLOATS):
+        raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
+    leaves = _named(cfg, params, dequantize)
+    dtype = dequantize if isinstance(params.embed, Packed) else params.embed.dtype
+    config = to_hf(cfg) | {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
 
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        if shards[-1] and tree.nbytes(shards[-1]) + tree.nbytes(tensor) > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
+    nbytes = {name: _dense_nbytes(leaf, dequantize) for name, leaf in leaves.items()}
+    shards: list[list[str]] = [[]]
+    for name in leaves:
+        if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
-    for file, shard in zip(files, shards, strict=True):
+    for file, names in zip(files, shards, strict=True):
+        shard: Any = _Dequantized({name: leaves[name] for name in names}, dequantize)
         safetensors.write(folder / file, shard, {"format": "pt"})
     if len(shards) > 1:
-        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": tree.nbytes(tensors)}, "weight_map": where})
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map})
     _write_json(folder / CONFIG, config)
 
 
-def _named(cfg: Config, params: Any) -> dict[str, Tensor]:
-    """The tensors of ``params`` by their names in a file, checked against the config."""
+@dataclass(frozen=True)
+class _Dequantized(Mapping[str, Tensor]):
+    """Tensors by name; a packed one is dequantised each time it is read, and not kept."""
+
+    leaves: dict[str, Tensor | Packed]
+    dtype: torch.dtype | None
+
+    def __getitem__(self, name: str) -> Tensor:
+        leaf = self.leaves[name]
+        return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+
+def _dense_nbytes(leaf: Tensor | Packed, dtype: torch.dtype | None) -> int:
+    return math.prod(leaf.shape) * (dtype if dtype and isinstance(leaf, Packed) else leaf.dtype).itemsize
+
+
+def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:
+    """Return the leaves of ``params`` by their names in a file, checked against the config."""
     out = {}
     for path, like in tree.items(decoder.shapes(cfg)):
         try:
-            tensor = tree.get(params, path)
+            leaf = tree.get(params, path)
         except KeyError as error:
             raise ValueError(f"{path}: missing from the parameters, but the config asks for it") from error
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{path} is a {type(tensor).__name__}, want a tensor; dequantize, merge or read it first")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{path} is {tensor.dtype}, want floats; cast it first")
-        if tensor.shape != like.shape:
-            raise ValueError(f"{path} has shape {tuple(tensor.shape)}, want {tuple(like.shape)}; check the config")
-        out[tensor_name(path)] = tensor
-    if surplus := set(tree.paths(params)) - set(tree.paths(decoder.shapes(cfg))):
+        if isinstance(leaf, Packed) and dequantize is None:
+            raise TypeError(
+                f"{path} is packed ({leaf.format.name}), want a float tensor; "
+                "pass dequantize=torch.bfloat16 to write it in that dtype"
+            )
+        if not isinstance(leaf, Tensor | Packed):
+            raise TypeError(f"{path} is of type {type(leaf).__name__}, want a tensor; merge or read it first")
+        if leaf.dtype not in FLOATS:
+            raise TypeError(f"{path} is {leaf.dtype}, want floats; cast it first")
+        if tuple(leaf.shape) != tuple(like.shape):
+            raise ValueError(f"{path} has shape {tuple(leaf.shape)}, want {tuple(like.shape)}; check the config")
+        out[tensor_name(path)] = leaf
+    paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
+    if surplus := paths - set(tree.paths(decoder.shapes(cfg))):
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
     return out
 
