@@ -92,8 +92,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
     targets of the global batch. The default is the number counted here (at least 1), which is right only for one
     micro-batch on one process.
 
-    Raises TypeError for targets of another dtype, ValueError for another shape or device, and IndexError for a target
-    that is neither -100 nor in [0, vocab); see :func:`check_range`.
+    Raises TypeError for targets of another dtype, and ValueError for another shape or device. Raises IndexError for a
+    target that is neither -100 nor in [0, vocab); see :func:`check_range`.
     """
     check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
     check_range("targets", targets, logits.shape[-1], IGNORE)

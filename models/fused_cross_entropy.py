@@ -23,7 +23,7 @@ as whole logits. Without a reverse derivative only the losses are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,13 +39,7 @@ from fquant.packed_linear import Adapted, Packed, Weight, linear
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
-from .reference_gradient import (
-    Implementations,
-    KernelWithReferenceGradient,
-    TensorFunction,
-    at_least_float32,
-    replace_at,
-)
+from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32, replace_at
 
 # A chunk holds its logits and their gradient, both in x's dtype. Each may take as much as x, which is Liger's rule:
 # about vocab / dim chunks for any number of rows, and little memory beside the activations. For a small x both together
@@ -56,11 +50,7 @@ ROW_MULTIPLE = 16  # a chunk of more rows has a multiple of this: products handl
 
 
 def cross_entropy(
-    x: Tensor,
-    weight: Weight,
-    targets: Tensor,
-    count: Tensor | float | None = None,
-    chunk: int | None = None,
+    x: Tensor, weight: Weight, targets: Tensor, count: Tensor | float | None = None, chunk: int | None = None
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
@@ -87,7 +77,7 @@ def cross_entropy(
     vocab = _vocab_size(weight)
     leaves, structure = tree.flatten(weight)
     rows, row_targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long()  # [n d], [n]
-    head = _ChunkedHead(structure, chunk or _rows_per_chunk(x, vocab))
+    head = _Head(structure, chunk or _rows_per_chunk(x, vocab))
     if torch.is_grad_enabled() and any(_is_differentiated(t) for t in (rows, *leaves)):
         function, verb, sharded = _LossAndGradient, _nll_and_dx, vocab_parallel.nll_and_dx
     else:
@@ -105,7 +95,7 @@ def _rows_per_chunk(x: Tensor, vocab: int) -> int:
     return rows // ROW_MULTIPLE * ROW_MULTIPLE if rows > ROW_MULTIPLE else rows
 
 
-class _ChunkedHead(NamedTuple):
+class _Head(NamedTuple):
     """The static half of a call: the structure of the weight, and the rows of a chunk."""
 
     structure: tree.Structure
@@ -131,19 +121,17 @@ class _TokenLoss(NamedTuple):
 _KERNEL, _REFERENCE = _TokenLoss(nll.nll, nll.nll_backward), _TokenLoss(reference.nll, reference.nll_backward)
 
 
-def _implementations(verb: TensorFunction, *static: Any, num_batched: int = 0) -> Implementations:
+def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 0) -> Implementations:
     return Implementations(partial(verb, *static, _KERNEL), partial(verb, *static, _REFERENCE), num_batched)
 
 
-def _nll(head: _ChunkedHead, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+def _nll(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(head.weight(leaves), x.dtype)
     return (torch.cat([loss.nll(linear(some, weight), chosen, IGNORE) for some, chosen in head.split(x, targets)]),)
 
 
-def _nll_and_dx(
-    head: _ChunkedHead, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor
-) -> tuple[Tensor, Tensor]:
+def _nll_and_dx(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(head.weight(leaves), x.dtype)
     parts = [_chunk_nll_and_dx(loss, weight, chosen, some) for some, chosen in head.split(x, targets)]
@@ -182,13 +170,7 @@ class _LossAndGradient(KernelWithReferenceGradient):
 
 
 def _weight_gradients(
-    head: _ChunkedHead,
-    wanted: tuple[int, ...],
-    loss: _TokenLoss,
-    x: Tensor,
-    targets: Tensor,
-    g: Tensor,
-    *leaves: Tensor,
+    head: _Head, wanted: tuple[int, ...], loss: _TokenLoss, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
     trained = [leaves[i] for i in wanted]
@@ -196,34 +178,29 @@ def _weight_gradients(
     for some, chosen, factor in head.split(x, targets, g):
         product = lambda *trained, some=some: linear(some, head.weight(replace_at(leaves, wanted, trained)))
         logits, pull, *_ = torch.func.vjp(product, *trained)
-        found = pull(loss.nll_backward(logits, chosen, IGNORE, factor)[1])
-        sums = [total + at_least_float32(grad) for total, grad in zip(sums, found, strict=True)]
+        _accumulate(sums, pull(loss.nll_backward(logits, chosen, IGNORE, factor)[1]))
     return tuple(total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
 
 
 def _double_backward(
-    head: _ChunkedHead,
-    wanted: tuple[int, ...],
-    x: Tensor,
-    targets: Tensor,
-    g: Tensor,
-    g_dx: Tensor,
-    *leaves: Tensor,
+    head: _Head, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the ``wanted`` leaves."""
     trained = [leaves[i] for i in wanted]
     sums: list[Any] = [0.0] * len(trained)
     rows = []
+    weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
     for some, chosen, factor, direction in head.split(x, targets, g, g_dx):
-
-        def both(some: Tensor, *trained: Tensor, chosen: Tensor = chosen) -> tuple[Tensor, Tensor]:
-            return _chunk_nll_and_dx(_REFERENCE, head.weight(replace_at(leaves, wanted, trained)), chosen, some)
-
+        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(_REFERENCE, weight(trained), chosen, x)
         _, pull, *_ = torch.func.vjp(both, some, *trained)
         grad, *found = pull((factor, direction))
         rows.append(grad)
-        sums = [total + at_least_float32(grad) for total, grad in zip(sums, found, strict=True)]
+        _accumulate(sums, found)
     return torch.cat(rows), *(total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
+
+
+def _accumulate(sums: list[Any], addends: Sequence[Tensor]) -> None:
+    sums[:] = [total + at_least_float32(t) for total, t in zip(sums, addends, strict=True)]
 
 
 def _vocab_size(weight: Any) -> int:

@@ -3,10 +3,11 @@
     cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
     cfg, params = hf.load(folder)      # every leaf a tensor
     hf.save(folder, cfg, params)
+    hf.save(folder, cfg, lora.merge(base, adapters), dequantize=torch.bfloat16)
 
 A folder holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with its shards. It
-is read strictly: every tensor of the config must be there in its shape, and no other. All that is wrong with a folder
-is a ValueError that names the file and, where there is one, the tensor.
+is read strictly: it must hold every tensor of the config in its shape, and no other. Every fault of a folder is a
+ValueError that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .hf_config import from_hf, to_hf
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Our path -> the name of Hugging Face's module. A tensor is called like its module, then ``.weight`` or ``.bias``.
+# Our path -> the name of Hugging Face's module. A tensor's name is its module's, then ``.weight`` or ``.bias``.
 MODEL = {"embed": "model.embed_tokens", "final.norm": "model.norm", "final.head": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -55,7 +56,7 @@ LAYER_PATHS = {name: path for path, name in LAYER.items()}
 
 
 def module_name(path: str) -> str:
-    """The module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
+    """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
     Raises ValueError for a path that is no weight of a decoder.
     """
@@ -68,7 +69,7 @@ def module_name(path: str) -> str:
 
 
 def path_of(module_name: str) -> str | None:
-    """The inverse of :func:`module_name`, or None when the module is not ours."""
+    """Invert :func:`module_name`; None for a module without a weight of ours."""
     if module_name in MODEL_PATHS:
         return MODEL_PATHS[module_name]
     match module_name.split(".", 3):
@@ -78,13 +79,13 @@ def path_of(module_name: str) -> str | None:
 
 
 def tensor_name(path: str) -> str:
-    """The name of the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
+    """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
     weight = path.removesuffix("_bias")
     return module_name(weight) + (".weight" if weight == path else ".bias")
 
 
 def lazy(folder: str | Path) -> tuple[Config, Any]:
-    """The config and a tree of Lazy leaves, one a tensor, in the types of the files. Reads no weights."""
+    """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
     folder = Path(folder)
     cfg = read_config(folder)
     wanted = {tensor_name(path): path for path in tree.paths(decoder.shapes(cfg))}
@@ -118,7 +119,7 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
-    """The config and the tree of tensors, in ``dtype`` or, by default, in the types of the files."""
+    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
     cfg, params = lazy(folder)
     if dtype is None:
         return cfg, read_all(params)
@@ -223,7 +224,7 @@ def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str
 
 
 def _headers(folder: Path) -> dict[str, safetensors.Header]:
-    """The header of the file that holds each tensor, by the tensor's name."""
+    """Map the name of each tensor to the header of its file."""
     if (folder / SINGLE).exists():
         if (folder / INDEX).exists():
             raise ValueError(f"{folder}: both {SINGLE} and {INDEX} are there, want one of them; remove the other")
@@ -231,36 +232,36 @@ def _headers(folder: Path) -> dict[str, safetensors.Header]:
         return dict.fromkeys(header.tensors, header)
     if not (folder / INDEX).exists():
         raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; fetch one, or convert the weights to safetensors")
-    where = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+    weight_map = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
     headers = {}
-    for file in sorted(set(where.values())):
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
-            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards lie beside their index")
+            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards are beside their index")
         if not (folder / file).is_file():
-            count = sum(named == file for named in where.values())
+            count = sum(named == file for named in weight_map.values())
             raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
         headers[file] = safetensors.header(folder / file)
     actual = {name: file for file, header in headers.items() for name in header.tensors}
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if name not in headers[file].tensors:
             got = f"it is in {actual[name]}" if name in actual else "no shard has it"
             raise ValueError(f"{folder / INDEX}: {name} should be in {file}, but {got}; fetch the checkpoint again")
     for file, header in headers.items():
         for name in header.tensors:
-            if where.get(name) != file:
+            if weight_map.get(name) != file:
                 raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
-    return {name: headers[file] for name, file in where.items()}
+    return {name: headers[file] for name, file in weight_map.items()}
 
 
 def _ignorable(name: str, cfg: Config) -> bool:
-    """Tensors that some versions of transformers have saved and none uses."""
+    """Return True for tensors that some versions of transformers have saved and none uses."""
     return name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
 
 
 def read_config(folder: str | Path) -> Config:
-    """The config of a folder, which need not hold more than ``config.json``."""
+    """Read the config of a folder that holds at least ``config.json``."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
