@@ -1,4 +1,4 @@
-"""blocks: each against its textbook formula in float64 and through every transform; packing against separate runs."""
+"""Decoder blocks against their formulas in float64 and transformers, through every transform; packed documents."""
 
 import dataclasses
 import math
@@ -108,7 +108,7 @@ ANGLES = blocks.rope(blocks.positions(SEGMENTS, RUNS), CFG)
 
 
 def norms(x, weight):
-    """The norm of ``x [t d]``, or of several, each with its own weight."""
+    """Apply the norm to ``x [t d]``, or to several, each with its own weight."""
     each = lambda x, weight: rms_norm(x, weight, 1e-5)
     return each(x, weight) if weight.ndim == 1 else torch.stack(list(map(each, x, weight)))
 

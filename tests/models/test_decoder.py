@@ -1,4 +1,4 @@
-"""decoder: packed documents against separate ones, every transform against float64 loops, and its tables."""
+"""The decoder: packed against separate documents, every transform against float64 loops, tables, refusals."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ COMMS = {"local": LOCAL, "remat": Comm(wrap=remat), "remat twice": Comm(wrap=lam
 
 
 def params_of(cfg, dtype=torch.float64):
-    """Random everywhere, so that no bias or norm is at a special value."""
+    """Draw every parameter at random, so that no bias or norm is at a special value."""
     key = random.key(1)
     return tree.map_with_path(
         lambda path, like: (
@@ -46,7 +46,7 @@ def loss(params, tokens, segments, cfg, comm=LOCAL):
 
 
 def difference(f, params, way, step=1e-4):
-    """The derivative of ``f`` along ``way`` by the five-point rule, whose error is of fourth order in ``step``."""
+    """Return the derivative of ``f`` along ``way`` by the five-point rule, of fourth order in ``step``."""
     at = {i: f(tree.map(lambda p, w, i=i: p + i * step * w, params, way)) for i in (-2, -1, 1, 2)}
     return tree.map(lambda a, b, c, d: (a - 8 * b + 8 * c - d) / (12 * step), at[-2], at[-1], at[1], at[2])
 
@@ -117,7 +117,7 @@ def test_first_order(name, comm):
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_is_that_of_the_logits(name, comm):
-    """The head is frozen and trained, tied and not, all at once and an example at a time."""
+    """Compare the fused loss: head frozen and trained, tied and not, all at once and an example at a time."""
     cfg, comm, count = VARIANTS[name], COMMS[comm], torch.tensor(5.0)
     params, targets = params_of(cfg), TOKENS.roll(-1, -1).index_fill(-1, torch.tensor([2]), blocks.IGNORE)
 
@@ -159,7 +159,7 @@ def test_second_order(name, comm):
 
 @dataclasses.dataclass
 class Recorder:
-    """A Comm that shows what it was asked for, and opens blocks that are closed."""
+    """A Comm that opens blocks and records its calls."""
 
     loads: list = dataclasses.field(default_factory=list)
     wraps: list = dataclasses.field(default_factory=list)
@@ -191,7 +191,7 @@ def test_blocks_load_themselves():
 
 
 def test_enter_and_exit_frame_parallel_pairs():
-    """Cut every block over two pretended ranks by hand: the sum over ranks at each exit gives the whole."""
+    """Cut a block over two simulated ranks by hand: the sum over ranks at each exit gives the whole."""
     cfg = VARIANTS["biases, scaling"]
     layer = params_of(cfg).layers[0]
     names = decoder.dims(cfg)["layers.0"]
@@ -332,7 +332,7 @@ def test_refused_targets(targets, error, message):
 
 
 def test_values_of_tokens_are_read_in_eager_code_only():
-    """A gradient refuses a token by name; vmap and a capture leave it to the lookup; a closed table to its Comm."""
+    """Check that a gradient names a bad token; vmap and a capture leave it to the lookup."""
     params, wrong = params_of(CFG), TOKENS + 8
     with pytest.raises(IndexError, match=r"tokens: 17 at \[0, 5\]"):
         grad(decoder.loss)(params, wrong, TOKENS, CFG)

@@ -237,7 +237,7 @@ ROWS, WIDE, CHUNK = 256, 512, 16
 
 
 class Largest(Live):
-    """The largest tensor made, in float32 elements, and how many of ``size`` elements were alive at once."""
+    """The largest tensor in float32 elements, and the most tensors of ``size`` elements alive at once."""
 
     def __init__(self, size):
         super().__init__()

@@ -27,7 +27,7 @@ def theirs(folder, dtype: Any = torch.float32):
 
 
 def architecture(cfg):
-    """The class and the configuration in transformers."""
+    """Return the model and config classes of transformers."""
     if cfg.qk_norm:
         return transformers.Qwen3ForCausalLM, transformers.Qwen3Config
     return transformers.LlamaForCausalLM, transformers.LlamaConfig
@@ -103,7 +103,7 @@ def test_merged_adapters_are_saved_dequantised(name, sharded, tmp_path):
 
 
 def test_dequantised_in_a_dtype(tmp_path):
-    """Only packed leaves are cast; sizes of shards and the type in config.json follow."""
+    """Check that only packed leaves are cast; sizes of shards and the dtype in config.json follow."""
     packed = tree.map_at(rf"embed|{LINEARS}", partial(quantize, format=NF4_DQ), random_params(GQA))
     hf.save(tmp_path, GQA, packed, max_shard_bytes=30_000, dequantize=torch.bfloat16)
     assert theirs(tmp_path, "auto").dtype is torch.bfloat16
@@ -117,7 +117,7 @@ def test_dequantised_in_a_dtype(tmp_path):
 
 
 def test_saving_holds_few_dequantised_weights(tmp_path):
-    """Of 20 packed layers a few weights at a time are dense: the peak is far below the dense model."""
+    """Save 20 packed layers: a few weights at a time are dense, so the peak is far below the dense model."""
     cfg = dataclasses.replace(GQA, num_layers=20)
     packed = tree.map_at(LINEARS, partial(quantize, format=NF4_DQ), random_params(cfg))
     extra = timing.extra_bytes(lambda: hf.save(tmp_path, cfg, packed, dequantize=torch.float32) or ())
@@ -126,7 +126,7 @@ def test_saving_holds_few_dequantised_weights(tmp_path):
 
 
 def test_lazy_reads_no_weights(tmp_path):
-    """The data are cut off after opening: it still opens, and only reading finds out."""
+    """Cut the data off: opening succeeds, and reading a leaf raises."""
     params = random_params(GQA)
     hf.save(tmp_path, GQA, params)
     cfg, lazy = hf.lazy(tmp_path)
@@ -158,7 +158,7 @@ def test_names(name):
 
 
 def test_ignorable_tensors(tmp_path):
-    """Older files hold rotary frequencies, and a head beside a tied embedding."""
+    """Ignore rotary frequencies, and a head beside a tied embedding, which older files hold."""
     cfg = CONFIGS["full heads, tied"]
     hf.save(tmp_path, cfg, random_params(cfg))
     tensors = safetensors.torch.load_file(tmp_path / hf.SINGLE)

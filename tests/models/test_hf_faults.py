@@ -1,4 +1,4 @@
-"""hf: every way in which a folder is wrong and every tree that is not saved, each refused by name."""
+"""Faulty Hugging Face folders and trees that cannot be saved: each is refused by name."""
 
 import dataclasses
 import json
@@ -197,7 +197,7 @@ def test_save_leaves_a_model_alone(sharded, tmp_path):
 
 
 def test_save_interrupted_is_no_model(tmp_path, monkeypatch):
-    """config.json comes last, so a folder is a model only when all of it is."""
+    """Write config.json last, so that an interrupted save is no model."""
     written, write = [], hf.safetensors.write
 
     def stop(path, *rest):
