@@ -1,17 +1,20 @@
-"""Who takes part in the comparison of QLoRA steps, and what one step of each is.
+"""The contestants of the comparison of QLoRA steps, and one step of each.
 
     take = SIDES["fquant"].make(shape, mesh)        # in a process of its own: quantise, attach adapters
     value = take()                                  # one step: loss, gradients, AdamW
 
-Everybody trains rank-r adapters of all seven linears of a Llama in bf16 beside a frozen base, with AdamW, on the same
-number of random tokens. fquant is ours, captured, its base in NF4_DQ, its adapters kept in f32 and used in bf16; eager
-is the same function without capture, and remat recomputes blocks. bf16, bnb and torchao are transformers with PEFT,
-over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps adapters in
-f32 and computes with them in f32. ``floor`` is the matrix products and attentions of such a step alone, as torch has
-them, on dense bf16; in the other floor attention is ours.
+Each trains rank-r adapters of all seven linears of a Llama in bf16 beside a frozen base. All use AdamW and the same
+number of random tokens.
 
-On several processes each has its share of the batch. fquant is sharded (fsdp) or not (dp); the peers are wrapped as
-their documentation says, in FSDP2 (a group a decoder layer) or DDP.
+* fquant is ours, captured. Its base is in NF4_DQ, and its adapters are kept in f32 and used in bf16. ``eager`` is the
+  same function without capture, and ``remat`` recomputes blocks.
+* bf16, bnb and torchao are transformers with PEFT, over dense weights, bitsandbytes' Linear4bit with double
+  quantisation, and torchao's NF4Tensor. PEFT keeps adapters in f32 and computes with them in f32.
+* ``floor`` is only the matrix products and attentions of such a step, by torch, on dense bf16. In the other floor the
+  attention is ours.
+
+On several processes each has its share of the batch. fquant is sharded (fsdp) or not (dp). The peers are wrapped as in
+their documentation, in FSDP2 (a group a decoder layer) or DDP.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ Take = Callable[[], float]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: the model, and the tokens of a step on all processes."""
+    """The model, and the tokens of a step on all processes."""
 
     layers: int = 8
     dim: int = 1024
@@ -56,30 +59,30 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the tokens of a step."""
         return self.batch * self.seq
 
     def config(self) -> Config:
-        """The Llama."""
+        """Return the config of the Llama."""
         head = self.dim // self.heads
         sizes = (self.vocab, self.dim, self.layers, self.heads, self.kv_heads, head, self.hidden)
         return Config(*sizes, max_positions=max(2048, self.seq))
 
     def sample(self, rank: int = 0, world: int = 1) -> Tensor:
-        """This rank's token sequences, int64 [b t + 1], the same for everybody."""
+        """Return this rank's token sequences, int64 [b t + 1], the same for all contestants."""
         tokens = torch.randint(0, self.vocab, (self.batch, self.seq + 1), generator=torch.Generator().manual_seed(0))
         return tokens.tensor_split(world)[rank]
 
 
 class Side(NamedTuple):
-    """A contestant: on how many processes, and how it is made on one of them, returning a step."""
+    """A contestant: the number of processes, and a function that builds its step on one of them."""
 
     ranks: int
     make: Callable[[Shape], Take]
 
 
 def ours(shape: Shape, captured: bool = True, recompute_blocks: bool = False) -> Take:
-    """fquant on one process."""
+    """Build fquant's step on one process."""
     comm = replace(LOCAL, wrap=remat) if recompute_blocks else LOCAL
     step = partial(_step, cfg=shape.config(), comm=comm, reduce=_same)
     adapters, state, base = _start(shape)
@@ -88,7 +91,7 @@ def ours(shape: Shape, captured: bool = True, recompute_blocks: bool = False) ->
 
 
 def ours_on_ranks(shape: Shape, **axes: int) -> Take:
-    """fquant on the ranks of a mesh."""
+    """Build fquant's step on the ranks of a mesh."""
     mesh, rules, cfg = shard.mesh(**axes), shard.Rules(), shape.config()
     adapters, state, base = _start(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
@@ -105,7 +108,7 @@ PASSES = (shard.passes.regather_blocks(), shard.passes.prefetch_gathers())
 
 
 def _start(shape: Shape) -> Any:
-    """Adapters in f32, the optimiser's state, and a base in NF4_DQ, a layer at a time."""
+    """Return adapters in f32, the optimiser's state, and a base in NF4_DQ, quantised a layer at a time."""
     meta = decoder.shapes(shape.config(), torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
 
@@ -121,7 +124,7 @@ def _start(shape: Shape) -> Any:
 
 
 def loss(adapters: lora.Adapters, base: Any, tokens: Tensor, cfg: Config, comm: Comm, count: int) -> Tensor:
-    """The summed loss over ``count`` tokens; adapters are cast to bf16, which is all there is of a dtype policy."""
+    """Return the summed loss over ``count`` tokens; adapters are cast to bf16."""
     narrow = tree.map(lambda t: t.to(torch.bfloat16), adapters)
     params = lora.attach(base, narrow)
     return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], cfg, comm, count=count)
@@ -140,7 +143,7 @@ def _same(x: Any) -> Any:
 
 
 class _Ours:
-    """A step of ours, and what it was predicted to take."""
+    """A step of ours, and its predicted memory and traffic."""
 
     def __init__(
         self, step: Any, adapters: Any, state: Any, base: Any, tokens: Tensor, count: int, passes: Any = ()
@@ -153,27 +156,29 @@ class _Ours:
         return float(value)
 
     def facts(self) -> dict[str, int]:
-        """Bytes at the peak beside the arguments, and bytes sent, as predicted and as counted in a step."""
+        """Return bytes at the peak beside the arguments, and bytes sent, as predicted and as counted in a step."""
         function = getattr(self.step, "__wrapped__", None)
         if function is None:
             return {}
-        told = cost(function, self.adapters, self.state, *self.rest, donate=("adapters", "state"), passes=self.passes)
+        predicted = cost(
+            function, self.adapters, self.state, *self.rest, donate=("adapters", "state"), passes=self.passes
+        )
         with shard.traffic() as traffic:
             self()
         laid_out = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)
         measured = laid_out + timing.extra_bytes(partial(self.step, self.adapters, self.state, *self.rest))
         return {
-            "predicted": told.peak - told.arguments,
+            "predicted": predicted.peak - predicted.arguments,
             "measured": measured,
-            "sent predicted": sum(c.sent for c in told.collectives),
+            "sent predicted": sum(c.sent for c in predicted.collectives),
             "sent": traffic.sent,
-            "nodes": told.nodes,
-            "flops": told.flops,
+            "nodes": predicted.nodes,
+            "flops": predicted.flops,
         }
 
 
 def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
-    """transformers and PEFT, over a base of this kind, wrapped for several processes."""
+    """Build a step of transformers and PEFT over a base of this kind, wrapped for several processes."""
     warnings.filterwarnings("ignore")
     with peers.quiet():
         import peft
@@ -193,8 +198,8 @@ def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
                 if isinstance(child, torch.nn.Linear):
                     setattr(module, name, quantise(child))
     modules = [f"{name}_proj" for name in TARGETS]
-    given = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, lora_dropout=0.0, target_modules=modules)
-    model = peft.get_peft_model(model, given)
+    config = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, lora_dropout=0.0, target_modules=modules)
+    model = peft.get_peft_model(model, config)
     if wrapped == "fsdp":
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.base_model.model.model.layers:
@@ -246,7 +251,7 @@ def _torchao() -> Callable[[torch.nn.Linear], torch.nn.Module]:
 
 
 def floor(shape: Shape, mix: Callable[..., Tensor]) -> Take:
-    """The matrix products and the attentions of a step, on dense bf16 weights, one after another, and nothing else."""
+    """Build a step of only the matrix products and attentions, on dense bf16 weights, one after another."""
     bf16, n = torch.bfloat16, shape.tokens
     head, kv = shape.dim // shape.heads, shape.dim // shape.heads * shape.kv_heads
     sizes = [(shape.dim, shape.dim), (kv, shape.dim), (kv, shape.dim), (shape.dim, shape.dim)]
@@ -277,7 +282,7 @@ def floor(shape: Shape, mix: Callable[..., Tensor]) -> Take:
 
 
 def _sdpa(*heads: Tensor) -> Tensor:
-    """torch's fused attention, of tokens first."""
+    """Apply torch's fused attention to tensors with tokens before heads."""
     q, k, v = (t.transpose(1, 2) for t in heads)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
