@@ -55,12 +55,10 @@ class AutoencoderConfig:
     halvings: int = 2  # a latent stands for 2^halvings x 2^halvings pixels
 
     def __post_init__(self) -> None:
-        for name, least in {"num_blocks": 0, "hidden": 2}.items():
+        for name in ("dim", "channels", "hidden", "inner", "num_blocks", "halvings"):
+            least = {"hidden": 2, "num_blocks": 0}.get(name, 1)
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; wanted at least {least}")
-        for name in ("dim", "channels", "inner", "halvings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; wanted at least 1")
 
     @property
     def scale(self) -> int:
@@ -113,14 +111,12 @@ def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32
         bias = random.kaiming_uniform(random.fold(key_of_conv, "bias"), (out,), fan_in)
         return Conv(weight.to(dtype), bias.to(dtype))
 
+    def block(name: str) -> ResidualBlock:
+        wide = conv(f"{name}.wide", cfg.inner, cfg.hidden, 3)
+        return ResidualBlock(wide, conv(f"{name}.back", cfg.hidden, cfg.inner, 1))
+
     def blocks(coder: str) -> list[ResidualBlock]:
-        names = [f"{coder}.blocks.{i}" for i in range(cfg.num_blocks)]
-        return [
-            ResidualBlock(
-                conv(f"{name}.wide", cfg.inner, cfg.hidden, 3), conv(f"{name}.back", cfg.hidden, cfg.inner, 1)
-            )
-            for name in names
-        ]
+        return [block(f"{coder}.blocks.{i}") for i in range(cfg.num_blocks)]
 
     pairs = list(zip(widths, widths[1:], strict=False))
     down = [conv(f"encoder.scales.{i}", wide, thin, WINDOW) for i, (thin, wide) in enumerate(pairs)]

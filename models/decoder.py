@@ -100,7 +100,7 @@ def forward(
         TypeError: tokens that are neither int64 nor int32.
         IndexError: a token outside of [0, cfg.vocab), where eager code can read it (see ``blocks.check_range``).
     """
-    x = hidden(params, tokens, cfg, comm, segments, dtype)
+    x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
 
 
@@ -120,7 +120,7 @@ def loss(
     ``fused_cross_entropy.cross_entropy``.
     """
     blocks.check_ids("targets", targets, "the tokens'", tokens.device, tokens.shape)
-    x = hidden(params, tokens, cfg, comm, segments, dtype)
+    x = _hidden(params, tokens, cfg, comm, segments, dtype)
     # The head is not recomputed, because the loss makes the gradient of x in the same pass. The larger block is asked
     # for first, so that on a mesh its collective comes first.
     tied = comm.part(params.embed, x) if cfg.tied else None
@@ -129,13 +129,8 @@ def loss(
     return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
-def hidden(
-    params: Params,
-    tokens: Tensor,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+def _hidden(
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
