@@ -1,11 +1,11 @@
-"""Train the small Llama that is shipped in ``examples/model``.
+"""Pretrain the small Llama that is shipped in ``examples/model``.
 
     python -m examples.pretrain --out DIR --minutes 30
 
-The corpus is the documentation of the Python standard library as the interpreter ships it: the docstring of every
-module, class and function, under its name and signature, and the language reference that ``help()`` shows
-(``pydoc_data.topics``). It is read with ``ast``; nothing is imported or run. A byte-level BPE tokenizer is trained on
-it first, then the model, in float32 on packed documents: one stream
+The corpus is the documentation of the Python standard library. It has the docstring of every module, class and function
+under its name and signature, and the language reference of ``help()`` (``pydoc_data.topics``). ``ast`` parses the
+sources; nothing is imported or run. A byte-level BPE tokenizer is trained first, then the model, in float32 on packed
+documents: one stream
 
     <|endoftext|> first document <|endoftext|> second document ...
 
@@ -20,7 +20,7 @@ import json
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -43,16 +43,9 @@ from .common.progress import bar
 END = "<|endoftext|>"  # token 0: before every document, and so after every document
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 CONFIG = Config(
-    vocab=4096,
-    dim=256,
-    num_layers=5,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    hidden=704,
-    tied=True,
+    vocab=4096, dim=256, num_layers=5, num_heads=8, num_kv_heads=4, head_dim=32, hidden=704, tied=True,
     max_positions=1024,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Options:
     out: Path
     """folder to write, in Hugging Face layout"""
     minutes: float = 30.0
-    """how long to train; decides the number of steps by the pace of the first few"""
+    """time to train; sets the number of steps by the pace of the first few"""
     steps: int | None = None
     """number of steps, instead of minutes"""
     seq: int = 256
@@ -86,7 +79,7 @@ class Options:
 
 
 def documents() -> list[str]:
-    """Every documented thing of the standard library, once, in the order of its files."""
+    """Return every distinct docstring of the standard library in the order of its files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [f"{name}\n\n{text.strip()}" for name, text in sorted(topics.items())]
     for path in sorted(root.rglob("*.py")):
@@ -107,27 +100,25 @@ def _documented(scope: Any, name: str) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of ``vocab`` tokens, of which ``END`` is token 0; it can encode any text."""
+    """Train a byte-level BPE tokenizer of ``vocab`` tokens, of which ``END`` is token 0; it can encode any text."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options: Any = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, **options))
     return tokenizer
 
 
 def pack(encoded: list[list[int]], seq: int) -> tuple[Tensor, Tensor]:
-    """The stream of documents as sequences: tokens and segments, int64 ``[n seq+1]``; neighbours share one token."""
-    stream = torch.tensor([token for one in encoded for token in (0, *one)])
+    """Cut the stream of documents into tokens and segments, int64 ``[n seq+1]``; neighbours share one token."""
+    stream = torch.tensor([token for document in encoded for token in (0, *document)])
     tokens = stream.unfold(0, seq + 1, seq)
     return tokens, (tokens == 0).cumsum(-1)
 
 
 def batches(encoded: list[list[int]], options: Options) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end; epoch e is packed in the order of key (seed, e)."""
+    """Yield batches without end; epoch e is packed in the order of key (seed, e)."""
     key, epoch = random.fold(random.key(options.seed), "documents"), 0
     while True:
         order = random.permutation(random.fold(key, epoch), len(encoded)).tolist()
@@ -138,13 +129,13 @@ def batches(encoded: list[list[int]], options: Options) -> Iterator[tuple[Tensor
 
 
 def loss(params: Any, tokens: Tensor, segments: Tensor) -> Tensor:
-    """Mean negative log likelihood, in nats a token."""
+    """Return the mean negative log likelihood, in nats a token."""
     logits = decoder.forward(params, tokens[..., :-1], CONFIG, segments=segments[..., :-1])
     return blocks.cross_entropy(logits, tokens[..., 1:])
 
 
 def evaluate(params: Any, tokens: Tensor, segments: Tensor) -> float:
-    """The loss over all sequences, a few at a time."""
+    """Return the loss over all sequences, a few at a time."""
     with torch.no_grad():
         parts = [loss(params, t, s) * len(t) for t, s in zip(tokens.split(8), segments.split(8), strict=True)]
     return float(sum(parts)) / len(tokens)
@@ -165,7 +156,7 @@ def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Ten
 
 
 def main(options: Options) -> None:
-    """Train and save; see the module's docstring. Raises ValueError for a folder in use and impossible options."""
+    """Train and save the model and its tokenizer; raise ValueError for a folder in use or impossible options."""
     if options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: not empty, want a new folder; choose another")
     torch.set_num_threads(options.threads)
@@ -173,17 +164,17 @@ def main(options: Options) -> None:
     texts = documents()
     kept = [text for i, text in enumerate(texts) if i % options.held_out]
     tokenizer = train_tokenizer(kept, CONFIG.vocab)
-    encoded = [one.ids for one in tokenizer.encode_batch(kept)]
-    test = pack([one.ids for one in tokenizer.encode_batch(texts[:: options.held_out])], options.seq)
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch(kept)]
+    test = pack([encoding.ids for encoding in tokenizer.encode_batch(texts[:: options.held_out])], options.seq)
     console.print(f"{len(kept)} documents, {sum(map(len, encoded))} tokens; {test[0].numel()} held out", soft_wrap=True)
 
     params = decoder.init(CONFIG, random.key(options.seed))
     source = batches(encoded, options)
-    # Captured, since torch.func.grad would keep every intermediate for a second derivative that nobody asks for.
+    # Captured, because eager torch.func.grad keeps every intermediate for a second derivative.
     step = jit(torch.func.grad_and_value(loss))
     steps = options.steps
     if steps is None:
-        steps = _affordable(options.minutes, lambda: step(params, *next(source)))
+        steps = _num_affordable(options.minutes, lambda: step(params, *next(source)))
     schedule = optim.cosine(options.lr, steps, options.warmup)
     optimizer = optim.chain(
         optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
@@ -211,15 +202,15 @@ def main(options: Options) -> None:
         console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)
 
 
-def _affordable(minutes: float, run: Any, tried: int = 10) -> int:
+def _num_affordable(minutes: float, run: Callable[[], object], trials: int = 10) -> int:
     start = time.monotonic()
-    for _ in range(tried):
+    for _ in range(trials):
         run()
-    return max(1, int(minutes * 60 * tried / (time.monotonic() - start)))
+    return max(1, int(minutes * 60 * trials / (time.monotonic() - start)))
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """``tokenizer.json`` and the little that transformers wants beside it, each written whole."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers needs, each atomically."""
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,

@@ -1,7 +1,7 @@
 """The VQ-VAE (van den Oord et al. 2017, "Neural Discrete Representation Learning"): images to a grid of codes and back.
 
     images [b c h w]  --encode-->  latents [b h/s w/s dim]  --quantiser-->  codes i64[b h/s w/s]
-    images [b c h w]  <--decode--  what the codes stand for [b h/s w/s dim]
+    images [b c h w]  <--decode--  code vectors [b h/s w/s dim]
 
     Autoencoder
       encoder   scales     halvings of the image: convolutions of 4 x 4 in steps of 2, s = 2^halvings
@@ -11,12 +11,12 @@
                 blocks     as before
                 scales     transposed convolutions of 4 x 4 in steps of 2; the last makes channels
 
-That is the network of section 4.1, with a convolution to and from the latents. It has no size of its own: whatever s
-divides goes through it.
+That is the network of section 4.1, with a convolution to and from the latents. It takes images of any size whose sides
+s divides.
 
-The quantiser is an argument, a state of anything in ``fquant.vq``, beside ``verbs``, the module of its functions:
-``vq`` itself for a Book, ``vq.fsq`` for an FSQ, ``vq.residual`` for a Residual. Nothing here updates it, and nothing
-sums over ranks: losses are Means, which are sums and counts, and what ``verbs.update`` needs is returned.
+The quantiser is an argument: a state of ``fquant.vq``, and ``verbs``, the module of its functions. For a Book that is
+``vq`` itself, for an FSQ ``vq.fsq``, for a Residual ``vq.residual``. Nothing here updates the state or sums over ranks.
+Losses are Means (sums and counts), and the statistics for ``verbs.update`` are returned.
 
     losses, out = loss(params, book, images, key)                     # {"reconstruction": Mean, "commitment": Mean}
     book        = vq.update(book, out.stats)
@@ -45,26 +45,24 @@ MIDDLE = 0.5  # of the values of an image, which are in [0, 1]
 @tree.value
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """The sizes of an autoencoder; ``dim`` is what the quantiser takes."""
+    """The sizes of an autoencoder; ``dim`` is that of the quantiser."""
 
     dim: int = 32  # channels of the latents
     channels: int = 3  # of an image
-    hidden: int = 64  # channels inside; of what is next to the image half as many
+    hidden: int = 64  # channels inside; half as many next to the image
     inner: int = 32  # channels inside of a residual block
     num_blocks: int = 2  # residual blocks in the encoder, and as many in the decoder
     halvings: int = 2  # a latent stands for 2^halvings x 2^halvings pixels
 
     def __post_init__(self) -> None:
-        for name, least in {"num_blocks": 0, "hidden": 2}.items():
+        for name in ("dim", "channels", "hidden", "inner", "num_blocks", "halvings"):
+            least = {"hidden": 2, "num_blocks": 0}.get(name, 1)
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; wanted at least {least}")
-        for name in ("dim", "channels", "inner", "halvings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; wanted at least 1")
 
     @property
     def scale(self) -> int:
-        """The pixels of a side that a latent stands for."""
+        """The pixels along a side of one latent."""
         return 2**self.halvings
 
 
@@ -78,7 +76,7 @@ class Conv:
 
 @tree.node
 class ResidualBlock:
-    """What is added to its input: relu, 3 x 3, relu, 1 x 1."""
+    """A residual branch, added to its input: relu, 3 x 3, relu, 1 x 1."""
 
     wide: Conv
     back: Conv
@@ -102,25 +100,23 @@ class Autoencoder:
 
 
 def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32) -> Autoencoder:
-    """Random parameters from a key, as torch's nn.Conv2d and nn.ConvTranspose2d begin: uniform in ±1/sqrt(fan in)."""
+    """Draw parameters from a key as torch's nn.Conv2d and nn.ConvTranspose2d do: uniform in ±1/sqrt(fan in)."""
     half = cfg.hidden // 2
     widths = [cfg.channels, *[half] * (cfg.halvings - 1), cfg.hidden]
 
     def conv(name: str, out: int, width: int, window: int, transposed: bool = False) -> Conv:
         shape = (width, out, window, window) if transposed else (out, width, window, window)
-        of, fan_in = random.fold(key, name), math.prod(shape[1:])
-        weight = random.kaiming_uniform(random.fold(of, "weight"), shape, fan_in)
-        bias = random.kaiming_uniform(random.fold(of, "bias"), (out,), fan_in)
+        key_of_conv, fan_in = random.fold(key, name), math.prod(shape[1:])
+        weight = random.kaiming_uniform(random.fold(key_of_conv, "weight"), shape, fan_in)
+        bias = random.kaiming_uniform(random.fold(key_of_conv, "bias"), (out,), fan_in)
         return Conv(weight.to(dtype), bias.to(dtype))
 
+    def block(name: str) -> ResidualBlock:
+        wide = conv(f"{name}.wide", cfg.inner, cfg.hidden, 3)
+        return ResidualBlock(wide, conv(f"{name}.back", cfg.hidden, cfg.inner, 1))
+
     def blocks(coder: str) -> list[ResidualBlock]:
-        names = [f"{coder}.blocks.{i}" for i in range(cfg.num_blocks)]
-        return [
-            ResidualBlock(
-                conv(f"{name}.wide", cfg.inner, cfg.hidden, 3), conv(f"{name}.back", cfg.hidden, cfg.inner, 1)
-            )
-            for name in names
-        ]
+        return [block(f"{coder}.blocks.{i}") for i in range(cfg.num_blocks)]
 
     pairs = list(zip(widths, widths[1:], strict=False))
     down = [conv(f"encoder.scales.{i}", wide, thin, WINDOW) for i, (thin, wide) in enumerate(pairs)]
@@ -132,7 +128,7 @@ def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32
 
 
 def encode(params: Autoencoder, images: Tensor) -> Tensor:
-    """Images f[b c h w], of values in [0, 1], to latents f[b h/s w/s dim], in the dtype of the parameters.
+    """Encode images f[b c h w] in [0, 1] to latents f[b h/s w/s dim] in the dtype of the parameters.
 
     Raises TypeError for another dtype than floats, ValueError for another number of dims or channels, or sides that s
     does not divide.
@@ -147,7 +143,7 @@ def encode(params: Autoencoder, images: Tensor) -> Tensor:
 
 
 def decode(params: Autoencoder, latents: Tensor) -> Tensor:
-    """Latents f[b h/s w/s dim] to images f[b c h w]; about in [0, 1], and not clamped to it.
+    """Decode latents f[b h/s w/s dim] to images f[b c h w], roughly in [0, 1] and not clamped.
 
     Raises ValueError for another number of dims, or another last one.
     """
@@ -163,21 +159,21 @@ def decode(params: Autoencoder, latents: Tensor) -> Tensor:
 
 
 def to_codes(params: Autoencoder, state: Any, images: Tensor, verbs: Any = vq) -> Tensor:
-    """The codes i64[b h/s w/s ...] of images f[b c h w]. Raises what :func:`encode` does."""
+    """Return the codes i64[b h/s w/s ...] of images f[b c h w]; raises the errors of :func:`encode`."""
     return verbs.encode(state, encode(params, images))
 
 
 def from_codes(params: Autoencoder, state: Any, codes: Tensor, verbs: Any = vq) -> Tensor:
-    """The images f[b c h w], clamped to [0, 1], of codes i64[b h/s w/s ...]. Raises what ``verbs.decode`` does."""
+    """Return the images f[b c h w] in [0, 1] of codes i64[b h/s w/s ...]; raises the errors of ``verbs.decode``."""
     return decode(params, verbs.decode(state, codes)).clamp(0, 1)
 
 
 def forward(
     params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
 ) -> tuple[Tensor, Quantized]:
-    """What becomes of images f[b c h w], of the same shape, and what the quantiser's ``apply`` returned on the way.
+    """Reconstruct images f[b c h w]; return them with the output of the quantiser's ``apply``.
 
-    ``key`` and ``options`` go to ``verbs.apply``. Raises what :func:`encode` and that do.
+    ``key`` and ``options`` go to ``verbs.apply``. Raises its errors and those of :func:`encode`.
     """
     out = verbs.apply(state, encode(params, images), key, **options)
     return decode(params, out.x), out
@@ -186,14 +182,14 @@ def forward(
 def loss(
     params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
 ) -> tuple[dict[str, Mean], Quantized]:
-    """The losses of :func:`forward`, and what the quantiser returned.
+    """Return the losses of :func:`forward`, and the quantiser's output.
 
     "reconstruction" is the mean square difference of all values of the images; the others are the quantiser's own. All
-    are float32 at least, and their weights are the caller's.
+    are float32 at least. The caller weighs them.
     """
-    made, out = forward(params, state, images, key, verbs, **options)
-    dtype = torch.promote_types(made.dtype, torch.float32)
-    square = (made.to(dtype) - images.to(dtype)).square().sum()
+    decoded, out = forward(params, state, images, key, verbs, **options)
+    dtype = torch.promote_types(decoded.dtype, torch.float32)
+    square = (decoded.to(dtype) - images.to(dtype)).square().sum()
     return {"reconstruction": Mean(square, square.new_full((), images.numel())), **out.losses}, out
 
 

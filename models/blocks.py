@@ -1,14 +1,13 @@
-"""The pieces of a decoder: norm, rotary embedding, documents, SwiGLU, loss.
+"""The pieces of a decoder in plain tensor operations: packed documents, rotary embedding, SwiGLU, loss.
 
-Every function takes ``[... t d]`` with any leading dims and is made of plain tensor operations, so that vmap, grad,
-grad of grad, jvp and make_fx go through all of them. (Attention and the norm, which need more for that, are
-models/attention.py and models/norm.py.)
-Numerics follow transformers' eager Llama: norms and softmax in float32 (in float64 for float64 input), cast back to
-the stream's dtype.
+Every function takes any leading dims, as in ``[... t d]``. vmap, grad, grad of grad, jvp and make_fx go through all of
+them. The attention (``models.attention``) and the norm (``models.norm``) have files of their own, because they are
+autograd Functions over kernels. Numerics follow transformers' eager Llama: softmax in float32 (float64 for float64
+input), cast back to the stream's dtype.
 
-*Packed documents.* Several documents may lie one after another in a sequence. ``segments`` numbers them: a document is
-a run of equal numbers. A token sees the tokens of its own document up to itself, and its position is the number of
-tokens it sees, less one; so positions restart at every document.
+*Packed documents.* A sequence may hold several documents, one after another. ``segments`` numbers them: a document is a
+run of equal numbers. A token sees the tokens of its own document up to itself. Its position is the number of earlier
+tokens that it sees, so positions restart at every document.
 """
 
 from __future__ import annotations
@@ -21,35 +20,38 @@ from einops import rearrange
 from torch import Tensor
 
 from .config import Config
+from .reference_gradient import at_least_float32
 from .swiglu import gated
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
 
 
 def runs(tokens: Tensor, segments: Tensor) -> Tensor:
-    """Packed documents, numbered from 0 as they come: segments int ``[... t]`` -> int64 ``[... t]``."""
-    if segments.shape != tokens.shape:
-        raise ValueError(f"segments: shape {tuple(segments.shape)}, want the tokens' {tuple(tokens.shape)}")
-    return _begins(segments).cumsum(-1)
+    """Number packed documents from 0 in their order: segments int ``[... t]`` -> int64 ``[... t]``.
+
+    Raises ValueError for segments of another shape or device than the tokens'.
+    """
+    _check_like("segments", segments, "the tokens'", tokens.device, tokens.shape)
+    return _starts(segments).cumsum(-1)
 
 
 def positions(tokens: Tensor, runs: Tensor | None = None) -> Tensor:
-    """The place of every token in its document: int64 ``[t]``, or ``[... t]`` with the ``runs`` of :func:`runs`."""
+    """Return each token's place in its document: int64 ``[t]``, or ``[... t]`` with the ``runs`` of :func:`runs`."""
     place = torch.arange(tokens.shape[-1], device=tokens.device)
     if runs is None:
         return place
-    return place - torch.where(_begins(runs), place, 0).cummax(-1).values
+    return place - torch.where(_starts(runs), place, 0).cummax(-1).values
 
 
-def _begins(segments: Tensor) -> Tensor:
-    """Where another document begins than the first: bool ``[... t]``."""
+def _starts(segments: Tensor) -> Tensor:
+    """Mark the first token of every document but the first: bool ``[... t]``."""
     return F.pad(segments[..., 1:] != segments[..., :-1], (1, 0))
 
 
 def rope(positions: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles: positions int ``[... t]`` -> two f32 ``[... t head_dim]`` (Su et al. 2021).
+    """Compute cosine and sine of the rotary angles: int ``[... t]`` -> two f32 ``[... t head_dim]`` (Su et al. 2021).
 
-    The angles of the first half are repeated in the second, as transformers lays out a head.
+    The angles of the first half are repeated in the second, which is transformers' layout of a head.
     """
     even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=positions.device)
     frequency = _scaled(1.0 / cfg.rope_theta ** (even / cfg.head_dim), cfg)
@@ -79,26 +81,66 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020), both ``[... f]``."""
+    """Compute ``silu(gate) * up`` (Shazeer 2020), both ``[... f]``."""
     return gated(gate, up)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Negative log likelihood of the targets, summed and divided by ``count``: logits ``[... t vocab]``, targets int
-    ``[... t]`` -> a float32 scalar, in nats.
+    """Sum the negative log likelihoods of the targets and divide by ``count``: a float32 scalar, in nats.
 
-    Targets of -100 are ignored. ``count`` is the number of targets of the whole global batch; the default is the
-    number counted here (at least 1), which is right only where there is one micro-batch on one process.
+    logits ``[... t vocab]``; targets int64 or int32 ``[... t]``, of which -100 is ignored. ``count`` is the number of
+    targets of the global batch. The default is the number counted here (at least 1), which is right only for one
+    micro-batch on one process.
+
+    Raises TypeError for targets of another dtype, and ValueError for another shape or device. Raises IndexError for a
+    target that is neither -100 nor in [0, vocab); see :func:`check_range`.
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"targets: shape {tuple(targets.shape)}, want the logits' {tuple(logits.shape[:-1])}")
+    check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
+    check_range("targets", targets, logits.shape[-1], IGNORE)
     counted = targets != IGNORE
-    wide = _wide(logits)
+    wide = at_least_float32(logits)
     chosen = wide.gather(-1, torch.where(counted, targets, 0)[..., None]).squeeze(-1)
     nll = torch.where(counted, wide.logsumexp(-1) - chosen, 0.0).sum()
     return nll / (counted.sum().clamp(min=1) if count is None else count)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def check_ids(name: str, ids: Tensor, owner: str, device: torch.device, shape: torch.Size) -> None:
+    """Raise TypeError unless ``ids`` are int64 or int32, and ValueError for another shape or device than ``owner``."""
+    _check_like(name, ids, owner, device, shape)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: {ids.dtype}, want int64 or int32; use {name}.long()")
+
+
+def _check_like(name: str, t: Tensor, owner: str, device: torch.device, shape: torch.Size) -> None:
+    if t.shape != shape:
+        raise ValueError(f"{name}: shape {tuple(t.shape)}, want {owner} {tuple(shape)}; give one number for each token")
+    if t.device != device:
+        raise ValueError(f"{name}: on {t.device}, want {owner} device {device}; use {name}.to({str(device)!r})")
+
+
+def check_range(name: str, ids: Tensor, size: int, ignore: int | None = None) -> None:
+    """Raise IndexError unless all ``ids`` are in [0, size) or equal ``ignore``.
+
+    Values are read in eager code on the CPU only: a capture, a vmap or a GPU leaves the check to the lookup itself.
+    """
+    if not _is_readable(ids):
+        return
+    wrong = (ids < 0) | (ids >= size)
+    if ignore is not None:
+        wrong = wrong & (ids != ignore)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        wanted = f"0 to {size - 1}" + ("" if ignore is None else f", or {ignore} to ignore it")
+        raise IndexError(f"{name}: {int(ids[at])} at {list(at)}, want {wanted}; use the tokenizer of this model")
+
+
+def _is_readable(t: Tensor) -> bool:
+    """Return True if the values of ``t`` can be read at no cost and without entering a graph."""
+    if t.device.type != "cpu" or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    wrappers = torch._C._functorch  # type: ignore[attr-defined]
+    while wrappers.is_functorch_wrapped_tensor(t):
+        if wrappers.is_batchedtensor(t):
+            return False
+        t = wrappers.get_unwrapped(t)
+    return type(t) is Tensor

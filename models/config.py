@@ -1,14 +1,6 @@
-"""Config: what a decoder is, apart from its weights.
+"""The configuration of a decoder: a frozen, hashable value, so that a captured step or a file can hold it.
 
-A frozen value. It is static wherever it appears, so a captured step, a fingerprint or a file can hold it.
-
-``from_hf`` reads the ``config.json`` of a Hugging Face folder and is strict: a key is either understood, known to be
-without effect on the forward pass, or an error. An option that is not known here could change the result, and a wrong
-logit is worse than a refused file. What is absent or null has LlamaConfig's default where that says what the model is
-(no biases, no grouping of heads), and is otherwise an error; of a Qwen3 the heads have to be given, since its classes
-take others for granted. Both spellings of the rotary embedding are read,
-transformers 4's (``rope_theta`` and ``rope_scaling``) and 5's (``rope_parameters``); ``to_hf`` writes both, so that
-either version loads it.
+``models.hf_config`` converts it from and to the ``config.json`` of a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -17,21 +9,17 @@ import dataclasses
 
 from fquant import tree
 
-# Rope type -> its options, as Hugging Face names them and in the order of RopeScaling's fields.
-ROPE_KINDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+ROPE_KINDS = ("linear", "llama3")
 
 
 @tree.value
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts.
+    """A scaling of the rotary frequencies for long contexts.
 
-    ``linear`` divides every frequency by ``factor``. ``llama3`` divides only those whose wavelength exceeds
-    ``original_max_position / low_freq_factor``, keeps those below ``original_max_position / high_freq_factor``, and
-    blends between (Llama 3.1).
+    ``linear`` divides every frequency by ``factor``. ``llama3`` (Llama 3.1) divides those of wavelengths above
+    ``original_max_position / low_freq_factor``. It keeps those of wavelengths below
+    ``original_max_position / high_freq_factor``, and blends between.
     """
 
     kind: str
@@ -59,25 +47,23 @@ class RopeScaling:
 @tree.value
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Shape of a Llama, or with ``qk_norm`` of a Qwen3: sizes are counts of elements, ``hidden`` is the width of the
-    MLP, ``tied`` shares the embedding with the head, ``qk_norm`` normalises every head's queries and keys. Raises
-    ValueError when the heads do not divide."""
+    """The shape of a Llama, or with ``qk_norm`` of a Qwen3. Raises ValueError for sizes that do not fit together."""
 
     vocab: int
-    dim: int
+    dim: int  # of the residual stream
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden: int
+    hidden: int  # width of the MLP
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     max_positions: int = 2048
-    tied: bool = False
+    tied: bool = False  # the head is the embedding
     attention_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # normalise the queries and keys of every head
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden", "max_positions"):
@@ -91,7 +77,7 @@ class Config:
         if self.dim % self.num_heads and not self.qk_norm:
             raise ValueError(
                 f"dim = {self.dim} is not a multiple of num_heads = {self.num_heads}; LlamaConfig wants it to be, "
-                "even where head_dim is given"
+                "even if head_dim is given"
             )
         if self.mlp_bias and self.qk_norm:
             raise ValueError(

@@ -1,18 +1,19 @@
-"""The decoder of the Llama family, Qwen3 among it, as a function of its parameters.
+"""The decoder of the Llama family, Qwen3 included, as a function of its parameters.
 
     Params
       embed            [vocab dim]
-      layers.N         attn_norm, q, k, v, o, mlp_norm, gate, up, down, and biases and the norms of queries and keys
-                       where the config has them
+      layers.N         attn_norm, q, k, v, o, mlp_norm, gate, up, down; biases and the norms of queries and keys if the
+                       config has them
       final            norm, and head unless it is tied to the embedding
 
-Weights are ``[out in]``. Any of them may be a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` know. A
-block may also still be closed, and ``comm.load`` opens it: that is the first thing a block does with its parameters. Of
-the embedding ``comm.rows`` brings what the tokens need, and of the head ``comm.part`` what a loss needs. That is all
-that this file knows of meshes. Column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
+Weights are ``[out in]``, each a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` take all three.
 
-What a block needs is passed to it. ``comm.wrap`` may differentiate a block by hand, and then a tensor that the block
-had closed over would silently get no gradient.
+A block may also be a Loadable, whose content a Comm gathers. So each block begins with ``comm.load``. The embedding
+asks ``comm.rows`` for the rows of the tokens, and the loss asks ``comm.part`` for the head or a shard of it.
+Column-parallel weights sit between ``comm.enter`` and ``comm.exit``. This file knows no more of meshes.
+
+A block gets every tensor as an argument. ``comm.wrap`` may differentiate the block by hand, and then a tensor that the
+block closed over would silently get no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fquant import random, tree
-from fquant.communication import LOCAL, Comm
+from fquant.communication import LOCAL, Comm, Loadable
 from fquant.packed_linear import embedding, linear
 
 from . import blocks, fused_cross_entropy
@@ -37,8 +38,11 @@ INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 
 @tree.node
 class Layer:
-    """One decoder layer. Biases are absent unless ``cfg.attention_bias`` or ``cfg.mlp_bias``, the norms of queries and
-    keys unless ``cfg.qk_norm``."""
+    """One decoder layer.
+
+    Biases are absent unless ``cfg.attention_bias`` or ``cfg.mlp_bias``, the norms of queries and keys unless
+    ``cfg.qk_norm``.
+    """
 
     attn_norm: Any  # [dim]
     q: Any  # [num_heads * head_dim, dim]
@@ -62,7 +66,7 @@ class Layer:
 
 @tree.node
 class Final:
-    """What follows the layers. ``head`` is absent when it is the embedding."""
+    """The norm and the head behind the layers; ``head`` is absent if it is tied to the embedding."""
 
     norm: Any  # [dim]
     head: Any = None  # [vocab, dim]
@@ -70,7 +74,7 @@ class Final:
 
 @tree.node
 class Params:
-    """Everything: the blocks ``embed``, ``layers.0`` ... and ``final``."""
+    """All parameters: the blocks ``embed``, ``layers.0`` ... and ``final``."""
 
     embed: Any  # [vocab, dim]
     layers: list[Any]
@@ -85,13 +89,18 @@ def forward(
     segments: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Logits of the next token: int tokens ``[... t]`` -> ``[... t vocab]``.
+    """Compute the logits of the next token: int64 or int32 tokens ``[... t]`` -> ``[... t vocab]``.
 
-    ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, and
-    so of all products and the logits; None is the embedding's. Raises ValueError when the number of layers
-    is not the config's, and when the sequence is longer than ``cfg.max_positions``.
+    ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
+    all products and of the logits; None is the embedding's.
+
+    Raises:
+        ValueError: another number of layers than the config's, a sequence longer than ``cfg.max_positions``, segments
+            of another shape than the tokens', or tensors on different devices.
+        TypeError: tokens that are neither int64 nor int32.
+        IndexError: a token outside of [0, cfg.vocab), where eager code can read it (see ``blocks.check_range``).
     """
-    x = hidden(params, tokens, cfg, comm, segments, dtype)
+    x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
 
 
@@ -105,34 +114,28 @@ def loss(
     dtype: torch.dtype | None = None,
     count: Tensor | float | None = None,
 ) -> Tensor:
-    """``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without the logits ever being whole.
+    """Compute ``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without whole logits.
 
-    Targets are int ``[... t]``, those of -100 ignored. Raises what :func:`forward` and ``head.cross_entropy`` raise.
+    Targets are int64 or int32 ``[... t]``; those of -100 are ignored. Raises the errors of :func:`forward` and of
+    ``fused_cross_entropy.cross_entropy``.
     """
-    x = hidden(params, tokens, cfg, comm, segments, dtype)
-    # Not recomputed: the gradient of x is made in the same pass as the loss. The larger of two is first: on a mesh it
-    # then comes ahead.
+    blocks.check_ids("targets", targets, "the tokens'", tokens.device, tokens.shape)
+    x = _hidden(params, tokens, cfg, comm, segments, dtype)
+    # The head is not recomputed, because the loss makes the gradient of x in the same pass. The larger block is asked
+    # for first, so that on a mesh its collective comes first.
     tied = comm.part(params.embed, x) if cfg.tied else None
     final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
     weight = final.head if tied is None else tied
     return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
-def hidden(
-    params: Params,
-    tokens: Tensor,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+def _hidden(
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """What comes out of the last layer: int tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
+    """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")
-    if tokens.shape[-1] > cfg.max_positions:
-        raise ValueError(
-            f"tokens: {tokens.shape[-1]} in a sequence, want at most max_positions = {cfg.max_positions}; cut them"
-        )
+    _check_tokens(params.embed, tokens, cfg)
     runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
     cos, sin = blocks.rope(blocks.positions(tokens, runs), cfg)  # [t e] or [... t e]
     block = comm.wrap(_block)
@@ -141,6 +144,20 @@ def hidden(
     for layer in params.layers:
         x = block(x, layer, cos, sin, runs, cfg, comm)
     return x
+
+
+def _check_tokens(embed: Any, tokens: Tensor, cfg: Config) -> None:
+    if not tokens.ndim:
+        raise ValueError("tokens: shape (), want [... t]; use tokens[None]")
+    is_open = not isinstance(embed, Loadable)  # else the Comm checks, on every rank alike
+    device = tree.leaves(embed)[0].device if is_open else tokens.device
+    blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
+    if tokens.shape[-1] > cfg.max_positions:
+        raise ValueError(
+            f"tokens: {tokens.shape[-1]} in a sequence, want at most max_positions = {cfg.max_positions}; cut them"
+        )
+    if is_open:
+        blocks.check_range("tokens", tokens, cfg.vocab)
 
 
 def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, cfg: Config, comm: Comm) -> Tensor:
@@ -172,25 +189,25 @@ def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor
 
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
-    """The tree of ``cfg`` with meta tensors for leaves."""
+    """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
 
-    def block(named: dict[str, str]) -> dict[str, Tensor]:
+    def block(path: str) -> dict[str, Tensor]:
         return {
-            name: torch.empty([sizes[dim] for dim in of.split()], dtype=dtype, device="meta")
-            for name, of in named.items()
+            name: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
+            for name, names in named[path].items()
         }
 
     named = dims(cfg)
-    layers = [Layer(**block(named[f"layers.{i}"])) for i in range(cfg.num_layers)]
-    return Params(block(named["embed"])[""], layers, Final(**block(named["final"])))
+    layers = [Layer(**block(f"layers.{i}")) for i in range(cfg.num_layers)]
+    return Params(block("embed")[""], layers, Final(**block("final")))
 
 
 def dims(cfg: Config) -> dict[str, dict[str, str]]:
-    """The named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
+    """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
-    A block is what one ``comm.load`` loads. The names are vocab, embed, heads, kv_heads, head and ffn.
+    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head and ffn.
     """
     layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
     layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
@@ -205,7 +222,7 @@ def dims(cfg: Config) -> dict[str, dict[str, str]]:
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:
-    """Random parameters from a key: matrices normal with std 0.02, norms 1, biases 0, as LlamaForCausalLM starts."""
+    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases 0."""
 
     def leaf(path: str, like: Tensor) -> Tensor:
         if like.dim() == 2:

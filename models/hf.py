@@ -3,16 +3,19 @@
     cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
     cfg, params = hf.load(folder)      # every leaf a tensor
     hf.save(folder, cfg, params)
+    hf.save(folder, cfg, lora.merge(base, adapters), dequantize=torch.bfloat16)
 
 A folder holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with its shards. It
-is read strictly: every tensor of the config must be there in its shape, and no other. All that is wrong with a folder
-is a ValueError that names the file and, where there is one, the tensor.
+is read strictly: it must hold every tensor of the config in its shape, and no other. Every fault of a folder is a
+ValueError that names the file and the tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fquant import tree
+from fquant import packed, tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
 from fquant.lazy import read as read_all
+from fquant.packed import Packed
 
 from . import decoder
 from .config import Config
@@ -32,7 +36,7 @@ from .hf_config import from_hf, to_hf
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Our path -> the name of Hugging Face's module. A tensor is called like its module, then ``.weight`` or ``.bias``.
+# Our path -> the name of Hugging Face's module. A tensor's name is its module's, then ``.weight`` or ``.bias``.
 MODEL = {"embed": "model.embed_tokens", "final.norm": "model.norm", "final.head": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -52,7 +56,7 @@ LAYER_PATHS = {name: path for path, name in LAYER.items()}
 
 
 def module_name(path: str) -> str:
-    """The module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
+    """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
     Raises ValueError for a path that is no weight of a decoder.
     """
@@ -65,7 +69,7 @@ def module_name(path: str) -> str:
 
 
 def path_of(module_name: str) -> str | None:
-    """The inverse of :func:`module_name`, or None when the module is not ours."""
+    """Invert :func:`module_name`; None for a module without a weight of ours."""
     if module_name in MODEL_PATHS:
         return MODEL_PATHS[module_name]
     match module_name.split(".", 3):
@@ -75,13 +79,13 @@ def path_of(module_name: str) -> str | None:
 
 
 def tensor_name(path: str) -> str:
-    """The name of the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
+    """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
     weight = path.removesuffix("_bias")
     return module_name(weight) + (".weight" if weight == path else ".bias")
 
 
 def lazy(folder: str | Path) -> tuple[Config, Any]:
-    """The config and a tree of Lazy leaves, one a tensor, in the types of the files. Reads no weights."""
+    """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
     folder = Path(folder)
     cfg = read_config(folder)
     wanted = {tensor_name(path): path for path in tree.paths(decoder.shapes(cfg))}
@@ -98,8 +102,7 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         )
 
     def leaf(path: str, like: Tensor) -> Lazy:
-        name = tensor_name(path)
-        header = found[name]
+        header = found[name := tensor_name(path)]
         entry = header.tensors[name]
         if entry.shape != tuple(like.shape):
             raise ValueError(
@@ -115,11 +118,10 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
-    """The config and the tree of tensors, in ``dtype`` or, by default, in the types of the files."""
+    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
     cfg, params = lazy(folder)
-    if dtype is None:
-        return cfg, read_all(params)
-    return cfg, tree.map(lambda leaf: leaf.read().to(dtype), params)  # cast one by one: half the peak
+    # Each tensor is cast as it is read, which halves the peak of memory.
+    return cfg, read_all(params) if dtype is None else tree.map(lambda leaf: leaf.read().to(dtype), params)
 
 
 def save(
@@ -128,61 +130,99 @@ def save(
     params: Any,
     max_shard_bytes: int = 5 << 30,
     extra: Mapping[str, Any] | None = None,
+    dequantize: torch.dtype | None = None,
 ) -> None:
-    """Write a folder that :func:`load` and transformers read: tensors in shards of at most ``max_shard_bytes`` (one
-    tensor may be larger), and ``config.json``, which comes last. ``extra`` are keys to add to it that do not change
-    the model (``eos_token_id``, say).
+    """Write a folder that :func:`load` and transformers read; ``config.json`` comes last.
 
-    Raises, before anything is written: ValueError when the folder already holds a model (several files cannot be
-    replaced at once) or when a shape is not the config's, TypeError when a leaf is no float tensor.
+    Tensors go to shards of at most ``max_shard_bytes`` (one tensor may be larger). ``extra`` are keys to add to
+    ``config.json`` that do not change the model, such as ``eos_token_id``. ``dequantize`` is the dtype in which packed
+    weights are written. They are dequantised one at a time, so a dense copy of the model never exists in memory.
+
+    Raises, before anything is written:
+        ValueError: the folder already holds a model (several files cannot be replaced at once), a shape is not the
+            config's, or an extra key changes the model.
+        TypeError: a leaf is no float tensor, or is packed without ``dequantize``.
     """
     folder = Path(folder)
     if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
         raise ValueError(f"{folder}: there is a {taken[0]} already, want a folder without a model; choose another")
-    tensors = _named(cfg, params)
-    config = to_hf(cfg) | {"torch_dtype": str(params.embed.dtype).removeprefix("torch.")} | dict(extra or {})
+    if dequantize not in (None, *FLOATS):
+        raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
+    leaves = _named(cfg, params, dequantize)
+    dtype = dequantize if isinstance(params.embed, Packed) else params.embed.dtype
+    config = to_hf(cfg) | {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
 
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        if shards[-1] and tree.nbytes(shards[-1]) + tree.nbytes(tensor) > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
+    nbytes = {name: _dense_nbytes(leaf, dequantize) for name, leaf in leaves.items()}
+    shards: list[list[str]] = [[]]
+    for name in leaves:
+        if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
-    for file, shard in zip(files, shards, strict=True):
+    for file, names in zip(files, shards, strict=True):
+        shard: Any = _Dequantized({name: leaves[name] for name in names}, dequantize)
         safetensors.write(folder / file, shard, {"format": "pt"})
     if len(shards) > 1:
-        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": tree.nbytes(tensors)}, "weight_map": where})
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map})
     _write_json(folder / CONFIG, config)
 
 
-def _named(cfg: Config, params: Any) -> dict[str, Tensor]:
-    """The tensors of ``params`` by their names in a file, checked against the config."""
+@dataclass(frozen=True)
+class _Dequantized(Mapping[str, Tensor]):
+    """Tensors by name; a packed one is dequantised each time it is read, and not kept."""
+
+    leaves: dict[str, Tensor | Packed]
+    dtype: torch.dtype | None
+
+    def __getitem__(self, name: str) -> Tensor:
+        leaf = self.leaves[name]
+        return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+
+def _dense_nbytes(leaf: Tensor | Packed, dtype: torch.dtype | None) -> int:
+    return math.prod(leaf.shape) * (dtype if dtype and isinstance(leaf, Packed) else leaf.dtype).itemsize
+
+
+def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:
+    """Return the leaves of ``params`` by their names in a file, checked against the config."""
     out = {}
     for path, like in tree.items(decoder.shapes(cfg)):
         try:
-            tensor = tree.get(params, path)
+            leaf = tree.get(params, path)
         except KeyError as error:
             raise ValueError(f"{path}: missing from the parameters, but the config asks for it") from error
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{path} is a {type(tensor).__name__}, want a tensor; dequantize, merge or read it first")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{path} is {tensor.dtype}, want floats; cast it first")
-        if tensor.shape != like.shape:
-            raise ValueError(f"{path} has shape {tuple(tensor.shape)}, want {tuple(like.shape)}; check the config")
-        out[tensor_name(path)] = tensor
-    if surplus := set(tree.paths(params)) - set(tree.paths(decoder.shapes(cfg))):
+        if isinstance(leaf, Packed) and dequantize is None:
+            raise TypeError(
+                f"{path} is packed ({leaf.format.name}), want a float tensor; "
+                "pass dequantize=torch.bfloat16 to write it in that dtype"
+            )
+        if not isinstance(leaf, Tensor | Packed):
+            raise TypeError(f"{path} is of type {type(leaf).__name__}, want a tensor; merge or read it first")
+        if leaf.dtype not in FLOATS:
+            raise TypeError(f"{path} is {leaf.dtype}, want floats; cast it first")
+        if tuple(leaf.shape) != tuple(like.shape):
+            raise ValueError(f"{path} has shape {tuple(leaf.shape)}, want {tuple(like.shape)}; check the config")
+        out[tensor_name(path)] = leaf
+    paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
+    if surplus := paths - set(tree.paths(decoder.shapes(cfg))):
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
     return out
 
 
 def _headers(folder: Path) -> dict[str, safetensors.Header]:
-    """The header of the file that holds each tensor, by the tensor's name."""
+    """Map the name of each tensor to the header of its file."""
     if (folder / SINGLE).exists():
         if (folder / INDEX).exists():
             raise ValueError(f"{folder}: both {SINGLE} and {INDEX} are there, want one of them; remove the other")
@@ -190,36 +230,35 @@ def _headers(folder: Path) -> dict[str, safetensors.Header]:
         return dict.fromkeys(header.tensors, header)
     if not (folder / INDEX).exists():
         raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; fetch one, or convert the weights to safetensors")
-    where = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+    weight_map = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
     headers = {}
-    for file in sorted(set(where.values())):
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
-            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards lie beside their index")
+            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards are beside their index")
         if not (folder / file).is_file():
-            count = sum(named == file for named in where.values())
+            count = sum(named == file for named in weight_map.values())
             raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
         headers[file] = safetensors.header(folder / file)
     actual = {name: file for file, header in headers.items() for name in header.tensors}
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if name not in headers[file].tensors:
             got = f"it is in {actual[name]}" if name in actual else "no shard has it"
             raise ValueError(f"{folder / INDEX}: {name} should be in {file}, but {got}; fetch the checkpoint again")
-    for file, header in headers.items():
-        for name in header.tensors:
-            if where.get(name) != file:
-                raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
-    return {name: headers[file] for name, file in where.items()}
+    for file, name in ((file, name) for file, header in headers.items() for name in header.tensors):
+        if weight_map.get(name) != file:
+            raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
+    return {name: headers[file] for name, file in weight_map.items()}
 
 
 def _ignorable(name: str, cfg: Config) -> bool:
-    """Tensors that some versions of transformers have saved and none uses."""
+    """Return True for tensors that some versions of transformers have saved and none uses."""
     return name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
 
 
 def read_config(folder: str | Path) -> Config:
-    """The config of a folder, which need not hold more than ``config.json``."""
+    """Read the config of a folder that holds at least ``config.json``."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")

@@ -1,15 +1,75 @@
-"""Hf config: split from models.config."""
+"""The ``config.json`` of a Hugging Face folder, read as a Config and written from one.
+
+:func:`from_hf` is strict: a key is understood, known to be without effect on the forward pass, or an error. An unknown
+option could change the result, and a refused file is better than a wrong logit. An absent or null key has LlamaConfig's
+default if that determines the model (no biases, no grouping of heads), and is otherwise an error. A Qwen3 must state
+its heads, because its classes in transformers assume others.
+
+Both spellings of the rotary embedding are read: ``rope_theta`` and ``rope_scaling`` of transformers 4, and
+``rope_parameters`` of transformers 5. :func:`to_hf` writes both, so that either version loads it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .config import ROPE_KINDS, Config, RopeScaling
+from .config import Config, RopeScaling
 
-# Model type -> the class in transformers that is meant, and what it is called in messages.
+
+def _get(raw: dict[str, Any], key: str, default: Any) -> Any:
+    if (got := raw.get(key, default)) is None:
+        raise ValueError(f"{key} is missing; every config wants it, take it from the model's original config.json")
+    return got
+
+
+def _integer(raw: dict[str, Any], key: str) -> int:
+    got = _get(raw, key, None)
+    if type(got) is not int or got < 1:
+        raise ValueError(f"{key} = {got!r}, want a positive integer")
+    return got
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    got = _get(raw, key, default)
+    if type(got) not in (int, float) or not 0 < got < float("inf"):
+        raise ValueError(f"{key} = {got!r}, want a positive number")
+    return float(got)
+
+
+def _boolean(raw: dict[str, Any], key: str) -> bool:
+    got = _get(raw, key, False)
+    if type(got) is not bool:
+        raise ValueError(f"{key} = {got!r}, want true or false")
+    return got
+
+
+# Key of config.json -> field of Config, and the function that reads and checks the value.
+KEYS: dict[str, tuple[str, Callable[[dict[str, Any], str], Any]]] = {
+    "vocab_size": ("vocab", _integer),
+    "hidden_size": ("dim", _integer),
+    "num_hidden_layers": ("num_layers", _integer),
+    "num_attention_heads": ("num_heads", _integer),
+    "num_key_value_heads": ("num_kv_heads", _integer),
+    "head_dim": ("head_dim", _integer),
+    "intermediate_size": ("hidden", _integer),
+    "rms_norm_eps": ("norm_eps", _number),
+    "max_position_embeddings": ("max_positions", _integer),
+    "tie_word_embeddings": ("tied", _boolean),
+    "attention_bias": ("attention_bias", _boolean),
+    "mlp_bias": ("mlp_bias", _boolean),
+}
+# Rope type -> its options, in the order of RopeScaling's fields.
+ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+
+# Model type -> its class in transformers, and its name in messages.
 KINDS = {"llama": ("LlamaForCausalLM", "Llama"), "qwen3": ("Qwen3ForCausalLM", "Qwen3")}
 
-# Keys that are read by others (tokenizer, generation, loading, training from scratch) or by nobody.
+# Keys that concern the tokenizer, generation, loading or training from scratch, or have no effect at all.
 _HARMLESS = frozenset(
     """_name_or_path transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id
     sep_token_id decoder_start_token_id initializer_range pretraining_tp output_attentions output_hidden_states
@@ -18,7 +78,7 @@ _HARMLESS = frozenset(
     attn_implementation _attn_implementation_autoset is_llama_config unsloth_fixed unsloth_version
     do_sample temperature top_k top_p min_length num_beams repetition_penalty""".split()
 )
-# Keys that would change the forward pass, except at this value.
+# Keys that would change the forward pass, except at this value; and the fix.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "use a checkpoint whose MLP is SwiGLU"),
     "attention_dropout": (0.0, "set it to 0.0: dropout inside the attention is not implemented"),
@@ -31,10 +91,10 @@ _ONLY: dict[str, tuple[Any, str]] = {
 
 
 def from_hf(raw: dict[str, Any]) -> Config:
-    """The Config of a parsed Hugging Face ``config.json``.
+    """Convert a parsed Hugging Face ``config.json`` to a Config.
 
-    Raises ValueError naming the key, what it is, what is wanted and what to do: for another architecture, activation
-    or rope type, for a missing or unknown key, for heads that do not divide, and for pre-quantised checkpoints.
+    Raises ValueError with the key, its value, the wanted value and a fix. Refused are other architectures, activations
+    and rope types, missing and unknown keys, heads that do not divide, and pre-quantised checkpoints.
     """
     raw = {key: item for key, item in raw.items() if item is not None}
     if (kind := raw.pop("model_type", None)) not in tuple(KINDS):
@@ -52,37 +112,24 @@ def from_hf(raw: dict[str, Any]) -> Config:
         if (got := raw.pop(key, wanted)) != wanted:
             raise ValueError(f"{key} = {got!r}, want {wanted!r}; {fix}")
     theta, scaling = _rope(raw)
-    dim, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
-    if qwen := kind == "qwen3":
+    is_qwen = kind == "qwen3"
+    if is_qwen:
         _refuse_windows(raw)
-    elif "head_dim" not in raw and dim % num_heads:
+    else:
+        dim, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
+        if "head_dim" not in raw and dim % num_heads:
+            raise ValueError(
+                f"hidden_size = {dim} is not a multiple of num_attention_heads = {num_heads}; correct one of them"
+            )
+        raw = {"num_key_value_heads": num_heads, "head_dim": dim // num_heads} | raw
+    fields = {field: read(raw, key) for key, (field, read) in KEYS.items()}
+    if fields["num_heads"] % fields["num_kv_heads"]:
         raise ValueError(
-            f"hidden_size = {dim} is not a multiple of num_attention_heads = {num_heads}; correct one of them"
+            f"num_attention_heads = {fields['num_heads']} is not a multiple of num_key_value_heads = "
+            f"{fields['num_kv_heads']}; correct one of them"
         )
-    num_kv_heads = _integer(raw, "num_key_value_heads", None if qwen else num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}; "
-            "correct one of them"
-        )
-    cfg = Config(
-        vocab=_integer(raw, "vocab_size"),
-        dim=dim,
-        num_layers=_integer(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_integer(raw, "head_dim", None if qwen else dim // num_heads),
-        hidden=_integer(raw, "intermediate_size"),
-        norm_eps=_number(raw, "rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_positions=_integer(raw, "max_position_embeddings"),
-        tied=_boolean(raw, "tie_word_embeddings"),
-        attention_bias=_boolean(raw, "attention_bias"),
-        mlp_bias=_boolean(raw, "mlp_bias"),
-        qk_norm=qwen,
-    )
-    if unknown := sorted(raw.keys() - _READ - _HARMLESS):
+    cfg = Config(**fields, rope_theta=theta, rope_scaling=scaling, qk_norm=is_qwen)
+    if unknown := sorted(raw.keys() - KEYS - ROPE_KEYS - _HARMLESS):
         raise ValueError(
             f"{unknown[0]} = {raw[unknown[0]]!r} is not a key of a {name} config that is known here, and it may "
             "change the forward pass; remove it if it does not"
@@ -91,43 +138,32 @@ def from_hf(raw: dict[str, Any]) -> Config:
 
 
 def to_hf(cfg: Config) -> dict[str, Any]:
-    """The ``config.json`` of ``cfg``, for transformers 4 and 5; ``from_hf`` of it is ``cfg``."""
+    """Return the ``config.json`` of ``cfg`` for transformers 4 and 5; :func:`from_hf` inverts it."""
     scaling: dict[str, Any] | None = None
-    if (given := cfg.rope_scaling) is not None:
-        values = (given.factor, given.low_freq_factor, given.high_freq_factor, given.original_max_position)
-        scaling = {"rope_type": given.kind, **dict(zip(ROPE_KINDS[given.kind], values, strict=False))}
+    if (rope := cfg.rope_scaling) is not None:
+        values = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position)
+        scaling = {"rope_type": rope.kind, **dict(zip(ROPE_OPTIONS[rope.kind], values, strict=False))}
     kind = "qwen3" if cfg.qk_norm else "llama"
-    own = {"use_sliding_window": False} if cfg.qk_norm else {"mlp_bias": cfg.mlp_bias}
+    keys = {key: getattr(cfg, field) for key, (field, _) in KEYS.items()}
+    if cfg.qk_norm:
+        del keys["mlp_bias"]
+        keys["use_sliding_window"] = False
     return {
         "architectures": [KINDS[kind][0]],
         "model_type": kind,
-        "vocab_size": cfg.vocab,
-        "hidden_size": cfg.dim,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": cfg.num_heads,
-        "num_key_value_heads": cfg.num_kv_heads,
-        "head_dim": cfg.head_dim,
-        "intermediate_size": cfg.hidden,
+        **keys,
         "hidden_act": "silu",
-        "rms_norm_eps": cfg.norm_eps,
+        "attention_dropout": 0.0,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": cfg.rope_theta, **(scaling or {"rope_type": "default"})},
-        "max_position_embeddings": cfg.max_positions,
-        "tie_word_embeddings": cfg.tied,
-        "attention_bias": cfg.attention_bias,
-        "attention_dropout": 0.0,
-        **own,
         "bos_token_id": None,  # absent would mean 1 and 2
         "eos_token_id": None,
     }
 
 
-_READ = frozenset(to_hf(Config(2, 2, 1, 1, 1, 2, 2)))
-
-
 def _refuse_windows(raw: dict[str, Any]) -> None:
-    """Take what Qwen3 says of sliding windows out of ``raw``; raises ValueError when they are in use."""
+    """Remove Qwen3's keys of sliding windows from ``raw``; raise ValueError if windows are in use."""
     if (got := raw.pop("use_sliding_window", False)) is not False:
         raise ValueError(f"use_sliding_window = {got!r}, want False; sliding windows are not implemented")
     full = ["full_attention"] * _integer(raw, "num_hidden_layers")
@@ -138,9 +174,10 @@ def _refuse_windows(raw: dict[str, Any]) -> None:
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from either spelling, or from both where they agree."""
-    old = {"rope_theta": raw["rope_theta"]} if "rope_theta" in raw else {}
-    old, new = _rope_table("rope_scaling", raw, old), _rope_table("rope_parameters", raw, {})
+    """Read base and scaling from either spelling, or from both if they agree."""
+    old, new = _rope_table("rope_scaling", raw), _rope_table("rope_parameters", raw)
+    if "rope_theta" in raw:
+        old = {"rope_theta": raw["rope_theta"]} | old
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
             raise ValueError(
@@ -150,12 +187,12 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     kind, theta = both.pop("rope_type", "default"), _number(both, "rope_theta", 10000.0)
     if (got := both.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"rope_parameters.partial_rotary_factor = {got}, want 1.0; whole heads are rotated here")
-    if kind not in ("default", *ROPE_KINDS):
+    if kind not in ("default", *ROPE_OPTIONS):
         raise ValueError(
-            f"rope_parameters.rope_type = {kind!r}, want one of default, {', '.join(ROPE_KINDS)}; "
+            f"rope_parameters.rope_type = {kind!r}, want one of default, {', '.join(ROPE_OPTIONS)}; "
             "other scalings are not implemented"
         )
-    wanted = ROPE_KINDS.get(kind, ())
+    wanted = ROPE_OPTIONS.get(kind, ())
     if unknown := sorted(both.keys() - {"rope_theta", *wanted}):
         raise ValueError(
             f"rope_parameters.{unknown[0]} = {both[unknown[0]]!r} is unknown for rope type {kind!r}; remove it"
@@ -164,7 +201,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind, *values) if values else None  # type: ignore[arg-type]
 
 
-def _rope_table(key: str, raw: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+def _rope_table(key: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the table at ``key``, with 'type' under its newer name 'rope_type'."""
     table = raw.get(key, {})
     if not isinstance(table, dict):
         raise ValueError(f"{key} = {table!r}, want a table of options")
@@ -172,31 +210,4 @@ def _rope_table(key: str, raw: dict[str, Any], start: dict[str, Any]) -> dict[st
     if (old := table.pop("type", None)) is not None:  # the name of rope_type before transformers 4.45
         if table.setdefault("rope_type", old) != old:
             raise ValueError(f"{key}: type = {old!r}, but rope_type = {table['rope_type']!r}; remove one of them")
-    return start | table
-
-
-def _get(raw: dict[str, Any], key: str, default: Any) -> Any:
-    if (got := raw.get(key, default)) is None:
-        raise ValueError(f"{key} is missing; every config wants it, take it from the model's original config.json")
-    return got
-
-
-def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    got = _get(raw, key, default)
-    if type(got) is not int or got < 1:
-        raise ValueError(f"{key} = {got!r}, want a positive integer")
-    return got
-
-
-def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
-    got = _get(raw, key, default)
-    if type(got) not in (int, float) or not 0 < got < float("inf"):
-        raise ValueError(f"{key} = {got!r}, want a positive number")
-    return float(got)
-
-
-def _boolean(raw: dict[str, Any], key: str) -> bool:
-    got = raw.get(key, False)
-    if type(got) is not bool:
-        raise ValueError(f"{key} = {got!r}, want true or false")
-    return got
+    return table

@@ -1,8 +1,9 @@
-"""Published models as Configs, for those who plan with one before they have its files.
+"""Published models as Configs, to plan with before their files are there.
 
-The numbers are those of the ``config.json`` files that their authors publish: meta-llama/Llama-3.1-8B, -70B and -405B
-(Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3) and Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3
-Technical Report", table 1).
+The numbers are those of the published ``config.json`` files:
+
+* meta-llama/Llama-3.1-8B, -70B and -405B (Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3);
+* Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3 Technical Report", table 1).
 """
 
 from __future__ import annotations

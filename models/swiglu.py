@@ -1,15 +1,15 @@
-"""silu, and its product with another tensor, with derivatives of every order.
+"""SwiGLU's gate (Shazeer 2020), ``silu(gate) · up``, with derivatives of every order.
 
     silu(x)     x · s, s = 1 / (1 + exp(-x))
     silu'(x)    s · (1 + x · (1 - s))                by a kernel too
-    silu''(x)   s · (1 - s) · (2 + x · (1 - 2 s))    and from here on in plain torch
+    silu''(x)   s · (1 - s) · (2 + x · (1 - 2 s))    and higher orders in plain torch
 
-``F.silu`` has all of them. But under torch.func, whose backwards are made to be differentiated again, its gradient is a
-chain of six operations, each of which walks memory and rounds to the dtype of ``x``; here it is one product. And the
-ops (``fquant/kernels/ops/silu.py``) may be steps of a program in a captured graph, where ``F.silu`` may not.
+``F.silu`` has all of them. But torch.func makes every backward differentiable, and then the gradient of ``F.silu`` is a
+chain of six operations. Each walks memory and rounds to the dtype of ``x``; here the gradient is one product. And the
+ops (``fquant/kernels/ops/silu.py``) may be steps of a pointwise program in a captured graph; ``F.silu`` may not.
 
-A gated layer multiplies: ``silu(gate) · up``. Its backward makes ``silu(gate)`` again rather than keeping it, where it
-makes the slope: so captured, both gradients are one program, which reads three tensors and writes two.
+The backward recomputes ``silu(gate)`` beside the derivative rather than keeping it. Captured, both gradients are one
+program, which reads three tensors and writes two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch import Tensor
 from fquant.autodiff import forward_mode
 from fquant.kernels.ops import silu as ops
 
+from .reference_gradient import at_least_float32, to_front
+
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``: two tensors f[...] of one shape in f32, bf16, f16 or f64 to a third.
+    """Compute ``silu(gate) * up`` of two tensors f[...] of one shape in f32, bf16, f16 or f64.
 
-    Where torch.compile traces it is that of ``F.silu``, within rounding the same, which Inductor fuses with all around.
+    torch.compile traces ``F.silu``, which is equal within rounding and which Inductor fuses with its neighbours.
 
     Raises ValueError for different shapes, TypeError for another dtype.
     """
@@ -37,38 +39,34 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Elementwise(torch.autograd.Function):
-    """A function of tensors of one shape, element by element; ``slope`` is its derivative with respect to the i-th."""
+    """A pointwise function of tensors of one shape; ``derivative`` is its partial derivative by the i-th."""
 
     @staticmethod
-    def slope(i: int, *given: Tensor) -> Tensor:
+    def derivative(i: int, *inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
-        ctx.set_materialize_grads(False)  # a tangent that is not None is one that somebody asked for
+        ctx.set_materialize_grads(False)  # so that jvp skips the inputs without a tangent
 
     @classmethod
     def backward(cls, ctx: Any, g: Tensor | None) -> Any:
-        if g is None:
-            return (None,) * len(ctx.needs_input_grad)
         wanted = ctx.needs_input_grad
-        return tuple(g * cls.slope(i, *ctx.saved_tensors) if want else None for i, want in enumerate(wanted))
+        if g is None:
+            return (None,) * len(wanted)
+        return tuple(g * cls.derivative(i, *ctx.saved_tensors) if want else None for i, want in enumerate(wanted))
 
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Any:
-        with forward_mode(ctx.saved_tensors) as given:
-            first, *rest = [t * cls.slope(i, *given) for i, t in enumerate(tangents) if t is not None]
+        with forward_mode(ctx.saved_tensors) as inputs:
+            first, *rest = [t * cls.derivative(i, *inputs) for i, t in enumerate(tangents) if t is not None]
             return sum(rest, first)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        front = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims, strict=True)
-        )
-        return cls.apply(*front), 0
+        return cls.apply(*(to_front(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=True))), 0
 
 
 class _Gated(_Elementwise):
@@ -77,8 +75,8 @@ class _Gated(_Elementwise):
         return ops.silu(gate) * up
 
     @staticmethod
-    def slope(i: int, gate: Tensor, up: Tensor) -> Tensor:
-        return _Silu.apply(gate) if i else up * _Slope.apply(gate)
+    def derivative(i: int, gate: Tensor, up: Tensor) -> Tensor:
+        return _Silu.apply(gate) if i else up * _SiluDerivative.apply(gate)
 
 
 class _Silu(_Elementwise):
@@ -87,22 +85,22 @@ class _Silu(_Elementwise):
         return ops.silu(x)
 
     @staticmethod
-    def slope(_: int, x: Tensor) -> Tensor:
-        return _Slope.apply(x)
+    def derivative(_: int, x: Tensor) -> Tensor:
+        return _SiluDerivative.apply(x)
 
 
-class _Slope(_Elementwise):
+class _SiluDerivative(_Elementwise):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return ops.silu_derivative(x)
 
     @staticmethod
-    def slope(_: int, x: Tensor) -> Tensor:
-        return _curve(x)
+    def derivative(_: int, x: Tensor) -> Tensor:
+        return _silu_second_derivative(x)
 
 
-def _curve(x: Tensor) -> Tensor:
-    """The second derivative, in float32 at least, rounded once."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+def _silu_second_derivative(x: Tensor) -> Tensor:
+    """Compute silu'' in float32 at least, rounded once."""
+    wide = at_least_float32(x)
     s = wide.sigmoid()
     return (s * (1 - s) * (2 + wide * (1 - 2 * s))).to(x.dtype)

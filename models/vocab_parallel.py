@@ -1,20 +1,20 @@
-"""parts: the loss of a head of which each process has some rows and none has all (see ``fquant.communication.Part``).
+"""Vocabulary-parallel cross entropy: every process holds some rows of the head (``communication.VocabShard``).
 
-Each process computes logits of the tokens of all, of its rows r only. Let z be the logarithm of the sum of exponentials
-over r, and o that over all other rows, less z. Then r has the share s = 1 / (1 + exp o) of all probability, and
+Each process computes the logits of the tokens of all processes for its own rows r. Let z be the log-sum-exp over r, and
+o the log-sum-exp over all other rows less z. Then r has the share s = 1 / (1 + exp o) of all probability, and
 
-    nll  =  (z - logit of t) + log(1 + exp o)          on the process that has the target t
+    nll  =  (z - logit of t) + log(1 + exp o)          on the process that holds the target t
     dx   =  sum over processes of s · softmax over r · W of r, less W of t
 
-For o processes need of each other's rows z alone, a number a token. Chunks (see head.py) exchange nothing.
+For o the processes exchange z alone, one number a token. Chunks (see ``models.fused_cross_entropy``) exchange nothing.
 
-The middle of a chunk is the op ``fquant.kernels.ops.nll``: z - logit, and the slope in the dtype of the logits, which is
-softmax over r less one at the target. So what the process of the target adds is s · slope · W less (1 - s) · W of t:
-where a token is almost sure, and its gradient small, that is as precise as on one process. Where the target is another
-process's, row 0 stands in for it, and its slope is made its softmax again, exp(logit - z). What processes add to a
-gradient is summed in float32, in which a product is summed too, and is rounded once.
+A chunk's logits go through the op ``fquant.kernels.ops.nll``. It returns z - logit and the gradient of the logits in
+their dtype: softmax over r, less one at the target. So the process that holds the target adds s · gradient · W less
+(1 - s) · W of t. For an almost certain prediction, whose gradient is small, that is as precise as on one process.
+Where another process holds the target, row 0 stands in for it, and its gradient is set back to its softmax,
+exp(logit - z). The addends of processes are summed in float32, like those of a product, and rounded once.
 
-Derivatives beyond the first, and forward ones, are those of the whole head, which is gathered for them.
+Forward derivatives and derivatives beyond the first gather the whole head.
 """
 
 from __future__ import annotations
@@ -29,101 +29,103 @@ from torch import Tensor
 
 from fquant import tree
 from fquant.communication import VocabShard
-from fquant.kernels.ops import nll
+from fquant.kernels.ops import nll as ops
 from fquant.packed_linear import Packed, embedding, linear
 
 from .blocks import IGNORE
 
 
-def filled(part: VocabShard, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """x f[n d] and targets [n] with tokens that are ignored behind them, so that every process has ``part.most``."""
-    room = part.most - len(x)
-    return F.pad(x, (0, 0, 0, room)), F.pad(targets, (0, room), value=IGNORE)
+def pad(shard: VocabShard, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Append ignored tokens to x f[n d] and targets [n], so that every process has ``shard.most``."""
+    missing = shard.most - len(x)
+    return F.pad(x, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=IGNORE)
 
 
-def losses(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
-    """x f[n d], targets i64[n] and the leaves of a Part -> nll f32[n]; n is the same on every process.
+def nll(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+    """x f[n d], targets i64[n] and the leaves of a VocabShard -> nll f32[n]; n is the same on every process.
 
-    ``chunk`` is how many tokens are handled at a time were the head whole; of a part, as many more as it is smaller.
+    ``chunk`` is the number of tokens handled at a time with a whole head; a shard handles as many times more as there
+    are processes.
 
-    Raises IndexError on every process for a target of any that is neither -100 nor in [0, part.size).
+    Raises IndexError on every process if any has a target that is neither -100 nor in [0, shard.size).
     """
-    met = _meet(structure, x, targets, leaves)
-    values, logits = _chunks(_values, met, chunk * len(met.x) // len(x))
-    return (_scattered(met, values, _odds(met.part, values + logits)),)
+    local = _gather(structure, x, targets, leaves)
+    losses, logits = _map_chunks(_local_nll, local, chunk * len(local.x) // len(x))
+    return (_scatter_nll(local, losses, _log_odds(local.shard, losses + logits)),)
 
 
-def both(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`losses`, and the gradient [n d] of their sum with respect to x, in x's dtype."""
-    met = _meet(structure, x, targets, leaves)
-    values, logits, dx = _chunks(_slopes, met, chunk * len(met.x) // len(x))
-    odds = _odds(met.part, values + logits)
-    row = embedding(met.at, met.weight).to(x.dtype)  # [m d], as the product had it
-    less = torch.where(met.has, torch.sigmoid(odds), 0)
-    dx = torch.sigmoid(-odds)[:, None] * dx - less[:, None] * row  # f32
-    dx = met.part.scatter(torch.where(met.counts[:, None], dx, 0))
-    return _scattered(met, values, odds), dx.to(x.dtype)
+def nll_and_dx(
+    structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`nll`, and the gradient [n d] of its sum with respect to x, in x's dtype."""
+    local = _gather(structure, x, targets, leaves)
+    losses, logits, dx = _map_chunks(_local_nll_and_dx, local, chunk * len(local.x) // len(x))
+    log_odds = _log_odds(local.shard, losses + logits)
+    row = embedding(local.targets, local.weight).to(x.dtype)  # [m d], as the product had it
+    other_share = torch.where(local.holds, torch.sigmoid(log_odds), 0)
+    dx = torch.sigmoid(-log_odds)[:, None] * dx - other_share[:, None] * row  # f32
+    dx = local.shard.scatter(torch.where(local.counted[:, None], dx, 0))
+    return _scatter_nll(local, losses, log_odds), dx.to(x.dtype)
 
 
-class _Met(NamedTuple):
-    """The m tokens of all processes, and the rows that they meet here."""
+class _LocalHead(NamedTuple):
+    """The m tokens of all processes beside the rows of this process."""
 
-    part: VocabShard
+    shard: VocabShard
     weight: Any  # [rows d], dense in x's dtype
     x: Tensor  # [m d]
-    counts: Tensor  # bool[m], whether the target is not to be ignored
-    has: Tensor  # bool[m], whether it is among the rows
-    at: Tensor  # i64[m], which of them it is, or 0
+    counted: Tensor  # bool[m], the target is not to be ignored
+    holds: Tensor  # bool[m], the target is one of the rows
+    targets: Tensor  # i64[m], the target's place among the rows, or 0
 
 
-def _meet(structure: tree.Structure, x: Tensor, targets: Tensor, leaves: tuple[Tensor, ...]) -> _Met:
-    part = tree.unflatten(structure, leaves)
-    x, targets = part.gather(x), part.gather(targets)
-    counts = targets != IGNORE
-    known = torch.where(counts, targets, 0)
-    known = known + known.new_zeros(()).expand(part.size).index_select(0, known)  # refuses what is outside
-    rows = len(tree.leaves(part.table)[0])
-    has = counts & (known >= part.first) & (known < part.first + rows)
-    at = torch.where(has, known - part.first, 0)
-    table = part.table
+def _gather(structure: tree.Structure, x: Tensor, targets: Tensor, leaves: tuple[Tensor, ...]) -> _LocalHead:
+    shard = tree.unflatten(structure, leaves)
+    x, targets = shard.gather(x), shard.gather(targets)
+    counted = targets != IGNORE
+    known = torch.where(counted, targets, 0)
+    known = known + known.new_zeros(()).expand(shard.size).index_select(0, known)  # IndexError outside of [0, size)
+    rows = len(tree.leaves(shard.table)[0])
+    holds = counted & (known >= shard.first) & (known < shard.first + rows)
+    table = shard.table
     weight = replace(table, shape=(rows, *table.shape[1:])) if isinstance(table, Packed) else table.to(x.dtype)
-    return _Met(part, weight, x, counts, has, at)
+    return _LocalHead(shard, weight, x, counted, holds, torch.where(holds, known - shard.first, 0))
 
 
-def _chunks(f: Callable[..., tuple[Tensor, ...]], met: _Met, size: int) -> list[Tensor]:
-    """``f(weight, x, at, has)`` of ``size`` tokens at a time, put together again."""
-    chunks = zip(*(t.split(size) for t in (met.x, met.at, met.has)), strict=True)
-    return [torch.cat(parts) for parts in zip(*(f(met.weight, *some) for some in chunks), strict=True)]
+def _map_chunks(f: Callable[..., tuple[Tensor, ...]], local: _LocalHead, size: int) -> list[Tensor]:
+    """Concatenate ``f(weight, x, targets, holds)`` over chunks of ``size`` tokens."""
+    chunks = zip(*(t.split(size) for t in (local.x, local.targets, local.holds)), strict=True)
+    return [torch.cat(parts) for parts in zip(*(f(local.weight, *some) for some in chunks), strict=True)]
 
 
-def _values(weight: Any, x: Tensor, at: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
-    """x [c d], at [c] -> z - logit f32[c], logit f32[c]."""
+def _local_nll(weight: Any, x: Tensor, targets: Tensor, holds: Tensor) -> tuple[Tensor, Tensor]:
+    """x [c d], targets [c] -> z - logit f32[c], logit f32[c]."""
     logits = linear(x, weight)  # [c rows]
-    values = nll.nll(logits, at, IGNORE)
-    return values, _at(logits, at).to(values.dtype)
+    losses = ops.nll(logits, targets, IGNORE)
+    return losses, _pick(logits, targets).to(losses.dtype)
 
 
-def _slopes(weight: Any, x: Tensor, at: Tensor, has: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`_values`, and the slope's product with the rows [c d]."""
+def _local_nll_and_dx(weight: Any, x: Tensor, targets: Tensor, holds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`_local_nll`, and the product of the logits' gradient with the rows [c d]."""
     logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)
-    values, slopes = nll.nll_backward(logits, at, IGNORE)
-    right = torch.where(has, _at(slopes, at), torch.exp(-values).to(x.dtype))
-    rows = torch.arange(len(at), device=at.device)
-    slopes.index_put_((rows, at), right)  # nobody else has them, and they are as large as the logits
-    return values, _at(logits, at).to(values.dtype), pull(slopes)[0]
+    losses, dlogits = ops.nll_backward(logits, targets, IGNORE)
+    at_target = torch.where(holds, _pick(dlogits, targets), torch.exp(-losses).to(x.dtype))
+    rows = torch.arange(len(targets), device=targets.device)
+    dlogits.index_put_((rows, targets), at_target)  # in place: no other holds them, and they are as large as the logits
+    return losses, _pick(logits, targets).to(losses.dtype), pull(dlogits)[0]
 
 
-def _at(t: Tensor, at: Tensor) -> Tensor:
-    """Of each row of ``t`` [c n] one element, [c]."""
-    return t.gather(1, at[:, None])[:, 0]
+def _pick(t: Tensor, columns: Tensor) -> Tensor:
+    """Take one element of each row of ``t`` [c n], [c]."""
+    return t.gather(1, columns[:, None])[:, 0]
 
 
-def _odds(part: VocabShard, z: Tensor) -> Tensor:
-    """The logarithm of the sum of exponentials over the rows of other processes, less ``z`` f[m], that over our own."""
-    every = part.gather(z[None])  # [processes m]
-    return torch.logsumexp(torch.cat([every[: part.place], every[part.place + 1 :]]) - z, 0)
+def _log_odds(shard: VocabShard, z: Tensor) -> Tensor:
+    """Return the log-sum-exp over the rows of other processes, less ``z`` f[m], that over our own."""
+    every = shard.gather(z[None])  # [processes m]
+    return torch.logsumexp(torch.cat([every[: shard.place], every[shard.place + 1 :]]) - z, 0)
 
 
-def _scattered(met: _Met, values: Tensor, odds: Tensor) -> Tensor:
-    """The losses f32[n] over all rows of this process's tokens, from those [m] over the rows that are here."""
-    return met.part.scatter(torch.where(met.has, values - F.logsigmoid(-odds), 0))
+def _scatter_nll(local: _LocalHead, losses: Tensor, log_odds: Tensor) -> Tensor:
+    """Turn losses [m] over the rows of this process into those f32[n] of its tokens over all rows."""
+    return local.shard.scatter(torch.where(local.holds, losses - F.logsigmoid(-log_odds), 0))

@@ -1,17 +1,17 @@
-"""What formats cost and what they lose: bits a weight beside errors of weights and of outputs, in one table.
+"""Cost and loss of the formats: bits a weight beside errors of weights and of outputs, in one table.
 
     python -m tests.bench.formats                       # 1024 x 1024: minutes, on two cores
     python -m tests.bench.formats --dim 4096 --json f.json
 
-Columns are formats; ``+i`` is one that learns vectors, given the mean squares of inputs as importance. Rows, for
-weights of a normal distribution and of one with heavy tails (Student's, of 4 degrees of freedom):
+Columns are formats; ``+i`` is one that learns vectors, given the mean squares of inputs as importance. Rows are of
+weights of a normal distribution, and of one with heavy tails (Student's, of 4 degrees of freedom):
 
     bits         of all buffers of the packed weight, an element
     weights      |W - Q| / |W|, per cent, Frobenius norms
     outputs      |(W - Q)·X| / |W·X|, per cent, for inputs X whose columns have sizes that vary (log-normal, by a factor
-                 of e up or down) and are correlated; importance is that of as many other inputs of the kind
+                 of e up or down) and are correlated; importance comes from as many other inputs of the kind
 
-All is a function of ``--seed``. Nothing is timed. The exit status is 0, or 2 for bad options.
+Everything is a function of ``--seed``, and nothing is timed. The exit status is 0, or 2 for bad options.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Options:
     dim: int = 1024
     """Rows and columns of a weight."""
     tokens: int = 2048
-    """Inputs that errors are measured on, and as many others that importance is taken from."""
+    """Inputs to measure errors on, and as many others for importance."""
     seed: int = 0
     """Of all that is random."""
     json: Path | None = None
     """File to write the figures to."""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be measured."""
+        """Raise ValueError for options that cannot be measured."""
         for name in ("dim", "tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
@@ -60,12 +60,12 @@ class Options:
 
 
 def normal(key: Tensor, dim: int) -> Tensor:
-    """Weights of a normal distribution."""
+    """Draw weights of a normal distribution."""
     return random.normal(key, (dim, dim))
 
 
 def heavy(key: Tensor, dim: int) -> Tensor:
-    """Weights of a Student's distribution."""
+    """Draw weights of a Student's distribution."""
     chi = random.normal(random.fold(key, "chi"), (DEGREES, dim, dim)).square().mean(0)
     return normal(key, dim) / chi.sqrt()
 
@@ -74,27 +74,27 @@ WEIGHTS: dict[str, Callable[[Tensor, int], Tensor]] = {"normal": normal, "heavy 
 
 
 def inputs(key: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Two sets of inputs [tokens dim] of one kind: those that importance is taken from, and those that count."""
+    """Draw two sets of inputs [tokens dim] of one kind: one for importance, one for the errors."""
     mix = torch.eye(dim) + random.normal(random.fold(key, "mix"), (dim, dim)) * dim**-0.5
     size = random.normal(random.fold(key, "size"), (dim,)).exp()
-    seen, held = (random.normal(random.fold(key, name), (tokens, dim)) @ mix * size for name in ("seen", "held"))
-    return seen, held
+    calibration, test = (random.normal(random.fold(key, name), (tokens, dim)) @ mix * size for name in ("seen", "held"))
+    return calibration, test
 
 
 def measure(kind: str, options: Options, done: Callable[[str], None] = lambda name: None) -> list[Row]:
-    """The rows of one kind of weights."""
+    """Measure the rows of one kind of weights."""
     key = random.fold(random.key(options.seed), kind)
     w = WEIGHTS[kind](key, options.dim)
-    seen, held = inputs(random.fold(key, "inputs"), options.tokens, options.dim)
+    calibration, test = inputs(random.fold(key, "inputs"), options.tokens, options.dim)
     units = {"bits": "bits", "weights": "%", "outputs": "%"}
     found: dict[str, dict[str, float]] = {name: {} for name in units}
     for name in COLUMNS:
         aware = name.endswith(AWARE)
-        p = fquant.quantize(w, FORMATS[name.removesuffix(AWARE)], seen.square().mean(0) if aware else None)
+        p = fquant.quantize(w, FORMATS[name.removesuffix(AWARE)], calibration.square().mean(0) if aware else None)
         lost = w - fquant.dequantize(p)
         found["bits"][name] = 8 * tree.nbytes(p) / w.numel()
         found["weights"][name] = 100 * (lost.norm() / w.norm()).item()
-        found["outputs"][name] = 100 * ((held @ lost.mT).norm() / (held @ w.mT).norm()).item()
+        found["outputs"][name] = 100 * ((test @ lost.mT).norm() / (test @ w.mT).norm()).item()
         done(name)
     return [Row(f"{kind}: {row}", unit, found[row], []) for row, unit in units.items()]
 
@@ -116,7 +116,7 @@ def run(options: Options) -> None:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, or 2 for bad options, which one line names."""
+    """Run the command line ``args``; return 0, or 2 for bad options, which one line names."""
     options = tyro.cli(Options, args=sys.argv[1:] if args is None else args, prog="python -m tests.bench.formats")
     try:
         options.check()

@@ -1,22 +1,22 @@
-"""fquant's kernels on a CUDA device: checked against the reference first, then timed beside bf16 and bitsandbytes.
+"""fquant's kernels on a CUDA device: checked against the reference, then timed beside bf16 and bitsandbytes.
 
     python -m tests.bench.gpu --out table.md            # for tests/bench/RESULTS.md
     python -m tests.bench.gpu --sweep                   # candidate plans, by rows of x
 
-Nothing is timed before everything is right (tests/bench/gpu_check.py): a kernel that is wrong ends the program.
+All kernels are checked before any is timed (tests/bench/gpu_check.py): a wrong kernel ends the program.
 
 A time is the median of replays of a graph that calls a kernel for each of several weights in turn, divided by their
-number; together they exceed the L2 cache four times. So a launch costs what it costs in a captured step. What cannot be
-captured, as quantising cannot, is called in a loop. Rows, and what is wanted of them:
+number. Together the weights exceed the L2 cache four times. So a launch costs as much as in a captured step. Calls that
+cannot be captured, such as quantising, run in a loop. Rows, and their bounds:
 
-    dequantise    bytes read and written, as a share of what a copy on the device moves: at least 0.85
+    dequantise    bytes read and written, as a share of a copy's on the device: at least 0.85
     linear-1      packed bytes, likewise: at least 0.75
     linear-ROWS   the time over that of bf16: at most 1 at 16 rows, 1.08 from 512 rows on
     grad-512      g · W, likewise: at most 1.08
     quantise      bytes read and written, likewise; bitsandbytes and fquant.quantize as their users call them
 
-bitsandbytes takes part where it is installed and has the format. The exit status is 0 whether what is wanted is met or
-not, 1 if a kernel is wrong, 2 for bad options or without a CUDA device.
+bitsandbytes takes part if it is installed and has the format. The exit status is 0 for bounds met or missed. It is 1 if
+a kernel is wrong, and 2 for bad options or without a CUDA device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Options:
     """File for the table in Markdown, with date, device and versions."""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be measured."""
+        """Raise ValueError for options that cannot be measured."""
         for name in ("out_dim", "in_dim"):
             if getattr(self, name) < 1 or getattr(self, name) % 128:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted a multiple of 128")
@@ -82,7 +82,7 @@ class Options:
 
 
 class Line(NamedTuple):
-    """A line of the table: ms by contestant, what those of the first come to, and whether that is what is wanted."""
+    """A line of the table: ms by contestant, the figure of the first, and True if it meets its bound."""
 
     name: str
     times: dict[str, float]
@@ -91,7 +91,7 @@ class Line(NamedTuple):
 
 
 class Weights:
-    """Random weights in bf16 on the device, and packed, so many that they exceed the cache."""
+    """Random weights in bf16 on the device, dense and packed; together they exceed the cache."""
 
     def __init__(self, shape: tuple[int, int], format: Format) -> None:
         self.spec = Spec(format, shape, torch.bfloat16)
@@ -103,12 +103,12 @@ class Weights:
 
 
 def cache_bytes() -> int:
-    """The size of the device's last cache."""
+    """Return the size of the device's last cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size
 
 
 def milliseconds(call: Callable[[int], object], number: int, repeats: int, capture: bool = True) -> float:
-    """The median time of ``call(i)``, for i in turn below ``number``."""
+    """Return the median time of ``call(i)``, for i in turn below ``number``."""
 
     def turn() -> None:
         for i in range(number):
@@ -116,18 +116,18 @@ def milliseconds(call: Callable[[int], object], number: int, repeats: int, captu
 
     turn()  # compiles, allocates, picks algorithms
     torch.cuda.synchronize()
-    again: Callable[[], object] = turn
+    replay: Callable[[], object] = turn
     if capture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             turn()
-        again = graph.replay
-        again()
+        replay = graph.replay
+        replay()
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        again()
+        replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
@@ -135,13 +135,13 @@ def milliseconds(call: Callable[[int], object], number: int, repeats: int, captu
 
 
 def copied(repeats: int) -> float:
-    """Bytes that a copy on the device reads and writes in a millisecond."""
+    """Return the bytes that a copy on the device reads and writes in a millisecond."""
     pairs = [(torch.randn(1 << 28, device=DEVICE), torch.empty(1 << 28, device=DEVICE)) for _ in range(2)]
     return 2 * pairs[0][0].nbytes / milliseconds(lambda i: pairs[i][1].copy_(pairs[i][0]), 2, repeats)
 
 
 def compare(weights: Weights, rows: Sequence[int], copy: float, repeats: int) -> list[Line]:
-    """The lines of one format."""
+    """Measure the lines of one format."""
     from fquant.kernels import triton
 
     spec, dense, packed = weights.spec, weights.dense, weights.packed
@@ -150,7 +150,7 @@ def compare(weights: Weights, rows: Sequence[int], copy: float, repeats: int) ->
     timed = partial(milliseconds, number=weights.number, repeats=repeats)
 
     def add(row: str, ours: Callable, bf16: Callable | None, peer: Callable | None, num_bytes: int = 0) -> None:
-        capture = row != "quantise"  # which looks at what it got
+        capture = row != "quantise"  # it reads values, so it cannot be captured
         times = {"fquant": timed(ours, capture=capture)}
         if bf16:
             times["bf16"] = timed(bf16)
@@ -182,7 +182,7 @@ def compare(weights: Weights, rows: Sequence[int], copy: float, repeats: int) ->
 
 
 def sweep(weights: Weights, rows: Sequence[int], copy: float, repeats: int) -> list[Line]:
-    """A line for every way to cut decoding into programs, and for every number of rows and candidate plan."""
+    """Measure decoding for every tile and number of warps, and products for every number of rows and plan."""
     from fquant.kernels import triton
     from fquant.kernels.triton import dequantize, gemm
 
@@ -214,7 +214,7 @@ def sweep(weights: Weights, rows: Sequence[int], copy: float, repeats: int) -> l
 
 
 def judged(name: str, times: dict[str, float], share_ms: float, num_bytes: int) -> Line:
-    """A line; ``num_bytes`` take a copy ``share_ms``, and if there are none, the bf16 time is what ours is held to."""
+    """Judge a line against a copy, which takes ``share_ms`` for ``num_bytes``, or without bytes against bf16's time."""
     row, ours = name.partition(" ")[0], times["fquant"]
     if num_bytes:
         figure = f"{num_bytes / ours / 1e6:.0f} GB/s, {share_ms / ours:.2f} of a copy"
@@ -226,7 +226,7 @@ def judged(name: str, times: dict[str, float], share_ms: float, num_bytes: int) 
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """The lines under each other."""
+    """Return the lines as a table for the terminal."""
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
     head, _, *rows = _cells(lines)
     for name in head:
@@ -237,7 +237,7 @@ def table(lines: Sequence[Line]) -> Table:
 
 
 def markdown(lines: Sequence[Line], about: Sequence[str]) -> str:
-    """The table, below what is to be said about it."""
+    """Return the table in Markdown below the lines ``about`` it."""
     return "\n".join([*about, "", *(f"| {' | '.join(row)} |" for row in _cells(lines)), ""])
 
 
@@ -257,7 +257,7 @@ def _peers() -> tuple[dict[str, peers.Contestant], dict[str, str]]:
 
 
 def _bitsandbytes(format: Format) -> peers.Contestant | None:
-    """bitsandbytes, if it is installed and has the format."""
+    """Return bitsandbytes if it is installed and has the format."""
     found = _peers()[0].get("bnb")
     if found is None or format not in (NF4, NF4_DQ):
         return None
@@ -304,7 +304,7 @@ def run(options: Options) -> None:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, 1 where a kernel is wrong, 2 where nothing can be measured."""
+    """Run the command line ``args``; return 0, 1 for a wrong kernel, or 2 if nothing can be measured."""
     options = tyro.cli(Options, args=sys.argv[1:] if args is None else args, prog="python -m tests.bench.gpu")
     try:
         options.check()

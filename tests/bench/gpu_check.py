@@ -1,12 +1,15 @@
-"""Whether the kernels on a device are right: against the reference on the CPU, on numbers of a seed.
+"""Check the kernels of a device against the reference on the CPU, on seeded random numbers.
 
-    check("cuda", seed=1)          # how much was compared, by what it is; AssertionError for the first that is wrong
+    check("cuda", seed=1)          # the number of comparisons by kind; AssertionError for the first wrong result
 
-What is encoded, decoded and drawn has to be equal to the bit, and products within twice the bound of tests/helpers/rounding.py,
-as tensor cores cut sums off where others round; losses and norms within twice those of tests/helpers/losses.py and
-tests/helpers/norms.py, as a GPU's exponential rounds once more, and may lose what is denormal. Whatever a kernel is to write is
-full of NaN, or of the largest integer, before. The cases are few enough for each kernel variant to be compiled within a
-minute or two, and differ from format to format, so that every kind meets several.
+Codes, decoded values and random draws must equal the reference in every bit. Other results have tolerances:
+
+* products: twice the bound of tests/helpers/kernels/rounding.py, because tensor cores truncate sums that others round;
+* losses and norms: twice the bounds of tests/helpers/kernels/losses.py and norms.py, because a GPU's exponential rounds
+  once more; they may also lose denormals.
+
+Output memory is full of NaN, or of the largest integer, before a kernel writes to it. The cases are few, so that all
+kernel variants compile within a minute or two. They differ between formats, so that every kind meets several.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ BF16 = torch.bfloat16
 
 
 def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
-    """Everything; how many encodings, decodings, products, draws, losses and norms were compared."""
+    """Check all kernels; return the numbers of encodings, decodings, products, draws, losses and norms compared."""
     settings = torch.backends.cuda.matmul
     exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(settings, name) for name in exact}
@@ -55,7 +58,7 @@ def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
 
 
 def check_formats(device: str, seed: int, formats: Sequence[Format] = KINDS) -> Counter[str]:
-    """Every format, in rows that join and in rows that do not, in a dtype and to a dtype that differ between them."""
+    """Check every format, for rows of whole blocks and others, from and to dtypes that differ between formats."""
     counts: Counter[str] = Counter()
     random = torch.Generator().manual_seed(seed)
     kinds = zip(product(formats, [(40, 2304), (9, 4129)]), cycle(DTYPES[:3]), cycle(DTYPES))
@@ -78,7 +81,7 @@ def check_formats(device: str, seed: int, formats: Sequence[Format] = KINDS) -> 
 
 
 def check_products(device: str, seed: int, formats: Sequence[Format] = (NF4, NF4_DQ, INT8)) -> Counter[str]:
-    """Numbers of rows, dtypes of x, block sizes, and every candidate plan."""
+    """Check products for numbers of rows, dtypes of x, block sizes, and every candidate plan."""
     cases = [(format, of, rows, None) for format, of, rows in product(formats, DTYPES, (1, 3, 16, 17, 40, 200))]
     cases += [(replace(format, block=block), BF16, 2, None) for format in formats if format.block for block in BLOCKS]
     cases += [(formats[0], BF16, 40, plan) for plan in CANDIDATES]
@@ -88,7 +91,7 @@ def check_products(device: str, seed: int, formats: Sequence[Format] = (NF4, NF4
 
 
 def check_draws(device: str, seed: int, size: int = MANY) -> Counter[str]:
-    """Folded keys, words and masks; and of the last of ``size`` words whether they are below a threshold."""
+    """Check folded keys, words and masks, and the last elements of a mask of ``size``."""
     random = torch.Generator().manual_seed(seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (40,), generator=random)
     folded = reference.fold(keys[:, None], keys[:5])
@@ -107,7 +110,7 @@ def check_draws(device: str, seed: int, size: int = MANY) -> Counter[str]:
 
 
 def check_losses(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counter[str]:
-    """Rows of all kinds and widths, with a factor and without; and the last of the rows of ``shape``."""
+    """Check losses for rows of all kinds and widths, with a factor and without, and the ends of ``shape``."""
     cases = [losses.drawn(c, v, seed=seed) for c, v in ((3, 1), (70, 19), (5, 4096), (9, 32_001))]
     special = torch.stack(list(losses.ROWS.values()))
     cases += [(special, torch.full((len(special),), at)) for at in (0, 4095, losses.IGNORE)]
@@ -125,7 +128,7 @@ def check_losses(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Count
 
 
 def check_norms(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counter[str]:
-    """Rows of all kinds and widths; and the ends of the rows of ``shape``."""
+    """Check norms for rows of all kinds and widths, and the ends of ``shape``."""
     shapes = ((3, 1), (70, 19), (300, 64), (5, 4096), (9, 4097), (2, 32_001))
     cases = [norms.drawn(n, d, seed=seed) for n, d in shapes]
     special = torch.stack(list(losses.ROWS.values()))
@@ -148,7 +151,7 @@ def check_norms(device: str, seed: int, shape: tuple[int, int] = ROWS) -> Counte
 
 
 def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
-    """A weight of many elements: its first rows and its last, its first columns and its last."""
+    """Check a weight of many elements at its first and last rows and columns."""
     random = torch.Generator(device).manual_seed(seed)
     out, width = shape
     w = torch.randn(shape, generator=random, device=device, dtype=BF16)
@@ -178,7 +181,7 @@ def check_big(device: str, seed: int, shape: tuple[int, int]) -> Counter[str]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, new tensors are full of NaN, or of the largest integer, until something is written to them."""
+    """Fill new tensors inside the block with NaN, or with the largest integer."""
     with warnings.catch_warnings(action="ignore"):
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -189,7 +192,7 @@ def poisoned() -> Iterator[None]:
 
 
 def _product(device: str, seed: int, spec: Spec, of: torch.dtype, rows: int, plan: Plan | None = None) -> None:
-    """Both products with a weight of ``spec``."""
+    """Check both products with a weight of ``spec``."""
     random, buffers = torch.Generator().manual_seed(seed), draw(spec, seed=seed)
     x, g = (torch.randn(rows, n, generator=random).to(of) for n in reversed(spec.shape))
     there, w = [b.to(device) for b in buffers], reference.decode(buffers, spec, of)
@@ -224,7 +227,7 @@ def _halves(x: int) -> tuple[int, int]:
 
 def _equal(got: Tensor, wanted: Tensor, *note: object) -> None:
     if not alike(got.cpu(), wanted):
-        raise AssertionError(f"{' '.join(map(str, note))}: not what the reference gives")
+        raise AssertionError(f"{' '.join(map(str, note))}: differs from the reference")
 
 
 def _close(got: Tensor, x: Tensor, w: Tensor, *note: object) -> None:
@@ -232,4 +235,4 @@ def _close(got: Tensor, x: Tensor, w: Tensor, *note: object) -> None:
     error, allowed = (got.cpu().double() - x.double() @ w.double()).abs(), 2 * bound(x, w)
     if not bool((error <= allowed).all()):
         most = float((error / allowed).nan_to_num(torch.inf).max())
-        raise AssertionError(f"{' '.join(map(str, note))}: off by {most:.3g} times of what is allowed")
+        raise AssertionError(f"{' '.join(map(str, note))}: error is {most:.3g} times the bound")

@@ -11,15 +11,15 @@ Rows, by the names that --only takes, whole or up to a dash:
     linear-ROWS                y = x · Wᵀ for x [ROWS in], without gradients
     train-ROWS                 the same and the gradient of x
     grad-ROWS                  the gradient of x alone, y having been computed before
-    memory-ROWS, -train-ROWS   MiB that these hold at their worst beside their inputs and their results
+    memory-ROWS, -train-ROWS   MiB that these hold at their peak beside their inputs and their results
 
-Columns: the contestants of tests/bench/peers.py, and ``read``, the floor: reading as many bytes as a packed weight has
-once, in one call, by the fastest of several ways to read memory that were tried just before. Inputs are bf16. Everybody
-takes turns and is timed as tests/bench/timing.py says. In brackets is fquant's time over theirs: below 1, fquant is the
-faster.
+Columns: the contestants of tests/bench/peers.py, and ``read``, the floor. The floor is one call that reads the bytes of
+a packed weight once. It uses the fastest of several ways to read memory, tried just before. Inputs are bf16.
+Contestants take turns and are timed as in tests/bench/timing.py. In brackets is fquant's time over theirs: below 1,
+fquant is faster.
 
-What is wanted is meant for 2 cores, 4096 x 4096 and NF4_DQ, and judged whatever the options are. This is no test: the
-exit status is 0 whether it is met or not, and 2 for bad options.
+The bounds are meant for 2 cores, 4096 x 4096 and NF4_DQ, and are judged for any options. This is no test: the exit
+status is 0 if they are met or missed, and 2 for bad options.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ COLUMNS = ("fquant", "bf16", "bnb", "bnb eval", "torchao", "read")
 class Options:
     """Time fquant's CPU kernels beside bitsandbytes, torchao and dense bf16 weights, in turns and in one run.
 
-    Prints medians in milliseconds, in brackets fquant's over theirs, and whether what is wanted is met. The rows are
-    quantise, dequantise-fresh and -warm (into memory that was not, or was, used before), linear-ROWS (x · Wᵀ),
-    train-ROWS (the same and the gradient of x), grad-ROWS (that gradient alone) and memory-ROWS (MiB held beside inputs
-    and results). Columns of peers that are not installed stay empty.
+    Prints medians in milliseconds, in brackets fquant's over theirs, and judges the bounds. The rows are:
+    quantise; dequantise-fresh and -warm, into memory that was not, or was, used before; linear-ROWS, x · Wᵀ;
+    train-ROWS, the same and the gradient of x; grad-ROWS, that gradient alone; memory-ROWS, MiB held beside
+    inputs and results. Columns of peers that are not installed stay empty.
     """
 
     dim: int = DIM
@@ -99,7 +99,7 @@ class Options:
     """File to write the figures to."""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be measured."""
+        """Raise ValueError for options that cannot be measured."""
         for name in ("dim", "out_dim", "in_dim"):
             size = getattr(self, name)
             if size is not None and (size < 1 or size % 128):
@@ -118,7 +118,7 @@ class Options:
         self.num_weights()
 
     def rows(self) -> tuple[str, ...]:
-        """The rows that are asked for; ValueError for a name that none has."""
+        """Return the rows of --only, or all; raise ValueError for an unknown name."""
         known = FORMAT_ROWS if self.is_alone() else ROWS
         for name in self.only:
             if not any(_is_in(row, name) for row in known):
@@ -126,25 +126,25 @@ class Options:
         return tuple(row for row in known if not self.only or any(_is_in(row, name) for name in self.only))
 
     def is_alone(self) -> bool:
-        """Whether fquant is measured alone."""
+        """Return True if fquant is measured alone."""
         return self.all_formats or bool(self.formats)
 
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of a weight."""
+        """Return rows and columns of a weight."""
         return self.out_dim or self.dim, self.in_dim or self.dim
 
     def num_weights(self) -> int:
-        """How many weights are used in turn; ValueError where that needs a cache size that cannot be read."""
+        """Return the number of weights in turn; raise ValueError if it needs a cache size that cannot be read."""
         return self.weights or timing.num_weights(num_bytes(self.shape()), timing.last_level_cache())
 
 
 def num_bytes(shape: tuple[int, int]) -> int:
-    """Bytes of a weight in NF4_DQ."""
+    """Return the bytes of a weight in NF4_DQ."""
     return tree.nbytes(fquant.quantize(torch.empty(shape, device="meta"), fquant.NF4_DQ))
 
 
 def measure(name: str, weights: Weights, repeats: int, read: timing.Call | None = None) -> Row:
-    """One row of the comparison; ``read`` reads as many bytes as a weight has packed."""
+    """Measure one row of the comparison; ``read`` reads as many bytes as a packed weight has."""
     family = name.partition("-")[0]
     if family == "memory":
         return _memory(name, weights)
@@ -164,7 +164,7 @@ def measure(name: str, weights: Weights, repeats: int, read: timing.Call | None 
 
 
 def measure_formats(name: str, packed: dict[str, dict[str, list[Packed]]], repeats: int) -> list[Row]:
-    """A row each format, all in turns; ``packed`` holds, by the names of format and dtype, weights [out in]."""
+    """Measure a row for each format, all in turns; ``packed`` holds weights [out in] by names of format and dtype."""
     calls: dict[tuple[str, str], timing.Call] = {}
     generator = torch.Generator().manual_seed(0)
     for form, of_dtype in packed.items():
@@ -181,7 +181,7 @@ def _rotating(f: Callable[[Any], object], weights: list[Any]) -> timing.Call:
 
 
 def _call(name: str, who: str, weights: Weights) -> timing.Call | None:
-    """What a contestant does in a row, or None if it takes no part in it."""
+    """Return the call of a contestant in a row, or None if it takes no part."""
     (family, _, rest), it = name.partition("-"), weights.contestants[who]
     if family == "quantise":
         return _rotating(it.pack, weights.dense) if it.dequantise else None
@@ -231,10 +231,10 @@ def _is_in(row: str, name: str) -> bool:
 
 
 def compare(options: Options) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of the comparison, and what else is to be said about it."""
+    """Measure the rows of the comparison; return them with versions, missing peers and the speeds of reading."""
     names = options.rows()
     found, missing = peers.contestants()
-    told: dict[str, Any] = {"versions": peers.versions(found), "missing": missing}
+    about: dict[str, Any] = {"versions": peers.versions(found), "missing": missing}
     rows: list[Row] = []
     with report.progress() as bar:
         task = bar.add_task("weights", total=len(names))
@@ -244,14 +244,14 @@ def compare(options: Options) -> tuple[list[Row], dict[str, Any]]:
             read = None
             if name == "linear-1":
                 best, read, speeds = timing.fastest_read(num_bytes(weights.shape), weights.number, options.repeats)
-                told["read"] = {"by": best, "GB/s": speeds}
+                about["read"] = {"by": best, "GB/s": speeds}
             rows.append(measure(name, weights, options.repeats, read))
             bar.advance(task)
-    return rows, told
+    return rows, about
 
 
 def alone(options: Options) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of fquant alone."""
+    """Measure the rows of fquant alone."""
     names, shape, number = options.rows(), options.shape(), options.num_weights()
     generator, formats = (
         torch.Generator().manual_seed(0),
@@ -281,19 +281,19 @@ def run(options: Options) -> None:
     """Measure, print the table, write the figures."""
     shape, number = options.shape(), options.num_weights()
     with timing.threads(options.threads), timing.others() as others:
-        rows, told = (alone if options.is_alone() else compare)(options)
+        rows, details = (alone if options.is_alone() else compare)(options)
     title = (
         f"{'every format' if options.is_alone() else 'NF4_DQ'}, {shape[0]} x {shape[1]}, {options.threads} threads, "
         f"{number} weights in turn ({number * num_bytes(shape) / 2**20:.0f} MiB in NF4_DQ), "
         f"median of {options.repeats} or more"
     )
-    shown = {name for row in rows for name in row.figures} | set(told["missing"])
+    shown = {name for row in rows for name in row.figures} | set(details["missing"])
     columns = [name for name in (DTYPES if options.is_alone() else COLUMNS) if name in shown]
     out = report.console()
     say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
     say(title)
     out.print(report.table(rows, columns, compare=not options.is_alone()))
-    about = {"machine": timing.machine(), "kernels": dispatch.backend("cpu")[0], "others": others(), **told}
+    about = {"machine": timing.machine(), "kernels": dispatch.backend("cpu")[0], "others": others(), **details}
     say(", ".join([about["machine"], *map(" ".join, about["versions"].items()), f"kernels {about['kernels']}"]))
     if others() is not None:
         say(f"other processes took the time of {others():.2f} cores meanwhile; for figures to keep that is near 0")
@@ -319,7 +319,7 @@ def _as_dict(row: Row) -> dict[str, Any]:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, or 2 for bad options, which one line names."""
+    """Run the command line ``args``; return 0, or 2 for bad options, which one line names."""
     options = tyro.cli(Options, args=sys.argv[1:] if args is None else args, prog="python -m tests.bench.linear")
     try:
         options.check()

@@ -1,13 +1,15 @@
-"""Who takes part in the comparison of 4-bit weights: how each library keeps a weight, and multiplies by it.
+"""The contestants of the 4-bit comparison: how each library stores a weight, and multiplies by it.
 
     found, missing = contestants()                     # name -> Contestant; name -> why it cannot take part
-    weights = Weights(found, (out, width), number=16)  # the same values for everybody
+    weights = Weights(found, (out, width), number=16)  # the same values for all contestants
     found["bnb"].linear(x, weights.packed("bnb")[0])
 
-fquant is ours, in NF4 with double quantisation, as the peers have it. bf16 is a dense weight. bnb is bitsandbytes as
-in training; bnb eval its Linear4bit in eval mode, which repacks the weight for AVX512-BF16 on its first call and from
-then on has no gradients, multiplying with the kernel that it ships, or with another where the package ``kernels`` is
-installed. torchao is its NF4Tensor; its table is rounded to four digits, so its values differ slightly.
+* fquant: NF4 with double quantisation, like the peers.
+* bf16: a dense weight.
+* bnb: bitsandbytes as in training.
+* bnb eval: its Linear4bit in eval mode, which repacks the weight for AVX512-BF16 on its first call. From then on it has
+  no gradients. It multiplies with the kernel that it ships, or with that of the package ``kernels`` if installed.
+* torchao: its NF4Tensor. Its table is rounded to four digits, so its values differ slightly.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import fquant
 
 
 class Contestant(NamedTuple):
-    """What one library does; ``dequantise`` is None for who has no codes that it could decode."""
+    """The functions of one library; ``dequantise`` is None without codes to decode."""
 
     pack: Callable[[Tensor], Any]  # w bf16[out in] to what the others take
     linear: Callable[[Tensor, Any], Tensor]  # x bf16[m in] to bf16[m out]
@@ -36,7 +38,7 @@ class Contestant(NamedTuple):
 
 
 class Weights:
-    """``number`` random weights as each contestant keeps them, made when they are first asked for."""
+    """``number`` random weights in the form of each contestant, packed at their first use."""
 
     def __init__(self, contestants: dict[str, Contestant], shape: tuple[int, int], number: int) -> None:
         self.contestants, self.shape, self.number = contestants, shape, number
@@ -45,12 +47,12 @@ class Weights:
         self.packed = cache(lambda name: [contestants[name].pack(w) for w in self.dense])
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normally distributed values, the next of the generator."""
+        """Draw the generator's next normally distributed values."""
         return torch.randn(shape, generator=self.generator).to(dtype)
 
 
 def contestants() -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Who takes part, and of the others, why they do not."""
+    """Return the contestants, and the reasons why others are missing."""
     found = {
         "fquant": Contestant(lambda w: fquant.quantize(w, fquant.NF4_DQ), fquant.linear, fquant.dequantize),
         "bf16": Contestant(lambda w: w, lambda x, w: x @ w.mT),
@@ -69,14 +71,14 @@ def contestants() -> tuple[dict[str, Contestant], dict[str, str]]:
 
 
 def versions(contestants: dict[str, Contestant]) -> dict[str, str]:
-    """The releases of torch and of the libraries that take part."""
+    """Return the releases of torch and of the libraries that take part."""
     names = {"torch": "bf16", "bitsandbytes": "bnb", "torchao": "torchao"}
     return {name: version(name) for name, who in names.items() if who in contestants}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines: importing a peer tells of every optional part that is not there."""
+    """Suppress log lines: importing a peer logs every optional part that is missing."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

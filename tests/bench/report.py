@@ -1,4 +1,4 @@
-"""What a benchmark shows: rows of figures, a column each contestant, beside what is wanted of ours.
+"""Tables of a benchmark: rows of figures, a column for each contestant, beside the bounds of ours.
 
     row = Row("linear-512", "ms", {"fquant": 41.0, "bf16": 39.0}, [at_most("of bf16", 41 / 39, 1.06)])
     console().print(table([row], ["fquant", "bf16"]))
@@ -24,7 +24,7 @@ WIDTH = 150  # columns of a table that is not written to a terminal
 
 
 class Wanted(NamedTuple):
-    """Something that is wanted: ``got`` of ``what`` is to be ``at_most`` so much, or, without figures, ``what`` is."""
+    """A judged bound: ``got`` of ``what`` should be ``at_most`` so much; without figures, ``what`` should hold."""
 
     what: str
     met: bool
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row: the figure of each contestant in it, and what is wanted of the first."""
+    """A row: the figure of each contestant, and the bounds of the first."""
 
     name: str
     unit: str
@@ -42,12 +42,12 @@ class Row(NamedTuple):
 
 
 def at_most(what: str, got: float, most: float) -> Wanted:
-    """``got`` judged: wanted is at most ``most``."""
+    """Judge ``got`` against the bound ``most``."""
     return Wanted(what, got <= most, got, most)
 
 
 def table(rows: list[Row], columns: list[str], compare: bool = True) -> Table:
-    """The rows under each other, a column for each of ``columns``; ``compare`` puts ratios behind times."""
+    """Return the rows with a column for each of ``columns``; ``compare`` puts ratios behind times."""
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
     out.add_column("", no_wrap=True)
     for name in columns:
@@ -73,7 +73,7 @@ def _cell(row: Row, name: str, compare: bool) -> str:
 
 
 def verdict(wanted: Wanted) -> str:
-    """What is wanted, what it is, and whether it is met, as markup."""
+    """Format a bound, its figure and its verdict as markup."""
     mark = "[green]met[/]" if wanted.met else "[bold red]missed[/]"
     if wanted.got is None:
         return f"{wanted.what}: {mark}"
@@ -81,25 +81,25 @@ def verdict(wanted: Wanted) -> str:
 
 
 def console() -> Console:
-    """Where tables go: stdout, and wide enough for them where it is no terminal."""
+    """Return a console on stdout, wide enough for tables if it is no terminal."""
     out = Console()
     return out if out.is_terminal else Console(width=WIDTH)
 
 
 def progress() -> Progress:
-    """A bar on stderr, where that is a terminal."""
+    """Return a bar on stderr, shown if that is a terminal."""
     err = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, disable=not err.is_terminal, transient=True)
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise ValueError now for a file that could not be written at the end."""
+    """Raise ValueError for a file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"--json {path}: wanted a file, in a folder that exists")
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
-    """``figures`` as JSON in ``path``, all of it or nothing; a file that is there is replaced."""
+    """Write ``figures`` as JSON to ``path``, all or nothing; an existing file is replaced."""
     with replacing(path) as file:
         file.write((json.dumps(figures, indent=2, allow_nan=False, default=str) + "\n").encode())

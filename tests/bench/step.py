@@ -4,14 +4,15 @@
     python -m tests.bench.step --only fquant bnb floor      # some contestants, by the names below
     python -m tests.bench.step --scale                      # fquant's step against layers and sequence length
 
-Contestants are those of tests/bench/step_sides.py, each in processes of its own, so that its memory is its own; all are
+Contestants are those of tests/bench/step_sides.py, each in processes of its own, so that its memory is its own. All are
 started first, and then take steps in turns, one at a time, while the others sleep. On one process a step has all
-threads, on two each has half. Shown are the median step, tokens a second, and the most memory that was resident during
-steps, the first included, over what was resident once the model was loaded, and all modules of torch that a step takes;
-of several processes the first one's.
+threads, on two each has half.
 
-What is wanted is meant for 2 cores and the sizes that the options begin with, and judged whatever they are. This is no
-test: the exit status is 0 whether it is met or not, 2 for bad options, 1 where a contestant of ours failed.
+Shown are the median step, tokens a second, and the peak of resident memory during steps, the first included. The peak
+is over the memory of the loaded model and all modules of torch that a step takes; of several processes the first one's.
+
+The bounds are meant for 2 cores and the default sizes, and are judged for any options. This is no test: the exit status
+is 0 if they are met or missed, 2 for bad options, and 1 if a contestant of ours failed.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ LAYERS, LENGTHS = (2, 4, 8, 16), (64, 128, 256, 512)  # of --scale
 class Options:
     """Time fquant's QLoRA step beside PEFT over bf16, bitsandbytes and torchao, in turns and in one run.
 
-    Prints the median step, tokens a second, the peak of resident memory over the loaded model, and whether what is
-    wanted is met. Peers that are not installed, or fail, are named with the reason.
+    Prints the median step, tokens a second and the peak of resident memory over the loaded model, and judges the
+    bounds. Peers that are not installed, or fail, are named with the reason.
     """
 
     shape: tyro.conf.OmitArgPrefixes[Shape] = field(default_factory=Shape)
@@ -67,7 +68,7 @@ class Options:
     """A file for the figures."""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for options that cannot be measured."""
         if unknown := [name for name in self.only if name not in SIDES]:
             raise ValueError(f"--only {', '.join(unknown)}; wanted some of {', '.join(SIDES)}")
         if self.steps < 1:
@@ -78,7 +79,7 @@ class Options:
 
 @dataclass
 class Figures:
-    """What was seen of a contestant: seconds of each step, the first apart, MiB, the last loss, and its own facts."""
+    """The figures of a contestant: seconds of the first step and the others, MiB, the last loss, and its facts."""
 
     first: float
     steps: list[float]
@@ -89,21 +90,21 @@ class Figures:
 
     @property
     def step(self) -> float:
-        """The median step in seconds."""
+        """Return the median step in seconds."""
         return median(self.steps)
 
     @property
     def over(self) -> float:
-        """MiB at the peak over the loaded model."""
+        """Return the MiB at the peak over the loaded model."""
         return self.peak - self.loaded
 
 
 class Failed(Exception):
-    """A contestant could not do its step."""
+    """Raised if a contestant could not do its step."""
 
 
 class Contestant:
-    """The processes of one side, and what they answered so far."""
+    """The processes of one side, and their last answers."""
 
     def __init__(self, name: str, shape: Shape, threads: int) -> None:
         self.name, self.seconds = name, list[float]()
@@ -123,13 +124,13 @@ class Contestant:
         self.loaded = self._answers()[0]
 
     def step(self) -> float:
-        """Seconds of a step, those of the slowest rank."""
+        """Take a step; return the seconds of the slowest rank."""
         answers = self._ask("step")
         self.peak, self.loss = answers[0][1:]
         return max(seconds for seconds, *_ in answers)
 
     def close(self) -> dict[str, int]:
-        """The facts of the side, which ends."""
+        """Return the facts of the side and end it."""
         facts = self._ask("facts")[0]
         for end in self.ends:
             end.send("end")
@@ -163,9 +164,9 @@ class Contestant:
 
 
 def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Connection) -> None:
-    """One process of a side: loads, and does what it is asked to."""
+    """Run one process of a side: load, then answer requests."""
     try:
-        importlib.import_module("torch._dynamo")  # of which torch's fake tensors are, when first used, and the peers
+        importlib.import_module("torch._dynamo")  # fake tensors and the peers import it at their first use
         torch.set_num_threads(threads)
         if SIDES[name].ranks > 1:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
@@ -194,13 +195,13 @@ def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Con
 
 
 def _resident(field: str) -> float:
-    """MiB resident in this process, now (VmRSS) or at most (VmHWM)."""
+    """Return the MiB resident in this process, now (VmRSS) or at most (VmHWM)."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 
 
 def measure(names: list[str], shape: Shape, steps: int, threads: int) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Figures of every contestant, and why others have none."""
+    """Measure every contestant; return the figures, and the reasons of those without."""
     running, first, missing = dict[str, Contestant](), dict[str, float](), dict[str, str]()
     seen: dict[str, list[float]] = {name: [] for name in names}
     with report.progress() as bar:
@@ -230,7 +231,7 @@ def measure(names: list[str], shape: Shape, steps: int, threads: int) -> tuple[d
 
 
 def judge(figures: dict[str, Figures]) -> list[Wanted]:
-    """What is wanted, of the contestants that are there."""
+    """Judge the bounds of the contestants that are there."""
     out: list[Wanted] = []
     ours, one = figures.get("fquant"), [figures[name] for name in PEERS if name in figures]
     if ours and one:
@@ -241,8 +242,8 @@ def judge(figures: dict[str, Figures]) -> list[Wanted]:
     if ours and (eager := figures.get("fquant eager")):
         out.append(at_most("of the eager step's peak over loaded", ours.over / eager.over, 0.3))
         shared = figures.get("floor, our attention")
-        told = "" if shared is None else f", of which products and attention alone take {shared.step / eager.step:.3g}"
-        out.append(at_most(f"of the eager step{told}", ours.step / eager.step, 0.8))
+        share = "" if shared is None else f", of which products and attention alone take {shared.step / eager.step:.3g}"
+        out.append(at_most(f"of the eager step{share}", ours.step / eager.step, 0.8))
     sharded = figures.get("fquant fsdp=2")
     if sharded and (torchao := figures.get("torchao fsdp=2")):
         out.append(at_most("of the step of PEFT, FSDP2 and torchao, fsdp=2", sharded.step / torchao.step, 1 / 1.7))
@@ -259,7 +260,7 @@ def judge(figures: dict[str, Figures]) -> list[Wanted]:
 
 
 def table(figures: dict[str, Figures], tokens: int) -> Table:
-    """A row a contestant; in brackets our step over theirs."""
+    """Return a table with a row for each contestant; in brackets our step over theirs."""
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", "step, s", "tok/s", "peak over loaded, MiB", "loaded, MiB", "first step, s", "loss"):
         out.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -273,7 +274,7 @@ def table(figures: dict[str, Figures], tokens: int) -> Table:
 
 
 def scale(options: Options) -> Table:
-    """fquant against layers and length: the step, and the tokens a second times layers, which is to stay."""
+    """Time fquant against layers and length: the step, and its time per layer and token, which should be constant."""
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("layers", "sequence", "step, s", "per layer and token, µs", "peak over loaded, MiB", "first step, s"):
         out.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The benchmarks: every row, ratio and verdict is there and right, whatever the times are; nothing here is timed."""
+"""The benchmarks: every row, ratio and verdict is there and right for any times; nothing here is timed."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ COLUMNS = {
 
 
 def run(*args):
-    """Figures and text of a small run."""
+    """Return the figures and the text of a small run."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert linear.main([*SMALL, *map(str, args)]) == 0
@@ -127,7 +127,7 @@ def test_a_row_is_judged_by_its_ratios(monkeypatch):
 
 @pytest.mark.parametrize("who", ALL)
 def test_contestants_compute_the_same(who):
-    """Of each kind of row, the call with the second weight: against float64, up to bfloat16's rounding."""
+    """Compare the call of each kind of row with the second weight with float64, up to bfloat16's rounding."""
     found, _ = peers.contestants()
     weights = peers.Weights(found, (256, 384), 2)
     coded = who if found[who].dequantise else "fquant"
@@ -203,7 +203,7 @@ def test_unreadable_option_is_refused(args, capsys):
 
 
 def test_contestants_take_turns_and_weights_in_order():
-    """On a clock that only the calls move, by about 1, 20 and 0.4 ms: what is called, in which order, and measured."""
+    """Check order and samples on a clock that only the calls move, by about 1, 20 and 0.4 ms."""
     ms = 2.0**-10  # so that sums are exact
     now, log, cost = [0.0], [], {"a": ms, "b": 20 * ms, "c": 0.375 * ms}
 
@@ -322,10 +322,10 @@ def test_table():
     ]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        report.console().print(report.table(rows, ["us", "them", "nobody"]))
+        report.console().print(report.table(rows, ["us", "them", "absent"]))
     lines = [line.split() for line in out.getvalue().splitlines() if line.strip(" ─")]
     assert lines == [
-        ["us", "them", "nobody", "wanted", "of", "us"],
+        ["us", "them", "absent", "wanted", "of", "us"],
         ["a,", "ms", "12.3", "24.7", "(0.50)", "0.5", "of", "them,", "at", "most", "0.4:", "missed"],
         ["1", "of", "it,", "at", "most", "1:", "met"],
         ["b,", "MiB", "2.500", "5.000", "equal:", "met"],

@@ -1,4 +1,4 @@
-"""The table of formats: every figure is there and is what it says; nothing is timed."""
+"""The table of formats: every figure is there and equals its definition; nothing is timed."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark of the CUDA kernels without a GPU: what it says, judges and checks. Nothing is timed."""
+"""The benchmark of the CUDA kernels without a GPU: its output, verdicts and checks. Nothing is timed."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def test_bad_option_is_refused(args, message, capsys):
 
 
 def test_shares_of_a_copy():
-    """100 bytes at a copy's 50 bytes a ms, in 2 ms and more."""
+    """Judge 100 bytes at a copy's 50 bytes a ms, in 2 ms and more."""
     for row, least in AT_LEAST.items():
         for ms in (1.0, 2.0, 2.0 / least, 2.001 / least, 9.0):
             line = judged(f"{row} nf4", {"fquant": ms, "bf16": 1.0}, 100 / 50, 100)
@@ -109,7 +109,7 @@ def test_table():
 @triton
 @interpreted
 def test_lines():
-    """All that is called in order to be timed, once, and with every call taking half a millisecond."""
+    """Run every timed call once, with a clock on which each takes half a millisecond."""
     bench = import_module("tests.bench.gpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "DEVICE", "cpu")

@@ -1,4 +1,4 @@
-"""The comparison of steps: what it refuses, how it judges, and a small run of it as a user starts it."""
+"""The comparison of steps: refusals, verdicts, and a small run from the command line."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_bad_options(args, said, capsys):
 
 
 def test_what_is_wanted_is_judged():
-    """The bounds of each comparison, on both sides of it."""
+    """Judge figures on both sides of each bound."""
     facts = {"predicted": 109, "measured": 100, "sent predicted": 7, "sent": 7}
     fast = {
         "fquant": figures(1.0, 35, facts), "fquant eager": figures(1.26, 117), "bf16": figures(1.16, 101),
@@ -52,7 +52,7 @@ def test_what_is_wanted_is_judged():
 
 
 def test_a_side_that_cannot_take_part_is_named(monkeypatch):
-    """A peer that is not installed, or fails, does not end the run."""
+    """Continue the run without a peer that is not installed, or fails."""
     monkeypatch.setattr(step, "PATIENCE", 0.01)
     found, missing = step.measure(["floor"], step.Shape(layers=1, dim=64, hidden=64, vocab=64, heads=2), 1, 1)
     assert found == {} and missing == {"floor": "no answer in 0 s"}
@@ -60,7 +60,7 @@ def test_a_side_that_cannot_take_part_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path):
-    """Every kind of side of ours, one of them on two processes, and the floor."""
+    """Run every kind of side of ours, one of them on two processes, and the floor."""
     names = ["fquant", "fquant fsdp=2", "floor"]
     command = [sys.executable, "-m", "tests.bench.step", *SMALL, "--steps", "1", "--only", *names]
     done = subprocess.run([*command, "--json", tmp_path / "x.json"], capture_output=True, text=True, timeout=120)

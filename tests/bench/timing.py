@@ -1,4 +1,4 @@
-"""How to time contestants so that the comparison is fair, and what the machine that they run on can do.
+"""Fair timing of contestants, and the limits of the machine that they run on.
 
     samples = interleave({"ours": f, "theirs": g}, repeats=9)     # f(i), g(i) use their i-th weight, modulo its number
     medians = {name: median(s) * 1e3 for name, s in samples.items()}
@@ -6,17 +6,18 @@
 Fair means:
 
 * Contestants take turns, A B C A B C, so that a machine that slows down slows down for all of them.
-* Every call takes the contestant's next weight, timed or not, and there are so many weights (:func:`num_weights`) that
-  together they exceed the last-level cache several times: no call finds its weight there.
-* A call is timed as its user meets it: the result is allocated in it and freed in it, as nobody keeps it. Whether a
-  big result finds memory that was used before is chance, and matters more than the kernel, so where the result is
-  most of the work each :func:`memory`, fresh and warm, is a row.
-* A turn begins with untimed calls for a few milliseconds, since the contestant before has left its own memory in the
-  caches and the page tables, and perhaps threads that still spin. A call that takes longer by itself hardly notices.
+* Every call takes the contestant's next weight, timed or not. The weights (:func:`num_weights`) together exceed the
+  last-level cache several times, so that no call finds its weight there.
+* A call is timed as in use: it allocates its result and frees it. Chance decides if a big result finds memory that was
+  used before, and that matters more than the kernel. So where the result is most of the work, each :func:`memory`,
+  fresh and warm, is a row.
+* A turn begins with untimed calls for a few milliseconds. The previous contestant has left its memory in the caches and
+  the page tables, and perhaps spinning threads. That hardly matters to a call that takes longer.
 * A turn of a fast contestant has several samples; each one has at least ``repeats`` in all. Ratios are of medians.
 
-The floor of whatever must read n bytes is the time that reading takes (:func:`fastest_read`), and what a computation
-needs beside its inputs and its result is counted by torch's allocator (:func:`extra_bytes`), whatever runs elsewhere.
+The floor of a kernel that must read n bytes is the time of that reading (:func:`fastest_read`). The memory of a
+computation beside its inputs and its result is counted by torch's allocator (:func:`extra_bytes`), so other processes
+do not matter.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def interleave(
     before: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds that each call took: ``repeats`` samples or more for every name.
+    """Return the seconds of each call: ``repeats`` samples or more for every name.
 
     ``call(i)`` is called with i = 0, 1, 2, ..., each contestant counting its own calls; ``before()`` before each call.
     """
@@ -81,17 +82,17 @@ def interleave(
 
 
 def medians(calls: dict[str, Call], repeats: int, before: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """The median in milliseconds of what :func:`interleave` measures."""
+    """Return the medians of :func:`interleave` in milliseconds."""
     return {name: median(samples) * 1e3 for name, samples in interleave(calls, repeats, before).items()}
 
 
 @contextmanager
 def memory(kind: Literal["fresh", "warm"]) -> Iterator[Callable[[], object]]:
-    """What :func:`interleave` is to do ``before`` a call, so that its results come to lie in memory of this kind.
+    """Yield a function to call ``before`` each call of :func:`interleave`, so that results get memory of this kind.
 
-    fresh: whatever was freed has been given back, and the system clears pages as they are touched. warm: nothing is
-    given back inside the block, and calls find memory that calls before them have used. Where the C library is not
-    glibc, both do nothing (:func:`has_memory`).
+    fresh: freed memory has been given back, and the system clears pages as they are touched. warm: nothing is given
+    back inside the block, and calls find memory that earlier calls have used. If the C library is not glibc, both do
+    nothing (:func:`has_memory`).
     """
     if not has_memory():
         yield lambda: None
@@ -111,12 +112,12 @@ def memory(kind: Literal["fresh", "warm"]) -> Iterator[Callable[[], object]]:
 
 
 def has_memory() -> bool:
-    """Whether :func:`memory` can do what it says."""
+    """Return True if :func:`memory` works on this machine."""
     return platform.libc_ver()[0] == "glibc"
 
 
 def last_level_cache(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of the last level of cache, over all of its instances; ValueError where the system does not tell."""
+    """Return the bytes of the last level of cache over all instances; raise ValueError if they cannot be read."""
     found: dict[tuple[int, str], int] = {}  # (level, the CPUs that share it) -> bytes
     for index in cpus.glob("cpu[0-9]*/cache/index*"):
         level, shared, size = ((index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
@@ -129,12 +130,12 @@ def last_level_cache(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def num_weights(weight_bytes: int, cache: int) -> int:
-    """How many weights of ``weight_bytes`` exceed a cache of ``cache`` bytes ``CACHES`` times."""
+    """Return the number of weights of ``weight_bytes`` that exceed ``cache`` bytes ``CACHES`` times."""
     return max(2, -(-CACHES * cache // weight_bytes))
 
 
 def reads(num_bytes: int, number: int = 1) -> dict[str, Call]:
-    """Several ways to read ``num_bytes`` of memory once, with all of torch's threads, by what they are called.
+    """Return several ways to read ``num_bytes`` of memory once with all of torch's threads, by name.
 
     There are ``number`` pieces of memory, read in turn.
     """
@@ -156,7 +157,7 @@ def reads(num_bytes: int, number: int = 1) -> dict[str, Call]:
 
 
 def fastest_read(num_bytes: int, number: int, repeats: int) -> tuple[str, Call, dict[str, float]]:
-    """The fastest of :func:`reads`: its name, itself, and the GB/s of each."""
+    """Return the fastest of :func:`reads` by its name and call, and the GB/s of each."""
     calls = reads(num_bytes, number)
     speed = {name: num_bytes / ms / 1e6 for name, ms in medians(calls, repeats).items()}
     best = max(speed, key=speed.__getitem__)
@@ -164,10 +165,10 @@ def fastest_read(num_bytes: int, number: int, repeats: int) -> tuple[str, Call, 
 
 
 def extra_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes that ``call()`` holds at a time beside its result, a tree of new tensors.
+    """Return the peak of bytes that ``call()`` holds beside its result, a tree of new tensors.
 
-    Counted by torch's CPU allocator, inside of ops too, so it is the same on every machine. What C code takes by
-    itself, for packing a GEMM's operands or on its stack, is not seen.
+    Counted by torch's CPU allocator, inside of ops too, so it is the same on every machine. Memory that C code
+    allocates by itself, to pack a GEMM's operands or on its stack, is not seen.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr whenever it starts
     from torch.profiler import ProfilerActivity, _utils, profile
@@ -196,7 +197,7 @@ def check_threads(number: int) -> None:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """``number`` threads for torch, and for whoever shares its OpenMP, inside the block."""
+    """Use ``number`` threads inside the block, for torch and the libraries that share its OpenMP."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -207,7 +208,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def others() -> Iterator[Callable[[], float | None]]:
-    """How many cores' time other processes and the host took inside the block; None where that cannot be read."""
+    """Yield a function for the cores' time that others took inside the block; None if it cannot be read."""
     start = _elsewhere()
     end: list[float | None] = []
     yield lambda: end[0]
@@ -216,7 +217,7 @@ def others() -> Iterator[Callable[[], float | None]]:
 
 
 def _elsewhere() -> tuple[float, float] | None:
-    """Seconds that all cores were busy with something else than this process, and the time."""
+    """Return the seconds that all cores spent on other processes, and the time."""
     try:
         ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     except OSError:
@@ -227,7 +228,7 @@ def _elsewhere() -> tuple[float, float] | None:
 
 
 def machine() -> str:
-    """The processor and the instruction set that torch uses on it."""
+    """Name the processor and the instruction set that torch uses on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -7,16 +7,16 @@
 Rows, by the names that --only takes:
 
     encode    the nearest of all codes, without gradients
-    update    encode and the moving average, without gradients: what a step of a frozen encoder takes
+    update    encode and the moving average, without gradients: the part of a step with a frozen encoder
     step      the same with the gradient of the rows: straight-through and commitment
-    memory    MiB that update holds at its worst beside its arguments and its results
-    kmeans    k-means of rows from a mixture, the same iterations for everybody
-    objective the mean squared distance to the codes that k-means has found, on average over seeds
+    memory    MiB that update holds at its peak beside its arguments and its results
+    kmeans    k-means of rows from a mixture, of equally many iterations for all contestants
+    objective the mean squared distance to the codes of k-means, on average over seeds
 
-Columns: fquant, vq (vector-quantize-pytorch) and faiss, which has k-means alone. Everybody takes turns and is timed as
-tests/bench/timing.py says; in brackets is fquant's time over theirs. What is not installed leaves its column empty.
-What is wanted is meant for 32768 rows of 64 dims and 8192 codes. This is no test: the exit status is 0 whether it is
-met or not, and 2 for bad options.
+Columns: fquant, vq (vector-quantize-pytorch) and faiss, which has k-means alone. Contestants take turns and are timed
+as in tests/bench/timing.py; in brackets is fquant's time over theirs. A missing library leaves its column empty. The
+bounds are meant for 32768 rows of 64 dims and 8192 codes. This is no test: the exit status is 0 if they are met or
+missed, and 2 for bad options.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.bench.report import Row, at_most
 ROWS = ("encode", "update", "step", "memory", "kmeans", "objective")
 COLUMNS = ("fquant", "vq", "faiss")
 FASTER, SMALLER = 1 / 6, 0.05  # of vector-quantize-pytorch's time and memory
-WORSE = 1.002  # of faiss's objective, of which seeds make more
+WORSE = 1.002  # of faiss's objective; seeds differ by more
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Options:
     """File to write the figures to."""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be measured."""
+        """Raise ValueError for options that cannot be measured."""
         for name in ("rows", "dim", "codes", "means", "iterations", "seeds", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
@@ -90,7 +90,7 @@ Contestants = dict[str, Callable[[], Any]]
 
 
 def steps(x: Tensor, num_codes: int) -> dict[str, Contestants]:
-    """For encode, update and step what each contestant calls."""
+    """Return the calls of each contestant for encode, update and step."""
     book = vq.init(0, num_codes, x.shape[-1])
     codes = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))[:num_codes]]
     codes = torch.cat([codes, book.codes[len(codes) :]])
@@ -141,7 +141,7 @@ def _with(them: Any, x: Tensor) -> Any:
 
 
 def clusters(x: Tensor, num_means: int, iterations: int) -> dict[str, Callable[[int], Tensor]]:
-    """k-means of each contestant: from a seed to means."""
+    """Return k-means of each contestant: from a seed to means."""
     found: dict[str, Callable[[int], Tensor]] = {
         "fquant": lambda seed: vq.kmeans(vq.init(0, num_means, x.shape[-1]), x, random.key(seed), iterations).codes
     }
@@ -173,13 +173,13 @@ def clusters(x: Tensor, num_means: int, iterations: int) -> dict[str, Callable[[
 
 
 def objective(means: Tensor, x: Tensor) -> float:
-    """The mean squared distance of rows to the nearest of ``means``."""
+    """Return the mean squared distance of rows to the nearest of ``means``."""
     book = replace(vq.init(0, *means.shape), codes=means)
     return float((x - vq.decode(book, vq.encode(book, x))).square().sum(-1).double().mean())
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows that are asked for."""
+    """Measure the rows of --only, or all."""
     names = options.only or ROWS
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.rows, options.dim, generator=generator)
@@ -233,12 +233,12 @@ def run(options: Options) -> None:
     if others() is not None:
         say(f"other processes took the time of {others():.2f} cores meanwhile; for figures to keep that is near 0")
     if options.json is not None:
-        told = [row._asdict() | {"wanted": [wanted._asdict() for wanted in row.wanted]} for row in rows]
-        report.write(options.json, {"title": title, **about, "options": asdict(options), "rows": told})
+        row_dicts = [row._asdict() | {"wanted": [wanted._asdict() for wanted in row.wanted]} for row in rows]
+        report.write(options.json, {"title": title, **about, "options": asdict(options), "rows": row_dicts})
 
 
 def versions() -> dict[str, str]:
-    """The releases of torch and of the contestants that are installed."""
+    """Return the releases of torch and of the installed contestants."""
     found = {}
     for name in ("torch", "vector-quantize-pytorch", "faiss-cpu"):
         try:
@@ -249,7 +249,7 @@ def versions() -> dict[str, str]:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``. Exit status 0, or 2 for bad options, which one line names."""
+    """Run the command line ``args``; return 0, or 2 for bad options, which one line names."""
     options = tyro.cli(Options, args=sys.argv[1:] if args is None else args, prog="python -m tests.bench.vq")
     try:
         options.check()

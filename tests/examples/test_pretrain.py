@@ -1,4 +1,4 @@
-"""pretrain: what it reads, how it packs, and the model that is shipped."""
+"""Pretraining: the corpus, packed batches, refusals, and the shipped model."""
 
 import ast
 from pathlib import Path

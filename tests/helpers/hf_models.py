@@ -1,4 +1,4 @@
-"""Hf models: split from tests.models.test_hf."""
+"""Small decoder configs of every kind that Hugging Face folders hold, and random parameters for them."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def random_params(cfg, dtype=torch.float32):
-    """Wide enough that logits are of order one, and no norm or bias at its special value."""
+    """Draw parameters with logits of order one, and no norm or bias at its special value."""
     key = random.key(2)
 
     def leaf(path, like):

@@ -1,4 +1,4 @@
-"""Write a tiny Llama folder with the tokenizer of the model that is shipped."""
+"""A tiny Llama folder with the tokenizer of the shipped model."""
 
 import shutil
 

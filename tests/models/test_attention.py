@@ -1,4 +1,4 @@
-"""attention: against a loop over queries and heads, whole and in chunks; its derivatives and its memory."""
+"""Attention against a loop over queries and heads, whole and in chunks; its derivatives and its memory."""
 
 import math
 from typing import Any
@@ -31,13 +31,13 @@ def heads(kv_heads, batch=2, t=7, dtype=torch.float64) -> Any:
 
 
 def dense(q, k, v, runs=None):
-    """The formula, on tokens first."""
+    """Compute the dense formula on tensors with tokens before heads."""
     y, _ = causal_attention.dense(*(t.transpose(1, 2) for t in (q, k, v)), runs=runs)
     return y.transpose(1, 2)
 
 
 def loop(q, k, v, runs):
-    """One query, one head at a time."""
+    """Compute attention one query and one head at a time."""
     rows = []
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
@@ -63,7 +63,7 @@ def test_it_is_the_loop_and_so_are_its_gradients(kv_heads, runs, way):
 
 @pytest.mark.parametrize("runs", [None, RUNS], ids=["causal", "documents"])
 def test_every_order_and_every_mode(runs, way):
-    """The derivatives that are not the kernel's are those of the formula, wherever they are nested."""
+    """Check that higher orders and forward mode equal those of the formula, however they are nested."""
     args, tangents = heads(2), tuple(normal(*t.shape, seed=7) for t in heads(2))
     f, wave = (lambda *x: attention(*x, runs=runs)), lambda *x: attention(*x, runs=runs).sin().sum()
     plain = lambda *x: dense(*x, runs=runs).sin().sum()
@@ -125,7 +125,7 @@ def test_a_narrow_dtype_is_the_formula_within_its_rounding(backend, dtype, runs)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), *ISAS[-1:]])
 def test_scores_never_exist_whole(documents, backend, monkeypatch):
-    """Peak of a gradient: 64 heads of 512 x 512 scores are 64 MiB in float32, and the mask 1 MiB."""
+    """Measure the peak of a gradient: 64 heads of 512 x 512 scores are 64 MiB in float32, and the mask 1 MiB."""
     monkeypatch.setattr(causal_attention, "CHUNK_BYTES", 2**20)
     q, k, v = (normal(1, 512, 64, 8, dtype=torch.float32) for _ in range(3))
     runs = torch.arange(512)[None] // 100 if documents else None
@@ -156,7 +156,7 @@ def test_shapes_that_do_not_fit():
 
 
 def test_long_sequences_of_many_documents():
-    """Chunks of a realistic size, against whole scores."""
+    """Compare chunks of a realistic size with whole scores."""
     q, k, v = (random.normal(random.key(i), (2, 700, 4, 16), torch.float32) for i in range(3))
     lengths = torch.arange(700)
     runs = torch.stack([(lengths // 37), (lengths // 350)])

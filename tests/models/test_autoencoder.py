@@ -1,4 +1,4 @@
-"""The VQ-VAE beside torch's own layers, differences in float64, and itself under the transforms."""
+"""The VQ-VAE against torch's modules, finite differences in float64, and loops under the transforms."""
 
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,7 @@ def fill(layer, conv):
 
 
 def peer(weights):
-    """The same of torch's modules: an encoder to [b dim h w], a decoder from it."""
+    """Build the autoencoder of torch's modules: an encoder to [b dim h w], a decoder from it."""
     down, up = weights.encoder.scales, weights.decoder.scales
     encoder: list[nn.Module] = []
     decoder: list[nn.Module] = [fill(nn.Conv2d(SMALL.dim, SMALL.hidden, 3, padding=1), weights.decoder.latent)]
@@ -150,7 +150,7 @@ def test_init_is_of_its_key_and_of_torchs_bounds():
 
 
 def test_gradient_is_that_of_differences():
-    """In float64: of a straight gradient, what is added to latents and what they are compared with are constants."""
+    """Compare with differences in float64; the straight-through offset and the commitment's codes are constants."""
     weights, x = params(dtype=torch.float64), images(dtype=torch.float64)
     book = tree.map(torch.Tensor.double, vq.init(0, 16, 6))
     got = grad(partial(value, gradient=vq.straight_through))(weights, book, x)
@@ -195,7 +195,7 @@ def test_captured_to_the_bit(name):
 
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_many_seeds_at_once(name):
-    """Whole states, keys and images beside each other, in float64, where no rounding decides on a code."""
+    """Map stacked states, keys and images, in float64, so that no rounding decides on a code."""
     verbs, state, options = QUANTISERS[name]
     double = lambda t: t.double() if t.is_floating_point() else t
     f = torch.func.grad_and_value(partial(total, verbs=verbs, **options), has_aux=True)

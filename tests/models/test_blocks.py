@@ -1,4 +1,4 @@
-"""blocks: each against its textbook formula in float64 and through every transform; packing against separate runs."""
+"""Decoder blocks against their formulas in float64 and transformers, through every transform; packed documents."""
 
 import dataclasses
 import math
@@ -92,6 +92,12 @@ def test_cross_entropy():
     assert blocks.cross_entropy(logits.bfloat16(), targets).dtype is torch.float32
     with pytest.raises(ValueError, match=r"targets: shape \(2, 4\), want the logits' \(2, 5\)"):
         blocks.cross_entropy(logits, targets[:, 1:])
+    with pytest.raises(TypeError, match=r"targets: torch.float64, want int64 or int32; use targets.long\(\)"):
+        blocks.cross_entropy(logits, targets.double())
+    with pytest.raises(ValueError, match="targets: on meta, want the logits' device cpu"):
+        blocks.cross_entropy(logits, targets.to("meta"))
+    with pytest.raises(IndexError, match=r"targets: 11 at \[1, 0\], want 0 to 10, or -100 to ignore it"):
+        blocks.cross_entropy(logits, torch.where(torch.arange(10).view(2, 5) == 5, 11, targets))
 
 
 # Every block as a scalar function of its float arguments; the rest is fixed. "batched" arguments have [b ...].
@@ -102,7 +108,7 @@ ANGLES = blocks.rope(blocks.positions(SEGMENTS, RUNS), CFG)
 
 
 def norms(x, weight):
-    """The norm of ``x [t d]``, or of several, each with its own weight."""
+    """Apply the norm to ``x [t d]``, or to several, each with its own weight."""
     each = lambda x, weight: rms_norm(x, weight, 1e-5)
     return each(x, weight) if weight.ndim == 1 else torch.stack(list(map(each, x, weight)))
 

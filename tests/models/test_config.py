@@ -1,4 +1,4 @@
-"""config: both spellings of Hugging Face's config.json, and every way in which one is refused."""
+"""Config from and to Hugging Face's config.json: both spellings of its keys, and every refusal."""
 
 import dataclasses
 import json

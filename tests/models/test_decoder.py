@@ -1,4 +1,4 @@
-"""decoder: packed documents against separate ones, every transform against float64 loops, and its tables."""
+"""The decoder: packed against separate documents, every transform against float64 loops, tables, refusals."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, grad_and_value, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fquant import random, tree
+from fquant import NF4, quantize, random, tree
 from fquant.activation_checkpoint import remat
 from fquant.communication import LOCAL, Comm, Loadable
 from models import blocks, decoder
@@ -31,7 +31,7 @@ COMMS = {"local": LOCAL, "remat": Comm(wrap=remat), "remat twice": Comm(wrap=lam
 
 
 def params_of(cfg, dtype=torch.float64):
-    """Random everywhere, so that no bias or norm is at a special value."""
+    """Draw every parameter at random, so that no bias or norm is at a special value."""
     key = random.key(1)
     return tree.map_with_path(
         lambda path, like: (
@@ -46,7 +46,7 @@ def loss(params, tokens, segments, cfg, comm=LOCAL):
 
 
 def difference(f, params, way, step=1e-4):
-    """The derivative of ``f`` along ``way`` by the five-point rule, whose error is of fourth order in ``step``."""
+    """Return the derivative of ``f`` along ``way`` by the five-point rule, of fourth order in ``step``."""
     at = {i: f(tree.map(lambda p, w, i=i: p + i * step * w, params, way)) for i in (-2, -1, 1, 2)}
     return tree.map(lambda a, b, c, d: (a - 8 * b + 8 * c - d) / (12 * step), at[-2], at[-1], at[1], at[2])
 
@@ -117,7 +117,7 @@ def test_first_order(name, comm):
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_is_that_of_the_logits(name, comm):
-    """The head is frozen and trained, tied and not, all at once and an example at a time."""
+    """Compare the fused loss: head frozen and trained, tied and not, all at once and an example at a time."""
     cfg, comm, count = VARIANTS[name], COMMS[comm], torch.tensor(5.0)
     params, targets = params_of(cfg), TOKENS.roll(-1, -1).index_fill(-1, torch.tensor([2]), blocks.IGNORE)
 
@@ -159,7 +159,7 @@ def test_second_order(name, comm):
 
 @dataclasses.dataclass
 class Recorder:
-    """A Comm that shows what it was asked for, and opens blocks that are closed."""
+    """A Comm that opens blocks and records its calls."""
 
     loads: list = dataclasses.field(default_factory=list)
     wraps: list = dataclasses.field(default_factory=list)
@@ -191,7 +191,7 @@ def test_blocks_load_themselves():
 
 
 def test_enter_and_exit_frame_parallel_pairs():
-    """Cut every block over two pretended ranks by hand: the sum over ranks at each exit gives the whole."""
+    """Cut a block over two simulated ranks by hand: the sum over ranks at each exit gives the whole."""
     cfg = VARIANTS["biases, scaling"]
     layer = params_of(cfg).layers[0]
     names = decoder.dims(cfg)["layers.0"]
@@ -262,13 +262,86 @@ def test_stream_has_the_embeddings_dtype():
     assert decoder.forward(mixed, TOKENS, CFG).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("change", "tokens", "message"),
-    [
-        ({"num_layers": 3}, TOKENS, "layers: 2 of them, want num_layers = 3"),
-        ({"max_positions": 6}, TOKENS, "tokens: 7 in a sequence, want at most max_positions = 6; cut them"),
-    ],
-)
-def test_refused(change, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        decoder.forward(params_of(CFG), tokens, dataclasses.replace(CFG, **change))
+CALLS = {  # each of the two takes the parameters, tokens, a config and segments
+    "forward": lambda p, t, cfg, s=None: decoder.forward(p, t, cfg, segments=s),
+    "loss": lambda p, t, cfg, s=None: decoder.loss(p, t, t.long(), cfg, segments=s),
+}
+META = TOKENS.to("meta")
+REFUSED = {  # changes of the config, tokens, segments, the error
+    "layers": ({"num_layers": 3}, TOKENS, None, ValueError, "layers: 2 of them, want num_layers = 3"),
+    "length": (
+        {"max_positions": 6},
+        TOKENS,
+        None,
+        ValueError,
+        "tokens: 7 in a sequence, want at most max_positions = 6; cut them",
+    ),
+    "floats": ({}, TOKENS.float(), None, TypeError, r"tokens: torch.float32, want int64 or int32; use tokens.long\(\)"),
+    "bytes": ({}, TOKENS.byte(), None, TypeError, r"tokens: torch.uint8, want int64 or int32; use tokens.long\(\)"),
+    "a scalar": ({}, TOKENS[0, 0], None, ValueError, r"tokens: shape \(\), want \[... t\]; use tokens\[None\]"),
+    "beyond": ({}, TOKENS + 8, None, IndexError, r"tokens: 17 at \[0, 5\], want 0 to 16; use the tokenizer"),
+    "below": ({}, TOKENS - 2, None, IndexError, r"tokens: -1 at \[0, 1\], want 0 to 16"),
+    "device": (
+        {},
+        META,
+        None,
+        ValueError,
+        r"tokens: on meta, want the embedding's device cpu; use tokens.to\('cpu'\)",
+    ),
+    "segments": (
+        {},
+        TOKENS,
+        SEGMENTS[0],
+        ValueError,
+        r"segments: shape \(7,\), want the tokens' \(3, 7\); give one number for each token",
+    ),
+    "device of segments": (
+        {},
+        TOKENS,
+        SEGMENTS.to("meta"),
+        ValueError,
+        r"segments: on meta, want the tokens' device cpu; use segments.to\('cpu'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, call):
+    change, tokens, segments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call(params_of(CFG), tokens, dataclasses.replace(CFG, **change), segments)
+
+
+TARGETS = {
+    "shape": (
+        TOKENS[:, 1:],
+        ValueError,
+        r"targets: shape \(3, 6\), want the tokens' \(3, 7\); give one number for each",
+    ),
+    "floats": (TOKENS.float(), TypeError, r"targets: torch.float32, want int64 or int32; use targets.long\(\)"),
+    "device": (META, ValueError, r"targets: on meta, want the tokens' device cpu; use targets.to\('cpu'\)"),
+    "beyond": (TOKENS + 8, IndexError, r"target 17 in row 5; wanted one in \[0, 17\), or -100 to ignore it"),
+}
+
+
+@pytest.mark.parametrize(("targets", "error", "message"), TARGETS.values(), ids=TARGETS)
+def test_refused_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        decoder.loss(params_of(CFG), TOKENS, targets, CFG)
+
+
+def test_values_of_tokens_are_read_in_eager_code_only():
+    """Check that a gradient names a bad token; vmap and a capture leave it to the lookup."""
+    params, wrong = params_of(CFG), TOKENS + 8
+    with pytest.raises(IndexError, match=r"tokens: 17 at \[0, 5\]"):
+        grad(decoder.loss)(params, wrong, TOKENS, CFG)
+    with pytest.raises(IndexError, match="index out of range"):
+        vmap(lambda t: decoder.forward(params, t, CFG))(wrong)
+    captured = make_fx(lambda p, t: decoder.forward(p, t, CFG), tracing_mode="fake")(params, wrong)
+    assert captured(params, TOKENS).shape == (3, 7, 17)
+    with pytest.raises(IndexError, match="index out of range"):
+        captured(params, wrong)
+    packed = dataclasses.replace(params, embed=quantize(params.embed.float(), NF4))
+    with pytest.raises(IndexError, match=r"tokens: -1 at \[0, 1\]"):  # of packed codes -1 would be the last row
+        decoder.forward(packed, TOKENS - 2, CFG)

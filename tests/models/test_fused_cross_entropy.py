@@ -1,6 +1,6 @@
-"""head: the cross entropy of chunks against that of the whole logits, through every transform; what it makes and does.
+"""Fused cross entropy by chunks against ``blocks.cross_entropy`` of whole logits: values, transforms, memory and work.
 
-The oracle is ``blocks.cross_entropy(linear(x, weight), targets, count)``, in float64 unless a table says otherwise.
+The oracle is in float64 unless a table says otherwise.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def dot(a, b):
 
 
 def of(loss, name):
-    """``loss`` as a function of (what is trained, x, targets, what is not)."""
+    """Return ``loss`` as a function of (trained part, x, targets, frozen part)."""
     return lambda part, x, targets, base: loss(x, WEIGHTS[name][2](part, base), targets, chunk=3)
 
 
@@ -155,8 +155,6 @@ def test_a_packed_weight_is_a_constant_in_every_transform():
 
 
 def test_autograd_of_torch():
-    """Plain ``backward``, and twice."""
-
     def run(loss):
         x, w = X.clone().requires_grad_(), DENSE.clone().requires_grad_()
         first = torch.autograd.grad(loss(x, w, TARGETS, chunk=3), (x, w), create_graph=True)
@@ -196,10 +194,10 @@ def test_an_ignored_row_may_hold_anything():
 @pytest.mark.parametrize("sure", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
 def test_dtypes(name, sure, dtype, rounding):
-    """Of a narrow x, against the same in float64: value and gradients to a few roundings, none more than the oracle's.
+    """Compare a narrow dtype with float64: value and gradients to a few roundings, none more than the oracle's.
 
-    The number is the relative error of a gradient, in the Euclidean norm; that of a prediction that is sure of its
-    target is larger, the difference of nearly equal probabilities being left.
+    ``rounding`` bounds the relative error of a gradient in the Euclidean norm. A prediction that is sure of its target
+    may exceed it, because its gradient is the difference of nearly equal probabilities.
     """
     part, base, _ = TRAINED[name]
     x = 2 * DENSE[TARGETS.clamp(min=0)] if sure else X
@@ -225,7 +223,7 @@ def test_the_gradient_of_x_is_rounded_once():
 
 
 def test_gradients_of_chunks_are_summed_in_float32():
-    """512 chunks of equal rows: in bfloat16 the sum would stop growing long before the end."""
+    """Sum 512 chunks of equal rows: in bfloat16 the sum would stop growing long before the end."""
     x, targets = normal(1, DIM, dtype=torch.bfloat16).expand(512, DIM), torch.zeros(512, dtype=torch.long)
     w = DENSE.bfloat16()
     got = grad(lambda w: fused_cross_entropy.cross_entropy(x, w, targets, chunk=1))(w)
@@ -239,7 +237,7 @@ ROWS, WIDE, CHUNK = 256, 512, 16
 
 
 class Largest(Live):
-    """The largest tensor made, in float32 elements, and how many of ``size`` elements were alive at once."""
+    """The largest tensor in float32 elements, and the most tensors of ``size`` elements alive at once."""
 
     def __init__(self, size):
         super().__init__()
@@ -261,7 +259,7 @@ def big(dtype=torch.float32):
 
 
 def on(loss, what):
-    """The computation ``what`` with ``loss``, a function of no arguments."""
+    """Return the computation ``what`` with ``loss`` as a function of no arguments."""
     x, w, part, targets = big()
     packed = quantize(w, NF4_DQ)
     f = lambda x, weight, targets: loss(x, weight, targets, chunk=CHUNK)
@@ -314,7 +312,7 @@ PRODUCTS = {"value": 1, "frozen": 2, "frozen, of torch": 2, "trained": 4, "each"
 
 @pytest.mark.parametrize("what", PRODUCTS)
 def test_products(what):
-    """The head is multiplied by twice where it is frozen, and no more than once for a value."""
+    """Count the products with the head: two for a frozen head, one for a value."""
     run = on(fused_cross_entropy.cross_entropy, what)
     with FlopCounterMode(display=False) as counter:
         run()
@@ -322,7 +320,7 @@ def test_products(what):
 
 
 class Ops(TorchDispatchMode):
-    """How often every operation made a result of ``[..., dim]``."""
+    """The number of results of ``[..., dim]`` by operation."""
 
     def __init__(self, dim):
         super().__init__()
@@ -352,7 +350,7 @@ def test_a_weight_is_cast_once():
 
 
 def test_default_chunk(monkeypatch):
-    """Logits and slope of a chunk take CHUNK_BYTES, or each as much as x if that is more; by 16 rows where it can."""
+    """Check that logits and gradient of a chunk take CHUNK_BYTES, or each as much as x; by 16 rows if possible."""
     x, w, _, targets = big()
 
     def rows(budget, x):
@@ -372,6 +370,7 @@ def test_default_chunk(monkeypatch):
 REFUSED = {
     "targets": (lambda: (X, DENSE, TARGETS[:, 1:]), ValueError, r"targets: shape \(2, 4\), want x's \(2, 5\)"),
     "dtype": (lambda: (X, DENSE, TARGETS.double()), TypeError, "targets: torch.float64, want int64 or int32"),
+    "device": (lambda: (X, DENSE, TARGETS.to("meta")), ValueError, "targets: on meta, want x's device cpu"),
     "target": (lambda: (X, DENSE, TARGETS + 1), IndexError, r"target 11 in row 1; wanted one in \[0, 11\), or -100"),
     "chunk": (lambda: (X, DENSE, TARGETS, None, 0), ValueError, r"chunk is 0; wanted at least 1 row"),
     "weight": (lambda: (X, "w", TARGETS), TypeError, r"weight is a str; wanted Tensor, Packed or Adapted"),
@@ -393,7 +392,7 @@ def test_refusals(make, error, message):
 
 def test_torch_compile_is_refused_by_name():
     torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match=r"head.cross_entropy cannot be traced by torch.compile; compile what"):
+    with pytest.raises(RuntimeError, match=r"cross_entropy cannot be traced by torch.compile; compile what make_fx"):
         torch.compile(fused_cross_entropy.cross_entropy, backend="aot_eager", fullgraph=True)(X, DENSE, TARGETS)
     step = lambda x, w, t: grad(lambda x: fused_cross_entropy.cross_entropy(x, w, t, chunk=3))(x)
     captured = make_fx(step, tracing_mode="fake")(X, DENSE, TARGETS)  # as the message says

@@ -1,7 +1,9 @@
-"""hf: logits equal transformers' in both directions, the table of names, lazy reading (faults: test_hf_faults.py)."""
+"""Hugging Face folders: logits equal to transformers' both ways, merged adapters, names, lazy reading."""
 
 import dataclasses
+import json
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import safetensors.torch
 import torch
 import transformers
 
-from fquant import tree
+from fquant import NF4_DQ, Packed, dequantize, lora, quantize, tree
 from fquant.lazy import Lazy
 from models import decoder, hf
 from models.hf_config import to_hf
+from tests.bench import timing
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 TOKENS = torch.randint(0, 96, (2, 100), generator=torch.Generator().manual_seed(0))
@@ -24,7 +27,7 @@ def theirs(folder, dtype: Any = torch.float32):
 
 
 def architecture(cfg):
-    """The class and the configuration in transformers."""
+    """Return the model and config classes of transformers."""
     if cfg.qk_norm:
         return transformers.Qwen3ForCausalLM, transformers.Qwen3Config
     return transformers.LlamaForCausalLM, transformers.LlamaConfig
@@ -81,8 +84,49 @@ def test_dtypes(tmp_path):
         assert all(torch.equal(a, b.to(wanted)) for a, b in zip(tree.leaves(loaded), tree.leaves(params), strict=True))
 
 
+LINEARS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["grouped", "qwen3, heads beside dim, tied"])
+def test_merged_adapters_are_saved_dequantised(name, sharded, tmp_path):
+    """Merge adapters of some packed weights; transformers then computes our logits of the merged tree."""
+    cfg = CONFIGS[name]
+    base = tree.map_at(rf"embed|{LINEARS}", partial(quantize, format=NF4_DQ), random_params(cfg))
+    adapters = lora.init(base, r"layers\.\d+\.(q|down)", rank=4, alpha=8, key=0)
+    merged = lora.merge(base, tree.map(lambda t: t + 0.05, adapters))
+    hf.save(tmp_path, cfg, merged, max_shard_bytes=60_000 if sharded else 5 << 30, dequantize=torch.float32)
+    assert (tmp_path / hf.INDEX).exists() == sharded
+    model, ours = theirs(tmp_path), decoder.forward(merged, TOKENS, cfg)
+    assert (ours - decoder.forward(base, TOKENS, cfg)).abs().max() > 0.1  # the adapters count
+    torch.testing.assert_close(ours, logits_of(model), rtol=0, atol=2e-5)
+
+
+def test_dequantised_in_a_dtype(tmp_path):
+    """Check that only packed leaves are cast; sizes of shards and the dtype in config.json follow."""
+    packed = tree.map_at(rf"embed|{LINEARS}", partial(quantize, format=NF4_DQ), random_params(GQA))
+    hf.save(tmp_path, GQA, packed, max_shard_bytes=30_000, dequantize=torch.bfloat16)
+    assert theirs(tmp_path, "auto").dtype is torch.bfloat16
+    _, loaded = hf.load(tmp_path)
+    for path, leaf in tree.items(loaded):
+        wanted = tree.get(packed, path)
+        assert torch.equal(leaf, dequantize(wanted, torch.bfloat16) if isinstance(wanted, Packed) else wanted), path
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == tree.nbytes(loaded)
+    assert all((tmp_path / file).stat().st_size < 35_000 for file in index["weight_map"].values())
+
+
+def test_saving_holds_few_dequantised_weights(tmp_path):
+    """Save 20 packed layers: a few weights at a time are dense, so the peak is far below the dense model."""
+    cfg = dataclasses.replace(GQA, num_layers=20)
+    packed = tree.map_at(LINEARS, partial(quantize, format=NF4_DQ), random_params(cfg))
+    extra = timing.extra_bytes(lambda: hf.save(tmp_path, cfg, packed, dequantize=torch.float32) or ())
+    largest = 4 * cfg.hidden * cfg.dim
+    assert largest <= extra <= 4 * largest < tree.nbytes(hf.load(tmp_path)[1]) / 20
+
+
 def test_lazy_reads_no_weights(tmp_path):
-    """The data are cut off after opening: it still opens, and only reading finds out."""
+    """Cut the data off: opening succeeds, and reading a leaf raises."""
     params = random_params(GQA)
     hf.save(tmp_path, GQA, params)
     cfg, lazy = hf.lazy(tmp_path)
@@ -114,7 +158,7 @@ def test_names(name):
 
 
 def test_ignorable_tensors(tmp_path):
-    """Older files hold rotary frequencies, and a head beside a tied embedding."""
+    """Ignore rotary frequencies, and a head beside a tied embedding, which older files hold."""
     cfg = CONFIGS["full heads, tied"]
     hf.save(tmp_path, cfg, random_params(cfg))
     tensors = safetensors.torch.load_file(tmp_path / hf.SINGLE)

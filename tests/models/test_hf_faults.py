@@ -1,4 +1,4 @@
-"""hf: every way in which a folder is wrong and every tree that is not saved, each refused by name."""
+"""Faulty Hugging Face folders and trees that cannot be saved: each is refused by name."""
 
 import dataclasses
 import json
@@ -140,14 +140,18 @@ UNSAVABLE = {
     "packed": (
         lambda: with_q(lambda p: quantize(p.layers[0].q, NF4)),
         TypeError,
-        "layers.0.q is a Packed, want a tensor; dequantize, merge or read it first",
+        r"layers.0.q is packed \(nf4\), want a float tensor; pass dequantize=torch.bfloat16 to write it in that dtype",
     ),
     "adapted": (
         lambda: lora.attach(p := random_params(GQA), lora.init(p, r"layers\.0\.q", rank=2, alpha=2, key=random.key(0))),
         TypeError,
-        "layers.0.q is a Adapted, want a tensor; dequantize, merge",
+        "layers.0.q is of type Adapted, want a tensor; merge or read it first",
     ),
-    "lazy": (lambda: with_q(lambda p: Lazy(lambda: None, None)), TypeError, "layers.0.q is a Lazy, want a tensor"),
+    "lazy": (
+        lambda: with_q(lambda p: Lazy(lambda: None, None)),
+        TypeError,
+        "layers.0.q is of type Lazy, want a",
+    ),
     "integers": (lambda: with_q(lambda p: p.layers[0].q.long()), TypeError, "layers.0.q is torch.int64, want floats"),
     "shape": (lambda: with_q(lambda p: p.layers[0].k), ValueError, r"q has shape \(32, 64\), want \(64, 64\)"),
     "absent": (lambda: with_q(lambda p: None), ValueError, "layers.0.q: missing from the parameters"),
@@ -164,6 +168,12 @@ def test_save_refuses(name, tmp_path):
     make, error, message = UNSAVABLE[name]
     with pytest.raises(error, match=message):
         hf.save(tmp_path / "model", GQA, make())
+    assert not (tmp_path / "model").exists()
+
+
+def test_save_dequantizes_to_floats(tmp_path):
+    with pytest.raises(TypeError, match="dequantize = torch.int8, want one of torch.float32, torch.bfloat16"):
+        hf.save(tmp_path / "model", GQA, random_params(GQA), dequantize=torch.int8)
     assert not (tmp_path / "model").exists()
 
 
@@ -187,7 +197,7 @@ def test_save_leaves_a_model_alone(sharded, tmp_path):
 
 
 def test_save_interrupted_is_no_model(tmp_path, monkeypatch):
-    """config.json comes last, so a folder is a model only when all of it is."""
+    """Write config.json last, so that an interrupted save is no model."""
     written, write = [], hf.safetensors.write
 
     def stop(path, *rest):

@@ -1,4 +1,4 @@
-"""The norm of models: every transform against the formula in float64; what a first derivative computes, and holds."""
+"""The norm: every transform against the formula in float64; the ops and the memory of a first derivative."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def plain(x, weight):
 
 
 def scalar(f):
-    """Of the norm ``f``, with derivatives of every order, every element's different."""
+    """Return a scalar of the norm ``f`` with derivatives of every order, different for each element."""
     return lambda x, w: (f(x, w) * torch.linspace(0.2, 1.5, x.shape[-1], dtype=x.dtype)).sin().sum()
 
 
@@ -40,19 +40,19 @@ XS, WS = torch.stack([X, DX, X + DX]), torch.stack([W, DW, W - DW])
 
 
 def double(wrt):
-    """grad of grad, along a direction."""
+    """Return grad of grad along a direction."""
     along = (DX, DW)[wrt]
     return lambda f: grad(lambda x, w: (grad(scalar(f), wrt)(x, w) * along).sum(), (0, 1))(X, W)
 
 
 def pulled(f):
-    """The tangent of a pull alone, of which the norm itself knows nothing."""
+    """Compute the tangent of a vjp's pullback, outside of the norm's own forward pass."""
     _, pull, *_ = vjp(f, X, W)
     return jvp(pull, (DX,), (X,))
 
 
 def pulled_without_func(f):
-    """The same of torch.autograd's own."""
+    """Compute :func:`pulled` by torch.autograd."""
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
     y = f(x, w)
     with forward_ad.dual_level():
@@ -61,7 +61,7 @@ def pulled_without_func(f):
 
 
 def backward(f):
-    """torch.autograd's own, twice."""
+    """Differentiate twice by torch.autograd."""
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
     first = torch.autograd.grad(scalar(f)(x, w), (x, w), create_graph=True)
     return *first, *torch.autograd.grad((first[0] * DX).sum() + (first[1] * DW).sum(), (x, w))
@@ -123,7 +123,7 @@ def test_transforms(name):
 @named("backend", BACKENDS)
 @named("dtype", DTYPES)
 def test_gradients_are_near_those_of_float64(backend, dtype):
-    """Within the roundings of y, of one product behind it, and of the result; many rows are summed in float32."""
+    """Bound errors by the roundings of y, of one product and of the result; many rows are summed in float32."""
     g, x, w = drawn(3000, 40, dtype)
     loss = lambda f: lambda x, w, g: (f(x, w) * g).sum(dtype=torch.promote_types(x.dtype, torch.float32))
     exact = grad(loss(plain), (0, 1))(x.double(), w.double(), g.double())
@@ -136,7 +136,7 @@ def test_gradients_are_near_those_of_float64(backend, dtype):
 
 
 def test_a_wide_weight_has_a_wide_gradient():
-    """Of products of bf16, which are exact, the sum in float32."""
+    """Sum exact products of bf16 in float32."""
     g, x, w = drawn(3000, 40, torch.bfloat16)
     got = grad(lambda w: (norm(x, w) * g).sum(dtype=torch.float32))(w.float())
     parts = norm(x, torch.ones(40)).double() * g.double()

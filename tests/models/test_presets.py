@@ -1,4 +1,4 @@
-"""presets: as many parameters as their authors publish, and configs that transformers would read."""
+"""Presets: the published numbers of parameters, and configs that transformers reads."""
 
 import json
 

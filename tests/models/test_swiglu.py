@@ -1,4 +1,4 @@
-"""silu and its products: every transform against plain torch in float64, and what is captured against what is not."""
+"""SwiGLU's gate: every transform against plain torch in float64, and captured against eager steps."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def plain(gate, up):
 
 
 def wave(y):
-    """A scalar with derivatives of every order, every element's different."""
+    """Return a scalar with derivatives of every order, different for each element."""
     return (y * torch.linspace(0.2, 1.5, y.numel(), dtype=y.dtype).reshape(y.shape)).sin().sum()
 
 
@@ -98,7 +98,7 @@ def test_compiled(backend):
 @named("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @named("backend", ["reference", *ISAS])
 def test_of_narrow_dtypes(backend, dtype):
-    """The first derivatives are products with the ops; the second is rounded once before it is one."""
+    """Compare with products of the ops; the second derivative is rounded once before its product."""
     g, u, v = (t.to(dtype) for t in (8 * G, U, V[0]))
     with forced(backend):
         assert alike(gated(g, u), silu(g) * u)
@@ -120,7 +120,7 @@ def test_nothing_is_computed_for_what_nobody_differentiates():
 
 
 def layers(trained, x, down):
-    """Gated layers, one behind the other."""
+    """Compute gated layers, one behind the other."""
     for (a, b), c in zip(trained, down, strict=True):
         x = x + gated(x @ a, x @ b) @ c
     return x.square().sum()
@@ -150,6 +150,6 @@ def test_malformed(call, error, message):
 
 
 def test_where_torch_compiles_it_is_that_of_torch(monkeypatch):
-    """Which alone it can trace: a Function with a jvp it refuses, and Inductor fuses no op of ours."""
+    """Use F.silu in torch.compile, which refuses a Function with a jvp."""
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert alike(swiglu.gated(G, U), F.silu(G) * U)

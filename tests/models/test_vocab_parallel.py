@@ -1,4 +1,4 @@
-"""parts: losses of a head that is spread over ranks are those of the whole head, and so are their derivatives."""
+"""Vocabulary-parallel losses and their derivatives against those of the whole head, and their collectives."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ VOCAB, DIM, MOST = 2003, 48, 12
 
 
 def table(dtype):
-    """Rows of which some are much larger: of these tokens are almost sure."""
+    """Draw rows of which some are much larger, so that some predictions are almost certain."""
     drawn = random.normal(random.key(5), (VOCAB, DIM))
     return (drawn * torch.where(torch.arange(VOCAB) % 7 == 0, 2.0, 0.3)[:, None]).to(dtype)
 
@@ -53,7 +53,7 @@ TOKENS = ((2, 5), (0, 5), (3, 4), (1, 1), (2, 6))  # of each rank
 
 
 def tokens_of(rank, dtype, weight, shape):
-    """x [b t d] and targets [b t] of a rank: some ignored, of some it is almost sure, of some it is that and wrong."""
+    """Draw x [b t d] and targets [b t] of a rank: some ignored, some almost certain, some of these wrong."""
     draw = torch.Generator().manual_seed(rank)
     targets = torch.randint(0, VOCAB, shape, generator=draw)
     x = 0.3 * torch.randn((*shape, DIM), generator=draw)
@@ -67,7 +67,7 @@ def tokens_of(rank, dtype, weight, shape):
 
 
 def setting(name, behind, tokens=MOST, shapes=TOKENS):
-    """This rank's part of a block and the block, its path, a comm, and the tokens of this rank."""
+    """Return this rank's part of a block, the block, its path, a comm, and the tokens of this rank."""
     dtype, pack = HEADS[name]
     weight, (n, rank) = table(dtype), (dist.get_world_size(), dist.get_rank())
     block = {"norm": torch.ones(DIM, dtype=dtype), "head": pack(weight)} if behind else pack(weight)
@@ -82,7 +82,7 @@ def loss(x, block, path, targets, comm, count=1.0):
 
 
 def exactly(x, weight, targets):
-    """Loss and gradient of each token, in float64 from the logits that one process rounds to x's dtype."""
+    """Compute loss and gradient of each token in float64 from logits rounded to x's dtype."""
     dense = dequantize(weight) if isinstance(weight, Packed) else weight
     logits, at = (x.flatten(0, -2) @ dense.to(x.dtype).mT).double(), targets.flatten()
     others = logits.softmax(-1) * (torch.arange(VOCAB) != at[:, None])
@@ -93,7 +93,7 @@ def exactly(x, weight, targets):
 
 
 def of_tokens(name, behind):
-    """As precise as in one process, which here each rank is too, and the collectives of it."""
+    """Check the precision against one process on every rank; return the collectives."""
     placed, block, path, comm, x, targets = setting(name, behind)
     with shard.traffic() as traffic:
         dx, value = grad_and_value(loss)(x, placed, path, targets, comm)
@@ -140,12 +140,12 @@ remat2 = partial(remat, order=2)
 
 
 def squares(f):
-    """Of the gradient, so that what is differentiated again is the gradient."""
+    """Return the sum of squares of the gradient, to differentiate again."""
     return lambda x, *rest: grad(f)(x, *rest).square().sum()
 
 
 def over_rows(f):
-    """``f`` mapped over x and its targets, with all else shared."""
+    """Map ``f`` over x and its targets; share all else."""
     return vmap(f, (0, None, None, 0, None))
 
 
@@ -154,7 +154,7 @@ def traced(x, block, path, targets, comm):
     return make_fx(f, tracing_mode="fake")(x, block, targets)(x, block, targets)
 
 
-TRANSFORMS = {  # f(x, block, path, targets, comm): whether the head is gathered for it, and what it is
+TRANSFORMS = {  # name: (the head is gathered for it, f(x, block, path, targets, comm))
     "value": (False, loss),
     "grad": (False, grad_and_value(loss)),
     "examples": (False, over_rows(grad(loss))),
@@ -172,8 +172,8 @@ TRANSFORMS = {  # f(x, block, path, targets, comm): whether the head is gathered
 FEW = ("value", "grad", "examples", "grad of examples", "jit", "jvp", "grad of grad")
 
 
-def both_ways(name, behind, names):
-    """What transforms give of a head that is spread, and of one that is gathered."""
+def sharded_and_gathered(name, behind, names):
+    """Compare the transforms of a sharded head with those of a gathered one."""
     placed, _, path, comm, x, targets = setting(name, behind, shapes=((2, 5), (2, 0), (2, 6)))
     size = placed.layout.size
     for transform in names:
@@ -197,14 +197,14 @@ def both_ways(name, behind, names):
     ],
 )
 def test_every_transform(n, name, behind, names):
-    ranks.run(n, both_ways, name, behind, names, timeout=240)
+    ranks.run(n, sharded_and_gathered, name, behind, names, timeout=240)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def refused():
-    """A target that is not there, on one rank, is refused by every rank."""
+    """Check that every rank refuses a target outside of the vocabulary on one rank."""
     placed, _, path, comm, x, targets = setting("f32", True)
     seen = []
     for wrong in (VOCAB, -1, -101, 2**40):
@@ -262,7 +262,7 @@ def trained(adapters, base, x, y, cfg, comm=LOCAL):
 
 
 def steps(axes, tied, packed, targets):
-    """Loss and gradients of a step on the mesh, captured in several ways, and the bytes that it sends."""
+    """Return loss and gradients of a step on the mesh, captured in several ways, and the bytes sent."""
     cfg, base, adapters = model(tied, packed, targets)
     mesh, rules = shard.mesh(**axes), Rules()
     placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
@@ -279,8 +279,8 @@ def steps(axes, tied, packed, targets):
             with shard.traffic() as traffic:
                 found = step(*given, comm)
             assert all(map(torch.equal, tree.leaves(found), tree.leaves(wanted)))
-        told = cost(grad_and_value(trained), *given, comm, passes=passes)
-        assert sum(c.sent for c in told.collectives) == traffic.sent
+        predicted = cost(grad_and_value(trained), *given, comm, passes=passes)
+        assert sum(c.sent for c in predicted.collectives) == traffic.sent
     return *shard.reduce(wanted, mesh, rules), eager.sent, whole.sent
 
 
