@@ -161,9 +161,9 @@ _DRAWS = "jit: {} draws from a torch.Generator; use fquant.random, and pass a ke
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
 
 
-def too_many(name: str, most: int, paths: Sequence[str], before: Key, now: Key) -> str:
-    """Why a function would be traced more than ``most`` times: what the keys of the last two traces differ in."""
+def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key) -> str:
+    """Why a function would be traced more than ``max_traces`` times: what the keys of the last two traces differ in."""
     return (
-        f"jit({name}) would be traced more than {most} times: {changes(before, now, paths)}; "
-        "pass what changes from call to call as a tensor, or raise most"
+        f"jit({name}) would be traced more than {max_traces} times: {changes(before, now, paths)}; "
+        "pass what changes from call to call as a tensor, or raise max_traces"
     )

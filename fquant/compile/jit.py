@@ -68,7 +68,7 @@ def jit(
     compile: bool | str = False,
     recompute: bool = True,
     fuse: bool = True,
-    most: int = MAX_TRACES,
+    max_traces: int = MAX_TRACES,
 ) -> Any:
     """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
 
@@ -77,18 +77,18 @@ def jit(
     compile   hand the graph to torch.compile: True is Inductor, a string another backend
     recompute make cheap tensors again rather than holding them over the peak (see fquant.compile.passes.rematerialize)
     fuse      run chains of elementwise operations as one (see fquant.compile.passes.fuse_pointwise), where Inductor does not
-    most      traces to make before giving up
+    max_traces  traces to make before giving up
 
     A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
     decides what is computed (naming the line), for an argument that is neither a dense tensor nor hashable or that
     requires a gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for
-    a donated tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what
+    a donated tensor that no result can take the place of; RuntimeError for more than ``max_traces`` traces, saying what
     changed, or for ranks that are about to run different functions, saying which, or an op that gives what torch does
     not say it does.
     """
     if fn is None:
         options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
-        options |= {"fuse": fuse, "most": most}
+        options |= {"fuse": fuse, "max_traces": max_traces}
         return functools.partial(jit, **options)
     signature = signature_of(fn)
     if unknown := [name for name in donate if name not in signature.parameters]:
@@ -129,8 +129,8 @@ def jit(
 
     def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
         guards.check(fn_name(fn), bound)
-        if len(traced) == most:
-            raise RuntimeError(errors.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
+        if len(traced) == max_traces:
+            raise RuntimeError(errors.too_many(fn_name(fn), max_traces, tree.paths(bound), list(traced)[-1], key))
         captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)

@@ -213,7 +213,7 @@ def test_one_function_of_many_options():
     def plain(x):
         return x + 1
 
-    @jit(most=1)
+    @jit(max_traces=1)
     def once(x):
         return x + 1
 
