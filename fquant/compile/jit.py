@@ -131,7 +131,9 @@ def jit(
         guards.check(fn_name(fn), bound)
         if len(traced) == max_traces:
             raise RuntimeError(errors.too_many(fn_name(fn), max_traces, tree.paths(bound), list(traced)[-1], key))
-        captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
+        captured = trace(
+            functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile, fn_name(fn)
+        )
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)

@@ -28,8 +28,10 @@ def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
     return {id(t) for t in donated if times[id(t)] == 1 and (t.is_meta or _holders(t) == 1)}
 
 
-def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
+def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
     """Write results over inputs: every donated placeholder takes a result of its shape, dtype, strides and device.
+
+    Return the placeholders that are written over. One that the graph returns, itself or as a view, is not.
 
     Results are matched in order. One is copied in as soon as it is what is returned, nobody writes it any more, and
     nobody reads the old value; whoever uses it later reads the input instead, so that it is not kept beside it.
@@ -44,6 +46,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
     kept = {storage for node in returned for storage in storages(node)}
     held = {storage for node in nodes if node.op == "placeholder" for storage in storages(node)}
     free: dict[object, deque[Node]] = {}
+    taken = list[Node]()
     for node in dict.fromkeys(returned):
         if not storages(node) & held:
             free.setdefault(tensor_layouts(node), deque()).append(node)
@@ -64,6 +67,8 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> None:
             copy = graph.call_function(torch.ops.aten.copy_.default, (placeholder, result))
         copy.meta["val"] = placeholder.meta["val"]
         replace_uses(result, copy, users)
+        taken.append(placeholder)
+    return taken
 
 
 def _last_placeholder(nodes: Iterable[Node]) -> Node:
