@@ -21,6 +21,7 @@ from torch.fx import Graph
 
 from .. import tree
 from . import graph
+from .closure import Closure
 from .guards import Key, changes
 
 _COMPILE = os.path.dirname(__file__) + os.sep
@@ -161,9 +162,9 @@ _DRAWS = "jit: {} draws from a torch.Generator; use fquant.random, and pass a ke
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
 
 
-def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key) -> str:
+def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key, closure: Closure) -> str:
     """Why a function would be traced more than ``max_traces`` times: what the keys of the last two traces differ in."""
     return (
-        f"jit({name}) would be traced more than {max_traces} times: {changes(before, now, paths)}; "
-        "pass what changes from call to call as a tensor, or raise max_traces"
+        f"jit({name}) would be traced more than {max_traces} times: {changes(before, now, paths, closure)}; "
+        "pass what changes from call to call as a tensor argument, or raise max_traces"
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from .closure import Closure, freeze
 
 
 def is_plain(t: Tensor) -> bool:
@@ -80,11 +81,12 @@ class Key(NamedTuple):
     kinds: tuple[Any, ...]  # of the leaves
     donated: tuple[bool, ...]  # of the tensors, whether they are written over
     ambient: Ambient
+    closure: int  # version of the values that the function reads (fquant.compile.closure)
 
 
-def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...]) -> Key:
+def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """The key of a call, in torch's present state."""
-    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient())
+    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient(), closure)
 
 
 def wants_gradient(t: Tensor) -> bool:
@@ -92,13 +94,14 @@ def wants_gradient(t: Tensor) -> bool:
     return t.requires_grad and torch.is_grad_enabled()
 
 
-def changes(before: Key, now: Key, paths: Sequence[str]) -> str:
-    """What two keys differ in, to be told; ``paths`` are those of the leaves."""
+def changes(before: Key, now: Key, paths: Sequence[str], closure: Closure) -> str:
+    """Return the differences of two keys as text; ``paths`` are those of the leaves."""
     if now.structure != before.structure:
         return f"the structure of the arguments is {now.structure}, and was {before.structure}"
     pairs = [(path, *each, _told) for path, *each in zip(paths, before.kinds, now.kinds, strict=True)]
     pairs += [(name, *each, str) for name, *each in zip(_NAMES, before.ambient, now.ambient, strict=True)]
     told = [f"{name} is {tell(new)}, and was {tell(old)}" for name, old, new, tell in pairs if old != new]
+    told += closure.changes(before.closure, now.closure)
     return "; ".join(told[:3]) or "what shares memory with what was donated"
 
 
@@ -111,7 +114,7 @@ _NAMES = (
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, wants_gradient(leaf))
-    return (type(leaf), leaf.hex() if type(leaf) is float else leaf)  # 1, 1.0 and True are equal, and 0.0 and -0.0
+    return freeze(leaf)
 
 
 def _told(kind: Any) -> str:

@@ -52,6 +52,7 @@ from .. import tree
 from ..autodiff import is_dual
 from ..kernels.dispatch_bypass import is_lazy
 from . import collective_check, errors, graph, guards
+from .closure import Closure, may_change
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
@@ -95,6 +96,7 @@ def jit(
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
     graph.check(passes)
     traced: dict[Key, Captured] = {}
+    closure = Closure(fn)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +112,9 @@ def jit(
             again = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
             return call(*again.args, **again.kwargs)
         over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
-        key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else ())
+        objects = () if len(tensors) == len(leaves) else _objects(bound, leaves)
+        version = closure.version(objects)
+        key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else (), version)
         try:
             found = traced.get(key)
         except TypeError:
@@ -118,7 +122,7 @@ def jit(
         if found is None:
             with _TRACING:
                 if key not in traced:
-                    return first_call(bound, tensors, over, key)
+                    return first_call(bound, tensors, over, key, objects)
                 found = traced[key]
         return replay(found, tensors)
 
@@ -127,13 +131,22 @@ def jit(
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
             return by(found, *tensors)
 
-    def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
+    def first_call(
+        bound: dict[str, Any],
+        tensors: list[Tensor],
+        over: Collection[int],
+        key: Key,
+        objects: Sequence[tuple[str, Any]],
+    ) -> Any:
         guards.check(fn_name(fn), bound)
         if len(traced) == max_traces:
-            raise RuntimeError(errors.too_many(fn_name(fn), max_traces, tree.paths(bound), list(traced)[-1], key))
+            raise RuntimeError(
+                errors.too_many(fn_name(fn), max_traces, tree.paths(bound), list(traced)[-1], key, closure)
+            )
         captured = trace(
             functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile, fn_name(fn)
         )
+        key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)
@@ -150,6 +163,13 @@ def jit(
 
 def _compiled(captured: Captured, backend: str) -> Captured:
     return dataclasses.replace(captured, module=torch.compile(captured.module, backend=backend, fullgraph=True))
+
+
+def _objects(bound: dict[str, Any], leaves: list[Any]) -> list[tuple[str, Any]]:
+    """Return the paths and values of the arguments whose attributes a trace would freeze."""
+    if not any(may_change(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
+        return []
+    return [(path, leaf) for path, leaf in tree.items(bound) if not isinstance(leaf, Tensor) and may_change(leaf)]
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:
