@@ -56,7 +56,10 @@ def translate_errors() -> Iterator[None]:
 
 def _meant(error: BaseException) -> TypeError | None:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return TypeError(_DATA.format(where(error), error.func))
+        called = _called(error)
+        if called.startswith("__") or called in (*_ASKS, str(error.func).split(".")[1].strip("_0123456789")):
+            return TypeError(_DATA.format(where(error), error.func))
+        return TypeError(_INSIDE.format(where(error), called, error.func, _INSTEAD.get(called, "tensor ops")))
     if "torch._C.Generator" in str(error):  # before torch 2.13, which has it in graphs
         return TypeError(_DRAWS.format(where(error)))
     if ".numpy() is not supported" in str(error):
@@ -66,6 +69,18 @@ def _meant(error: BaseException) -> TypeError | None:
         mixed = "FakeTensor" in repr(error) or "devices" in str(error)
         return TypeError(_MAPPED.format(where(error))) if mixed and "meta" in str(error) else None
     return TypeError(_CLOSED.format(closed_over(error))) if outside else None
+
+
+def _called(error: BaseException) -> str:
+    """Return the name of the torch function that the innermost place calls; "item" if it cannot be found."""
+    places = _places(error)
+    inner = places[-1].tb_next if places else None
+    if inner is None or inner.tb_frame.f_code.co_name == "__torch_dispatch__":
+        return _ASKS[0]
+    frame = inner.tb_frame
+    if frame.f_code.co_name != "__torch_function__":
+        return frame.f_code.co_name
+    return getattr(frame.f_locals.get("func"), "__name__", _ASKS[0])
 
 
 def check_result(x: Any) -> None:
@@ -159,6 +174,16 @@ _MAPPED = (  # its zero tangents are of the device meta, where all else is fake
 _DUAL = "is_inference() INTERNAL ASSERT"  # what a real tensor meets inside of a jvp of fake ones
 _CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
 _DRAWS = "jit: {} draws from a torch.Generator; use fquant.random, and pass a key"
+_ASKS = ("item", "tolist", "is_nonzero", "numpy")  # methods that a user calls for a value
+_INSTEAD = {
+    "cov": "d = x - x.mean(1, keepdim=True); d @ d.mT / (x.shape[1] - 1)",
+    "corrcoef": "d = torch.nn.functional.normalize(x - x.mean(1, keepdim=True)); d @ d.mT",
+    "one_hot": "(x[..., None] == torch.arange(num_classes)).long()",
+}
+_INSIDE = (
+    "jit: {} calls {}, which itself asks for the value of a tensor ({}) that a capture does not have; "
+    "write it as {}, or compute it before the call and pass it in"
+)
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
 
 

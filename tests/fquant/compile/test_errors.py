@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from fquant import NF4_DQ, jit, linear, quantize
+from fquant import NF4_DQ, cost, jit, linear, quantize
 from fquant.compile.jit import MAX_TRACES
 from tests.helpers import transform_table
+from tests.helpers.arrays import named
 from tests.helpers.qlora_step import X, equal
 
 pytestmark = transform_table.FILTERS
@@ -56,6 +57,35 @@ def asks(x):
 
 def selects(x):
     return x[x > 0]
+
+
+def covariance(x):
+    return x.cov() @ x
+
+
+def hot(x):
+    return torch.nn.functional.one_hot(x.long())
+
+
+def pairs(x):
+    return torch.combinations(x[0])
+
+
+INSTEAD = {  # functions of torch that ask for a value themselves, and what errors say to write
+    "cov": (torch.cov, lambda x: (d := x - x.mean(1, keepdim=True)) @ d.mT / (x.shape[1] - 1)),
+    "corrcoef": (
+        torch.corrcoef,
+        lambda x: (d := torch.nn.functional.normalize(x - x.mean(1, keepdim=True))) @ d.mT,
+    ),
+    "one_hot": (hot, lambda x: (x[..., None] == torch.arange(6)).long()),
+}
+
+
+@named("function", INSTEAD)
+def test_what_errors_say_to_write_instead_is_the_same(function):
+    f, instead = INSTEAD[function]
+    x = X + X.flip(0) ** 2 if f is not hot else X
+    torch.testing.assert_close(jit(instead)(x), f(x))
 
 
 def draws(x):
@@ -112,6 +142,23 @@ ERRORS = {  # a function, its argument, and the TypeError
     "a branch": (branches, X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
     "an item": (asks, X, rf"jit: asks {HERE} {ASKS}"),
     "a selection": (selects, X, rf"jit: selects {HERE} {ASKS} \(aten.nonzero"),
+    "inside of torch": (
+        covariance,
+        X,
+        rf"jit: covariance {HERE} calls cov, which itself asks .* write it as d = x - x.me",
+    ),
+    "inside of a transform": (
+        lambda x: vmap(lambda x: x.corrcoef())(x[None]),
+        X,
+        rf"jit: <lambda> {HERE} calls corrcoef, which itself asks .* write it as d = ",
+    ),
+    "in a function of torch": (hot, X, rf"jit: hot {HERE} calls one_hot, which itself asks for the value"),
+    "in another": (
+        pairs,
+        X,
+        rf"jit: pairs {HERE} calls combinations, .*aten.masked_select.*; write it as tensor ops, or",
+    ),
+    "in another capture": (lambda x: jit(branches)(x), X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
     "an array": (lambda x: x * x.numpy(), X, rf"jit: <lambda> {HERE} {ASKS} \(numpy"),
     "a generator": (draws, X, "jit: .* draws from a torch.Generator; use fquant.random, and pass a key"),
     "a result": (lambda x: (x, [TABLE]), X, rf"{USES} float32\[3\], its result.1.0; pass it as an argument"),
@@ -194,6 +241,15 @@ def test_frozen_values_are_returned():
     f = lambda x: {"y": x * 2, "z": (Frozen((1, "a")), None, 2.5, torch.float32, slice, coroutine)}
     got = jit(f)(X)
     assert torch.equal(got.pop("y"), 2 * X) and got == {"z": f(X)["z"]}
+
+
+def test_a_cost_names_the_same_place():
+    for f in (branches, covariance, closes_over_a_global):
+        with pytest.raises(TypeError, match=HERE) as captured:
+            jit(f)(X)
+        with pytest.raises(TypeError) as priced:
+            cost(f, X)
+        assert str(captured.value) == str(priced.value)
 
 
 def test_a_mapped_forward_derivative():
