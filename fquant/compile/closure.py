@@ -209,14 +209,14 @@ class _Search:
             self.values[name] = (type(x), frozenset(freeze(each) for each in x if isinstance(each, _ATOMS)))
             self._contents.append((x, _elements(x)))
         elif isinstance(x, _CONTAINERS) or fields(x) is not None:
-            inner = fields(x) if not isinstance(x, _CONTAINERS) else x if isinstance(x, dict) else dict(enumerate(x))
+            inner = x if isinstance(x, _CONTAINERS) else fields(x) or {}
             self.values[name] = (type(x), len(inner))
-            if depth == _DEPTH or len(inner) > LIMIT or (id(x), _DEPTH) in self._seen:
+            if depth == _DEPTH or len(inner) > LIMIT or (id(x), "elements") in self._seen:
                 return
-            self._seen[id(x), _DEPTH] = x
+            self._seen[id(x), "elements"] = x
             if isinstance(x, list | dict) or is_open(type(x)):
                 self._contents.append((x, _elements(x)))
-            for key, each in inner.items():
+            for key, each in inner.items() if isinstance(inner, dict) else enumerate(inner):
                 self._value(f"{name}[{key!r}]" if isinstance(x, _CONTAINERS) else f"{name}.{key}", each, depth + 1)
             self._function(x, {})
         else:

@@ -40,10 +40,10 @@ _EMPTY = torch.empty(0)
 
 def retire(t: Tensor, message: str) -> Tensor:
     """Return a new tensor object with the memory of ``t``; any later use of ``t`` itself raises ``message``."""
-    new = Tensor._make_subclass(Donated, _EMPTY)  # type: ignore[attr-defined]
+    new: Any = Tensor._make_subclass(Donated, _EMPTY)
     torch._C._swap_tensor_impl(t, new)  # type: ignore[attr-defined]
-    t._message = message  # type: ignore[attr-defined]
-    t.__class__, new.__class__ = Donated, Tensor
+    gone: Any = t
+    gone._message, gone.__class__, new.__class__ = message, Donated, Tensor
     return new.requires_grad_(False) if new.requires_grad else new
 
 

@@ -41,7 +41,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -61,6 +61,25 @@ from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 MAX_TRACES = 8  # traces of one function, unless it is told otherwise
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`jit`."""
+
+    donate: Sequence[str]
+    passes: Sequence[graph.Pass]
+    compile: bool | str
+    recompute: bool
+    fuse: bool
+    max_traces: int
+
+
+@overload
+def jit(fn: Callable[P, R], **options: Unpack[Options]) -> Callable[P, R]: ...
+@overload
+def jit(**options: Unpack[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
@@ -70,7 +89,7 @@ def jit(
     recompute: bool = True,
     fuse: bool = True,
     max_traces: int = MAX_TRACES,
-) -> Any:
+) -> Callable[..., Any]:
     """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
 
     donate    names of parameters that results may be written over
@@ -88,9 +107,9 @@ def jit(
     not say it does.
     """
     if fn is None:
-        options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
-        options |= {"fuse": fuse, "max_traces": max_traces}
-        return functools.partial(jit, **options)
+        return functools.partial(
+            jit, donate=donate, passes=passes, compile=compile, recompute=recompute, fuse=fuse, max_traces=max_traces
+        )
     signature = signature_of(fn)
     if unknown := [name for name in donate if name not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")

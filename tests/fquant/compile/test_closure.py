@@ -147,10 +147,12 @@ def a_partial_of_a_list():
 
 
 def a_default():
-    def f(x, rates=[0.5]):  # noqa: B006
+    rates = [0.5]
+
+    def f(x, rates=rates):
         return x * rates[0]
 
-    return f, lambda: f.__defaults__[0].__setitem__(0, 0.25), "`rates[0]` was 0.5, is 0.25"
+    return f, partial(rates.__setitem__, 0, 0.25), "`rates[0]` was 0.5, is 0.25"
 
 
 def a_wrapped_function():

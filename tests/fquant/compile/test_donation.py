@@ -91,7 +91,7 @@ def test_the_result_is_a_tensor_like_any_other():
 
 
 def test_a_loop_that_keeps_a_copy():
-    a, best = given(), None
+    a, best = given(), given()
     for i in range(3):
         best = tree.map(torch.clone, a) if i == 1 else best
         a, _ = step(a, torch.ones(2, 3))
