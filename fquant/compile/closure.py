@@ -7,14 +7,22 @@ The bytecode of the function gives the names that it reads: globals, variables o
 attributes that follow them. The functions that it names are searched too. Among them are nested functions, methods of
 an object, ``functools.partial``, and functions that a library's function holds, as ``grad(loss)`` does.
 
-Guarded by value are numbers, strings, None, dtypes, devices and enums, and tuples, lists, dicts and sets of these of up
-to ``LIMIT`` elements. So are attributes that the function names, and all attributes of a dataclass, a namespace or an
-object of a user's class that it uses whole. Functions and classes are guarded by identity.
+Guarded are
 
-Not guarded are globals of libraries (torch, fquant, shard, models, site-packages, the standard library), larger
-containers, other attributes of an ``nn.Module``, attributes of other objects of libraries, names that are computed
-(``getattr``), and values that change while the function is traced, such as a list of its calls. A tensor among them is
-refused by the trace.
+* by value: numbers, strings, None, dtypes, devices, enums; tuples, lists, dicts and sets of up to ``LIMIT`` of these;
+* attributes that the function names, of modules, classes and objects;
+* if it uses a dataclass, a namespace or an object of a user's class as a whole, all attributes in its ``__dict__``;
+* by identity: functions and classes.
+
+Not guarded are
+
+* globals of libraries: torch, fquant, shard, models, installed packages, the standard library;
+* larger containers, and what is nested deeper than 5 levels;
+* attributes of an ``nn.Module``, or of another object of a library, that the function does not name;
+* names that are computed, by ``getattr`` for instance;
+* values that change while the function is traced, such as a list of its calls.
+
+The trace itself refuses tensors among these values.
 
 A call costs one identity comparison for each name. Only if one differs are the values searched and compared.
 """

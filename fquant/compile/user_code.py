@@ -1,4 +1,4 @@
-"""What the user's code reads: names in its bytecode, and attributes of its objects.
+"""The names that a user's code reads, by its bytecode, and the attributes of a user's objects.
 
 Code of libraries is distinguished by its file: fquant, shard and models, installed packages, and the standard library.
 """
