@@ -127,6 +127,13 @@ def test_what_is_not_taken_over_is_not_retired():
     assert torch.equal(a, given()["w"]) and torch.equal(view, a[:1]) and torch.equal(new, a + 1)
 
 
+def test_an_array_keeps_its_memory():
+    a = given()["w"]
+    array = a.numpy()
+    new = jit(lambda a: a + 1, donate=("a",))(a)
+    assert torch.equal(new, a + 1) and (array == given()["w"].numpy()).all()
+
+
 def failing(a, at):
     """An index of 9 fails before the result is written, an index of 8 after that."""
     before = torch.arange(9.0).index_select(0, at)

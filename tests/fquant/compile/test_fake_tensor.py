@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from fquant import jit
-from fquant.compile.fake_tensor import _KNOWN, _VIEWS, Fake
+from fquant.compile.fake_tensor import _RULES, _VIEWS, Fake
 from tests.helpers.formats import alike
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -83,7 +83,7 @@ def told(op, *fakes):
 
 @pytest.mark.parametrize("op", CALLS, ids=str)
 def test_layouts_and_dtypes_are_those_of_the_op(op):
-    assert set(CALLS) == set(_KNOWN)
+    assert set(CALLS) == set(_RULES)
     one, two = (torch.float32,) * 2, ((torch.bfloat16, torch.float32), (torch.float32, torch.float64))
     kinds = (((4, 6), one), *(((2, 3, 5), dtypes) for dtypes in (one, *two)))
     for first, second, (shape, (of, other)) in product(LAYOUTS, LAYOUTS, kinds):
@@ -93,7 +93,7 @@ def test_layouts_and_dtypes_are_those_of_the_op(op):
         assert strides(said) == strides(given) or op in SAME_LAYOUT
 
 
-@pytest.mark.parametrize("op", [op for op in _KNOWN if "loss" not in str(op) and "cross" not in str(op)], ids=str)
+@pytest.mark.parametrize("op", [op for op in _RULES if "loss" not in str(op) and "cross" not in str(op)], ids=str)
 def test_strides_of_dims_of_one(op):
     """By which torch's matmul chooses how to multiply, and so the last bits of a product."""
     for shape in ((17, 1, 8), (1, 8), (8, 1), (1, 1, 5), (2, 1, 3, 1)):
