@@ -22,8 +22,8 @@ effects happen only while it is traced.
 
 *Donated* arguments give their memory to results, which are new tensor objects. A donated tensor whose memory was taken
 raises RuntimeError on any later use (fquant.compile.donation). Memory that another tensor, an argument, a view or an
-array from ``t.numpy()`` shares is not taken. An array that lends its memory, by ``torch.from_numpy``, cannot be seen. If
-a replay fails before it writes a donated tensor, all arguments stay usable; if it fails later, the donated ones raise.
+array from ``t.numpy()`` shares is not taken. An array that lends its memory to ``torch.from_numpy`` is not seen. If a
+replay fails before it writes a donated tensor, all arguments stay usable; if it fails later, the donated ones raise.
 
 On CPUs, results of ops share one planned piece of memory (fquant.compile.memory.plan), which stays for the next replay
 (fquant.compile.memory.allocator). Under a dispatch mode, such as a counter of FLOPs, each result has memory of its own.

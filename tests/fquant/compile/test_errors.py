@@ -1,4 +1,4 @@
-"""blame: a function that cannot be captured is told why and where, and leaves torch as it was."""
+"""Errors of tracing name cause and place, and leave torch's dispatcher as it was."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def closes_over_a_local():
 
 
 class Holder:
-    """An object that has a tensor, by the name that a global has."""
+    """An object with a tensor of the same name as a global."""
 
     def __init__(self):
         self.TABLE = torch.ones(3, 3)
@@ -93,18 +93,18 @@ def draws(x):
 
 
 def dispatcher():
-    """What torch's dispatcher is told to include and to leave out."""
+    """Return the dispatch keys that torch includes and excludes."""
     return str((torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()))
 
 
 def transformed(transform):
-    """A transform of a function that uses a tensor of its surroundings, as the easiest mistake has it."""
+    """Return a transform of a function that closes over a tensor, the most common mistake."""
     table = torch.ones(3, 3)
     return transform(lambda x: (x @ table).sin().sum())
 
 
 def held(transform):
-    """A transform of what uses a tensor of an object."""
+    """Return a transform of an object with a tensor."""
     return transform(Holder())
 
 
@@ -198,7 +198,7 @@ ODD = {  # tensors of X, and what they are called
 @pytest.mark.filterwarnings("ignore")  # torch's, of what it means to change
 @pytest.mark.parametrize("what", ODD)
 def test_tensors_that_are_not_dense(what):
-    """Nor are they taken for dense ones of their shape, as a sparse one could be for one number, expanded."""
+    """A sparse tensor must not match the key of a dense one of its shape, such as an expanded number."""
     captured, x = jit(torch.abs), ODD[what](X)
     captured(torch.ones(()).expand(X.shape))
     for given in (x, x, x.clone()):
@@ -253,7 +253,7 @@ def test_a_cost_names_the_same_place():
 
 
 def test_a_mapped_forward_derivative():
-    """torch gives its zero tangents another device where all else is fake: jvp of vmap is the same and works."""
+    """torch makes the zero tangents of vmap(jvp) on another device; jvp of vmap computes the same and works."""
     x, w = transform_table.draw("x", 2, 3, 4), transform_table.draw("w", 2, 4, 3)
     product = lambda x, w: torch.einsum("ij,jk->ik", x, w).sin()
     within = jit(vmap(lambda x, w: jvp(lambda x: product(x, w), (x,), (x,))[1]))

@@ -1,4 +1,4 @@
-"""Passes over a captured graph: when they are called, with what, and what is refused."""
+"""Passes over a captured graph: their order, their argument, and the errors for other objects."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def doubled(x):
 
 
 def halved(g: Graph):
-    """Every product with 2 one with a half."""
+    """Replace every product with 2 by one with a half."""
     for node in g.nodes:
         if node.target is torch.ops.aten.mul.Tensor:
             node.args = (node.args[0], node.args[1] / 4)
@@ -95,7 +95,7 @@ def test_a_call_that_does_not_tell_what_it_writes():
 
 
 def test_donation_looks_at_a_node_a_few_times(monkeypatch):
-    """Not once for every donated tensor: a step of 80 layers donates thousands, of a hundred thousand nodes."""
+    """Donation is linear: a step of 80 layers donates thousands of tensors in a graph of a hundred thousand nodes."""
     looks, storages = [0], graph.storages
 
     def counted(node):
@@ -170,7 +170,7 @@ def test_products_with_one_are_taken_out_where_nobody_can_tell(case):
 
 @pytest.mark.parametrize("shape", [(4, 3, 1, 1), (1, 5)], ids=str)
 def test_strides_of_single_elements_do_not_matter(shape):
-    """As those of the gradient of a convolution of one pixel."""
+    """The gradient of a convolution of one pixel has such strides."""
     other = [7 if n == 1 else s for n, s in zip(shape, torch.empty(shape).stride(), strict=True)]
     w, update = torch.empty_strided(shape, other).fill_(1.5), jit(lambda w, g: 0.5 * w + g, donate=("w",))
     for old in (w.clone(memory_format=torch.contiguous_format), w):

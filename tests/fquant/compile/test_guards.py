@@ -1,4 +1,4 @@
-"""key: a captured function is the function in whatever state torch is, and is traced again where that decides."""
+"""A captured function equals the function in any state of torch, and is retraced if the state decides."""
 
 from contextlib import contextmanager, nullcontext
 

@@ -1,4 +1,4 @@
-"""jit: captured is eager, bit for bit, and only what is donated is written over."""
+"""A captured function equals the function in every bit, and writes over donated arguments only."""
 
 import threading
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_captured_is_eager(verb, transform):
 @pytest.mark.parametrize("comm", [LOCAL, replace(LOCAL, wrap=remat)], ids=["kept", "remat"])
 @pytest.mark.parametrize("donate", [(), ("adapters", "state")], ids=["kept", "donated"])
 def test_steps(comm, donate):
-    """Several steps with dropout: new values, new keys, one trace."""
+    """Run several steps with dropout: new values, new keys, one trace."""
     captured = jit(step, donate=donate)
     adapters, state, base = start(dropout=0.3)
     ours, losses = [copied(adapters), copied(state)], set()
@@ -154,7 +154,7 @@ def test_a_result_that_is_written_is_what_it_is_in_the_end(writer, fuse):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_donation_in_any_program(data):
-    """Random programs of reads, views and results; a write too early or too late changes a value."""
+    """Draw programs of reads, views and results; a write too early or too late would change a value."""
     size = 4
     program = data.draw(
         st.lists(st.tuples(st.sampled_from("avtsmr"), st.integers(0, 9), st.integers(0, 9)), max_size=10)
@@ -283,7 +283,7 @@ def test_compile():
 
 
 def test_threads_trace_one_at_a_time():
-    """Torch's tracer is not for two, and each of these would be traced while others are traced and replayed."""
+    """Call functions from four threads: torch's tracer serves one, while others would trace and replay."""
     bodies = [lambda x, k=k: (x @ x * k).tanh().sum(0) + (x * k).exp() for k in range(6)]
     functions, wanted = [jit(f) for f in bodies], [f(X.mT @ X) for f in bodies]
     start, got = threading.Barrier(4), []
