@@ -1,15 +1,16 @@
-"""order: ranks that are about to run different captured functions raise, instead of waiting for each other.
+"""Check that all ranks are about to run the same captured function, and raise instead of waiting for each other.
 
-A captured function that communicates is called by every rank of the default process group, in the same order. Where
-that goes wrong, ranks wait in collectives that the others are not in, or one rank's gradients meet another's logits in
-one sum. So before each replay all ranks exchange eight bytes, in one all-gather: a digest of what they are to run. That
-is the function's name, and its collectives with what they have in common on all ranks: op, options, dtype and shape of
-what is gathered or summed, size of the group. Names of groups differ, and shapes that do not travel may. Where digests
-differ, all ranks raise one error, which says what each was about to run.
+Every rank of the default process group calls a captured function that communicates, in the same order. If the order
+differs, ranks wait in collectives that others never enter, or one rank's gradients meet another's logits in one sum.
 
-A rank that does not come at all (tracing failed there, or it has ended) is waited for as in any collective: until its
-connections close, or until the group's time-out. The error then says what it was waited for with. Two things are not
-seen: a rank that is in a collective that nobody captured, and two functions of one name with the same collectives.
+So before each replay all ranks exchange eight bytes, in one all-gather: a digest of the function's name and of its
+collectives. A collective counts by what ranks have in common: op, options, dtype and shape of the gathered or summed
+buffer, and size of the group. Names of groups may differ, and so may shapes that do not travel. If digests differ, all
+ranks raise one error, which says what each was about to run.
+
+A rank that does not come (tracing failed there, or it has ended) is waited for as in any collective: until its
+connections close, or until the group's time-out. The error then names the function. Two cases are not detected: a rank
+in a collective outside of any capture, and two functions of one name with the same collectives.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from . import graph
 def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
     """Raise RuntimeError on every rank unless all are about to run ``name``, with the same ``collectives``.
 
-    Nothing is exchanged where there are none, on one rank, and in a group of the backend "fake".
+    Nothing is exchanged without collectives, on one rank, and in a group of the backend "fake".
     """
     if not collectives or not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    with _disable_current_modes():  # who counts ops is to count those of the function
+    with _disable_current_modes():  # a mode that counts ops must count those of the function only
         try:
             digests = _gather([_digest(name, tuple(collectives))], torch.int64)
             if all(digest == digests[0] for digest in digests):
@@ -46,7 +47,7 @@ def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
 
 
 def all_gather_text(text: str) -> list[str]:
-    """``text`` of every rank, on every rank; what UTF-8 cannot hold (in a file's name, say) arrives escaped."""
+    """Gather ``text`` of every rank on every rank; characters outside UTF-8, in a file's name say, arrive escaped."""
     mine = list(text.encode(errors="backslashreplace"))
     lengths = [n for (n,) in _gather([len(mine)], torch.int64)]
     texts = _gather(mine + [0] * (max(1, *lengths) - len(mine)), torch.uint8)
@@ -54,24 +55,24 @@ def all_gather_text(text: str) -> list[str]:
 
 
 def collectives(g: Graph) -> tuple[str, ...]:
-    """The collectives of a graph, in order, by what ranks have in common: ``all_reduce sum float32[64] over 2``.
+    """Return the collectives of a graph, in order, by what ranks have in common: ``all_reduce sum float32[64] over 2``.
 
-    Raises TypeError for those of torch.distributed itself, whose results a replay would read before they are there.
+    Raises TypeError for those of torch.distributed itself, because a replay would read their results too early.
     """
     for node in g.nodes:
         if str(node.target).startswith("c10d."):
-            raise TypeError(_NOT_WAITED_FOR.format(str(node.target).rpartition(".")[0]))
-    return tuple(_told(node) for node in g.nodes if graph.collective(node))
+            raise TypeError(_IN_PLACE.format(str(node.target).rpartition(".")[0]))
+    return tuple(_description(node) for node in g.nodes if graph.collective(node))
 
 
 def ranks(node: Node) -> int:
-    """The size of the group of a collective."""
+    """Return the size of the group of a collective."""
     return dist.distributed_c10d._resolve_process_group(str(node.args[-1])).size()  # type: ignore[arg-type]
 
 
-def _told(node: Node) -> str:
+def _description(node: Node) -> str:
     name, options = str(graph.collective(node)), [str(x) for x in node.args[1:-1] if isinstance(x, str | int)]
-    if name.startswith("all_to_all"):  # which may be cut unevenly
+    if name.startswith("all_to_all"):  # ranks may send different shapes
         return f"{name} over {ranks(node)}"
     given = [t for near in node.all_input_nodes for t in graph.tensors(near)]
     whole = max(graph.tensors(node), given, key=lambda ts: sum(t.numel() for t in ts))
@@ -85,7 +86,7 @@ def _digest(name: str, collectives: tuple[str, ...]) -> int:
 
 
 def _gather(mine: list[int], dtype: torch.dtype) -> list[list[int]]:
-    """The numbers of every rank, of which each has as many, by rank."""
+    """Gather the numbers of every rank, by rank; each has the same count."""
     world: Any = dist.group.WORLD
     device = min(world._device_types, key=lambda device: device.type != "cpu")  # NCCL has none on the CPU
     t = torch.tensor(mine, dtype=dtype, device=device)
@@ -95,20 +96,20 @@ def _gather(mine: list[int], dtype: torch.dtype) -> list[list[int]]:
 
 
 def _difference(runs: list[list[str]]) -> str:
-    """What ranks are about to run, told apart by name, or by the first collective that differs."""
+    """Return the error: the function of each rank, with the first collective that differs if names are equal."""
     place = next(i for i in range(max(map(len, runs))) if len({tuple(run[i : i + 1]) for run in runs}) > 1)
     seen: dict[str, list[int]] = {}
     for rank, run in enumerate(runs):
         found = run[place] if place < len(run) else "nothing"
         seen.setdefault(run[0] if place == 0 else f"{run[0]} (collective {place}: {found})", []).append(rank)
-    told = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} {what}" for what, who in seen.items()]
+    text = [f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))} {run}" for run, members in seen.items()]
     return (
-        f"jit: ranks are about to run different things: {'; '.join(told)}; "
+        f"jit: ranks are about to run different things: {'; '.join(text)}; "
         "call captured functions that communicate on every rank, in the same order"
     )
 
 
-_NOT_WAITED_FOR = (
+_IN_PLACE = (
     "jit: the function uses {}, a collective in place, which a replay would not wait for; "
     "use a functional one, such as shard.all_reduce"
 )

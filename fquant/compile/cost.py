@@ -1,22 +1,18 @@
-"""cost: what a step takes, read off its graph before anything runs.
+"""The cost of a step, read off its graph before anything runs: peak memory, FLOPs, bytes, collectives.
 
     c = cost(step, adapters, state, base, tokens)       # tensors may be of the device meta: shapes suffice
     print(c.peak, c.flops, c.read + c.written, c.collectives)
 
-The step is captured as ``jit`` captures it, on fake tensors, and its graph is walked once:
+The step is captured as ``jit`` captures it, on fake tensors, and one walk over its graph gives
 
-* *Memory*: arguments are there from the beginning to the end. What a node makes is there until the last node that uses
-  it or a view of it. The peak is the most that is there at once; ``holding`` says what that is.
-* *FLOPs*: of matrix products, convolutions and attention, by torch's own formulas (``torch.utils.flop_counter``), and
-  of packed products and attention on CPUs by ours (fquant.compile.cost); elementwise work is bytes, not FLOPs.
-* *Bytes read and written*: of every node but views, as if nothing were in a cache and nothing fused.
-* *Collectives*: by op and group, their number, their payload (the whole gathered or summed buffer), and what one rank
-  sends when each goes around a ring.
-
-FLOPs of a node of a captured graph, by torch's own formulas, and by formulas for what torch does not count.
-
-A multiply-add is two. Elementwise work is bytes, not FLOPs. torch counts the fused attention of GPUs and not the one of
-CPUs; it is counted as it is computed, of causal attention half. Ops of ours register themselves (fquant.kernels).
+* *Memory*, by liveness: an argument is held throughout, a result until the last node that uses it or a view of it. The
+  peak is the most that is held at once; ``holding`` lists it.
+* *FLOPs* of matrix products, convolutions and attention; a multiply-add is two, and elementwise work is bytes. torch's
+  own formulas count (``torch.utils.flop_counter``). Those for packed products are registered by fquant.kernels. Those
+  for torch's fused attention on CPUs, which torch does not count, are below; causal attention counts half.
+* *Bytes read and written* by every node but views, as if there were no cache and no fusion.
+* *Collectives* by op and group: their number, their payload (the whole gathered or summed buffer), and the bytes that
+  one rank sends when each goes around a ring.
 """
 
 from __future__ import annotations
@@ -31,16 +27,17 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from . import graph, jit, liveness, trace
+from . import collective_check, graph, liveness, trace
+from .passes.donate import written_over
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
-_RING = {"all_reduce": 2}  # a sum goes around twice, everything else once
+_RING = {"all_reduce": 2}  # times that it goes around; any other collective once
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Some memory at the peak: what made it (an op, or the path of an argument), and its bytes."""
+    """A buffer at the peak: the op that made it, or the path of an argument, and its bytes."""
 
     by: str
     nbytes: int
@@ -60,7 +57,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a step takes. Bytes, and FLOPs (a multiply-add is two); ``nodes`` is how many ops a replay runs."""
+    """The bytes and FLOPs of a step; ``nodes`` is the number of ops in a replay."""
 
     nodes: int
     arguments: int
@@ -81,23 +78,23 @@ def cost(
     fuse: bool = True,
     **kwargs: Any,
 ) -> Cost:
-    """The cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
+    """Return the cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
 
-    Tensors may be real, fake or of the device meta. Raises what capturing raises.
+    Tensors may be real, fake or of the device meta. Raises the errors of a capture.
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
-    over = jit.written_over(bound, donate)
-    return of(trace.trace(functools.partial(trace.apply, fn), bound, over, passes, recompute, fuse))
+    donated = written_over(bound, donate)
+    return of(trace.trace(functools.partial(trace.apply, fn), bound, donated, passes, recompute, fuse))
 
 
 def of(captured: trace.Captured) -> Cost:
-    """The cost of what was captured."""
+    """Return the cost of a replay."""
     g = captured.module.graph
     calls = [node for node in g.nodes if node.op == "call_function"]
     working = [node for node in calls if not graph.is_view(node)]
-    peak, given = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
-    paths, arguments = dict(zip(given, captured.paths, strict=True)), dict[int, int]()
-    for node in given:
+    peak, placeholders = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
+    paths, arguments = dict(zip(placeholders, captured.paths, strict=True)), dict[int, int]()
+    for node in placeholders:
         arguments |= graph.sizes(node)
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
@@ -113,29 +110,26 @@ def of(captured: trace.Captured) -> Cost:
 
 
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str, int], list[int]] = {}
     for node in calls:
         name = graph.collective(node)
         if name is None:
             continue
         (out,) = graph.tensors(node)
         (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))
-        group = str(node.args[-1])
-        found.setdefault((name, group), []).append(max(graph.nbytes(out), graph.nbytes(given)))
-    told = []
-    for (name, group), sizes in found.items():
-        ranks = _ranks(group)
-        sent = sum(_RING.get(name, 1) * size * (ranks - 1) // ranks for size in sizes)
-        told.append(Collective(name, group, ranks, len(sizes), sum(sizes), sent))
-    return tuple(told)
-
-
-def _ranks(group: Any) -> int:
-    return torch.distributed.distributed_c10d._resolve_process_group(group).size()
+        key = name, str(node.args[-1]), collective_check.ranks(node)
+        found.setdefault(key, []).append(max(graph.nbytes(out), graph.nbytes(given)))
+    return tuple(
+        Collective(
+            name, group, ranks, len(sizes), sum(sizes),
+            sum(_RING.get(name, 1) * size * (ranks - 1) // ranks for size in sizes),
+        )
+        for (name, group, ranks), sizes in found.items()
+    )  # fmt: skip
 
 
 def flops(node: Node) -> int:
-    """FLOPs of a node; of what has no formula, elementwise work say, 0."""
+    """Return the FLOPs of a node; 0 if its op has no formula, as elementwise ops."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -145,12 +139,12 @@ def flops(node: Node) -> int:
 
 
 def _attention(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> int:
-    """Two products of q ``[b h t e]`` and k, v ``[b k s e]``."""
+    """Return the FLOPs of two products of q ``[b h t e]`` with k and v ``[b k s e]``."""
     return 2 * _product(q, k, causal)
 
 
 def _attention_backward(g: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, p: float, causal: bool, **_: Any) -> int:
-    """Five: the scores again, the gradients of weights and values, and of these scores to q and to k."""
+    """Return the FLOPs of five: the scores again, and the gradients of weights, values, q and k."""
     return 5 * _product(q, k, causal)
 
 
@@ -164,5 +158,5 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 for _op, _formula in _FORMULAS.items():
-    if _op not in flop_registry:  # a torch that counts them counts them
+    if _op not in flop_registry:  # a later torch may count them
         register_flop_formula(_op)(_formula)

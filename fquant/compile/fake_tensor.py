@@ -1,13 +1,14 @@
-"""fake: what an op would give, told before anything is computed: torch's fake tensors, put right where they err.
+"""Fake tensors with the layouts and dtypes that ops really give, where torch's own fake tensors are wrong.
 
-A trace runs on tensors that have a shape, a dtype and a layout, and no memory. What an op gives of them is told by a
-second description of it, and for some ops that is not what the op does: the product of a sum's gradient with a
-transposed tensor is said to be contiguous, and is transposed; a view of one row is said to have other strides, by
-which BLAS chooses how to multiply; ``mse_loss`` of bfloat16 and float32 is said to have
-gradients of float32, and has them of bfloat16. Memory that is planned, viewed or written as the trace says would then
-be other memory than there is.
+A trace runs on tensors that have a shape, a dtype and strides, and no memory. torch describes the results of an op on
+them by a second implementation, which differs from the op in places:
 
-Ops that are known to be told wrong are put right here. Of all others the first replay finds out (fquant/compile/validate.py).
+* the product of a sum's gradient with a transposed tensor is described as contiguous, and is transposed;
+* a view of one row is described with other strides, by which BLAS chooses how to multiply;
+* ``mse_loss`` of bfloat16 and float32 is described with float32 gradients, and has bfloat16 ones.
+
+Memory that is planned, viewed or written as the trace describes would then be wrong. The ops that are known to differ
+are corrected here. The first replay finds any others (fquant/compile/validate.py).
 """
 
 from __future__ import annotations
@@ -25,52 +26,52 @@ Kind = tuple[Sequence[int], torch.dtype]  # strides and dtype
 
 
 class Fake(FakeTensorMode):
-    """Torch's mode of fake tensors, of which ops in ``_KNOWN`` give what they really do."""
+    """A FakeTensorMode that corrects the results of the ops in ``_RULES``."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What ``func`` gives."""
-        out = self._told(func, types, args, kwargs)
-        if func in _VIEWS and isinstance(out, FakeTensor):  # of its own shape, told by a shorter way
+        """Return the fake result of ``func``, with the strides and the dtype of the real one."""
+        out = self._described(func, types, args, kwargs)
+        if func in _VIEWS and isinstance(out, FakeTensor):  # torch takes a shortcut for a view in its own shape
             (t, *_) = args
             strides = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").view(out.shape).stride()
             place = (t, out.shape, strides, t.storage_offset())
             return out if strides == out.stride() else super().dispatch(_aten.as_strided.default, types, place)
-        if func not in _KNOWN or not isinstance(out, FakeTensor):
+        if func not in _RULES or not isinstance(out, FakeTensor):
             return out
         if (kwargs or {}).get("memory_format") not in (None, torch.preserve_format):
             return out
-        strides, dtype = _KNOWN[func](out, args)
+        strides, dtype = _RULES[func](out, args)
         if tuple(strides) == out.stride() and dtype == out.dtype:
             return out
         return FakeTensor(self, torch.empty_strided(out.shape, strides, dtype=dtype, device="meta"), out.device)
 
-    def _told(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What torch says that ``func`` gives; not what it said before of other tensors, where it takes them for these.
+    def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return torch's description, without its cache where the cache takes different tensors for the same.
 
-        It tells them apart by shape, dtype and strides, and not by how large the memory is, nor zeros that are nowhere.
+        The key of the cache has shape, dtype and strides, but neither the size of the storage nor zero tensors.
         """
-        kept = self.cache_enabled
-        self.cache_enabled = kept and func not in _OF_MEMORY and not _any_nowhere(args)
+        enabled = self.cache_enabled
+        self.cache_enabled = enabled and func not in _OF_STORAGE and not _any_zero_tensor(args)
         try:
             return super().dispatch(func, types, args, kwargs)
         finally:
-            self.cache_enabled = kept
+            self.cache_enabled = enabled
 
 
-def _any_nowhere(args: Any) -> bool:
+def _any_zero_tensor(args: Any) -> bool:
     if isinstance(args, list | tuple):
-        return any(map(_any_nowhere, args))
+        return any(map(_any_zero_tensor, args))
     return isinstance(args, Tensor) and args._is_zerotensor()
 
 
-_OF_MEMORY = (_aten._has_same_storage_numel.default, _aten._new_zeros_with_same_feature_meta.default)
+_OF_STORAGE = (_aten._has_same_storage_numel.default, _aten._new_zeros_with_same_feature_meta.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
-    """As the loop over elements lays it out: like what it reads, once that is cast, the first most of all.
+    """Return the layout that torch's TensorIterator gives: that of the operands after casts, the first before others.
 
-    Strides of dims of one say nothing of where elements lie, but torch's ``matmul`` chooses by them how to multiply.
+    The strides of dims of size one do not matter to elements, but ``matmul`` chooses its algorithm by them.
     """
     read = [t if out.dtype in (t.dtype, torch.bool) else torch.empty_like(t) for t in args if isinstance(t, Tensor)]
     if all(t.shape == out.shape and t.is_contiguous() for t in read):
@@ -79,49 +80,49 @@ def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
 
 
 def _second_first(out: Tensor, args: Sequence[Any]) -> Kind:
-    """The same of two, most of all like the second."""
+    """Return the layout for two operands, the second before the first."""
     return _elementwise(out, args[1::-1])
 
 
 def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
-    """The same of two, of which one may be a number, that is a tensor without dims."""
+    """Return the layout for two operands; a number counts as a tensor without dims."""
     if 1 not in out.shape and out.is_contiguous() and all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)):
-        return out.stride(), out.dtype  # nearly always
+        return out.stride(), out.dtype  # the common case, without allocations
     number = torch.empty((), dtype=out.dtype, device=out.device)
     return _elementwise(out, [x if isinstance(x, Tensor) else number for x in args[:2]])
 
 
 def _like(out: Tensor, args: Sequence[Any]) -> Kind:
-    """As what comes first, where that has neither gaps nor the same element twice."""
+    """Return the layout of the first operand, if it is dense and does not overlap."""
     return (args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype
 
 
-def _in_rows(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Contiguous."""
+def _contiguous(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Return the contiguous layout."""
     return torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype
 
 
-def _value(out: Tensor, args: Sequence[Any]) -> Kind:
-    """A loss: of the dtype of what it is of, and laid out like it unless it is reduced."""
+def _loss(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Return the kind of a loss: the dtype of its input, and the input's layout unless it is reduced."""
     return torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype
 
 
-def _slope(out: Tensor, args: Sequence[Any]) -> Kind:
-    """The gradient of a loss: of the dtype of what it is of, which comes second."""
+def _loss_gradient(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Return the kind of a loss's gradient: the dtype of the input, which is the second operand."""
     return out.stride(), args[1].dtype
 
 
-def _slope_like(out: Tensor, args: Sequence[Any]) -> Kind:
-    """The same, laid out like that."""
+def _loss_gradient_like(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Return the kind of a loss's gradient, in the layout of the input."""
     return torch.empty_like(args[1]).stride(), args[1].dtype
 
 
-def _slope_in_rows(out: Tensor, args: Sequence[Any]) -> Kind:
-    """The same, contiguous."""
+def _loss_gradient_contiguous(out: Tensor, args: Sequence[Any]) -> Kind:
+    """Return the kind of a loss's gradient, contiguous."""
     return torch.empty_like(args[1], memory_format=torch.contiguous_format).stride(), args[1].dtype
 
 
-_KNOWN: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
+_RULES: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
     op: rule
     for rule, ops in {
         _of_two: (
@@ -146,16 +147,16 @@ _KNOWN: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
             _aten.flip.default, _aten.index_put.default, _aten.hardtanh.default, _aten.relu6.default,
             _aten.nan_to_num.default, _aten.deg2rad.default, _aten.rad2deg.default,
         ),
-        _in_rows: (
+        _contiguous: (
             _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.tril.default, _aten.triu.default,
             _aten._log_softmax.default, _aten.index_add.default,
         ),
-        _value: (
+        _loss: (
             _aten.binary_cross_entropy.default, _aten.huber_loss.default, _aten.soft_margin_loss.default,
         ),
-        _slope: (_aten.soft_margin_loss_backward.default,),
-        _slope_like: (_aten.binary_cross_entropy_backward.default,),
-        _slope_in_rows: (
+        _loss_gradient: (_aten.soft_margin_loss_backward.default,),
+        _loss_gradient_like: (_aten.binary_cross_entropy_backward.default,),
+        _loss_gradient_contiguous: (
             _aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
         ),
     }.items()

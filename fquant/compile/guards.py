@@ -1,15 +1,19 @@
-"""given: what a captured function may be given, and what is told of anything else.
+"""Guards: the arguments that a captured function takes, and the key for which a trace is valid.
 
-Tensors that are plain: dense, without scales of their own, of no subclass, and without a gradient to be recorded. What
-is no tensor has to be hashable. A trace holds for a kind of tensor (fquant/compile/guards.py), and one that is not plain may look
-like one that is, so that it is asked for in every call.
+A captured function takes plain tensors: dense, without scales of their own, of no subclass, and without a gradient to
+record. A tensor that is not plain may look like one that is (a sparse tensor like an expanded number), so every call
+checks for it. Any other argument must be hashable.
 
-key: what of a call a trace holds for; a call with another key is traced again.
+A trace is valid for one key, and a call with another key is traced again. The key has
 
-That is of tensors all but their values, of anything else itself, and what of torch's state decides what a function
-computes: ``torch.ones(3)`` is of the dtype that is the default at the time, ``x @ y`` of autocast's where that is on,
-and attention is computed in one of the ways that are allowed. Whether gradients are recorded, and inference mode, are
-not among it: a captured function has its gradients inside of it.
+* of each tensor: type, dtype, shape, strides, device, and whether it records a gradient, but not its values;
+* every other argument itself, and the structure of the arguments;
+* the tensors that results are written over (fquant.compile.donation);
+* the version of the Python values that the function closes over (fquant.compile.closure);
+* torch's state, as far as it decides what a function computes.
+
+That state is the default dtype and device, autocast, determinism, and the kinds of attention that are allowed. Gradient
+recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from .closure import Closure, freeze
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether memory is what its shape and strides say: a tensor that is dense, and has no scales."""
+    """Return True for a dense tensor without scales, whose memory is described by its shape and strides."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized)
 
 
@@ -36,7 +43,9 @@ def check(name: str, bound: Any) -> None:
         if type(leaf) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{path} is a {type(leaf).__name__}; pass plain tensors, of a mesh shard.local(base)")
         if not is_plain(leaf):
-            raise TypeError(f"{path} is a tensor that is {_other(leaf)}; pass a dense one")
+            kind = "nested" if leaf.is_nested else "quantised by torch"
+            kind = kind if leaf.layout is torch.strided else str(leaf.layout).removeprefix("torch.")
+            raise TypeError(f"{path} is a tensor that is {kind}; pass a dense one")
         if wants_gradient(leaf):
             raise TypeError(
                 f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
@@ -45,7 +54,7 @@ def check(name: str, bound: Any) -> None:
 
 
 def unhashable(name: str, bound: Any) -> TypeError:
-    """The error for what is neither tensor nor hashable in the tree ``bound``."""
+    """Return the error for a leaf of the tree ``bound`` that is neither a tensor nor hashable."""
     for path, leaf in tree.items(bound):
         try:
             hash(leaf)
@@ -54,17 +63,8 @@ def unhashable(name: str, bound: Any) -> TypeError:
     return TypeError(f"{name}: the structure of the arguments is not hashable")
 
 
-def _other(t: Tensor) -> str:
-    if t.layout is not torch.strided:
-        return str(t.layout).removeprefix("torch.")
-    return "nested" if t.is_nested else "quantised by torch"
-
-
-_DEVICES = ("cpu", "cuda", "xpu", "mps")  # whose autocast is asked for
-
-
 class Ambient(NamedTuple):
-    """The state of torch that a trace holds for."""
+    """The state of torch for which a trace is valid."""
 
     dtype: torch.dtype
     device: torch.device | None
@@ -74,58 +74,60 @@ class Ambient(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a trace holds for; hashable if the leaves are."""
+    """The guards of a trace; hashable if the leaves are."""
 
     structure: tree.Structure
     kinds: tuple[Any, ...]  # of the leaves
-    donated: tuple[bool, ...]  # of the tensors, whether they are written over
+    donated: tuple[bool, ...]  # for each tensor
     ambient: Ambient
+    closure: int  # version of the values that the function closes over
 
 
-def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...]) -> Key:
-    """The key of a call, in torch's present state."""
-    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient())
+def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
+    """Return the key of a call in torch's present state."""
+    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient(), closure)
 
 
 def wants_gradient(t: Tensor) -> bool:
-    """Whether autograd would record what becomes of ``t``."""
+    """Return True if autograd would record operations on ``t``."""
     return t.requires_grad and torch.is_grad_enabled()
 
 
-def changes(before: Key, now: Key, paths: Sequence[str]) -> str:
-    """What two keys differ in, to be told; ``paths`` are those of the leaves."""
+def changes(before: Key, now: Key, paths: Sequence[str], closure: Closure) -> str:
+    """Return the differences of two keys as text; ``paths`` are those of the leaves."""
     if now.structure != before.structure:
         return f"the structure of the arguments is {now.structure}, and was {before.structure}"
-    pairs = [(path, *each, _told) for path, *each in zip(paths, before.kinds, now.kinds, strict=True)]
-    pairs += [(name, *each, str) for name, *each in zip(_NAMES, before.ambient, now.ambient, strict=True)]
-    told = [f"{name} is {tell(new)}, and was {tell(old)}" for name, old, new, tell in pairs if old != new]
-    return "; ".join(told[:3]) or "what shares memory with what was donated"
+    pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=True)]
+    pairs += [(name, *each, str) for name, *each in zip(_AMBIENT_NAMES, before.ambient, now.ambient, strict=True)]
+    found = [f"{name} is {text(new)}, and was {text(old)}" for name, old, new, text in pairs if old != new]
+    found += closure.changes(before.closure, now.closure)
+    return "; ".join(found[:3]) or "which donated tensors share memory with others"
 
 
-_NAMES = (
+_AMBIENT_NAMES = (
     "torch's default dtype", "torch's default device", "autocast", "whether torch's algorithms are deterministic",
-    "what torch's attention may use",
+    "the kinds of attention that torch may use",
 )  # fmt: skip
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, wants_gradient(leaf))
-    return (type(leaf), leaf.hex() if type(leaf) is float else leaf)  # 1, 1.0 and True are equal, and 0.0 and -0.0
+    return freeze(leaf)
 
 
-def _told(kind: Any) -> str:
+def _text(kind: Any) -> str:
     if issubclass(kind[0], Tensor):
         return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
     return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])
 
 
 def _ambient() -> Ambient:
-    on = _DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
+    devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
     return Ambient(
         torch.get_default_dtype(),
         torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on if torch.is_autocast_enabled(kind)),
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
         torch.are_deterministic_algorithms_enabled(),
         tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
     )

@@ -1,4 +1,4 @@
-"""jit: a pure step becomes one graph, which is then replayed.
+"""Capture a pure step as one graph, and replay the graph.
 
     @jit(donate=("adapters", "state"))
     def step(adapters, state, base, tokens):
@@ -6,33 +6,35 @@
         updates, state = opt.update(grads, state, adapters)
         return optim.apply_updates(adapters, updates), state, value
 
-``torch.func.grad`` runs its backward so that it could be differentiated again: it keeps four times what autograd keeps,
-and Python runs at every op. Traced once on fake tensors and replayed, the same step holds a tensor until its last use
-and not longer, and Python runs once. What is traced is everything that happens to tensors: transforms, recomputation,
-collectives, the optimiser, dropout. Results are those of the function itself, to the bit.
+``torch.func.grad`` runs its backward so that it could be differentiated again. It keeps four times what autograd keeps,
+and Python runs at every op. Traced once on fake tensors and replayed, the same step holds a tensor until its last use,
+and Python runs once. The graph has everything that happens to tensors: transforms, recomputation, collectives, the
+optimiser, dropout. Results equal those of the function in every bit.
 
-Arguments and results are trees. Tensors are what a replay is given; everything else (structure, static fields, numbers,
-configurations, functions) is part of what is traced and has to be hashable. A call whose structure, static parts,
-shapes, dtypes, strides or devices were not seen before is traced again, up to a number of times, and so is one under
-another default dtype or autocast (see fquant.compile.guards). One thread traces at a time, whoever comes meanwhile waits.
+Arguments and results are trees. Tensors are the inputs of a replay. Everything else (structure, static fields, numbers,
+configurations, functions) is frozen in the trace and must be hashable. A trace is valid for one key: structure, static
+parts, shapes, dtypes, strides, devices, torch's state (fquant.compile.guards), and the Python values that the function
+closes over (fquant.compile.closure). A call with a new key is traced again, up to ``max_traces`` times. One thread
+traces at a time; others wait.
 
-So the function must be pure: it may not use a tensor that is not an argument, nor ask for a tensor's value, and what it
-does beside computing happens when it is traced only.
+The function must be pure. It may not use a tensor that is not an argument, nor ask for a tensor's value. Its side
+effects happen only while it is traced.
 
-*Donated* arguments are written over: results take the memory of the old values, and the caller's old tree then holds
-the new ones. Nothing is freed, and what shares its memory with another tensor, an argument or a view that somebody
-keeps, is not written. (That somebody keeps the tensor itself, or lent it to numpy, cannot be seen.)
+*Donated* arguments give their memory to results, which are new tensor objects. A donated tensor whose memory was taken
+raises RuntimeError on any later use (fquant.compile.donation). Memory that another tensor, an argument, a view or an
+array from ``t.numpy()`` shares is not taken. An array that lends its memory to ``torch.from_numpy`` is not seen. If a
+replay fails before it writes a donated tensor, all arguments stay usable; if it fails later, the donated ones raise.
 
-On CPUs results lie where they were laid out before (fquant.compile.memory.plan), in memory that stays for the next replay
-(fquant.compile.memory.allocator). Under a mode of torch that sees every op, a counter of FLOPs for instance, they are tensors of their own.
-The first replay is node by node, and holds every op to what the trace said that it gives (fquant.compile.validate).
+On CPUs, results of ops share one planned piece of memory (fquant.compile.memory.plan), which stays for the next replay
+(fquant.compile.memory.allocator). Under a dispatch mode, such as a counter of FLOPs, each result has memory of its own.
+The first replay runs node by node and checks every op against the trace (fquant.compile.validate).
 
-*Passes* are functions that change the graph, called once it is traced: shard.schedule has some that move collectives.
+*Passes* are functions that change the graph after it is traced; shard.passes has some that move collectives.
 
-Inside another capture or transform, and where autograd looks for anomalies, a captured function is the function itself.
+Inside another capture or transform, and while autograd detects anomalies, a captured function is the function itself.
 
-A captured function that communicates is called by every rank, in the same order; ranks compare what they are about to
-run before each replay, and raise rather than wait for each other (see fquant.compile.collective_check).
+Every rank calls a captured function that communicates, in the same order. Ranks compare what they are about to run
+before each replay, and raise rather than wait for each other (fquant.compile.collective_check).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -52,14 +54,32 @@ from .. import tree
 from ..autodiff import is_dual
 from ..kernels.dispatch_bypass import is_lazy
 from . import collective_check, errors, graph, guards
+from .closure import Closure, may_change
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
-MAX_TRACES = 8  # traces of one function, unless it is told otherwise
+MAX_TRACES = 8  # of one function, by default
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+class Options(TypedDict, total=False):
+    """The options of :func:`jit`."""
+
+    donate: Sequence[str]
+    passes: Sequence[graph.Pass]
+    compile: bool | str
+    recompute: bool
+    fuse: bool
+    max_traces: int
+
+
+@overload
+def jit(fn: Callable[P, R], **options: Unpack[Options]) -> Callable[P, R]: ...
+@overload
+def jit(**options: Unpack[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
@@ -68,33 +88,45 @@ def jit(
     compile: bool | str = False,
     recompute: bool = True,
     fuse: bool = True,
-    most: int = MAX_TRACES,
-) -> Any:
-    """``fn`` captured: traced at its first call, replayed at later ones; a decorator too, with or without options.
+    max_traces: int = MAX_TRACES,
+) -> Callable[..., Any]:
+    """Capture ``fn``: trace it at its first call and replay the graph at later ones.
 
-    donate    names of parameters that results may be written over
-    passes    functions of a torch.fx graph that change it in place, called in order before donation
-    compile   hand the graph to torch.compile: True is Inductor, a string another backend
-    recompute make cheap tensors again rather than holding them over the peak (see fquant.compile.passes.rematerialize)
-    fuse      run chains of elementwise operations as one (see fquant.compile.passes.fuse_pointwise), where Inductor does not
-    most      traces to make before giving up
+    The result has the signature of ``fn``. ``jit`` is a decorator too, with or without options.
 
-    A call raises TypeError for a tensor that ``fn`` uses and is not given (naming it), for a value of a tensor that
-    decides what is computed (naming the line), for an argument that is neither a dense tensor nor hashable or that
-    requires a gradient, for a result that is no tree, for a torch.Generator, for a collective in place; ValueError for
-    a donated tensor that no result can take the place of; RuntimeError for more than ``most`` traces, saying what
-    changed, or for ranks that are about to run different functions, saying which, or an op that gives what torch does
-    not say it does.
+        donate      names of parameters whose memory results may take; their tensors are unusable after the call
+        passes      functions of a torch.fx graph that change it in place, called in order before donation
+        compile     hand the graph to torch.compile: True is Inductor, a string another backend
+        recompute   recompute cheap tensors instead of holding them over the peak (passes/rematerialize.py)
+        fuse        run chains of elementwise operations as one (passes/fuse_pointwise.py), unless Inductor does
+        max_traces  traces to make before giving up
+
+    Numbers and other Python values that ``fn`` closes over are guarded: a change of one retraces.
+    :mod:`fquant.compile.closure` lists the values that are guarded, and those that are not.
+
+    A call raises TypeError for
+
+    * a tensor that ``fn`` uses and is not given (naming it), or whose value it asks for (naming the line);
+    * an argument that is neither a dense tensor nor hashable, or that requires a gradient;
+    * a result that is no tree, a torch.Generator, or a collective in place.
+
+    It raises ValueError for a donated tensor that no result fits. It raises RuntimeError for
+
+    * more than ``max_traces`` traces (naming what changed);
+    * a tensor that was donated before;
+    * ranks that are about to run different functions;
+    * an op whose result contradicts torch's own description of it.
     """
     if fn is None:
-        options = {"donate": donate, "passes": passes, "compile": compile, "recompute": recompute}
-        options |= {"fuse": fuse, "most": most}
-        return functools.partial(jit, **options)
-    signature = signature_of(fn)
-    if unknown := [name for name in donate if name not in signature.parameters]:
-        raise ValueError(f"jit: donate names {', '.join(unknown)}; {fn_name(fn)} has {', '.join(signature.parameters)}")
+        return functools.partial(
+            jit, donate=donate, passes=passes, compile=compile, recompute=recompute, fuse=fuse, max_traces=max_traces
+        )
+    signature, name = signature_of(fn), fn_name(fn)
+    if unknown := [parameter for parameter in donate if parameter not in signature.parameters]:
+        raise ValueError(f"jit: donate names {', '.join(unknown)}; {name} has {', '.join(signature.parameters)}")
     graph.check(passes)
     traced: dict[Key, Captured] = {}
+    closure = Closure(fn)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,41 +136,50 @@ def jit(
         if _is_inside(tensors):
             return fn(*args, **kwargs)
         if not all(map(guards.is_plain, tensors)):
-            guards.check(fn_name(fn), bound)
+            guards.check(name, bound)
         if any(map(is_lazy, tensors)):
             plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
             again = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
             return call(*again.args, **again.kwargs)
-        over = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
-        key = key_of(structure, leaves, tuple(id(t) in over for t in tensors) if donate else ())
+        donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
+        objects = () if len(tensors) == len(leaves) else _open_objects(bound, leaves)
+        flags = tuple(id(t) in donated for t in tensors) if donate else ()
+        key = key_of(structure, leaves, flags, closure.version(objects))
         try:
             found = traced.get(key)
         except TypeError:
-            raise guards.unhashable(fn_name(fn), bound) from None
+            raise guards.unhashable(name, bound) from None
         if found is None:
             with _TRACING:
                 if key not in traced:
-                    return first_call(bound, tensors, over, key)
+                    return first_call(bound, tensors, donated, key, objects)
                 found = traced[key]
         return replay(found, tensors)
 
-    def replay(found: Captured, tensors: list[Tensor], by: Callable[..., Any] = Captured.__call__) -> Any:
-        collective_check.check_ranks_agree(fn_name(fn), found.collectives)
+    def replay(found: Captured, tensors: list[Tensor], run: Callable[..., Any] = Captured.__call__) -> Any:
+        collective_check.check_ranks_agree(name, found.collectives)
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
-            return by(found, *tensors)
+            return run(found, *tensors)
 
-    def first_call(bound: dict[str, Any], tensors: list[Tensor], over: Collection[int], key: Key) -> Any:
-        guards.check(fn_name(fn), bound)
-        if len(traced) == most:
-            raise RuntimeError(errors.too_many(fn_name(fn), most, tree.paths(bound), list(traced)[-1], key))
-        captured = trace(functools.partial(apply, fn), bound, over, passes, recompute, fuse and not compile)
+    def first_call(
+        bound: dict[str, Any],
+        tensors: list[Tensor],
+        donated: Collection[int],
+        key: Key,
+        objects: Sequence[tuple[str, Any]],
+    ) -> Any:
+        guards.check(name, bound)
+        if len(traced) == max_traces:
+            raise RuntimeError(errors.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
+        captured = trace(functools.partial(apply, fn), bound, donated, passes, recompute, fuse and not compile, name)
+        key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
             traced[key] = _compiled(captured, "inductor" if compile is True else compile)
             return replay(traced[key], tensors)
         if allocator.reuses_memory() and all(t.device.type == "cpu" for t in tensors):
             captured = captured.laid_out()
             allocator.enable_reuse()
-            allocator.release()  # what tracing leaves behind
+            allocator.release()  # what the trace has freed
         result, traced[key] = replay(captured, tensors, Captured.first)
         return result
 
@@ -150,8 +191,15 @@ def _compiled(captured: Captured, backend: str) -> Captured:
     return dataclasses.replace(captured, module=torch.compile(captured.module, backend=backend, fullgraph=True))
 
 
+def _open_objects(bound: dict[str, Any], leaves: list[Any]) -> Sequence[tuple[str, Any]]:
+    """Return the paths and values of the arguments whose attributes a trace would freeze."""
+    if not any(may_change(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
+        return ()
+    return [(path, leaf) for path, leaf in tree.items(bound) if not isinstance(leaf, Tensor) and may_change(leaf)]
+
+
 def _is_inside(tensors: list[Tensor]) -> bool:
-    """Whether a transform or another capture is at work, of which this call is a part, or a search for anomalies."""
+    """Return True if the call is part of a transform or of another capture, or autograd detects anomalies."""
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch._C._are_functorch_transforms_active()

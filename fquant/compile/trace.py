@@ -1,4 +1,9 @@
-"""Trace: split from fquant.compile.jit."""
+"""Trace a function of trees into one torch.fx graph on fake tensors, and run the passes on the graph.
+
+The tensors of the argument tree are the inputs of the graph, in the order of :func:`fquant.tree.flatten`. Structure and
+static leaves are constants of the trace. Passes run in the order: tidying, the caller's, rematerialisation, donation,
+fusion. A ``Captured`` is the graph with the trees around it, and with its memory plan once it has one.
+"""
 
 from __future__ import annotations
 
@@ -16,55 +21,58 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
-from . import collective_check, errors, graph, validate
+from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import Fake
 from .memory import executor, plan
-from .passes.donate import donate as donated
-from .passes.fuse_pointwise import fuse_pointwise as fused
+from .passes.donate import donate as write_over_donated
+from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
-from .passes.rematerialize import rematerialize as recomputed
-from .passes.simplify import remove_products_with_one, simplify
+from .passes.rematerialize import rematerialize
+from .passes.simplify import simplify, remove_products_with_one
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A traced call: its graph, the paths of the tensors that it takes, and how its result is put together."""
+    """A traced call: its graph, the paths of its input tensors, and the structure of its result."""
 
     module: GraphModule
     paths: tuple[str, ...]
     structure: tree.Structure
-    leaves: tuple[Any, ...]  # of the result: what is no tensor as it is, and _TENSOR where a tensor goes
-    collectives: tuple[str, ...]  # what ranks have to have in common
-    placed: plan.MemoryPlan | None = None  # the graph once more, its results in memory that is laid out
+    leaves: tuple[Any, ...]  # of the result: _TENSOR for a tensor, any other leaf as it is
+    collectives: tuple[str, ...]  # which every rank must have
+    donations: donation.Donations
+    placed: plan.MemoryPlan | None = None  # the graph with a memory plan
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """What it gives of ``tensors``."""
-        run = executor.run_planned
-        return self.result(run(self.placed, self.module, tensors) if self.placed else self.module(*tensors))
+        """Replay the graph, and retire the donated tensors."""
+        with self._retire_on_failure(tensors):
+            out = executor.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
+        return self._result(donation.take_over(self.donations, tensors, out))
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
-        """What it gives of ``tensors``, held to what was traced, and itself, put right where that was wrong."""
-        out, right = validate.run(self.module, self.placed, tensors)
-        return self.result(out), self if right or self.placed is None else self.laid_out()
+        """Replay with every node checked against the trace; return the result, and this capture corrected."""
+        with self._retire_on_failure(tensors):
+            out, correct = validate.run(self.module, self.placed, tensors)
+        captured = self if correct or self.placed is None else self.laid_out()
+        return self._result(donation.take_over(self.donations, tensors, out)), captured
 
     def laid_out(self) -> Captured:
-        """Itself with memory in which it is to be replayed, on CPUs."""
+        """Return this capture with a memory plan, for replays on CPUs."""
         with _disable_current_modes():
             return dataclasses.replace(self, placed=plan.plan_memory(self.module.graph))
 
-    def result(self, tensors: Sequence[Tensor]) -> Any:
-        """The tree of what its graph gives."""
+    def _retire_on_failure(self, tensors: Sequence[Tensor]) -> Any:
+        others = [self.placed.module] if self.placed else []
+        return donation.retire_on_failure(self.donations, tensors, self.module, *others)
+
+    def _result(self, tensors: Sequence[Tensor]) -> Any:
         found = iter(tensors)
         return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
-class _Tensor:
-    """Where a tensor goes."""
-
-
-_TENSOR = _Tensor()
+_TENSOR = object()  # the place of a tensor among the leaves of a result
 
 
 def trace(
@@ -74,11 +82,12 @@ def trace(
     passes: Sequence[graph.Pass] = (),
     recompute: bool = True,
     fuse: bool = True,
+    name: str = "a captured function",
 ) -> Captured:
-    """``f(args)`` as a graph of the tensors in the tree ``args``, which may be real, fake or of the device meta.
+    """Trace ``f(args)`` into a graph of the tensors in the tree ``args``; nothing is computed.
 
-    ``donate`` holds the ids of those that results may be written over, which happens after ``passes``. Nothing is
-    computed.
+    The tensors may be real, fake or of the device meta. ``donate`` holds the ids of those that results may be written
+    over, which happens after ``passes``. ``name`` is the function's in later errors.
     """
     leaves, structure = tree.flatten(args)
     named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
@@ -92,7 +101,7 @@ def trace(
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or Fake()
-    # Who counts ops is not to count those of a trace, and in inference mode torch 2.11's gradients are zero.
+    # A mode that counts ops must not count those of a trace; in inference mode torch 2.11's gradients are zero.
     with (
         _TRACING,
         errors.translate_errors(),
@@ -107,25 +116,27 @@ def trace(
     with _disable_current_modes():
         simplify(module.graph)
         graph.run(module.graph, passes)
-        graph.run(module.graph, (recomputed,) if recompute else ())
+        graph.run(module.graph, (rematerialize,) if recompute else ())
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        over = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
-        donated(module.graph, over)
-        graph.run(module.graph, (fused, reinplace, remove_products_with_one) if fuse else (remove_products_with_one,))
+        donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
+        taken = set(write_over_donated(module.graph, donated))
+        graph.run(module.graph, (fuse_pointwise, reinplace, remove_products_with_one) if fuse else (remove_products_with_one,))
         module.recompile()
-    out, spec = result
+    out, out_structure = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
-    return Captured(module, tuple(path for path, _ in named), spec, slots, collective_check.collectives(module.graph))
+    paths = tuple(path for path, _ in named)
+    donations = {i: f"{paths[i]} was donated to {name}(...)" for i, node in enumerate(placeholders) if node in taken}
+    return Captured(module, paths, out_structure, slots, collective_check.collectives(module.graph), donations)
 
 
 def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:
-    """``fn`` of arguments by the names of its parameters."""
+    """Call ``fn`` with arguments by the names of its parameters."""
     call = inspect.BoundArguments(signature_of(fn), bound)  # type: ignore[arg-type]
     return fn(*call.args, **call.kwargs)
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
-    """The parameters of ``fn``; of functions that do not tell, as some of torch's, any."""
+    """Return the parameters of ``fn``; any, for a function of torch that has no signature."""
     try:
         return inspect.signature(fn)
     except ValueError:
@@ -142,5 +153,5 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def fn_name(fn: Any) -> str:
-    """What a function is called."""
+    """Return the name of a function, or of the function in a ``functools.partial``."""
     return getattr(fn, "__name__", None) or fn_name(getattr(fn, "func", type(fn)))

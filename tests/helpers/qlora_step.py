@@ -1,4 +1,4 @@
-"""Qlora step: split from tests.fquant.compile.test_jit."""
+"""A QLoRA step of a small decoder, and checks that a captured function equals the function."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ def equal(a, b):
 
 
 def replays(f, thetas, *rest):
-    """``f`` captured is ``f``, with these values and with others, and traced once."""
+    """Check that ``f`` captured equals ``f``, for these values and others, by one trace."""
     captured, other = jit(f), tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
     first, second = captured(thetas, *rest), captured(other, *rest)
     assert equal(first, f(thetas, *rest)) and equal(second, f(other, *rest)) and not equal(first, second)

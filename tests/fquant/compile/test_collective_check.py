@@ -1,4 +1,4 @@
-"""order: captured functions run in one order on all ranks, or every rank raises at once and says what each ran."""
+"""Captured functions run in one order on all ranks, or every rank raises at once and names what each ran."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def functions(mesh):
-    """Captured functions by name, each of x f32[n 3]; what they send does not depend on n."""
+    """Return captured functions of x f32[n 3] by name; the shapes that they send do not depend on n."""
     total = partial(shard.psum, mesh=mesh)
     both, fsdp = ("dp", "fsdp"), mesh.get_group("fsdp")
 
@@ -51,7 +51,7 @@ def rows(n, rank):
 
 
 def run(axes, programs, n=2):
-    """What this rank's program gives: names of functions, one after the other."""
+    """Run this rank's program, names of functions in order, and return the results."""
     mesh = shard.mesh(**axes)
     captured, rank = functions(mesh), dist.get_rank()
     sizes = n if isinstance(n, list) else [n] * dist.get_world_size()
@@ -59,7 +59,7 @@ def run(axes, programs, n=2):
 
 
 def wanted(name, axes, sizes, rank):
-    """The same without torch.distributed."""
+    """Compute the result of ``name`` without torch.distributed."""
     whole = torch.stack([rows(n, i).sum(0) for i, n in enumerate(sizes)])
     row = whole.reshape(axes.get("dp", 1), -1, 3)[rank // axes["fsdp"]]
     return {
@@ -77,7 +77,7 @@ MIXED = "step evaluate step inner local gathered evaluate longer inner step"
 
 @pytest.mark.parametrize("sizes", [2, [2, 1], [1, 0]], ids=str)
 def test_functions_interleaved_in_one_order(sizes):
-    """Also where ranks have other numbers of rows, and so other graphs."""
+    """Ranks may have different numbers of rows, and so different graphs."""
     each = sizes if isinstance(sizes, list) else [sizes] * 2
     for rank, got in enumerate(ranks.run(2, run, {"fsdp": 2}, [MIXED] * 2, sizes, timeout=30)):
         assert got == [wanted(name, {"fsdp": 2}, each, rank) for name in MIXED.split()]
@@ -98,7 +98,7 @@ def test_what_only_some_ranks_run_does_not_count_where_it_does_not_communicate()
 
 FIX = "call captured functions that communicate on every rank, in the same order"
 SUM = "all_reduce sum float32[3] over 2"
-DIFFERENT = {  # axes, a program a rank, and what is told
+DIFFERENT = {  # axes, a program a rank, and what is expected
     "order": ({"fsdp": 2}, ["step evaluate", "evaluate step"], "rank 0 step; rank 1 evaluate"),
     "later": ({"fsdp": 2}, ["step evaluate step", "step evaluate evaluate"], "rank 0 step; rank 1 evaluate"),
     "once more": ({"fsdp": 2}, ["step step evaluate", "step evaluate"], "rank 0 step; rank 1 evaluate"),
@@ -116,7 +116,7 @@ DIFFERENT = {  # axes, a program a rank, and what is told
 
 
 def all_raise(n, fn, *args):
-    """What every rank raised, RuntimeError on each, within 10 seconds."""
+    """Return the messages of the RuntimeErrors that every rank raises within 10 seconds."""
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(n, fn, *args, timeout=10)
     failures = caught.value.failures
@@ -126,8 +126,8 @@ def all_raise(n, fn, *args):
 
 @named("case", DIFFERENT)
 def test_different_orders_raise_on_every_rank(case):
-    axes, programs, told = DIFFERENT[case]
-    message = f"jit: ranks are about to run different things: {told}; {FIX}"
+    axes, programs, expected = DIFFERENT[case]
+    message = f"jit: ranks are about to run different things: {expected}; {FIX}"
     assert all_raise(len(programs), run, axes, programs) == [message] * len(programs)
 
 
@@ -143,9 +143,9 @@ def a_rank_fails():
 
 
 def test_ranks_that_wait_for_one_that_failed_say_with_what():
-    told = all_raise(3, a_rank_fails)
-    assert told[1] == "out of order"
-    assert all(told[rank].startswith("jit(step): not every rank came to run it: ") for rank in (0, 2))
+    expected = all_raise(3, a_rank_fails)
+    assert expected[1] == "out of order"
+    assert all(expected[rank].startswith("jit(step): not every rank came to run it: ") for rank in (0, 2))
 
 
 # --- what is compared
@@ -185,7 +185,7 @@ GRAPHS = {  # of x f32[4], on a mesh of dp=2 and fsdp=2
 
 
 def uneven(x, group):
-    """Rank 0 sends one element to each, rank 1 three and one: rank 0 gets four and rank 1 two."""
+    """Send one element to each from rank 0, three and one from rank 1: rank 0 gets four and rank 1 two."""
     send, receive = ([1, 1], [1, 3]) if group.rank() == 0 else ([3, 1], [1, 1])
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(x[: sum(send)], receive, send, group.group_name))
@@ -203,8 +203,8 @@ def graphs():
 
 
 def test_what_ranks_have_in_common():
-    told = {name: lines for name, (_, lines) in GRAPHS.items()}
-    assert ranks.run(4, graphs) == [told] * 4
+    expected = {name: lines for name, (_, lines) in GRAPHS.items()}
+    assert ranks.run(4, graphs) == [expected] * 4
 
 
 # --- what exchanges nothing
@@ -221,7 +221,7 @@ class Ops(TorchDispatchMode):
 
 
 def exchanges(monkeypatched):
-    """How many exchanges each of these takes; one rank alone does what takes none."""
+    """Count the exchanges of each call; rank 0 alone makes the calls that take none."""
     mesh, x = shard.mesh(fsdp=dist.get_world_size()), torch.ones(2, 3)
     seen = []
     monkeypatched.setattr(
@@ -235,16 +235,16 @@ def exchanges(monkeypatched):
 
     captured = functions(mesh)
     step = captured["step"]
-    told = {"first": count(step, x), "replay": count(step, x), "inside": count(jit(lambda x: step(x) + 1), x)}
-    told["grad"] = count(grad(lambda x: step(x).sum()), x)
-    told["local"] = count(captured["local"], x)
-    told["gathered"] = count(captured["gathered"], x)
+    expected = {"first": count(step, x), "replay": count(step, x), "inside": count(jit(lambda x: step(x) + 1), x)}
+    expected["grad"] = count(grad(lambda x: step(x).sum()), x)
+    expected["local"] = count(captured["local"], x)
+    expected["gathered"] = count(captured["gathered"], x)
     if dist.get_rank() == 0:
-        told["cost"] = count(cost, step, x)
-        told["traced"] = count(make_fx(step, tracing_mode="fake"), x)
+        expected["cost"] = count(cost, step, x)
+        expected["traced"] = count(make_fx(step, tracing_mode="fake"), x)
     with Ops() as ops:
         step(x)
-    return told, ops.seen
+    return expected, ops.seen
 
 
 def counted():

@@ -1,4 +1,4 @@
-"""cost: what the graph says is what a replay does: memory, FLOPs, bytes and collectives."""
+"""The cost of a graph equals the measured cost of a replay: memory, FLOPs, bytes and collectives."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -32,7 +32,7 @@ each_step = named("name", STEPS)
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes that ops read and write: all tensors given and made, of ops that are no views."""
+    """The bytes of arguments and results of all ops but views."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Bytes(TorchDispatchMode):
 
 @cache
 def captured(name):
-    """The step, captured and run once, so that the next call is a replay; its arguments; what it is said to cost."""
+    """Return the step, captured and run once so that the next call is a replay, its arguments, and its cost."""
     f, args = STEPS[name]
     replay, args = jit(f), args()
     replay(*args)
@@ -59,18 +59,20 @@ def captured(name):
 
 @each_step
 def test_peak_is_what_a_replay_holds(name):
-    replay, args, told = captured(name)
+    replay, args, predicted = captured(name)
     with Peak() as peak:
         result = replay(*args)
-    assert told.arguments == tree.nbytes(args) and told.peak == told.arguments + peak.most
-    assert sum(held.nbytes for held in told.holding) == told.peak
-    assert [held.nbytes for held in told.holding] == sorted((held.nbytes for held in told.holding), reverse=True)
+    assert predicted.arguments == tree.nbytes(args) and predicted.peak == predicted.arguments + peak.most
+    assert sum(held.nbytes for held in predicted.holding) == predicted.peak
+    assert [held.nbytes for held in predicted.holding] == sorted(
+        (held.nbytes for held in predicted.holding), reverse=True
+    )
     del result
 
 
 def test_the_peak_names_what_holds_it():
-    told = cost(lambda p: (p["w"] @ p["w"].mT).exp().sum(), {"w": torch.ones(100, 50), "unused": torch.ones(7)})
-    assert [(held.by, held.nbytes) for held in told.holding] == [
+    predicted = cost(lambda p: (p["w"] @ p["w"].mT).exp().sum(), {"w": torch.ones(100, 50), "unused": torch.ones(7)})
+    assert [(held.by, held.nbytes) for held in predicted.holding] == [
         ("aten.mm.default", 40_000), ("aten.exp.default", 40_000), ("p.w", 20_000), ("p.unused", 28),
     ]  # fmt: skip
 
@@ -91,10 +93,10 @@ def test_donation_and_remat_need_less():
 
 @each_step
 def test_flops_are_torchs_count(name):
-    replay, args, told = captured(name)
+    replay, args, predicted = captured(name)
     with FlopCounterMode(display=False) as counter:
         replay(*args)
-    assert told.flops == counter.get_total_flops()
+    assert predicted.flops == counter.get_total_flops()
 
 
 def test_flops_of_a_packed_product():
@@ -108,10 +110,10 @@ def test_flops_of_a_packed_product():
 
 @each_step
 def test_bytes_are_those_of_all_ops(name):
-    replay, args, told = captured(name)
+    replay, args, predicted = captured(name)
     with Bytes() as seen:
         replay(*args)
-    assert (told.read, told.written, told.nodes >= seen.ops) == (seen.read, seen.written, True)
+    assert (predicted.read, predicted.written, predicted.nodes >= seen.ops) == (seen.read, seen.written, True)
 
 
 def test_convolution_counts():
@@ -120,7 +122,7 @@ def test_convolution_counts():
 
 
 def test_attention_counts():
-    """As torch counts it on GPUs; of causal attention the half that is computed."""
+    """Count attention as torch does on GPUs, and half of it if it is causal."""
     name = "_scaled_dot_product_flash_attention"
     ours, back = (getattr(torch.ops.aten, f"{name}_for_cpu{of}") for of in ("", "_backward"))
     theirs, their_back = (flop_registry[getattr(torch.ops.aten, f"{name}{of}")] for of in ("", "_backward"))
@@ -140,9 +142,9 @@ def test_attention_counts():
 
 @each_step
 def test_shapes_suffice(name):
-    _, args, told = captured(name)
+    _, args, predicted = captured(name)
     meta = tree.map(lambda t: t.to("meta"), args)
-    assert cost(STEPS[name][0], *meta) == told
+    assert cost(STEPS[name][0], *meta) == predicted
 
 
 # --- on a mesh --------------------------------------------------------------------------------------------------------
@@ -165,27 +167,27 @@ def on_a_mesh(world):
         wanted = f(adapters, local, tokens, comm)
         assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
         traces.append(traffic)
-    told = cost(f, adapters, local, tokens, comm)
+    predicted = cost(f, adapters, local, tokens, comm)
     with Peak() as peak:
         replay(adapters, local, tokens, comm)
-    assert told.peak == told.arguments + peak.most
+    assert predicted.peak == predicted.arguments + peak.most
     assert len(replay.traced) == 1 and traces[0].calls == traces[1].calls
-    assert sum(c.count for c in told.collectives) == len(traffic.calls)
-    assert sum(c.payload for c in told.collectives) == traffic.payload()
-    assert sum(c.sent for c in told.collectives) == traffic.sent
-    assert {c.ranks for c in told.collectives} <= {world}
-    assert told.peak == told.arguments + peak.most
+    assert sum(c.count for c in predicted.collectives) == len(traffic.calls)
+    assert sum(c.payload for c in predicted.collectives) == traffic.payload()
+    assert sum(c.sent for c in predicted.collectives) == traffic.sent
+    assert {c.ranks for c in predicted.collectives} <= {world}
+    assert predicted.peak == predicted.arguments + peak.most
     gathered = cost(lambda x: shard.all_gather(x, mesh.get_group("fsdp")).sum(), torch.ones(1000))
     assert gathered.peak == 4000 + world * 4000 + 4  # what is waited for is what was sent for, and is there once
     assert gathered.read == 4000 + world * 4000 and gathered.written == world * 4000 + 4
-    return [(c.name, c.count, c.payload) for c in told.collectives]
+    return [(c.name, c.count, c.payload) for c in predicted.collectives]
 
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_captured_on_ranks_is_eager_and_costs_what_is_counted(world):
     found = ranks.run(world, on_a_mesh, world, timeout=120)
-    assert all(told == found[0] for told in found)
+    assert all(predicted == found[0] for predicted in found)
     if world > 1:
         gathers = {name: count for name, count, _ in found[0]}
         blocks = CFG.num_layers + 1  # but the embedding; again in the backward
@@ -217,6 +219,6 @@ def gathered():
 
 @pytest.mark.xdist_group("ranks")
 def test_a_gather_takes_its_result_once():
-    """And the copy that it reads, where there is one, until it is waited for."""
+    """The copy that a gather reads, if there is one, is held until the wait."""
     one, two = 8_000, 16_000
     assert ranks.run(2, gathered) == [(two + 4, two + one, one + two, two + 4)] * 2

@@ -1,4 +1,4 @@
-"""blame: a function that cannot be captured is told why and where, and leaves torch as it was."""
+"""Errors of tracing name cause and place, and leave torch's dispatcher as it was."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from fquant import NF4_DQ, jit, linear, quantize
+from fquant import NF4_DQ, cost, jit, linear, quantize
 from fquant.compile.jit import MAX_TRACES
 from tests.helpers import transform_table
+from tests.helpers.arrays import named
 from tests.helpers.qlora_step import X, equal
 
 pytestmark = transform_table.FILTERS
@@ -37,7 +38,7 @@ def closes_over_a_local():
 
 
 class Holder:
-    """An object that has a tensor, by the name that a global has."""
+    """An object with a tensor of the same name as a global."""
 
     def __init__(self):
         self.TABLE = torch.ones(3, 3)
@@ -58,23 +59,52 @@ def selects(x):
     return x[x > 0]
 
 
+def covariance(x):
+    return x.cov() @ x
+
+
+def hot(x):
+    return torch.nn.functional.one_hot(x.long())
+
+
+def pairs(x):
+    return torch.combinations(x[0])
+
+
+INSTEAD = {  # functions of torch that ask for a value themselves, and what errors say to write
+    "cov": (torch.cov, lambda x: (d := x - x.mean(1, keepdim=True)) @ d.mT / (x.shape[1] - 1)),
+    "corrcoef": (
+        torch.corrcoef,
+        lambda x: (d := torch.nn.functional.normalize(x - x.mean(1, keepdim=True))) @ d.mT,
+    ),
+    "one_hot": (hot, lambda x: (x[..., None] == torch.arange(6)).long()),
+}
+
+
+@named("function", INSTEAD)
+def test_what_errors_say_to_write_instead_is_the_same(function):
+    f, instead = INSTEAD[function]
+    x = X + X.flip(0) ** 2 if f is not hot else X
+    torch.testing.assert_close(jit(instead)(x), f(x))
+
+
 def draws(x):
     return x + torch.rand(3, generator=torch.Generator().manual_seed(0))
 
 
 def dispatcher():
-    """What torch's dispatcher is told to include and to leave out."""
+    """Return the dispatch keys that torch includes and excludes."""
     return str((torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()))
 
 
 def transformed(transform):
-    """A transform of a function that uses a tensor of its surroundings, as the easiest mistake has it."""
+    """Return a transform of a function that closes over a tensor, the most common mistake."""
     table = torch.ones(3, 3)
     return transform(lambda x: (x @ table).sin().sum())
 
 
 def held(transform):
-    """A transform of what uses a tensor of an object."""
+    """Return a transform of an object with a tensor."""
     return transform(Holder())
 
 
@@ -112,6 +142,23 @@ ERRORS = {  # a function, its argument, and the TypeError
     "a branch": (branches, X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
     "an item": (asks, X, rf"jit: asks {HERE} {ASKS}"),
     "a selection": (selects, X, rf"jit: selects {HERE} {ASKS} \(aten.nonzero"),
+    "inside of torch": (
+        covariance,
+        X,
+        rf"jit: covariance {HERE} calls cov, which itself asks .* write it as d = x - x.me",
+    ),
+    "inside of a transform": (
+        lambda x: vmap(lambda x: x.corrcoef())(x[None]),
+        X,
+        rf"jit: <lambda> {HERE} calls corrcoef, which itself asks .* write it as d = ",
+    ),
+    "in a function of torch": (hot, X, rf"jit: hot {HERE} calls one_hot, which itself asks for the value"),
+    "in another": (
+        pairs,
+        X,
+        rf"jit: pairs {HERE} calls combinations, .*aten.masked_select.*; write it as tensor ops, or",
+    ),
+    "in another capture": (lambda x: jit(branches)(x), X, rf"jit: branches {HERE} {ASKS} .*; use torch.where"),
     "an array": (lambda x: x * x.numpy(), X, rf"jit: <lambda> {HERE} {ASKS} \(numpy"),
     "a generator": (draws, X, "jit: .* draws from a torch.Generator; use fquant.random, and pass a key"),
     "a result": (lambda x: (x, [TABLE]), X, rf"{USES} float32\[3\], its result.1.0; pass it as an argument"),
@@ -151,7 +198,7 @@ ODD = {  # tensors of X, and what they are called
 @pytest.mark.filterwarnings("ignore")  # torch's, of what it means to change
 @pytest.mark.parametrize("what", ODD)
 def test_tensors_that_are_not_dense(what):
-    """Nor are they taken for dense ones of their shape, as a sparse one could be for one number, expanded."""
+    """A sparse tensor must not match the key of a dense one of its shape, such as an expanded number."""
     captured, x = jit(torch.abs), ODD[what](X)
     captured(torch.ones(()).expand(X.shape))
     for given in (x, x, x.clone()):
@@ -196,8 +243,17 @@ def test_frozen_values_are_returned():
     assert torch.equal(got.pop("y"), 2 * X) and got == {"z": f(X)["z"]}
 
 
+def test_a_cost_names_the_same_place():
+    for f in (branches, covariance, closes_over_a_global):
+        with pytest.raises(TypeError, match=HERE) as captured:
+            jit(f)(X)
+        with pytest.raises(TypeError) as priced:
+            cost(f, X)
+        assert str(captured.value) == str(priced.value)
+
+
 def test_a_mapped_forward_derivative():
-    """torch gives its zero tangents another device where all else is fake: jvp of vmap is the same and works."""
+    """torch makes the zero tangents of vmap(jvp) on another device; jvp of vmap computes the same and works."""
     x, w = transform_table.draw("x", 2, 3, 4), transform_table.draw("w", 2, 4, 3)
     product = lambda x, w: torch.einsum("ij,jk->ik", x, w).sin()
     within = jit(vmap(lambda x, w: jvp(lambda x: product(x, w), (x,), (x,))[1]))

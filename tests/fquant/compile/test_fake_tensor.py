@@ -1,4 +1,4 @@
-"""What the trace says that an op gives is what it gives, where torch's own fake tensors say otherwise."""
+"""Corrected fake tensors have the layout and dtype of the real results of each op."""
 
 from functools import cache
 from itertools import product
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from fquant import jit
-from fquant.compile.fake_tensor import _KNOWN, _VIEWS, Fake
+from fquant.compile.fake_tensor import _RULES, _VIEWS, Fake
 from tests.helpers.formats import alike
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -22,7 +22,7 @@ LAYOUTS = {
     "one number": lambda t: t.flatten()[0].expand(t.shape),
     "gaps": lambda t: torch.stack([t, t], -1)[..., 0],
 }
-TWO = lambda *more, **told: lambda op, x, y: op(x, y, *more, **told)
+TWO = lambda *more, **described: lambda op, x, y: op(x, y, *more, **described)
 SLOPE = lambda *more: lambda op, x, y: op(x[(0,) * x.dim()], x, y, *more)
 SCALAR = "add sub mul div rsub fmod remainder copysign eq ne ge gt le lt"
 ONE = """
@@ -71,38 +71,38 @@ def strides(t):
 
 @cache
 def drawn(layout, shape, dtype):
-    """A tensor, and the fake one that stands for it; the same for all ops, as these take long to make."""
+    """Return a tensor and its fake one, cached because making them is slow."""
     t = LAYOUTS[layout](torch.rand(shape).to(dtype))
     return t, MODE.from_tensor(t)
 
 
-def told(op, *fakes):
+def described(op, *fakes):
     with MODE:
         return CALLS[op](op, *fakes)
 
 
 @pytest.mark.parametrize("op", CALLS, ids=str)
 def test_layouts_and_dtypes_are_those_of_the_op(op):
-    assert set(CALLS) == set(_KNOWN)
+    assert set(CALLS) == set(_RULES)
     one, two = (torch.float32,) * 2, ((torch.bfloat16, torch.float32), (torch.float32, torch.float64))
     kinds = (((4, 6), one), *(((2, 3, 5), dtypes) for dtypes in (one, *two)))
     for first, second, (shape, (of, other)) in product(LAYOUTS, LAYOUTS, kinds):
         (x, a), (y, b) = drawn(first, shape, of), drawn(second, shape, of if op in OF_ONE_DTYPE else other)
-        said, given = told(op, a, b), CALLS[op](op, x, y)
+        said, given = described(op, a, b), CALLS[op](op, x, y)
         assert said.dtype == given.dtype and said.shape == given.shape
         assert strides(said) == strides(given) or op in SAME_LAYOUT
 
 
-@pytest.mark.parametrize("op", [op for op in _KNOWN if "loss" not in str(op) and "cross" not in str(op)], ids=str)
+@pytest.mark.parametrize("op", [op for op in _RULES if "loss" not in str(op) and "cross" not in str(op)], ids=str)
 def test_strides_of_dims_of_one(op):
-    """By which torch's matmul chooses how to multiply, and so the last bits of a product."""
+    """Strides of dims of size one are right too: matmul chooses its algorithm, and so the last bits, by them."""
     for shape in ((17, 1, 8), (1, 8), (8, 1), (1, 1, 5), (2, 1, 3, 1)):
         size = torch.Size(shape).numel()
         lies = [torch.empty(shape).stride(), torch.empty(shape).mT.contiguous().mT.stride()]
         lies.append(tuple(size if n == 1 else step for n, step in zip(shape, lies[0], strict=True)))
         pairs = [(t, MODE.from_tensor(t)) for t in (torch.empty_strided(shape, lie).fill_(0.5) for lie in lies)]
         for (x, a), (y, b) in product(pairs, pairs):
-            assert told(op, a, b).stride() == CALLS[op](op, x, y).stride(), (shape, x.stride(), y.stride())
+            assert described(op, a, b).stride() == CALLS[op](op, x, y).stride(), (shape, x.stride(), y.stride())
             if str(op).endswith(("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")):
                 with MODE:
                     said = op(a, 0.5)
@@ -140,7 +140,7 @@ def test_gradients_of_losses_of_two_dtypes(loss, other):
 
 
 def test_gradients_of_sums_of_what_is_transposed():
-    """A sum's gradient is one number, expanded; its product with a transposed tensor is transposed."""
+    """The gradient of a sum is an expanded number; its product with a transposed tensor is transposed."""
     f = grad(lambda x, w: ((x.mT @ w).mT * x[:6]).sum() + (x.mT * w.mT).sum())
     x, w = torch.randn(8, 6), torch.randn(6, 8).mT
     got, wanted = jit(f)(x, w), f(x, w)
@@ -148,7 +148,7 @@ def test_gradients_of_sums_of_what_is_transposed():
 
 
 def test_products_of_one_row_are_those_of_blas():
-    """It multiplies otherwise where a dim of one element has other strides."""
+    """BLAS multiplies differently if a dim of size one has other strides."""
     f = grad(lambda v: (v @ v.mT).abs().neg().sum())
     v = torch.randn(64, 33, 1)
     assert alike(jit(f)(v), f(v)) and alike(jit(vmap(f))(v[:, None]), vmap(f)(v[:, None]))
@@ -156,8 +156,7 @@ def test_products_of_one_row_are_those_of_blas():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
 def test_zeros_that_are_nowhere():
-    """What is constant to the inner of two jvps has a tangent of zeros that are nowhere. Torch remembers what it said
-    of a view of another tensor of that shape, and says it of theirs."""
+    """Zero tangents without memory are not confused with tensors of their shape by torch's cache of descriptions."""
 
     def f(x, w):
         inner = lambda x, w: jvp(lambda t: t.sin() * w, (x,), (x,))[1]
@@ -173,7 +172,7 @@ def test_zeros_that_are_nowhere():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
 def test_tangents_of_what_is_part_of_a_memory():
-    """Torch asks whether two tensors have memory of one size, and remembers the answer for others of their shape."""
+    """Storage sizes are compared anew for each pair of tensors, and not by torch's cache."""
     f = lambda x, dx: jvp(lambda t: (t.mT.sin() * 2, t[1:].view(-1)), (x,), (dx,))
     whole, part = torch.randn(4, 6), torch.randn(9, 6)[2:6]
     for x, dx in ((whole, whole + 1), (part, part + 1), (whole, part), (part, whole)):

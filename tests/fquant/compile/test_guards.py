@@ -1,4 +1,4 @@
-"""key: a captured function is the function in whatever state torch is, and is traced again where that decides."""
+"""A captured function equals the function in any state of torch, and is retraced if the state decides."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -66,7 +66,7 @@ def test_captured_is_eager_in_any_state(f, state):
 
 
 def test_too_many_states_are_told():
-    captured = jit(lambda x: x @ x.mT, most=1)
+    captured = jit(lambda x: x @ x.mT, max_traces=1)
     captured(X)
     with (
         torch.autocast("cpu", torch.bfloat16),

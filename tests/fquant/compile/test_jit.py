@@ -1,4 +1,4 @@
-"""jit: captured is eager, bit for bit, and only what is donated is written over."""
+"""A captured function equals the function in every bit, and writes over donated arguments only."""
 
 import threading
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_captured_is_eager(verb, transform):
 @pytest.mark.parametrize("comm", [LOCAL, replace(LOCAL, wrap=remat)], ids=["kept", "remat"])
 @pytest.mark.parametrize("donate", [(), ("adapters", "state")], ids=["kept", "donated"])
 def test_steps(comm, donate):
-    """Several steps with dropout: new values, new keys, one trace."""
+    """Run several steps with dropout: new values, new keys, one trace."""
     captured = jit(step, donate=donate)
     adapters, state, base = start(dropout=0.3)
     ours, losses = [copied(adapters), copied(state)], set()
@@ -64,8 +64,11 @@ def test_what_is_donated_is_written_over():
     captured = jit(step, donate=("adapters", "state"))
     adapters, state, base = start()
     before = copied((adapters, state, base))
+    given = tree.leaves((adapters, state))
+    memory = [t.data_ptr() for t in given]
     after = captured(adapters, state, base, tokens_of(0))
-    assert all(new is old for new, old in zip(tree.leaves(after[:2]), tree.leaves((adapters, state)), strict=True))
+    assert [t.data_ptr() for t in tree.leaves(after[:2])] == memory
+    assert not {id(t) for t in tree.leaves(after)} & {id(t) for t in given}
     assert equal(after, step(before[0], before[1], before[2], tokens_of(0))) and equal(base, before[2])
 
 
@@ -97,10 +100,11 @@ def test_memory_that_is_shared_is_not_written(shared):
 def test_donation_comes_back_when_memory_is_no_longer_shared():
     captured = jit(lambda a: a + 1, donate=("a",))
     a = torch.zeros(3)
-    view = a[:]
-    assert captured(a) is not a
+    view, memory = a[:], a.data_ptr()
+    assert captured(a).data_ptr() != memory
+    assert torch.equal(a, view)  # and is not retired
     del view
-    assert captured(a) is a and len(captured.traced) == 2
+    assert captured(a).data_ptr() == memory and len(captured.traced) == 2
 
 
 READERS = {  # of the old value, after the result that takes its place has been made
@@ -119,8 +123,9 @@ def test_a_result_waits_for_the_last_reader(reader):
         return result, READERS[reader](a).sum()
 
     a = torch.arange(16.0).reshape(4, 4).clone()
+    memory = a.data_ptr()
     wanted, got = f(a.clone()), jit(f, donate=("a",))(a)
-    assert equal(got, wanted) and got[0] is a
+    assert equal(got, wanted) and got[0].data_ptr() == memory
 
 
 WRITERS = {  # of the result that takes the place of the old value, once it has been made
@@ -141,14 +146,15 @@ def test_a_result_that_is_written_is_what_it_is_in_the_end(writer, fuse):
         return result, seen * 2 + 1
 
     a = torch.arange(16.0).reshape(4, 4).clone() / 16
+    memory = a.data_ptr()
     wanted, got = f(a.clone()), jit(f, donate=("a",), fuse=fuse)(a)
-    assert equal(got, wanted) and got[0] is a
+    assert equal(got, wanted) and got[0].data_ptr() == memory
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_donation_in_any_program(data):
-    """Random programs of reads, views and results; a write too early or too late changes a value."""
+    """Draw programs of reads, views and results; a write too early or too late would change a value."""
     size = 4
     program = data.draw(
         st.lists(st.tuples(st.sampled_from("avtsmr"), st.integers(0, 9), st.integers(0, 9)), max_size=10)
@@ -169,9 +175,9 @@ def test_donation_in_any_program(data):
 
     draw = lambda i: random.normal(random.fold(random.key(5), i), (size, size), torch.float64)
     a, b = draw(0).clone(), draw(1).clone()  # what is a view keeps what it views, and shares its memory with it
-    wanted = f(a.clone(), b.clone())
+    wanted, memory = f(a.clone(), b.clone()), {a.data_ptr(), b.data_ptr()}
     got = jit(f, donate=("a", "b"))(a, b)
-    assert equal(got, wanted) and all(any(t is x or t._base is x for t in got) for x in (a, b))
+    assert equal(got, wanted) and memory <= {t.untyped_storage().data_ptr() for t in got}
 
 
 OTHERS = {  # two calls of f(x, k), and whether the second is traced again
@@ -213,7 +219,7 @@ def test_one_function_of_many_options():
     def plain(x):
         return x + 1
 
-    @jit(most=1)
+    @jit(max_traces=1)
     def once(x):
         return x + 1
 
@@ -277,7 +283,7 @@ def test_compile():
 
 
 def test_threads_trace_one_at_a_time():
-    """Torch's tracer is not for two, and each of these would be traced while others are traced and replayed."""
+    """Call functions from four threads: torch's tracer serves one, while others would trace and replay."""
     bodies = [lambda x, k=k: (x @ x * k).tanh().sum(0) + (x * k).exp() for k in range(6)]
     functions, wanted = [jit(f) for f in bodies], [f(X.mT @ X) for f in bodies]
     start, got = threading.Barrier(4), []

@@ -1,4 +1,4 @@
-"""The first replay: what an op gives otherwise than was said is copied to lie as was said, or raises."""
+"""The first replay copies a result that is not in its traced layout, and raises for a wrong dtype, shape or view."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LIBRARY = torch.library.Library("fquant_test_first", "DEF")
 
 
 def liar(name, real, said, schema="(Tensor x) -> Tensor"):
-    """An op that does ``real`` and is said to do ``said``."""
+    """Define an op that computes ``real``, and whose fake implementation is ``said``."""
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fquant_test_first::{name}", said, lib=LIBRARY)
@@ -57,10 +57,10 @@ def test_what_lies_otherwise_is_copied(fuse, donate):
     captured = jit(written, fuse=fuse, donate=donate)
     for seed in range(4):
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))
-        wanted = honest(x)
+        wanted, memory = honest(x), x.data_ptr()
         got = captured(x)
         assert all(map(alike, got, wanted)) and got[0].is_contiguous()
-        assert not donate or got[0].data_ptr() == x.data_ptr()
+        assert not donate or got[0].data_ptr() == memory
     assert len(captured.traced) == 1
 
 
@@ -76,14 +76,14 @@ def test_one_result_of_several():
 
 @pytest.mark.parametrize("op", [casts, shapes, sees], ids=str)
 def test_another_dtype_shape_or_view_raises(op):
-    with pytest.raises(RuntimeError, match=f"{op} gives .* and torch says, where nothing is computed, "):
+    with pytest.raises(RuntimeError, match=f"{op} gives .* and torch describes it to the trace as "):
         jit(lambda x: op(x * 2) * 3)(torch.randn(5, 7))
 
 
 @pytest.mark.parametrize("op", ["mm", "bmm", "addmm", "add", "sub", "mul", "div", "neg", "sqrt", "exp", "cat"])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypatch):
-    """Of an op that torch said to give f32, and that gives f64, nobody sees the cast to where it is told to write."""
+    """An out variant would cast f64 to the f32 that torch described, without a trace of it."""
     lie, args = FakeTensorMode.dispatch, {"neg": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
 
     def lying(self, func, types, args=(), kwargs=None):
@@ -93,15 +93,15 @@ def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypa
     monkeypatch.setattr(FakeTensorMode, "dispatch", lying)
     xs = [torch.randn((2,) * (2 + (op == "bmm")), dtype=torch.float64).abs() for _ in range(args)]
     f = jit(lambda *xs: (torch.cat(xs) if op == "cat" else getattr(torch, op)(*xs)).mT.float().softmax(-1), fuse=fuse)
-    with pytest.raises(RuntimeError, match=r"gives .*float64.* torch says|to have dtype double, but got float"):
+    with pytest.raises(RuntimeError, match=r"gives .*float64.* torch describes it|to have dtype double, but got float"):
         f(*xs)
 
 
 def test_what_is_told_where_to_write_may_lie_otherwise(monkeypatch):
-    told = FakeTensorMode.dispatch
+    described = FakeTensorMode.dispatch
 
     def lying(self, func, types, args=(), kwargs=None):
-        made = told(self, func, types, args, kwargs)
+        made = described(self, func, types, args, kwargs)
         if func is not torch.ops.aten.exp.default:
             return made
         return FakeTensor(self, torch.empty_strided(made.shape, (1, 5), dtype=made.dtype, device="meta"), made.device)
@@ -129,7 +129,7 @@ def test_an_honest_graph_is_as_it_was_traced():
 
 
 def test_what_torch_is_known_to_say():
-    """log_sigmoid of what is transposed is contiguous, and is said to be transposed."""
+    """log_sigmoid of a transposed tensor is contiguous, and torch describes it as transposed."""
     captured, x = jit(lambda x: F.logsigmoid(x.mT).view(2, 3, 5).sum(1)), torch.randn(5, 6)
     for _ in range(3):
         assert alike(captured(x), captured.__wrapped__(x))

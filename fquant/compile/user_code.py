@@ -1,0 +1,120 @@
+"""The names that a user's code reads, by its bytecode, and the attributes of a user's objects.
+
+Code of libraries is distinguished by its file: fquant, shard and models, installed packages, and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import dis
+import enum
+import functools
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_OURS = [str(Path(__file__).parents[2] / name) for name in ("fquant", "shard", "models")]
+_INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib"))]
+_LIBRARIES = (*(os.path.join(folder, "") for folder in (*_OURS, *_INSTALLED)), "<frozen")
+
+
+class Read(NamedTuple):
+    """A name that code reads, and the attributes that follow it."""
+
+    kind: str  # global, cell or parameter
+    name: str
+    attributes: tuple[str, ...]
+
+
+@functools.lru_cache
+def reads(code: types.CodeType) -> tuple[Read, ...]:
+    """Return the names that ``code`` reads, and the code within it."""
+    found, given = list[Read](), code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    kind, name, attributes = "", "", list[str]()
+
+    def end() -> None:
+        if kind and (kind != "parameter" or name in given):
+            found.append(Read(kind, name, tuple(attributes)))
+
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.append(each.argval)
+            continue
+        end()
+        kind, attributes = "", []
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            kind, name = "global", each.argval
+        elif each.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
+            kind, name = "cell" if each.argval in code.co_freevars else "parameter", each.argval
+        elif each.opname.startswith("LOAD_FAST"):
+            *others, name = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            found += [Read("parameter", other, ()) for other in others if other in given]
+            kind = "parameter"
+    end()
+    for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
+        for read in reads(inner):
+            if read.kind == "global" or read.kind == "cell" and read.name in code.co_freevars:
+                found.append(read)
+            elif read.kind == "cell" and read.name in given:
+                found.append(read._replace(kind="parameter"))
+    return tuple(dict.fromkeys(found))
+
+
+def mapping_of(x: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the dictionary of an object, or of one of its classes, that has the attribute ``name``."""
+    classes = type.mro(x) if isinstance(x, type) else [x, *type(x).__mro__]
+    if isinstance(x, Tensor):
+        return None
+    return next((names for each in classes if name in (names := getattr(each, "__dict__", {}))), None)
+
+
+def fields(x: Any) -> dict[str, Any] | None:
+    """Return the attributes of a dataclass, a namespace or an object of a user's class; None for any other."""
+    slots = slots_of(type(x))
+    if slots is None:
+        return None
+    own = getattr(x, "__dict__", {})
+    return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **own} if slots else own
+
+
+@functools.lru_cache
+def slots_of(cls: type) -> tuple[str, ...] | None:
+    """Return the slots of a class whose objects have fields in the sense of :func:`fields`, None for another."""
+    if issubclass(cls, torch.nn.Module | Tensor | type | types.FunctionType | enum.Enum):
+        return None
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or (
+        "" if cls.__module__ == "__main__" else "<frozen"
+    )
+    known = dataclasses.is_dataclass(cls) or issubclass(cls, types.SimpleNamespace | argparse.Namespace)
+    if not known and not is_users(file or ""):
+        return None
+    slots = [vars(each).get("__slots__", ()) for each in cls.__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+@functools.lru_cache
+def is_open(cls: type) -> bool:
+    """Return True for a class whose objects have fields that may be set."""
+    return slots_of(cls) is not None and not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+
+
+def parameters(f: Any) -> tuple[str, ...]:
+    """Return the names of the positional parameters of a function."""
+    code = getattr(f, "__code__", None)
+    return code.co_varnames[: code.co_argcount] if code else ()
+
+
+@functools.lru_cache
+def is_users(file: str) -> bool:
+    """Return True for a file of neither a library nor the standard library."""
+    return not file.startswith(_LIBRARIES)
