@@ -45,6 +45,12 @@ FORMER_NAMES = {  # renamed classes: the name in older files -> the name now
     "fquant.BookPart": "fquant.ShardedBook",
     "fquant.PartStats": "fquant.ShardedStats",
 }
+FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the field now
+    ("fquant.Projections", "enter"): "project_in",
+    ("fquant.Projections", "leave"): "project_out",
+    ("fquant.ShardedStats", "own"): "local",
+    ("fquant.ShardedStats", "at"): "drawn",
+}
 
 
 def static(**options: Any) -> Any:

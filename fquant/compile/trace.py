@@ -28,7 +28,7 @@ from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
-from .passes.simplify import simplify, remove_products_with_one
+from .passes.simplify import remove_products_with_one, simplify
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
@@ -120,7 +120,8 @@ def trace(
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         taken = set(write_over_donated(module.graph, donated))
-        graph.run(module.graph, (fuse_pointwise, reinplace, remove_products_with_one) if fuse else (remove_products_with_one,))
+        fusion = (fuse_pointwise, reinplace) if fuse else ()
+        graph.run(module.graph, (*fusion, remove_products_with_one))
         module.recompile()
     out, out_structure = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)

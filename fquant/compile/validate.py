@@ -26,7 +26,7 @@ from .memory import executor, plan
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # they raise instead of casting
-_TRACED = {out: op for op, out in plan.OUT_VARIANTS.items() if op not in _STRICT}  # out variants, and the ops that were traced
+_TRACED = {out: op for op, out in plan.OUT_VARIANTS.items() if op not in _STRICT}  # out variant -> traced op
 
 
 def run(module: GraphModule, placed: plan.MemoryPlan | None, tensors: Sequence[Tensor]) -> tuple[Any, bool]:

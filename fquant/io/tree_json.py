@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import FORMER_NAMES, NODES, VALUES, is_node, name_of
+from ..tree import FORMER_FIELDS, FORMER_NAMES, NODES, VALUES, is_node, name_of
 
 Path = tuple[str, ...]  # names that lead to a leaf, joined by dots in files and messages
 
@@ -89,9 +89,10 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any]) -> Any:
         case {"node": str(name), "fields": dict(children), "static": dict(static), **rest} if not rest:
             cls = _lookup(NODES, name, path)
             fields, statics = _fields(cls)
-            _check_keys(children, set(fields), _join(path, name))
+            now = {key: FORMER_FIELDS.get((name_of(cls), key), key) for key in children}
+            _check_keys({now[key]: child for key, child in children.items()}, set(fields), _join(path, name))
             _check_keys(static, set(statics), _join(path, name))
-            parts = {key: _decode(children[key], _join(path, key), leaf) for key in fields}
+            parts = {now[key]: _decode(child, _join(path, key), leaf) for key, child in children.items()}
             return _make(cls, path, parts | {key: _decode_value(static[key], _join(path, key)) for key in statics})
         case {"dict": dict(inner), **rest} if not rest:
             return {key: _decode(child, _join(path, key), leaf) for key, child in inner.items()}

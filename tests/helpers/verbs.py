@@ -131,7 +131,8 @@ ROWS = ((4, 64), (1, 64), (3, 64), (2, 5, 64), (64,), (17, 64), (0, 64), (33, 64
 NAMES = {
     "torch": torch, "F": F, "grad": grad, "jvp": jvp, "vjp": vjp, "vmap": vmap, "dequantize": dequantize, "vq": vq,
     "embedding": embedding, "linear": linear, "lora": lora, "random": random, "remat": remat, "tree": tree,
-    "blocks": blocks, "head": fused_cross_entropy, "gated": gated, "attention": attention, "rms_norm": rms_norm, "codes": codes,
+    "blocks": blocks, "head": fused_cross_entropy, "gated": gated, "attention": attention, "rms_norm": rms_norm,
+    "codes": codes,
     "block": block, "heads": heads, "turned": turned, "beside": beside,
 }  # fmt: skip
 VERBS = programs.Language(

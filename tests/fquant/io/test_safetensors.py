@@ -374,11 +374,16 @@ def test_a_file_of_former_names_loads(tmp_path):
     """The metadata of this file holds the former names of renamed classes and formats."""
     book = vq.sharded.init(random.key(0), 64, 4, 16, 32)
     part = vq.sharded.apply(book, make(torch.float32, (8, 4)), random.key(1))[-1]
-    written = {"w": quantize(make(torch.float32, (8, 64)), AQ_2X8), "book": book, "stats": part}
+    fsq = vq.fsq.init(random.key(2), (5, 3), dim=6)  # with projections
+    written = {"w": quantize(make(torch.float32, (8, 64)), AQ_2X8), "book": book, "stats": part, "fsq": fsq}
     text, tensors = tree_json.encode(written)
     for name, former in FORMER.items():
         assert name in text
         text = text.replace(name, former)
+    for (_, former), name in tree.FORMER_FIELDS.items():
+        assert f'"{name}":' in text
+        text = text.replace(f'"{name}":', f'"{former}":')
+        tensors = {path.replace(f".{name}", f".{former}"): t for path, t in tensors.items()}
     safetensors.write(tmp_path / "x", tensors, {"format": "pt", safetensors.TREE: text})
     got = safetensors.load(tmp_path / "x")
     assert equal_trees(got, written) and tree.structure(got) == tree.structure(written)
