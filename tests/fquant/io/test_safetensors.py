@@ -380,10 +380,15 @@ def test_a_file_of_former_names_loads(tmp_path):
     for name, former in FORMER.items():
         assert name in text
         text = text.replace(name, former)
-    for (_, former), name in tree.FORMER_FIELDS.items():
-        assert f'"{name}":' in text
-        text = text.replace(f'"{name}":', f'"{former}":')
-        tensors = {path.replace(f".{name}", f".{former}"): t for path, t in tensors.items()}
+    content = json.loads(text)
+    parts = content["tree"]["dict"]
+    for spec, path in ((parts["stats"], "stats"), (parts["fsq"]["fields"]["params"], "fsq.params")):
+        for (_, former), name in tree.FORMER_FIELDS.items():
+            if name in spec["fields"]:
+                spec["fields"][former] = spec["fields"].pop(name)
+                tensors = {re.sub(rf"^{path}\.{name}\b", f"{path}.{former}", at): t for at, t in tensors.items()}
+    assert {"stats.own.counts", "fsq.params.enter.weight"} <= set(tensors)
+    text = json.dumps(content)
     safetensors.write(tmp_path / "x", tensors, {"format": "pt", safetensors.TREE: text})
     got = safetensors.load(tmp_path / "x")
     assert equal_trees(got, written) and tree.structure(got) == tree.structure(written)
