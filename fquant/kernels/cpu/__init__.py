@@ -14,11 +14,12 @@ from .losses import nll, nll_backward
 from .norms import rms_norm, rms_norm_backward
 from .products import matmul, matmul_t
 from .random_words import bernoulli, bits, fold
+from .threads import usable_cores
 
 __all__ = [
     "DEVICES", "attention", "attention_backward", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load",
     "matmul", "matmul_t", "nll", "nll_backward", "pointwise", "rms_norm", "rms_norm_backward", "silu",
-    "silu_derivative",
+    "silu_derivative", "usable_cores",
 ]  # fmt: skip
 
 DEVICES = ("cpu",)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.pointwise_program import PIECE
+from .threads import num_threads
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -157,7 +158,7 @@ def result(out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
 
 def call(name: str, *args: object) -> int:
     """What function ``fquant_name`` of the library returns, given the instruction set and the threads to be used."""
-    result = getattr(load(), f"fquant_{name}")(isa(), torch.get_num_threads(), *args)
+    result = getattr(load(), f"fquant_{name}")(isa(), num_threads(), *args)
     if result < 0:
         raise MemoryError(f"{name} could not allocate its scratch memory; free some")
     return result

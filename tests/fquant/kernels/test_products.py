@@ -17,6 +17,7 @@ from fquant.packed import FLOATS
 from tests.helpers.arrays import named
 from tests.helpers.formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, shifted, strided
 from tests.helpers.kernels.rounding import assert_product, bound, product_of
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = built
@@ -228,15 +229,8 @@ def test_float16_overflows_to_infinity_as_torchs_does(op):
 # --- threads and memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    yield lambda n: torch.set_num_threads(n)
-    torch.set_num_threads(before)
-
-
 @named("format", [NF4_DQ, INT8])
-def test_the_number_of_threads_changes_no_bit(format, two_threads):
+def test_the_number_of_threads_changes_no_bit(format):
     w = torch.randn(300, 512, generator=torch.Generator().manual_seed(0))
     spec = Spec(format, (300, 512), torch.bfloat16)
     buffers = draw(spec)
@@ -251,12 +245,12 @@ def test_the_number_of_threads_changes_no_bit(format, two_threads):
 
     for isa in ISAS:
         with forced(isa):
-            two_threads(1)
-            wanted = everything()
+            with num_threads(1):
+                wanted = everything()
             for n in (2, 5):
-                two_threads(n)
-                assert all(map(alike, everything(), wanted)), (isa, n)
-            with ThreadPoolExecutor(3) as pool:
+                with num_threads(n):
+                    assert all(map(alike, everything(), wanted)), (isa, n)
+            with num_threads(5), ThreadPoolExecutor(3) as pool:
                 calls = [pool.submit(everything) for _ in range(4)]
                 assert all(alike(a, b) for call in calls for a, b in zip(call.result(), wanted, strict=True)), isa
 

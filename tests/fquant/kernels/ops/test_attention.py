@@ -13,6 +13,7 @@ from fquant.kernels.ops.attention import attention, attention_backward
 from fquant.kernels.reference.causal_attention import dense, scores, visible
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
+from tests.helpers.kernels.threads import num_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 
@@ -94,13 +95,8 @@ def calls(draw):
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=40)
 def test_any_call(backend, call, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_right(*call[0], runs=call[1])
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_right(*call[0], runs=call[1])
 
 
 @named("backend", BACKENDS)
@@ -117,21 +113,17 @@ def test_long_sequences(backend, dtype):
 def test_bits_depend_on_nothing_but_the_numbers(backend, dtype):
     """Not on threads, on how a tensor lies, or on what else is there."""
     given, runs = drawn(3, 2, 2, 150, 24, dtype), RUNS["documents"](3, 150, rng(2))
-    before = torch.get_num_threads()
-    try:
-        with forced(backend):
-            wanted = both(*given, runs=runs)
-            for threads in (1, 2, 5):
-                torch.set_num_threads(threads)
+    with forced(backend):
+        wanted = both(*given, runs=runs)
+        for threads in (1, 2, 5):
+            with num_threads(threads):
                 assert all(map(alike, both(*given, runs=runs), wanted))
-            for place in PLACES:
-                assert all(map(alike, both(*map(place, given), runs=runs), wanted))
-            one = both(*(x[1:2] for x in given), runs=runs[1:2])
-            assert all(alike(a, b[1:2]) for a, b in zip(one, wanted, strict=True))
-            some = both(*(x[:, :, :77] for x in given), runs=runs[:, :77])
-            assert alike(some[0], wanted[0][:, :, :77]) and alike(some[1], wanted[1][:, :, :77])
-    finally:
-        torch.set_num_threads(before)
+        for place in PLACES:
+            assert all(map(alike, both(*map(place, given), runs=runs), wanted))
+        one = both(*(x[1:2] for x in given), runs=runs[1:2])
+        assert all(alike(a, b[1:2]) for a, b in zip(one, wanted, strict=True))
+        some = both(*(x[:, :, :77] for x in given), runs=runs[:, :77])
+        assert alike(some[0], wanted[0][:, :, :77]) and alike(some[1], wanted[1][:, :, :77])
 
 
 @named("backend", BACKENDS)

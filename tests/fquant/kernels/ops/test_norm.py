@@ -19,6 +19,7 @@ from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
 from tests.helpers.kernels.interpreter import interpreted
 from tests.helpers.kernels.losses import ROWS, spread
 from tests.helpers.kernels.norms import BACKENDS, DTYPES, EPSILON, PLACES, assert_backward, assert_scale, drawn, normed
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 1000, 1023, 1024, 1025, 4096, 4113, 8200]
@@ -62,13 +63,8 @@ def calls(draw):
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=60)
 def test_random_rows(backend, call, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_right(*call)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_right(*call)
 
 
 def assert_all_right(dtype):

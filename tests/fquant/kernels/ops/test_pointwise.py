@@ -17,6 +17,7 @@ from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Prog
 from fquant.kernels.ops.rotate_half import turn
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.pointwise import values
+from tests.helpers.kernels.threads import num_threads
 
 FLOATS = tuple(DTYPES.values())
 BACKENDS = ("reference", *ISAS)
@@ -161,13 +162,8 @@ def test_what_is_read_may_be_written_over(backend):
 def test_large_tensors_are_shared_out(threads, backend):
     x, w = values(300 * 1000, BF16).reshape(300, 1000), values(1000, BF16, 1)
     steps = (Step("to", F32, (0,)), Step("mul", F32, (2, 2)), Step("to", BF16, (3,)), Step("mul", BF16, (1, 4)))
-    program, before = Program(steps, (3, 5), ()), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with forced(backend):
-            got = pointwise([x, w], [], program)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        got = pointwise([x, w], [], Program(steps, (3, 5), ()))
     assert all(map(alike, got, (x.float() ** 2, (x.float() ** 2).bfloat16() * w)))
 
 

@@ -22,6 +22,7 @@ from fquant.kernels.ops import random_bits
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, built, forced, shifted, strided
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
@@ -73,14 +74,9 @@ def assert_folds(key, data):
 )
 @settings(max_examples=40)
 def test_draws(backend, key, threshold, size, more, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_draws(key, threshold, (size, *more))
-            assert_draws(key, threshold, more)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_draws(key, threshold, (size, *more))
+        assert_draws(key, threshold, more)
 
 
 @named("backend", BACKENDS)

@@ -20,6 +20,7 @@ from fquant.kernels.ops.pointwise_program import OWN, Program, Step
 from fquant.kernels.ops.silu import OPS, silu, silu_derivative
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
@@ -145,14 +146,10 @@ def test_an_element_depends_on_nothing_but_itself(name, backend, dtype):
 @named("threads", [1, 2])
 @named("backend", ISAS)
 def test_large_tensors_are_shared_out(threads, backend):
-    x, before = 4 * torch.randn(300, 1001, generator=rng(5)), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            for name in OWN:
-                assert alike(OPS[name](x), torch.stack([OPS[name](row) for row in x]))
-    finally:
-        torch.set_num_threads(before)
+    x = 4 * torch.randn(300, 1001, generator=rng(5))
+    with num_threads(threads), forced(backend):
+        for name in OWN:
+            assert alike(OPS[name](x), torch.stack([OPS[name](row) for row in x]))
 
 
 @named("dtype", [F32, BF16, F16])
