@@ -31,7 +31,7 @@ def num_threads() -> int:
 
 @cache
 def limit() -> int:
-    """Return :func:`usable_cores`, read at the first kernel of the process and kept, because a small product takes 10 µs.
+    """Return :func:`usable_cores`, read at the first kernel of the process and kept: a small product takes 10 µs.
 
     A launcher sets all three limits before the process starts. After a later change call ``limit.cache_clear()``.
     """
