@@ -8,10 +8,10 @@ the machine. Three limits of the process are smaller where a machine is shared:
 * The CPU quota of the process's cgroup and of its parents: ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1.
 
 More threads than cores are slow, because the OpenMP runtime of torch waits actively: a thread spins for milliseconds
-before it sleeps, both between calls and at the end of one. On 2 cores, one of them busy with another process, a product
-of one row [1 4096] with NF4 [4096 4096] on two threads took 8 to 16 ms (median) instead of 0.7. It took 1.5 ms with
-``OMP_WAIT_POLICY=passive``, which the runtime reads when torch is imported: set it where other processes share the
-cores. Affinity and quotas cannot show these processes.
+before it sleeps, both between calls and at the end of one. Take a product of one row with NF4 [4096 4096] on two
+threads, with another process busy on one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with
+``OMP_WAIT_POLICY=passive``. The runtime reads that variable when torch is imported. Set it where other processes share
+the cores, because affinity and quotas do not show them.
 """
 
 from __future__ import annotations
