@@ -10,9 +10,10 @@ In plain torch a bfloat16 norm is a cast, a square, a mean, a root, two products
 memory. Its backward reads two float32 tensors of x's size. Here the backward needs x, the weight and a number a row.
 
 y is rounded where transformers rounds it, before and after the weight; with the same scale it has the same bits. dx is
-computed in float32 and rounded once, as if y were not rounded. The reference defines the results. Sums of squares
-are taken in another order, with fewer roundings, so the scale is within a few roundings of the reference's. On CPUs all instruction sets give the same bits. Infinities and NaN come out as in the reference. Squares are float32: a
-row whose squares overflow counts as infinite.
+computed in float32 and rounded once, as if y were not rounded. The reference defines the results. Sums of squares are
+taken in another order, with fewer roundings, so the scale is within a few roundings of the reference's. On CPUs all
+instruction sets give the same bits. Infinities and NaN come out as in the reference. Squares are float32: a row whose
+squares overflow counts as infinite.
 
 float64 and devices without a kernel take the reference. The ops have no derivatives; models/norm.py has. Under vmap,
 rows are merged, and mapped weights are a loop.

@@ -13,9 +13,9 @@ or 2.7 TB/s of packed bytes. That is 64 % of a copy, and less than half the time
 look-up would be needed for 75 %, but 16 float32 values that are scaled before they are rounded have none. 8 rows cost
 as much as one, and 32 a fifth more.
 
-**Many rows.** A tile of the weight is decoded, multiplied by torch, and overwritten. To decode an element
-of the weight takes 0.3e-12 s if the tile stays in cache (10 instructions), 0.6e-12 s if it goes to memory (2.5 bytes).
-To multiply it takes 2.5e-15 s a row (790 TFLOP/s). So ``TILE`` is what 50 MB of cache hold beside x and y. The time over that of
+**Many rows.** A tile of the weight is decoded, multiplied by torch, and overwritten. Decoding an element of the weight
+takes 0.3e-12 s if the tile stays in cache (10 instructions). It takes 0.6e-12 s in memory (2.5 bytes). To multiply it
+takes 2.5e-15 s a row (790 TFLOP/s). So ``TILE`` is what 50 MB of cache hold beside x and y. The time over that of
 bf16's product, if that is no slower in tiles:
 
     rows        512     2048    4096
