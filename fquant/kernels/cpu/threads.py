@@ -16,6 +16,7 @@ the cores, because affinity and quotas do not show them.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from functools import cache
@@ -46,8 +47,7 @@ def usable_cores(processes: int = 1, root: Path = Path("/")) -> int:
 
     Raises ValueError if OMP_NUM_THREADS is set to anything but a positive integer, or a list that begins with one.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = max(1, math.ceil(min(affinity, _quota(root))) // processes)
+    cores = max(1, math.ceil(min(_affinity(), _quota(root))) // processes)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     if not text:
         return cores
@@ -55,6 +55,22 @@ def usable_cores(processes: int = 1, root: Path = Path("/")) -> int:
     if not (first.isascii() and first.isdigit() and int(first)):
         raise ValueError(f"OMP_NUM_THREADS is {text!r}; wanted a positive integer; correct or unset it")
     return min(cores, int(first))
+
+
+def _affinity() -> int:
+    """Return the cores of the affinity of this process, or of the machine if the system has no affinity."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    # With OMP_PROC_BIND or OMP_PLACES the runtime binds this thread to one of the cores that it counts.
+    return max(len(os.sched_getaffinity(0)), _openmp_cores())
+
+
+def _openmp_cores() -> int:
+    """Return the cores that the OpenMP runtime of torch may use, 0 if it has none."""
+    try:
+        return ctypes.CDLL(torch._C.__file__).omp_get_num_procs()
+    except (AttributeError, OSError):
+        return 0
 
 
 def _quota(root: Path) -> float:

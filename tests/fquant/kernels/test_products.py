@@ -1,4 +1,4 @@
-"""matmul and matmul_t: within the rounding of their dtype of the exact product, and in no more memory than a tile."""
+"""matmul and matmul_t: within the rounding of their dtype of the exact product, and within the memory of a tile."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +30,7 @@ each_kind = named("format", KINDS)
 
 
 def rows_of_x(rows, n, dtype, seed=0):
-    """Rows in turn ordinary, huge beside tiny, cancelling, mostly zero, denormal."""
+    """Return rows that are in turn ordinary, huge beside tiny, cancelling, mostly zero, denormal."""
     x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
     x[1::5] *= torch.where(torch.arange(n) % 7 == 3, 1e2, 1e-4)
     x[2::5, 1::2] = -x[2::5, 0 : n // 2 * 2 : 2]
@@ -40,7 +40,7 @@ def rows_of_x(rows, n, dtype, seed=0):
 
 
 def weight(op, buffers, spec, dtype):
-    """What x is multiplied with, as the reference decodes it: [n k]."""
+    """Return the factor of x [n k], decoded by the reference."""
     w = reference.decode(buffers, spec, dtype)
     return w.mT if op == "matmul" else w
 
@@ -50,7 +50,7 @@ def product(op, *args):
 
 
 def tiled(patch, size):
-    """Where torch multiplies, it does so with tiles of ``size`` bytes."""
+    """Let torch multiply tiles of ``size`` bytes."""
     patch.setattr(gemm, "TILE", size)
 
 
@@ -78,7 +78,7 @@ def test_product(format, dtype, op):
 @named("block", BLOCKS)
 @named("format", [NF4_DQ, replace(INT8, name="int8_blocks")])
 def test_product_of_blocks(format, block, op):
-    """Of widths that whole vectors of codes fit, but not always whole blocks."""
+    """Widths of whole vectors of codes, but not always of whole blocks."""
     for shape in [(19, 128), (35, 384), (18, 4224)]:
         spec = Spec(replace(format, block=block), shape, torch.bfloat16)
         buffers = draw(spec)
@@ -112,7 +112,7 @@ def test_product_by_tiles(format, dtype, op, monkeypatch):
 @each_dtype
 @each_kind
 def test_unit_vectors_pick_out_the_weight(format, dtype, op, monkeypatch):
-    """All but one term are zero, so there is nothing to round: every element of the weight is multiplied as decoded."""
+    """All but one term are zero, so nothing is rounded, and the result is the decoded weight."""
     for shape in [(37, 100), (21, 384)]:
         spec = Spec(format, shape, torch.float16 if dtype == torch.float16 else torch.float32)
         buffers = draw(spec)
@@ -173,7 +173,7 @@ def test_x_may_lie_anywhere_and_is_left_alone(op, place):
 
 
 def test_many_wide_rows_that_begin_within_a_word():
-    """Of these x is not copied but read by words, unless it does not lie at one; then there is a copy."""
+    """Such an x is read by words without a copy if it is aligned to words, and copied if not."""
     spec, rows = Spec(NF4_DQ, (4096, 64), torch.bfloat16), 800
     buffers, x = draw(spec), rows_of_x(rows, 4096, torch.bfloat16)
     within = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
@@ -190,7 +190,7 @@ def test_many_wide_rows_that_begin_within_a_word():
 @each_op
 @each_kind
 def test_stacks(format, op):
-    """Each weight of a stack is multiplied as it would be alone."""
+    """Each weight of a stack is multiplied as if it were alone."""
     for stack, rows in [((2,), 3), ((2, 3), 40), ((2,), 0), ((0,), 3), ((2, 0), 0)]:
         spec = Spec(format, (10, 70), torch.bfloat16)
         buffers = draw(spec, stack)
@@ -259,7 +259,7 @@ def test_the_number_of_threads_changes_no_bit(format):
 @each_dtype
 @named("format", [NF4_DQ, INT8, replace(NF4_DQ, name="flat", flat=True)])
 def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch):
-    """Where torch multiplies."""
+    """Products that torch multiplies decode a tile at a time."""
     monkeypatch.setattr(gemm, "TILE", 1 << 16)
     spec = Spec(format, (512, 1025 if format.flat else 1024), torch.bfloat16)
     if not format.flat and dtype != torch.float64:
@@ -277,14 +277,14 @@ def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch
 
 @each_op
 @named("dtype", FLOATS)
-def test_memory_beside_a_product_is_8_mib_whatever_the_weight(dtype, op):
-    """With two threads; where x is so wide that 16 rows of it are more, these."""
+def test_memory_beside_a_product_is_8_mib_for_any_weight(dtype, op):
+    """With two threads; or the room of 16 rows of x, if x is so wide that they need more."""
     for out, width in [(4096, 4096), (128_256, 4096), (14_336, 4096), (4096, 28_672), (64, 500_000), (500_000, 64)]:
         w = library.Packed(rows=out, width=width, block=64, bits=4, dtype=1)
         call = getattr(cpu.load(), f"fquant_{op}")
         for rows in (16, 100, 512, 513, 5000):
             for isa in range(len(cpu.isas())):
-                room = call(isa, 2, w, 0, rows, 0, library.DTYPES[dtype], None)  # not given, it says how much
+                room = call(isa, 2, w, 0, rows, 0, library.DTYPES[dtype], None)  # NULL: returns the bytes
                 inner = width if op == "matmul" else out
                 assert room <= max(8 << 20, (2 << 20) + 16 * 4 * (inner + 1024) * 33 // 32), (out, width, rows, isa)
 
@@ -292,7 +292,7 @@ def test_memory_beside_a_product_is_8_mib_whatever_the_weight(dtype, op):
 @pytest.mark.slow  # 7 GiB
 @named("format", [NF4_DQ, INT8, replace(NF4, name="flat", flat=True)])
 def test_more_than_2_to_the_31_elements(format):
-    """1025 times the same 64 rows: wherever they stand they have to come out as they do alone."""
+    """1025 times the same 64 rows: each copy gives the results of the rows alone."""
     times, width = 1025, 32768 + 32 * format.flat  # flat blocks then straddle rows, but not these 64
     few = torch.randn(64, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert times * few.numel() > 2**31
@@ -312,7 +312,7 @@ def test_more_than_2_to_the_31_elements(format):
             assert_product(packed_ops.matmul_t(g, tree.leaves(p), spec), g[:, 64 * i : 64 * i + 64], w, (rows, i))
 
 
-# --- what the bound is worth ------------------------------------------------------------------------------------------
+# --- errors that the bound excludes -----------------------------------------------------------------------------------
 
 WRONG = {  # what a kernel may get wrong, as a function of x [m n] and w [n k]
     "the last column is left out": (FLOATS, lambda x, w: x[:, :-1] @ w[:-1]),

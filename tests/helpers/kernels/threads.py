@@ -1,4 +1,4 @@
-"""Run kernels on more threads than the test process may otherwise use: it has OMP_NUM_THREADS=1."""
+"""A number of threads for kernels, beyond the OMP_NUM_THREADS=1 of the test process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from fquant.kernels.cpu import threads
 
 @contextmanager
 def num_threads(n: int) -> Iterator[None]:
-    """Inside, torch and the C kernels run on ``n`` threads."""
+    """Let torch and the C kernels use ``n`` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:

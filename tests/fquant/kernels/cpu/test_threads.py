@@ -21,7 +21,7 @@ CGROUPS = {
     "v2, hybrid": ("0::/a", {"unified/a/cpu.max": "200000 100000"}, 2),
     "v2, path of the host": ("0::/docker/1f", {"cpu.max": "200000 100000"}, 2),
     "v2, above the namespace": ("0::/../..", {"cpu.max": "200000 100000"}, 2),
-    "v1": ("4:cpu,cpuacct:/a", {"cpu,cpuacct/a/cpu.cfs_quota_us": "150000", "cpu,cpuacct/a/cpu.cfs_period_us": "50000"}, 3),
+    "v1": ("4:cpu,acct:/a", {"cpu,acct/a/cpu.cfs_quota_us": "150000", "cpu,acct/a/cpu.cfs_period_us": "50000"}, 3),
     "v1, alone": ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"}, 2),
     "v1, no quota": ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
     "v1, another controller": ("1:memory:/", {"memory/cpu.max": "100000 100000"}, 8),
@@ -30,9 +30,10 @@ CGROUPS = {
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch):
-    """Eight cores to run on, no OMP_NUM_THREADS, and no number kept from other tests."""
+    """Give each test eight cores, no OMP_NUM_THREADS, and no cached limit."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(threads, "_openmp_cores", lambda: 1)
     threads.limit.cache_clear()
     yield
     threads.limit.cache_clear()
@@ -61,6 +62,13 @@ def test_affinity_is_counted_where_there_is_one(monkeypatch, tmp_path):
     assert usable_cores(root=tmp_path) == 6
 
 
+def test_a_bound_thread_is_no_limit(monkeypatch, tmp_path):
+    """OMP_PROC_BIND leaves the main thread one core; the runtime counts those of the process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1}, raising=False)
+    monkeypatch.setattr(threads, "_openmp_cores", lambda: 6)
+    assert usable_cores(root=tmp_path) == 6
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("3", 3), (" 3 ", 3), ("3,2", 3), ("99", 8), ("", 8)])
 def test_omp_num_threads(monkeypatch, tmp_path, text, wanted):
     monkeypatch.setenv("OMP_NUM_THREADS", text)
@@ -81,7 +89,7 @@ def test_processes_divide_the_cores_but_not_omp_num_threads(monkeypatch, tmp_pat
 
 
 def test_kernels_run_on_so_many_threads(monkeypatch):
-    """Torch may have more; a number is read once in a process."""
+    """Torch may have more threads, and the limit is read once in a process."""
     seen = []
     real = cpu.library.load().fquant_fold
     monkeypatch.setattr(cpu.library.load(), "fquant_fold", lambda isa, n, *rest: seen.append(n) or real(isa, n, *rest))
@@ -98,9 +106,11 @@ def test_kernels_run_on_so_many_threads(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
-@pytest.mark.parametrize("launcher", ["taskset -c 0 env", "env OMP_NUM_THREADS=1", "env"])
+@pytest.mark.parametrize(
+    "launcher", ["taskset -c 0 env", "env OMP_NUM_THREADS=1", "taskset -c 0 env OMP_PLACES=cores", "env"]
+)
 def test_a_process_with_limits(launcher):
-    """A process that asks torch for 4 threads runs kernels on those that its launcher allows."""
+    """Kernels stay within the limits of the launcher if a program asks torch for 4 threads."""
     code = (
         "import os, torch\n"
         "from fquant.kernels.cpu import threads, usable_cores\n"
@@ -113,3 +123,13 @@ def test_a_process_with_limits(launcher):
         [*launcher.split(), sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr) == ("1 1\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
+def test_a_process_with_bound_threads():
+    code = "import os; n = len(os.sched_getaffinity(0))\nfrom fquant.kernels import cpu; print(n, cpu.usable_cores())"
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    count = lambda **more: subprocess.run(
+        [sys.executable, "-c", code], env=env | more, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    assert count(OMP_PROC_BIND="true") == count()
