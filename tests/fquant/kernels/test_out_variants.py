@@ -6,7 +6,7 @@ import torch
 from fquant import NF4_DQ, quantize
 from fquant.compile.memory import plan
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, norm
+from fquant.kernels.ops import attention, nll, norm, silu  # noqa: F401  (registers the ops)
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 
