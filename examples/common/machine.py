@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-usable_cores = lambda: len(os.sched_getaffinity(0))
+from fquant.kernels.cpu import usable_cores
 
 
 def local_ranks() -> int:
@@ -15,7 +15,7 @@ def local_ranks() -> int:
 
 def threads(ranks: int | None = None) -> int:
     """Return the threads of one of ``ranks`` processes here (default: torchrun's), at least 1."""
-    return max(1, usable_cores() // (ranks or local_ranks()))
+    return usable_cores(ranks or local_ranks())
 
 
 def resident() -> int:

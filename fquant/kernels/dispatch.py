@@ -1,4 +1,8 @@
-"""Dispatch: split from fquant.kernels."""
+"""The choice of a backend for a device, and the test for calls that need no dispatcher.
+
+``FQUANT_KERNELS`` overrides the table ``BY_DEVICE``. A backend that is not available is replaced by the reference, with
+one warning, unless the variable names it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ BY_DEVICE = {"cpu": "cpu", "cuda": "triton"}
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether only the kernel has to see a call: no derivative, transform, mode, subclass, profiler or lazy tensor.
+    """Return True if only the kernel has to see a call: no derivative, transform, mode, subclass, profiler, laziness.
 
-    A product of one row is then not sent through torch's dispatcher, which takes a tenth as long as the product.
+    Such a call bypasses torch's dispatcher, which takes a tenth as long as a product of one row.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -29,48 +33,48 @@ def is_direct(*tensors: Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0 or torch.autograd._profiler_enabled():
         return False
-    wanted = torch.is_grad_enabled()
+    grads = torch.is_grad_enabled()
     for t in tensors:  # a loop, as `all` of a generator takes three times as long
-        if type(t) is not Tensor or _is_wrapped(t) or (wanted and t.requires_grad) or dispatch_bypass.is_lazy(t):
+        if type(t) is not Tensor or _is_wrapped(t) or (grads and t.requires_grad) or dispatch_bypass.is_lazy(t):
             return False
     return True
 
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]  # as those that a vjp keeps
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]  # a vjp keeps such
 
 
 def backend(device: str) -> tuple[str, ModuleType]:
-    """The name and the module of what computes for tensors on ``device``.
+    """Return the name and the module of the backend for tensors on ``device``.
 
-    Raises ValueError where FQUANT_KERNELS names no backend, or one that cannot compute there, and RuntimeError where
-    the one it names cannot be had.
+    Raises ValueError if FQUANT_KERNELS names no backend, or one that cannot compute there; RuntimeError if the backend
+    it names is not available.
     """
     return _backend(os.environ.get(VARIABLE), device)
 
 
 @cache
-def _backend(asked: str | None, device: str) -> tuple[str, ModuleType]:
-    if asked is None:
+def _backend(forced: str | None, device: str) -> tuple[str, ModuleType]:
+    if forced is None:
         name = BY_DEVICE.get(device, "reference")
-        found = _load(name)
-        if isinstance(found, ModuleType):
-            return name, found
-        _warn_once(name, found)
+        module = _load(name)
+        if isinstance(module, ModuleType):
+            return name, module
+        _warn_once(module)
         return "reference", reference
-    name, _, detail = asked.partition(":")
+    name, _, detail = forced.partition(":")
     if name not in BACKENDS or (detail and name != "cpu"):
-        raise ValueError(f"{VARIABLE} is {asked!r}; wanted one of {', '.join(BACKENDS)}, or cpu:ISA")
-    found = _load(name)
-    if not isinstance(found, ModuleType):
-        raise RuntimeError(f"{VARIABLE} is {asked!r}, but {found}")
-    if device not in getattr(found, "DEVICES", (device,)):
-        raise ValueError(f"{VARIABLE} is {asked!r}, but the tensors are on {device}; unset it or move them")
-    return name, found
+        raise ValueError(f"{VARIABLE} is {forced!r}; wanted one of {', '.join(BACKENDS)}, or cpu:ISA")
+    module = _load(name)
+    if not isinstance(module, ModuleType):
+        raise RuntimeError(f"{VARIABLE} is {forced!r}, but {module}")
+    if device not in getattr(module, "DEVICES", (device,)):
+        raise ValueError(f"{VARIABLE} is {forced!r}, but the tensors are on {device}; unset it or move them")
+    return name, module
 
 
 @cache
 def _load(name: str) -> ModuleType | str:
-    """The module of a backend, or why it cannot be had."""
+    """Return the module of a backend, or the reason why it is not available."""
     if name == "reference":
         return reference
     try:
@@ -85,6 +89,5 @@ def _load(name: str) -> ModuleType | str:
 
 
 @cache
-def _warn_once(name: str, reason: str) -> None:
-    message = f"fquant computes in plain torch, several times slower: {reason}"
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"fquant computes in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)

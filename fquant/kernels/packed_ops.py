@@ -1,4 +1,9 @@
-"""Packed ops: split from fquant.kernels."""
+"""The four ops of packed arrays: encode, decode, and the products with a packed weight in both orientations.
+
+A function takes the buffers of a Packed and its Spec; the op of torch takes the fields of the Spec, because an op's
+arguments are tensors, numbers and strings. A call that needs no dispatcher (``dispatch.is_direct``) bypasses torch.
+Arrays of learned vectors are computed by ``additive_codebooks.py`` on every device, all others by the backend.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format, num_blocks, num_bytes, read
 from . import additive_codebooks
+from .arguments import COMPUTED
 from .dispatch import backend, is_direct
-from .registry import LIBRARY, constant, into
+from .registry import LIBRARY, define_out, refuse_derivatives
 from .spec import FLOATS, Spec, check, code_dtype
 
-_COMPUTED = (*FLOATS, torch.float64)
 _PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
 SCHEMAS = {
     "encode": "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)",
@@ -29,31 +34,30 @@ SCHEMAS = {
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
+    """Quantise ``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
     return _OPS["encode"](rows, format.text)
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
+    """Dequantise to f[*stack *shape]: rounded once to ``spec.dtype``, then cast to ``out``."""
     return _OPS["decode"](buffers, spec.format.text, spec.shape, spec.dtype, out)
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out] in x's dtype."""
+    """Return ``x · Wᵀ`` f[*stack m out] in x's dtype, for x f[*stack m in] and the buffers of W [*stack out in]."""
     if is_direct(x, *buffers):
         return product("matmul", x, buffers, spec)
     return _OPS["matmul"](x, buffers, spec.format.text, spec.shape, spec.dtype)
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in] in g's dtype."""
+    """Return ``g · W`` f[*stack m in] in g's dtype, for g f[*stack m out] and the buffers of W [*stack out in]."""
     if is_direct(g, *buffers):
         return product("matmul_t", g, buffers, spec)
     return _OPS["matmul_t"](g, buffers, spec.format.text, spec.shape, spec.dtype)
 
 
-def _of(format: Format, device: torch.device) -> ModuleType:
-    """What computes with arrays of ``format`` on ``device``."""
+def _backend(format: Format, device: torch.device) -> ModuleType:
     return backend(device.type)[1] if format.vectors is None else additive_codebooks
 
 
@@ -74,7 +78,7 @@ def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def _decode(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
     spec = Spec(read(format), tuple(shape), dtype)
     _check_decode(spec, buffers, out)
-    return _of(spec.format, buffers[0].device).decode(buffers, spec, out)
+    return _backend(spec.format, buffers[0].device).decode(buffers, spec, out)
 
 
 def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
@@ -89,9 +93,9 @@ def _product(
 
 
 def product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
-    """The op ``name``, a product, computed without the dispatcher; right only where :func:`is_direct` holds."""
+    """Compute the product ``name`` without torch's dispatcher, for arguments of which :func:`is_direct` is true."""
     _check_product(name, x, buffers, spec)
-    return getattr(_of(spec.format, x.device), name)(x, buffers, spec, **out)
+    return getattr(_backend(spec.format, x.device), name)(x, buffers, spec, **out)
 
 
 def _product_fake(
@@ -109,13 +113,13 @@ def _check_rows(rows: Tensor, format: Format) -> None:
 
 
 def _check_decode(spec: Spec, buffers: list[Tensor], out: torch.dtype) -> tuple[int, ...]:
-    if out not in _COMPUTED:
+    if out not in COMPUTED:
         raise TypeError(f"decode got {out}; wanted f32, bf16, f16 or f64")
     return check(spec, buffers)
 
 
 def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> None:
-    if len(spec.shape) != 2 or x.dtype not in _COMPUTED or x.ndim < 2:
+    if len(spec.shape) != 2 or x.dtype not in COMPUTED or x.ndim < 2:
         raise TypeError(
             f"{name} got x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}; wanted f[*stack m n], 2 dims"
         )
@@ -128,7 +132,7 @@ def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) 
 
 
 def _decode_vmap(info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> tuple[Tensor, int]:
-    """A mapped dim of a packed array is one more dim of a stack."""
+    """Map decode: a mapped dim of a packed array becomes the first dim of a stack."""
     mapped = [
         b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
         for b, at in zip(buffers, in_dims[0], strict=True)
@@ -143,7 +147,7 @@ _FIX = (
 
 
 def _product_flops(x: Any, buffers: Any, format: str, shape: list[int], *rest: Any, **kwargs: Any) -> int:
-    """As many as of the dense weight; torch's counter gives shapes for tensors."""
+    """Count those of the dense weight; torch's counter gives shapes for tensors."""
     return 2 * math.prod(x[:-1]) * math.prod(shape)
 
 
@@ -152,13 +156,12 @@ def _register() -> dict[str, Callable[..., Any]]:
     fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
     for name in ("matmul", "matmul_t"):
         real[name], fake[name] = partial(_product, name), partial(_product_fake, name)
-    for name in ("matmul", "matmul_t"):
-        into(LIBRARY, name, SCHEMAS[name], real[name])
+        define_out(name, SCHEMAS[name], real[name])
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, real[name], key)
-        LIBRARY.impl(name, partial(constant, name, _FIX), "Autograd", with_keyset=True)
+        refuse_derivatives(name, _FIX)
         torch.library.register_fake(f"fquant::{name}", fake[name], lib=LIBRARY)
     register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(_product_flops)
     torch.library.register_vmap("fquant::decode", _decode_vmap, lib=LIBRARY)

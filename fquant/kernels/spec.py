@@ -1,8 +1,8 @@
-"""What the buffers of a packed array mean to a kernel.
+"""The layout of the buffers of a packed array.
 
-A kernel is handed the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, which is all the rest of it:
-the two together are the array. ``layout`` says what every buffer has to be, ``check`` compares before any kernel looks
-at a value or takes a pointer, and ``split`` names the parts.
+A kernel takes the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, its static half. ``layout`` lists
+name, shape and dtype of every buffer. ``check`` compares buffers with it before a kernel takes a pointer. ``split``
+names the parts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..format import CODES, Format, num_blocks, num_bytes
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised
 
 
 class Spec(NamedTuple):
-    """The static half of a packed array: its format, and the shape and dtype of what was quantised."""
+    """The static half of a packed array: its format, and the shape and dtype of the array that was quantised."""
 
     format: Format
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Spec(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What one buffer has to be; ``shape`` without the dims of a stack."""
+    """The name, shape and dtype of a buffer; ``shape`` is without the dims of a stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,9 +38,10 @@ class Leaf(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
-    """The buffers of ``spec``: codes, scale (or the buffers of a nested scale), what is one for the whole array.
+    """Return the buffers of ``spec``, with names that begin with ``name``.
 
-    That is the offset of a centred format, or the vectors of one that learns them.
+    They are the codes, the scale or the buffers of a nested scale, and then what the whole array has once: the vectors
+    of a format that learns them, and the offset of a centred one.
     """
     format, shape, _ = spec
     codes = code_dtype(format)
@@ -61,20 +62,20 @@ def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
 
 
 def code_dtype(format: Format) -> torch.dtype:
-    """What codes are kept as."""
+    """Return the dtype of the codes."""
     return torch.int8 if format.table is None and format.vectors is None else torch.uint8
 
 
 @lru_cache(maxsize=4096)
 def scales(spec: Spec) -> Spec:
-    """The Spec of the array of scales; its ``format`` means something only where scales are packed themselves."""
+    """Return the Spec of the array of scales; its ``format`` has a meaning only if scales are packed themselves."""
     format, shape, _ = spec
     blocks = (num_blocks(format, math.prod(shape)),) if format.flat else (*shape[:-1], num_blocks(format, shape[-1]))
     return Spec(format.scale or format, blocks, torch.float32)
 
 
 def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
-    """``buffers`` as codes, the scale (one tensor, or the buffers of a packed one), the offset and the vectors."""
+    """Return ``buffers`` as codes, the scale (one tensor, or the buffers of a packed one), the offset, the vectors."""
     codes, *rest = buffers
     offset = rest.pop() if spec.format.center else None
     vectors = rest.pop() if spec.format.vectors is not None else None
@@ -82,9 +83,9 @@ def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], 
 
 
 def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The dims in front of every buffer, the same for each and equal to ``stack`` if that is given.
+    """Check ``buffers`` against the layout, and return the dims of their stack, which must equal ``stack`` if given.
 
-    Raises ValueError for a count, a shape or a device, TypeError for a dtype, that is not the layout's.
+    Raises ValueError for another count, shape or device than the layout's, TypeError for another dtype.
     """
     if spec.dtype not in FLOATS:
         raise TypeError(f"{spec.format.name}: the dtype of the array is {spec.dtype}; wanted f32, bf16 or f16")

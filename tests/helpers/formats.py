@@ -1,7 +1,7 @@
-"""What the kernels are tested on: formats of every kind, packed arrays of arbitrary bits, each instruction set in turn.
+"""Test data of packed arrays: formats of every kind, arrays of arbitrary bits, and each instruction set in turn.
 
-A packed array is drawn from its layout, not quantised: so every code occurs beside every scale, and what is decoded
-does not depend on what encodes.
+A packed array is drawn from its layout, not quantised. So every code occurs with every scale, and tests of decoding do
+not depend on encoding.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BY_ROWS8 = replace(DYNAMIC8, name="dynamic8_rows", flat=False, center=False)
 _nf4, _dynamic8 = NF4.table or (), DYNAMIC8.table or ()
 _shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(0), device="cpu").tolist()
 UNSORTED = replace(NF4, name="unsorted", table=tuple(_nf4[i * 7 % 16] for i in range(16)))
-CODECS = (  # every way of making codes
+CODECS = (  # every kind of codes
     NF4,
     FP4,
     INT8,
@@ -32,7 +32,7 @@ CODECS = (  # every way of making codes
     replace(NF4, name="coarse", block=128, table=(-1.0,) * 5 + (0.0, 0.5) + (0.25,) * 9),
     replace(BY_ROWS8, name="unsorted8", table=tuple(_dynamic8[i] for i in _shuffled)),
 )
-KINDS = (  # and every way of keeping scales, and of laying blocks out
+KINDS = (  # and every kind of scales and of block layouts
     *CODECS,
     NF4_DQ,
     DYNAMIC8,
@@ -63,14 +63,14 @@ built = pytest.mark.skipif(not ISAS, reason=NOT_BUILT)
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Inside, FQUANT_KERNELS is ``backend``."""
+    """Set FQUANT_KERNELS to ``backend`` inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, backend)
         yield
 
 
 def draw(spec, stack=(), seed=0, special=False):
-    """Buffers of ``spec``, ``stack`` in front of each: codes of all kinds, scales of all sizes, or SPECIAL too."""
+    """Draw buffers of ``spec`` with stack dims ``stack``: all codes, scales of all sizes, or SPECIAL ones too."""
     g = torch.Generator().manual_seed(seed)
 
     def leaf(name, shape, dtype):
@@ -86,19 +86,19 @@ def draw(spec, stack=(), seed=0, special=False):
 
 
 def shifted(t):
-    """The same values, aligned to nothing but their dtype."""
+    """Return a copy that is aligned only to its dtype."""
     room = torch.empty(t.numel() + 1, dtype=t.dtype)
     room[1:] = t.reshape(-1)
     return room[1:].view(t.shape)
 
 
 def strided(t):
-    """The same values with gaps between them."""
+    """Return a copy with gaps between its elements."""
     return torch.stack([t, t], -1)[..., 1]
 
 
 def alike(a, b):
-    """Equal to the bit, the sign of zero included, but for which NaN a NaN is."""
+    """Return True if all bits are equal, except the payload of NaN."""
     if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
         return a.dtype == b.dtype and torch.equal(a, b)
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]

@@ -1,7 +1,7 @@
-"""Attention by csrc/kernels.c: what it is told of the tensors, and of documents.
+"""Causal attention on the CPU, by csrc/attention.h: strides of tensors, and boundaries of documents.
 
-Queries, keys and values may lie in any order but for the elements of a head, which are beside each other; results lie
-by tokens, [b t h e], as a model goes on with them, and are views of that as [b h t e].
+Queries, keys and values may have any strides, except that the elements of a head are contiguous. Results are contiguous
+as [b t h e], the layout that a model continues with, and are returned as views [b h t e].
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import dense_rows
 from .library import DTYPES, Attention, Long, call, result
 
-PANEL = 64  # tokens behind the last that may be read, of any instruction set
+PANEL = 64  # tokens after the last that an instruction set may read
 
 
 def attention(
@@ -30,14 +31,7 @@ def attention(
 
 
 def attention_backward(
-    g: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: Tensor | None,
-    out: Sequence[Tensor | None] = (None, None, None),
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, out: Sequence = (None,) * 3
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``fquant.kernels.ops.attention.attention_backward``."""
     dq, dk, dv = map(_by_tokens, out, (q, k, v))
@@ -53,22 +47,21 @@ def _by_tokens(out: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _call(runs: Tensor | None, lse: Tensor, **tensors: Tensor) -> None:
-    lie = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in tensors.items()}
-    q, labels = lie["q"], None if runs is None else _labels(runs)
-    work = Attention(**{name: t.data_ptr() for name, t in lie.items()}, lse=lse.data_ptr())
-    strides = {"q": "qs", "k": "ks", "v": "vs", "g": "gs", "y": "ys", "dq": "dqs", "dk": "dks"}
-    for name, field in strides.items():
-        if name in lie:
-            setattr(work, field, (Long * 3)(*lie[name].stride()[:3]))
+    dense = {name: dense_rows(t) for name, t in tensors.items()}
+    q, labels = dense["q"], None if runs is None else _labels(runs)
+    work = Attention(**{name: t.data_ptr() for name, t in dense.items()}, lse=lse.data_ptr())
+    for name, t in dense.items():
+        if name != "dv":  # which has the strides of dk
+            setattr(work, f"{name}s", (Long * 3)(*t.stride()[:3]))
     work.batch, work.heads, work.t, work.e = q.shape
-    work.kv, work.scale, work.dtype = lie["k"].shape[1], q.shape[3] ** -0.5, DTYPES[q.dtype]
+    work.kv, work.scale, work.dtype = dense["k"].shape[1], q.shape[3] ** -0.5, DTYPES[q.dtype]
     if labels is not None:
         work.labels, work.labelled = labels.data_ptr(), labels.shape[1]
     call("attention", ctypes.byref(work))
 
 
 def _labels(runs: Tensor) -> Tensor:
-    """The first token of each token's document, i32[b t + PANEL]."""
+    """Return the first token of each token's document, i32[b t + PANEL]."""
     place = torch.arange(runs.shape[1], device="cpu")
     if bool((runs[:, 1:] >= runs[:, :-1]).all()):  # sorted, as models.blocks.runs are
         order, sorted_runs = place.expand_as(runs), runs

@@ -1,8 +1,8 @@
-"""The C library of csrc/kernels.c: where it is, what its functions take, which instruction sets it has, whose threads it uses.
+"""The C library of csrc/: its location, the structures and signatures of its functions, and its instruction sets.
 
-It has the instruction sets that the compiler could build; the best that runs here is used, or the one that
-``FQUANT_KERNELS=cpu:avx2`` names. Its loops run on the threads of the OpenMP runtime that torch has loaded, as many as
-``torch.get_num_threads()``, so that two pools never compete for the cores.
+It contains the instruction sets that the compiler could build. The best that this machine has is used, or the one that
+``FQUANT_KERNELS=cpu:avx2`` names. Its loops run on the threads of the OpenMP runtime that torch has loaded, because two
+thread pools would compete for the cores; ``threads.py`` says on how many.
 """
 
 from __future__ import annotations
@@ -16,41 +16,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..arguments import check_out
 from ..ops.pointwise_program import PIECE
+from .threads import num_threads
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-LARGE = 4 << 20  # bytes
+LARGE = 4 << 20  # bytes of a result that wants pages of 2 MiB
 
 Pointer, Long, Int, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
 
-_POINTERS = ("codes", "scale", "nested", "nested_table", "nested_bytes", "nested_offset", "offset", "table")
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
 
 
 class Packed(ctypes.Structure):
-    """``Packed`` of csrc/kernels.c."""
+    """``Packed`` of csrc/work.h."""
 
     _fields_ = [
-        *((name, Pointer) for name in _POINTERS),
-        *((name, Long) for name in ("rows", "width", "block", "nested_block")),
-        *((name, ctypes.c_int32) for name in ("bits", "dtype")),
+        *_fields(Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table"),
+        *_fields(Long, "rows width block nested_block"),
+        *_fields(ctypes.c_int32, "bits dtype"),
         ("least", ctypes.c_float),
     ]
 
 
 class Encoding(ctypes.Structure):
-    """``Encoding`` of csrc/kernels.c."""
+    """``Encoding`` of csrc/work.h."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("middles", "order", "grid")),
+        *_fields(Pointer, "middles order grid"),
         ("block", Long),
-        ("bits", ctypes.c_int32),
-        ("sorted", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "bits sorted"),
     ]
 
 
-DIMS = 6  # of what an elementwise program reads, once dims that lie as one are one
+DIMS = 6  # of a tensor that an elementwise program reads, after dims with a common stride are merged
 OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
     "silu", "silu_derivative",
@@ -58,49 +60,49 @@ OPS = (
 
 
 class Step(ctypes.Structure):
-    """``Step`` of csrc/kernels.c; its ``op`` is a place in ``OPS``."""
+    """``Step`` of csrc/work.h; its ``op`` is an index into ``OPS``."""
 
-    _fields_ = [*((name, ctypes.c_int32) for name in ("op", "dtype", "to", "a", "b", "c")), ("value", ctypes.c_float)]
+    _fields_ = [*_fields(ctypes.c_int32, "op dtype to a b c"), ("value", ctypes.c_float)]
 
 
 class Read(ctypes.Structure):
-    """``Read`` of csrc/kernels.c."""
+    """``Read`` of csrc/work.h."""
 
-    _fields_ = [("stride", Long * DIMS), ("dtype", ctypes.c_int32), ("whole", ctypes.c_int32)]
+    _fields_ = [("stride", Long * DIMS), *_fields(ctypes.c_int32, "dtype whole")]
 
 
 class Pointwise(ctypes.Structure):
-    """``Pointwise`` of csrc/kernels.c."""
+    """``Pointwise`` of csrc/work.h."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("steps", "reads", "at")),
-        *((name, Long) for name in ("count", "total", "dims", "registers")),
+        *_fields(Pointer, "steps reads at"),
+        *_fields(Long, "count total dims registers"),
         ("size", Long * DIMS),
     ]
 
 
 class Attention(ctypes.Structure):
-    """``Attention`` of csrc/kernels.c."""
+    """``Attention`` of csrc/work.h."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("q", "k", "v", "g", "y", "dq", "dk", "dv", "lse", "labels")),
-        *((name, Long * 3) for name in ("qs", "ks", "vs", "gs", "ys", "dqs", "dks")),
-        *((name, Long) for name in ("batch", "heads", "kv", "t", "e", "labelled", "parts")),
+        *_fields(Pointer, "q k v g y dq dk dv lse labels"),
+        *_fields(Long * 3, "qs ks vs gs ys dqs dks"),
+        *_fields(Long, "batch heads kv t e labelled parts"),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("dtype", "half")),
+        *_fields(ctypes.c_int32, "dtype half"),
     ]
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library; ImportError if it was not built."""
+    """Return the library; raise ImportError if it was not built, or from other sources."""
     path = Path(__file__).with_name(f"_kernels{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
         raise ImportError("its C kernels were not built; install a C compiler and install fquant again")
     library = ctypes.CDLL(str(path))
-    packed, encoding = ctypes.POINTER(Packed), ctypes.POINTER(Encoding)
-    functions = {  # all give 0, or the bytes of room that they have to be given; below 0 memory ran out
-        "encode": [Pointer, Int, Long, Long, encoding, Pointer, Pointer],
+    packed = ctypes.POINTER(Packed)
+    functions = {  # all return 0, or the bytes of room that they need; below 0, memory ran out
+        "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         "matmul": [packed, Pointer, Long, Pointer, Int, Pointer],
         "matmul_t": [packed, Pointer, Long, Pointer, Int, Pointer],
@@ -113,10 +115,10 @@ def load() -> ctypes.CDLL:
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }
-    agreed = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS), PIECE]
+    wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS), PIECE]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
-    known = all(hasattr(library, f"fquant_{name}") for name in functions)
-    if not known or [sizes(i) for i in range(len(agreed))] != agreed:
+    complete = all(hasattr(library, f"fquant_{name}") for name in functions)
+    if not complete or [sizes(i) for i in range(len(wanted))] != wanted:
         raise ImportError(f"{path.name} was built from other sources; install fquant again")
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
     library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
@@ -130,7 +132,7 @@ def load() -> ctypes.CDLL:
 
 @cache
 def isas() -> tuple[str, ...]:
-    """The instruction sets that run here, from plain to best."""
+    """Return the instruction sets that this machine has, from plain to best."""
     library, names = load(), []
     while name := library.fquant_isa(len(names)):
         names.append(name.decode())
@@ -138,7 +140,7 @@ def isas() -> tuple[str, ...]:
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """``torch.empty`` on the CPU, in pages of 2 MiB where it is large and the system gives them."""
+    """Allocate as ``torch.empty`` on the CPU; a large tensor in pages of 2 MiB if the system has them."""
     t = torch.empty(shape, dtype=dtype, device="cpu")
     if t.nbytes >= LARGE:
         load().fquant_large_pages(t.data_ptr(), t.nbytes)
@@ -146,42 +148,37 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def result(out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Where a result goes: :func:`empty`, or ``out``; ValueError for one that it does not fit into."""
-    if out is None:
-        return empty(*shape, dtype=dtype)
-    if out.shape != shape or out.dtype is not dtype or not out.is_contiguous():
-        got = f"{out.dtype} {tuple(out.shape)} of strides {out.stride()}"
-        raise ValueError(f"a result was to go into {got}; wanted contiguous {dtype} {shape}")
-    return out
+    """Return ``out``, checked, or a new tensor for a result; ValueError if ``out`` does not fit."""
+    return empty(*shape, dtype=dtype) if out is None else check_out(out, shape, dtype)
 
 
 def call(name: str, *args: object) -> int:
-    """What function ``fquant_name`` of the library returns, given the instruction set and the threads to be used."""
-    result = getattr(load(), f"fquant_{name}")(isa(), torch.get_num_threads(), *args)
-    if result < 0:
+    """Call ``fquant_name`` of the library, with the instruction set and the number of threads in front of ``args``."""
+    status = getattr(load(), f"fquant_{name}")(isa(), num_threads(), *args)
+    if status < 0:
         raise MemoryError(f"{name} could not allocate its scratch memory; free some")
-    return result
+    return status
 
 
 def isa() -> int:
-    """The index of the instruction set that is asked for, or of the best."""
+    """Return the index of the instruction set that FQUANT_KERNELS names, or of the best."""
     return _index(os.environ.get("FQUANT_KERNELS"))
 
 
 @cache
-def _index(asked: str | None) -> int:
-    name = (asked or "").partition(":")[2]
+def _index(forced: str | None) -> int:
+    name = (forced or "").partition(":")[2]
     if not name:
         return len(isas()) - 1
     if name not in isas():
-        raise ValueError(f"FQUANT_KERNELS is {asked!r}; this machine runs {', '.join(isas())}")
+        raise ValueError(f"FQUANT_KERNELS is {forced!r}; this machine runs {', '.join(isas())}")
     return isas().index(name)
 
 
 def _team() -> int | None:
-    """Where the OpenMP runtime that torch has loaded starts its threads; None if it has none.
+    """Return the address of GOMP_parallel in the OpenMP runtime of torch, or None if it has none.
 
-    It is looked for among what torch itself needs: not every build shows it to the whole process.
+    The look-up is in the libraries that torch links, because not every build exports the runtime to the process.
     """
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value

@@ -1,4 +1,4 @@
-"""The loss of logits on the CPU."""
+"""The loss of logits on the CPU, by csrc/loss.h."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..arguments import dense_rows
 from .library import DTYPES, call, result
 
 
@@ -35,9 +36,9 @@ def nll_backward(
 def _losses(
     logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, out: Tensor, slope: Tensor | None
 ) -> None:
-    rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    targets, factor = targets.contiguous(), None if factor is None else factor.contiguous()
+    rows, targets = dense_rows(logits), targets.contiguous()
+    factor = None if factor is None else factor.contiguous()
     if len(rows):
-        what = rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0), targets.data_ptr(), ignore
+        given = rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0), targets.data_ptr(), ignore
         results = out.data_ptr(), None if slope is None else slope.data_ptr()
-        call("nll", *what, None if factor is None else factor.data_ptr(), *results)
+        call("nll", *given, None if factor is None else factor.data_ptr(), *results)

@@ -1,4 +1,4 @@
-"""Norms of rows for csrc/norm.h: rows may have gaps between them, elements of a row may not."""
+"""Norms of rows on the CPU, by csrc/norm.h: rows may have gaps between them, elements of a row may not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..arguments import dense_rows
 from .library import DTYPES, call, result
 
 
@@ -20,8 +21,8 @@ def rms_norm(
     y, weight = result(out[0], *x.shape, dtype=x.dtype), _weight(weight, x)
     scale = result(out[1], len(x), dtype=torch.float32)
     if len(x):
-        rows = _rows(x)
-        call("norm", *_told(rows), weight.data_ptr(), eps, y.data_ptr(), scale.data_ptr())
+        rows = dense_rows(x)
+        call("norm", *_described(rows), weight.data_ptr(), eps, y.data_ptr(), scale.data_ptr())
     return y, scale
 
 
@@ -31,19 +32,14 @@ def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, out: 
         return reference.rms_norm_backward(g, x, weight, scale)
     dx, weight, scale = result(out, *x.shape, dtype=x.dtype), _weight(weight, x), scale.contiguous()
     if dx.numel():
-        g, rows = _rows(g), _rows(x)
-        told = (*_told(rows), weight.data_ptr(), scale.data_ptr(), g.data_ptr(), g.stride(0))
-        call("norm_backward", *told, dx.data_ptr())
+        g, rows, addresses = dense_rows(g), dense_rows(x), (weight.data_ptr(), scale.data_ptr())
+        call("norm_backward", *_described(rows), *addresses, g.data_ptr(), g.stride(0), dx.data_ptr())
     return dx
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _weight(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype).contiguous()
 
 
-def _told(rows: Tensor) -> tuple[int, ...]:
+def _described(rows: Tensor) -> tuple[int, ...]:
     return rows.data_ptr(), DTYPES[rows.dtype], *rows.shape, rows.stride(0)

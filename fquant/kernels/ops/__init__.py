@@ -1,1 +1,1 @@
-"""One module for each op that is not a product of packed arrays."""
+"""One module for each op other than the four of packed arrays."""

@@ -1,25 +1,23 @@
-"""Causal attention as two ops: what it mixes, and its gradients.
+"""Causal attention and its gradients as two ops.
 
-    attention(q, k, v, runs=None)                      [b h t e], [b k t e] to y [b h t e], lse f32[b h t]
-    attention_backward(g, y, lse, q, k, v, runs=None)     the gradients of q, k and v, for g that of y
+    attention(q, k, v, runs=None)                       [b h t e], [b k t e] to y [b h t e], lse f32[b h t]
+    attention_backward(g, y, lse, q, k, v, runs=None)    the gradients of q, k and v for the gradient g of y
 
-``y`` is softmax(q·kᵀ / sqrt(e)) · v, of what each token sees: the tokens up to itself, of its own document where
-``runs`` i64[b t] numbers documents; ``lse`` is the log-sum-exp of its scores. Head i of h reads head i // (h / k) of k
-(Ainslie et al. 2023, "GQA"). Scores never exist whole, nor does a mask (Dao et al. 2022, "FlashAttention").
+``y`` is softmax(q·kᵀ / sqrt(e)) · v over the tokens that a token sees: those up to itself, and of its own document if
+``runs`` i64[b t] numbers documents. ``lse`` is the log-sum-exp of its scores. Head i of h reads head i // (h / k) of k
+(Ainslie et al. 2023, "GQA"). Neither the scores nor a mask exist whole (Dao et al. 2022, "FlashAttention").
 
-On CPUs it is C (csrc/attention.h) that multiplies bf16 as bf16 where the machine can, and otherwise computes in float32;
-float64 and other devices take ``reference_attention.py``, which defines both. Weights are rounded to bf16 before they
-are multiplied with bf16 values, as they are there. What of the values a token does not see is not finite may make its
-result nan, as in the formula.
+On CPUs C (csrc/attention.h) multiplies bf16 as bf16 where the machine can, and computes in float32 otherwise. float64
+and other devices take the reference, which defines both ops. Both round weights to bf16 before they multiply them with
+bf16 values. A value that is not finite may give nan for tokens that do not see it, as in the formula.
 
-Results lie by tokens, [b t h e] in memory. The ops have no derivatives: the second is that of the first, and whoever
-wants all orders differentiates ``reference_attention.dense``. Mapped examples are more of ``b``.
+Results are contiguous as [b t h e]. The ops have no derivatives: the second is the derivative of the first. For higher
+orders, differentiate ``reference.causal_attention.dense``. Under vmap, examples are merged into ``b``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +25,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import reference
+from ..arguments import COMPUTED, sum_dtype
 from ..dispatch import backend
-from ..registry import register
-from ..spec import FLOATS
+from ..registry import map_rows, register
 
 SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? runs=None) -> (Tensor, Tensor)",
@@ -40,7 +38,7 @@ SCHEMAS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The mixed values [b h t e] in q's dtype, and the log-sum-exp of the scores, f32[b h t] (f64 of f64).
+    """Return y [b h t e] in q's dtype, and the log-sum-exp of the scores, f32[b h t] (f64 for f64).
 
     q [b h t e], k and v [b k t e] in f32, bf16, f16 or f64, one dtype, h a multiple of k; runs i64[b t].
 
@@ -52,7 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tu
 def attention_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``(g * y).sum()`` with respect to q, k and v, for y and lse of :func:`attention`.
+    """Return the gradients of ``(g * y).sum()`` with respect to q, k and v, for y and lse of :func:`attention`.
 
     Each is rounded once, from sums in float32. Raises what :func:`attention` does.
     """
@@ -68,24 +66,17 @@ def _attention(
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     _check("attention", q, k, v, runs)
-    return _like(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
+    return _like(q), q.new_empty(q.shape[:-1], dtype=sum_dtype(q))
 
 
-def _slope(
-    g: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: Tensor | None = None,
-    **out: Sequence[Tensor],
+def _backward(
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Any = None, **out: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check("attention_backward", q, k, v, runs, g=g, y=y, lse=lse)
     return _backend(q).attention_backward(g, y, lse, q, k, v, runs, **out)
 
 
-def _slope_fake(
+def _backward_fake(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check("attention_backward", q, k, v, runs, g=g, y=y, lse=lse)
@@ -102,7 +93,7 @@ def _like(t: Tensor) -> Tensor:
 
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, **rest: Tensor) -> None:
-    if q.dtype not in (*FLOATS, torch.float64):
+    if q.dtype not in COMPUTED:
         raise TypeError(f"{name} got q {q.dtype}; wanted f32, bf16, f16 or f64")
     if q.ndim != 4 or k.ndim != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or not q.shape[3]:
         raise ValueError(
@@ -110,7 +101,7 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, **re
         )
     b, h, t, e = q.shape
     alike = (b, k.shape[1], t, e), q.dtype
-    wanted = {"g": (tuple(q.shape), q.dtype), "y": (tuple(q.shape), q.dtype), "lse": ((b, h, t), _wide(q))}
+    wanted = {"g": (tuple(q.shape), q.dtype), "y": (tuple(q.shape), q.dtype), "lse": ((b, h, t), sum_dtype(q))}
     wanted |= {"k": alike, "v": alike, "runs": ((b, t), torch.int64)}
     given = {"k": k, "v": v, **rest} | ({} if runs is None else {"runs": runs})
     for part, x in given.items():
@@ -123,41 +114,29 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, **re
             raise ValueError(f"{name} got q on {q.device} and {part} on {x.device}; move one")
 
 
-def _vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
-    rows = [
-        arg if not isinstance(arg, Tensor) else (arg.movedim(at, 0) if at is not None else arg.expand(b, *arg.shape))
-        for arg, at, b in ((arg, at, info.batch_size) for arg, at in zip(args, in_dims, strict=True))
-    ]
-    out = _OPS[name](*(t.flatten(0, 1) if isinstance(t, Tensor) else t for t in rows))
-    return tuple(t.unflatten(0, rows[0].shape[:2]) for t in out), (0,) * len(out)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _products(count: int, q: Any) -> int:
     b, h, t, e = q
     return count * 2 * b * h * e * (t * (t + 1) // 2)
 
 
 def _flops(q: Any, *_: Any, **__: Any) -> int:
-    """Two products of queries and what they see; torch's counter gives shapes for tensors."""
+    """Count two products of queries with what they see; torch's counter gives shapes for tensors."""
     return _products(2, q)
 
 
-def _slope_flops(g: Any, *_: Any, **__: Any) -> int:
-    """Five: the scores again, the gradients of weights and values, and of these scores to q and to k."""
+def _backward_flops(g: Any, *_: Any, **__: Any) -> int:
+    """Count five products: the scores again, the gradients of weights and values, and of the scores to q and k."""
     return _products(5, g)
 
 
 _FIX = (
-    "it computes values only: differentiate fquant.kernels.reference.causal_attention.dense, the same in plain torch, or call "
-    "models.attention, which has derivatives of every order"
+    "it computes values only: differentiate fquant.kernels.reference.causal_attention.dense, the same in plain torch, "
+    "or call models.attention, which has derivatives of every order"
 )
-_VERBS = {"attention": (_attention, _attention_fake), "attention_backward": (_slope, _slope_fake)}
+_VERBS = {"attention": (_attention, _attention_fake), "attention_backward": (_backward, _backward_fake)}
 _OPS = {
-    name: register(name, SCHEMAS[name], real, fake, partial(_vmap, name), _FIX) for name, (real, fake) in _VERBS.items()
+    name: register(name, SCHEMAS[name], real, fake, lambda *args, name=name: map_rows(_OPS[name], *args), _FIX)
+    for name, (real, fake) in _VERBS.items()
 }
 register_flop_formula(torch.ops.fquant.attention)(_flops)
-register_flop_formula(torch.ops.fquant.attention_backward)(_slope_flops)
+register_flop_formula(torch.ops.fquant.attention_backward)(_backward_flops)

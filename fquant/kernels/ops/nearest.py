@@ -1,18 +1,17 @@
-"""The nearest of many rows as one op, whose scores are never whole.
+"""The nearest of many rows as one op, without a tensor of all scores.
 
-    nearest(x, codes, half, top)     x [s n d], codes [s k d], half [s k]  to  which i64[s n top], score [s n top]
+    nearest(x, codes, half, top)     x [s n d], codes [s k d], half [s k] to indices i64[s n top], scores [s n top]
 
-The score of row x and code c is ``x·c - half``. With half the square of a code's length the best score is the smallest
-euclidean distance; with zeros it is the largest inner product, which of unit codes is the largest cosine. The best come
-first, and of equal scores the one with the lowest index. A row that is not finite, or so large that no score of it is,
-has no nearest code: its indices are -1 and its scores are -inf.
+The score of row x and code c is ``x·c - half``. With half the square of a code's length, the best score is the smallest
+euclidean distance. With zeros it is the largest inner product, which for unit codes is the largest cosine. The best
+come first; of equal scores, the lowest index comes first. A row has no nearest code if it is not finite, or so large
+that no score of it is finite: its indices are -1 and its scores -inf.
 
-Scores are made a tile at a time, in float32 (float64 of float64), by the matrix product of the device, and only the
-best so far are kept. A tile of ``TILE`` bytes stays in a core's cache, where it is made and searched; on GPUs it is
-large enough to keep all of them busy. Which tiles there are depends on shapes alone.
+Scores are computed a tile at a time by the matrix product of the device, in float32 (float64 for float64). Only the
+best so far are kept. A tile of ``TILE`` bytes stays in a core's cache; on GPUs it is large enough to keep all
+multiprocessors busy. The tiles depend on shapes alone.
 
-The op computes values and has no derivatives. Mapped rows are more rows of the same codes; mapped codes are one more
-dim of what is stacked.
+The op has no derivatives. Under vmap, mapped rows are more rows of the same codes; mapped codes are merged into ``s``.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..registry import register
-from ..spec import FLOATS
+from ..arguments import COMPUTED
+from ..registry import map_rows, register
 
 SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
 TILE = {"cpu": 2 << 20, "cuda": 128 << 20}  # bytes of scores
-WIDEST = 2048  # codes of a tile: a product of fewer rows than that leaves is slower
-BLOCK = 64  # scores of which the largest is found first
+WIDEST = 2048  # codes of a tile: more of them leave fewer rows, whose product is slower
+BLOCK = 64  # scores whose largest is found first
 
 
 def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
-    """Indices i64[s n top] and scores [s n top] of the ``top`` codes whose ``x·c - half`` is largest, best first.
+    """Return indices i64[s n top] and scores [s n top] of the ``top`` codes of largest ``x·c - half``, best first.
 
-    x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, which is what is computed in.
+    x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, the dtype of the scores.
 
-    Raises TypeError for other dtypes, ValueError for other shapes or devices, or more than k of the best.
+    Raises TypeError for other dtypes, ValueError for other shapes or devices, or for ``top`` above k.
     """
     return _OP(x, codes, half, top)
 
@@ -46,21 +45,21 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
 def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
     _check(x, codes, half, top)
     (s, n, _), k = x.shape, codes.shape[1]
-    which = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
+    index = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
     score = codes.new_empty(s, n, top)
-    # One tile for all: memory that is new each time takes as long as the search.
+    # One tile for all rows: to allocate it each time takes as long as the search.
     tile = codes.new_empty(_tile(n, k, codes))
     for i in range(s):
         for start in range(0, n, len(tile)):
             at = slice(start, start + len(tile))
-            _search(x[i, at].to(codes.dtype), codes[i], half[i], tile[: len(x[i, at])], which[i, at], score[i, at])
+            _search(x[i, at].to(codes.dtype), codes[i], half[i], tile[: len(x[i, at])], index[i, at], score[i, at])
     lost = ~score[..., :1].isfinite()
-    return which.masked_fill_(lost, -1), score.masked_fill_(lost, -math.inf)
+    return index.masked_fill_(lost, -1), score.masked_fill_(lost, -math.inf)
 
 
-def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, which: Tensor, score: Tensor) -> None:
-    """The best for rows x [m d], written to which and score [m top], by a ``tile`` [m wide] at a time."""
-    top, wide = which.shape[1], tile.shape[1]
+def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, index: Tensor, score: Tensor) -> None:
+    """Write the best codes of rows x [m d] to index and score [m top], a ``tile`` [m wide] of scores at a time."""
+    top, wide = index.shape[1], tile.shape[1]
     score.fill_(-math.inf)
     for first in range(0, len(codes), wide):
         part, bias = codes[first : first + wide], half[first : first + wide]
@@ -69,23 +68,23 @@ def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, which: Tensor,
         if top == 1:
             best, at = _largest(tile)
             better = (best > score) | best.isnan()  # not where equal: of these the first is kept
-            which.copy_(torch.where(better, at + first, which))
+            index.copy_(torch.where(better, at + first, index))
             score.copy_(torch.where(better, best, score))
             continue
         both = torch.cat([score, tile], 1)
         names = torch.arange(first, first + wide, device=x.device).expand(len(x), -1)
-        names = torch.cat([which, names], 1)
+        names = torch.cat([index, names], 1)
         for place in range(top):
             best, at = both.max(1, keepdim=True)  # the first of equal ones, which has the lowest index
             score[:, place : place + 1] = best
-            which[:, place : place + 1] = names.gather(1, at)
+            index[:, place : place + 1] = names.gather(1, at)
             both.scatter_(1, at, -math.inf)
 
 
 def _largest(tile: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of every row [m 1] and where it first is, as ``tile.max(1, keepdim=True)``.
+    """Return ``tile.max(1, keepdim=True)``: the largest of each row [m 1] and its first index.
 
-    A search for the largest alone is several times faster than one that keeps where it is, so blocks come first.
+    The search for a value alone is several times faster than for value and index, so it comes first, over blocks.
     """
     if tile.shape[1] < 8 * BLOCK or tile.shape[1] % BLOCK:
         return tile.max(1, keepdim=True)
@@ -96,7 +95,7 @@ def _largest(tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
-    """Rows and codes of a tile."""
+    """Return the rows and the codes of a tile."""
     size = TILE.get(codes.device.type, TILE["cpu"]) // codes.element_size()
     wide = min(-(-k // BLOCK) * BLOCK, WIDEST if codes.device.type == "cpu" else size // 1024)
     return max(1, min(n, size // wide)), wide
@@ -108,7 +107,7 @@ def _fake(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Ten
 
 
 def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
-    if x.dtype not in (*FLOATS, torch.float64) or codes.dtype not in (torch.float32, torch.float64):
+    if x.dtype not in COMPUTED or codes.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
     if half.dtype != codes.dtype:
         raise TypeError(f"nearest got half {half.dtype} beside codes {codes.dtype}; wanted one dtype")
@@ -122,19 +121,14 @@ def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
 
 
 def _vmap(info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
-    b = info.batch_size
     if in_dims[1] is None and in_dims[2] is None:
         rows = x.movedim(in_dims[0], 1)  # [s b n d]
         return tuple(t.unflatten(1, rows.shape[1:3]) for t in _OP(rows.flatten(1, 2), codes, half, top)), (1, 1)
-    stacked = (
-        (t.expand(b, *t.shape) if at is None else t.movedim(at, 0)).flatten(0, 1)
-        for t, at in zip((x, codes, half), in_dims, strict=False)
-    )
-    return tuple(t.unflatten(0, (b, len(t) // b)) for t in _OP(*stacked, top)), (0, 0)
+    return map_rows(_OP, info, in_dims, x, codes, half, top)
 
 
 def _flops(x: Any, codes: Any, *_: Any, **__: Any) -> int:
-    """A product of rows and codes; torch's counter gives shapes for tensors."""
+    """Count one product of rows and codes; torch's counter gives shapes for tensors."""
     return 2 * math.prod(x) * codes[1]
 
 

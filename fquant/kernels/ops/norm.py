@@ -1,24 +1,22 @@
-"""Root mean square norms of rows as two ops, one pass each way (Zhang & Sennrich 2019).
+"""Root mean square norms of rows and their gradient as two ops, one pass each (Zhang & Sennrich 2019).
 
     rms_norm(x, weight, eps)                  [n d], [d] to [n d] and f32[n]: y = x · scale · weight, and the scale
-    rms_norm_backward(g, x, weight, scale)       [n d], [n d], [d], f32[n] to [n d]: the gradient of (g · y).sum()
+    rms_norm_backward(g, x, weight, scale)    [n d], [n d], [d], f32[n] to [n d]: the gradient of (g · y).sum()
 
     scale = 1 / sqrt(mean(x²) + eps)
     dx    = scale · (a - n · mean(a · n))     with n = x · scale and a = g · weight
 
-In plain torch a norm in bfloat16 is a cast, a square, a mean, a root, two products and another cast, each a pass over
-memory, and the backward of these reads what they held: two tensors of x's size in float32. Here x is read, y is
-written, and what the backward needs beside x and the weight is a number a row.
+In plain torch a bfloat16 norm is a cast, a square, a mean, a root, two products and another cast, each a pass over
+memory. Its backward reads two float32 tensors of x's size. Here the backward needs x, the weight and a number a row.
 
-y is rounded where transformers rounds it, once before the weight and once after; of the same scale it is the same
-bits. dx is computed in float32 and rounded once: y's own roundings are taken for none. The sums of squares are taken in
-another order than torch's, with fewer roundings, so the scale is within a few of that of ``reference.py``, which
-defines what they are; on CPUs every instruction set gives the same bits. What is infinite or not a number comes out as
-it does there. Squares are float32: a row of which they overflow is taken for infinite.
+y is rounded where transformers rounds it, before and after the weight; with the same scale it has the same bits. dx is
+computed in float32 and rounded once, as if y were not rounded. The reference defines the results. Sums of squares are
+taken in another order, with fewer roundings, so the scale is within a few roundings of the reference's. On CPUs all
+instruction sets give the same bits. Infinities and NaN come out as in the reference. Squares are float32: a row whose
+squares overflow counts as infinite.
 
-The ops are registered beside the others of ``fquant::`` and computed by the same table of backends, on devices that it
-does not name, and of float64, by the reference. They have no derivatives: models/norm.py has. Mapped rows are more
-rows, mapped weights a loop.
+float64 and devices without a kernel take the reference. The ops have no derivatives; models/norm.py has. Under vmap,
+rows are merged, and mapped weights are a loop.
 """
 
 from __future__ import annotations
@@ -30,21 +28,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import COMPUTED, sum_dtype
 from ..dispatch import backend, is_direct
-from ..registry import register
-from ..spec import FLOATS
+from ..registry import map_rows, register
 
 SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     "rms_norm_backward": "(Tensor g, Tensor x, Tensor weight, Tensor scale) -> Tensor",
 }
-_WEIGHT = {"rms_norm": 1, "rms_norm_backward": 2}  # where it is among the arguments
+_WEIGHT = {"rms_norm": 1, "rms_norm_backward": 2}  # its place among the arguments
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``round(x · scale) · weight`` [n d] in x's dtype, and the scale of every row, f32[n].
+    """Return ``round(x · scale) · weight`` [n d] in x's dtype, and the scale of each row, f32[n].
 
-    x [n d] in f32, bf16, f16 or f64, of which the scale is f64; weight [d] in any of these, which is cast to x's.
+    x [n d] in f32, bf16, f16 or f64 (the scale is then f64); weight [d] in any of these, which is cast to x's.
 
     Raises TypeError for another dtype, ValueError for other shapes or devices.
     """
@@ -52,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of ``(g · y).sum()`` with respect to x: [n d] in x's dtype, y and scale being those of x.
+    """Return the gradient of ``(g · y).sum()`` with respect to x, [n d] in x's dtype, for y and scale of x.
 
     g [n d] in x's dtype. Raises what :func:`rms_norm` does.
     """
@@ -66,27 +64,26 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, **out: Sequence[Tensor]) ->
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _check("rms_norm", x, weight)
-    return x.new_empty(x.shape), x.new_empty(len(x), dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty(len(x), dtype=sum_dtype(x))
 
 
-def _slope(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, **out: Tensor) -> Tensor:
+def _backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, **out: Tensor) -> Tensor:
     _check("rms_norm_backward", x, weight, g, scale)
     return backend(x.device.type)[1].rms_norm_backward(g, x, weight, scale, **out)
 
 
-def _slope_fake(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def _backward_fake(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     _check("rms_norm_backward", x, weight, g, scale)
     return x.new_empty(x.shape)
 
 
 def _check(name: str, x: Tensor, weight: Tensor, g: Tensor | None = None, scale: Tensor | None = None) -> None:
-    floats = (*FLOATS, torch.float64)
-    if x.dtype not in floats:
+    if x.dtype not in COMPUTED:
         raise TypeError(f"{name} got x {x.dtype}; wanted f32, bf16, f16 or f64")
     if x.ndim != 2:
         raise ValueError(f"{name} got x {tuple(x.shape)}; wanted [n d]")
-    parts = (("weight", weight, x.shape[1:], floats), ("g", g, x.shape, (x.dtype,)))
-    for part, t, shape, dtypes in (*parts, ("scale", scale, x.shape[:1], (_wide(x),))):
+    parts = (("weight", weight, x.shape[1:], COMPUTED), ("g", g, x.shape, (x.dtype,)))
+    for part, t, shape, dtypes in (*parts, ("scale", scale, x.shape[:1], (sum_dtype(x),))):
         if t is None:
             continue
         if t.dtype not in dtypes:
@@ -99,32 +96,21 @@ def _check(name: str, x: Tensor, weight: Tensor, g: Tensor | None = None, scale:
 
 
 def _vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
-    b, at, op = info.batch_size, _WEIGHT[name], _OPS[name]
-    if in_dims[at] is not None:
-        own = lambda i: (t if dim is None else t.select(dim, i) for t, dim in zip(args, in_dims, strict=True))
-        each = [op(*own(i)) for i in range(b)]
-        if isinstance(each[0], Tensor):
-            return torch.stack(each), 0
-        return tuple(map(torch.stack, zip(*each, strict=True))), (0, 0)
-    front = lambda t, dim: t.expand(b, *t.shape) if dim is None else t.movedim(dim, 0)
-    rows = [
-        front(t, dim) if isinstance(t, Tensor) and i != at else t
-        for i, (t, dim) in enumerate(zip(args, in_dims, strict=True))
-    ]
-    out = op(*(t.flatten(0, 1) if isinstance(t, Tensor) and i != at else t for i, t in enumerate(rows)))
-    back = lambda t: t.unflatten(0, rows[0].shape[:2])
-    return (back(out), 0) if isinstance(out, Tensor) else (tuple(map(back, out)), (0, 0))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    at, op = _WEIGHT[name], _OPS[name]
+    if in_dims[at] is None:
+        return map_rows(op, info, in_dims, *args, shared=(at,))
+    example = lambda i: (t if dim is None else t.select(dim, i) for t, dim in zip(args, in_dims, strict=True))
+    each = [op(*example(i)) for i in range(info.batch_size)]
+    if isinstance(each[0], Tensor):
+        return torch.stack(each), 0
+    return tuple(map(torch.stack, zip(*each, strict=True))), (0, 0)
 
 
 _FIX = (
     "it computes values only: differentiate models.norm.rms_norm, or fquant.kernels.reference.rms_norm, the same in "
     "plain torch"
 )
-_VERBS = {"rms_norm": (_rms_norm, _rms_norm_fake), "rms_norm_backward": (_slope, _slope_fake)}
+_VERBS = {"rms_norm": (_rms_norm, _rms_norm_fake), "rms_norm_backward": (_backward, _backward_fake)}
 _OPS = {
     name: register(name, SCHEMAS[name], real, fake, partial(_vmap, name), _FIX) for name, (real, fake) in _VERBS.items()
 }

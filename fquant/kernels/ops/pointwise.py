@@ -1,46 +1,45 @@
-"""Chains of elementwise operations as one op, which walks memory once.
+"""Chains of elementwise operations as one op, which reads and writes memory once.
 
-    pointwise(read, write, program)    f[*shape] for every result that is new; others are written over ``write``
+    pointwise(read, write, program)    new tensors f[*shape]; other results are written over ``write``
 
-A norm, an activation or an optimiser is a chain of additions, products and casts of large tensors: each by itself reads
-and writes memory, and does next to nothing with it. A *program* (``program.py``) is such a chain as a value.
+A norm, an activation or an optimiser is a chain of additions, products and casts of large tensors. One by one, each
+reads and writes memory and computes next to nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
 
-Every step is rounded to its dtype, so that a chain gives the same bits as its steps one by one. There are two kinds:
+Every step is rounded to its dtype, so a chain gives the same bits as its steps one by one. There are two kinds:
 
-* Those named as operations of torch give the bits of these. They are what IEEE 754 defines to the last bit: no
-  exponentials, and no square roots either, which torch leaves to libraries that need not round as IEEE 754 wants.
-  (``turn`` is a ``neg`` and a ``cat``.)
-* ``silu`` and ``silu_derivative`` are ours, the ops of ``silu.py``, which says how near to the exact value they are. Alone
-  such an op is the program of that one step, so its bits are those of the step in any other program on the machine. No
-  operation of torch is ever replaced by one of these.
+* Steps named like operations of torch have their bits. IEEE 754 defines these operations to the last bit. It does not
+  define exponentials, and torch's square roots come from libraries that need not round correctly. (``turn`` is a
+  ``neg`` and a ``cat``.)
+* ``silu`` and ``silu_derivative`` are the ops of ``silu.py``, which states their error. Such an op is the program of
+  that one step, so its bits are those of the step in any program on the machine. They never replace an operation of
+  torch.
 
-On CPUs with the kernels of csrc/kernels.c a piece of each value stays in the nearest cache from the first step to the last.
-Elsewhere the steps are those of torch, or of ``reference.py``, one after another, which also defines the op.
+On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last. Elsewhere
+the reference, which defines the op, runs the steps one after another in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .. import dispatch_bypass
 from ..dispatch import backend
-from ..registry import constant
+from ..registry import define, refuse_derivatives
 from .pointwise_program import DTYPES, PIECE, Program, dtypes, is_turned, parse
 
-SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
+SCHEMA = "(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program) -> list[Tensor]:
-    """The new tensors of ``program``, contiguous [*shape], of the tensors ``read``, whose shapes broadcast to it.
+    """Run ``program`` on the tensors ``read``, which broadcast to ``shape``, and return its new tensors, contiguous.
 
-    What is read is float32, bfloat16, float16, or bool; ``write`` are contiguous tensors [*shape] that are written
-    over, and what shares their memory among ``read`` has to be they themselves. Raises TypeError or ValueError for
-    anything else.
+    ``read`` are float32, bfloat16, float16 or bool. ``write`` are contiguous tensors [*shape] that are overwritten; a
+    tensor in ``read`` may share memory with one of them only if it is the same tensor. Raises TypeError or ValueError
+    for anything else.
     """
     return OP(list(read), list(write), program.text)
 
@@ -68,9 +67,9 @@ def _check(read: list[Tensor], write: list[Tensor], text: str) -> None:
         )
     given = tuple((t.dtype, t.shape) for t in read)
     _check_kinds(text, given, tuple((t.dtype, t.shape, t.is_contiguous()) for t in write))
-    for into in write:
-        memory, place = into.untyped_storage()._cdata, _place(into)
-        if any(_place(t) != place for t in read if t.untyped_storage()._cdata == memory):
+    for t in write:
+        memory, place = t.untyped_storage()._cdata, _place(t)
+        if any(_place(other) != place for other in read if other.untyped_storage()._cdata == memory):
             raise ValueError("pointwise: what is written over shares its memory with another tensor that is read")
 
 
@@ -118,17 +117,8 @@ def _place(t: Tensor) -> object:
     return t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
-_FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
-
-
-def _register() -> Callable[..., Any]:
-    _LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl("pointwise", _pointwise, "CompositeExplicitAutograd")
-    dispatch_bypass.add("fquant::pointwise", _compute)
-    _LIBRARY.impl("pointwise", partial(constant, "pointwise", _FIX), "Autograd", with_keyset=True)
-    torch.library.register_fake("fquant::pointwise", _fake, lib=_LIBRARY)
-    return torch.ops.fquant.pointwise.default
-
-
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-OP = _register()
+OP = define("pointwise", SCHEMA, _pointwise, _fake, None)
+refuse_derivatives(
+    "pointwise", "it is what a captured graph runs; differentiate the function, and capture its gradient"
+)
+dispatch_bypass.add("fquant::pointwise", _compute)

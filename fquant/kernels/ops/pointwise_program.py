@@ -1,13 +1,13 @@
-"""A chain of elementwise operations as a value; what it means is in ``pointwise.py``.
+"""A chain of elementwise operations as a value; ``pointwise.py`` runs it.
 
     mul.bfloat16 0 1; to.float32 2; add.float32 3 0x1.4f8b580000000p-17; new 4; over
 
-Values are numbered: first what is read, then what each step makes. A step is an operation, the dtype that its result is
-rounded to, and its arguments: numbers of values, or constants, in hexadecimal. At the end it is told which values are
-wanted in new tensors, and which are written over tensors that are given.
+Values are numbered: first the tensors that are read, then the result of each step. A step is an operation, the dtype
+that its result is rounded to, and its arguments: numbers of values, or constants in hexadecimal. The last two items
+list the values that become new tensors, and those that overwrite given tensors.
 
-All operations are elementwise but ``turn x h``, which is what rotary embeddings do to the halves of a last dim of 2|h|:
-[-second, first] for h > 0, and its transpose [second, -first] for h < 0.
+All operations are elementwise except ``turn x h``, the rotation of halves of rotary embeddings. In a last dim of 2|h|
+it gives [-second, first] for h > 0, and its transpose [second, -first] for h < 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OWN = ("silu", "silu_derivative")  # operations that are no other's to the last bit; all others are torch's
-PIECE = 512  # elements of a value that are there at a time (TILE of csrc/kernels.c); what is turned divides it
+OWN = ("silu", "silu_derivative")  # operations with bits of their own; all others have torch's
+PIECE = 512  # elements of a value in registers at a time (TILE of csrc/work.h), a multiple of every 2|h|
 ARITY = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, "turn": 2,
     **dict.fromkeys(OWN, 1),
@@ -28,7 +28,7 @@ ARITY = {
 
 
 class Step(NamedTuple):
-    """One operation: on values by their numbers, or on constants, rounded to ``dtype``."""
+    """An operation on values, by their numbers, or on constants, rounded to ``dtype``."""
 
     op: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Steps, the values that are wanted as new tensors, and those that are written over tensors given for it."""
+    """Steps, the values that become new tensors, and the values that overwrite given tensors."""
 
     steps: tuple[Step, ...]
     new: tuple[int, ...]
@@ -44,14 +44,16 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The program as a string, which :func:`parse` reads."""
-        lines = [f"{op}.{_name(dtype)} {' '.join(map(_told, args))}" for op, dtype, args in self.steps]
+        """Return the program as a string, which :func:`parse` reads."""
+        lines = [
+            f"{op}.{str(dtype).removeprefix('torch.')} {' '.join(map(_text, args))}" for op, dtype, args in self.steps
+        ]
         return "; ".join([*lines, " ".join(["new", *map(str, self.new)]), " ".join(["over", *map(str, self.over)])])
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Program:
-    """The program that a string tells; ValueError, naming the line, for what is none."""
+    """Return the program of a string; raise a ValueError that names the line for anything else."""
     *lines, new, over = [line.split() for line in text.split(";")] if ";" in text else [[], []]
     if new[:1] != ["new"] or over[:1] != ["over"]:
         raise ValueError(f"pointwise: {text!r} does not end with what is new and what is written over")
@@ -65,20 +67,16 @@ def parse(text: str) -> Program:
 
 
 def dtypes(read: Sequence[torch.dtype], program: Program) -> list[torch.dtype]:
-    """The dtype of every value, given those of what is read."""
+    """Return the dtype of every value, from the dtypes of the tensors that are read."""
     return [*read, *(step.dtype for step in program.steps)]
 
 
 def is_turned(shape: Sequence[int], half: int | float) -> bool:
-    """Whether the last dim of ``shape`` can be turned, forth or back, by ``half``: 2|half| is it, and divides PIECE."""
+    """Return True if ``turn`` by ``half`` applies to ``shape``: its last dim is 2|half|, which divides PIECE."""
     return bool(shape) and shape[-1] == 2 * abs(half) != 0 and PIECE % shape[-1] == 0
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _told(argument: float) -> str:
+def _text(argument: float) -> str:
     return argument.hex() if isinstance(argument, float) else str(argument)
 
 

@@ -1,20 +1,19 @@
-"""Random words as three ops of a key, on which fquant/random.py is built.
+"""Counter-based random bits as three ops of a key, on which fquant/random.py is built.
 
-    fold(key, data)                    i64[...] of two i64 that broadcast: a key from a key and what it is folded with
+    fold(key, data)                    i64[...] of two i64 that broadcast: a new key from a key and a number
     bits(key, shape)                   i64[*key *shape], words of 32 bits
-    bernoulli(key, threshold, shape)   bool[*key *shape], the same words below the threshold
+    bernoulli(key, threshold, shape)   bool[*key *shape], True for words below the threshold
 
-What the numbers are is defined by ``reference.py``. In plain torch a draw is some 130 operations on int64; as an op it
-is one node of a trace, computed in registers, and makes nothing beside its result: a byte an element for a mask.
+The reference defines the numbers. In plain torch a draw is some 130 operations on int64. As an op it is one node of a
+trace, computed in registers, and makes only its result: a byte an element for a mask.
 
-The ops are registered beside the others of ``fquant::`` and computed by the same table of backends, on devices that it
-does not name by the reference. All they take and give are integers, through which no transform has a derivative; a
-mapped key is a key with one more dim.
+Devices without a kernel take the reference. All arguments and results are integers, which have no derivative. Under
+vmap, a mapped key is a key with one more dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import backend
+from ..registry import define
 
 SCHEMAS = {
     "fold": "(Tensor key, Tensor data) -> Tensor",
@@ -31,11 +31,11 @@ SCHEMAS = {
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """Keys i64[...] from ``key`` and ``data``, i64 that broadcast; either may be a number on the CPU.
+    """Return keys i64[...] from ``key`` and ``data``, i64 that broadcast; either may be a number on the CPU.
 
     Raises TypeError for another dtype, ValueError for different devices.
     """
-    if key.device != data.device:  # as torch lets numbers join what is elsewhere
+    if key.device != data.device:  # as in torch, a number on the CPU goes with any device
         if data.is_cpu and data.ndim == 0:
             data = data.to(key.device)
         elif key.is_cpu and key.ndim == 0:
@@ -44,7 +44,7 @@ def fold(key: Tensor, data: Tensor) -> Tensor:
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Words in [0, 2^32), i64[*key *shape]: of every key i64, those at the flat positions of ``shape``.
+    """Return words in [0, 2^32), i64[*key *shape]: for each key i64, those at the flat positions of ``shape``.
 
     Raises TypeError for another dtype.
     """
@@ -52,7 +52,7 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """Whether the words of :func:`bits` are below ``threshold``, bool[*key *shape].
+    """Return bool[*key *shape], True for the words of :func:`bits` below ``threshold``.
 
     Raises TypeError for another dtype, ValueError for a threshold outside of [0, 2^32].
     """
@@ -111,7 +111,7 @@ def _fold_vmap(info: Any, in_dims: Any, *words: Tensor) -> tuple[Tensor, int]:
     most = max(t.ndim - (at is not None) for t, at in zip(words, in_dims, strict=True))
 
     def front(t: Tensor, at: int | None) -> Tensor:
-        """What is mapped in front, and behind it dims enough to broadcast."""
+        """Move the mapped dim to the front, and add dims behind it for broadcasting."""
         return t if at is None else t.movedim(at, 0)[(slice(None), *[None] * (most + 1 - t.ndim))]
 
     return _OPS["fold"](*map(front, words, in_dims)), 0
@@ -121,19 +121,9 @@ def _draw_vmap(name: str, info: Any, in_dims: Any, key: Tensor, *rest: Any) -> t
     return _OPS[name](key.movedim(in_dims[0], 0), *rest), 0
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    draws = {name: partial(_draw_vmap, name) for name in ("bits", "bernoulli")}
-    for name, real, fake, vmap in (
-        ("fold", _fold, _fold_fake, _fold_vmap),
-        ("bits", _bits, _bits_fake, draws["bits"]),
-        ("bernoulli", _bernoulli, _bernoulli_fake, draws["bernoulli"]),
-    ):
-        _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fquant::{name}", fake, lib=_LIBRARY)
-        torch.library.register_vmap(f"fquant::{name}", vmap, lib=_LIBRARY)
-    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
-
-
-_LIBRARY = torch.library.Library("fquant", "FRAGMENT")
-_OPS = _register()
+_VERBS = {
+    "fold": (_fold, _fold_fake, _fold_vmap),
+    "bits": (_bits, _bits_fake, partial(_draw_vmap, "bits")),
+    "bernoulli": (_bernoulli, _bernoulli_fake, partial(_draw_vmap, "bernoulli")),
+}
+_OPS = {name: define(name, SCHEMAS[name], *functions) for name, functions in _VERBS.items()}

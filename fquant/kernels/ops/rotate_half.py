@@ -1,11 +1,11 @@
-"""turn: what a rotary embedding does to the halves of a head, as one op.
+"""The rotation of the halves of a rotary embedding as one op.
 
-    turn(x, h)     f[... 2h] to f[... 2h]: [-second, first], second and first being halves of the last dim
-    turn(x, -h)    f[... 2h] to f[... 2h]: [second, -first], its transpose, which is its inverse too
+    turn(x, h)     f[... 2h] to f[... 2h]: [-second, first], where second and first are halves of the last dim
+    turn(x, -h)    f[... 2h] to f[... 2h]: [second, -first], its transpose and its inverse
 
-In torch it is two views, a negation and a concatenation: three times the memory traffic of the result, and the end of
-every chain of elementwise operations. As a step of a program (``pointwise.py``) it costs next to nothing. So captured
-graphs have it (fquant/compile/passes/canonicalize.py); models say it in torch. The bits are the same.
+In torch this is two views, a negation and a concatenation: three times the memory traffic of the result, and the end of
+every chain of elementwise operations. A step of a program (``pointwise.py``) costs next to nothing. Models write it in
+torch, and ``fquant/compile/passes/canonicalize.py`` puts this op into captured graphs. The bits are the same.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..cpu.library import result
+from ..arguments import COMPUTED, check_out
 from ..registry import register
-from ..spec import FLOATS
 from .pointwise import OP as POINTWISE
 from .pointwise_program import PIECE, is_turned
 
 
 def turn(x: Tensor, half: int) -> Tensor:
-    """The halves of the last dim of x f[... 2|half|] turned, forth or, for half < 0, back: contiguous, x's dtype.
+    """Rotate the halves of x f[... 2|half|], or rotate back if half < 0; contiguous, x's dtype.
 
-    Raises TypeError for another dtype than f32, bf16, f16 and f64, ValueError where 2|half| is not the last dim, or
-    does not divide ``program.PIECE``.
+    Raises TypeError for another dtype than f32, bf16, f16 and f64. Raises ValueError if 2|half| is not the last dim, or
+    does not divide ``pointwise_program.PIECE``.
     """
     return OP(x, half)
 
@@ -39,7 +38,7 @@ def _real(x: Tensor, half: int, out: Tensor | None = None) -> Tensor:
     step = f"turn.{str(x.dtype).removeprefix('torch.')} 0 {float(half).hex()}"
     if out is None:
         return POINTWISE([x], [], f"{step}; new 1; over")[0]
-    POINTWISE([x], [result(out, *x.shape, dtype=x.dtype)], f"{step}; new; over 1")
+    POINTWISE([x], [check_out(out, tuple(x.shape), x.dtype)], f"{step}; new; over 1")
     return out
 
 
@@ -49,7 +48,7 @@ def _fake(x: Tensor, half: int) -> Tensor:
 
 
 def _check(x: Tensor, half: int) -> None:
-    if x.dtype not in (*FLOATS, torch.float64):
+    if x.dtype not in COMPUTED:
         raise TypeError(f"turn got {x.dtype} {tuple(x.shape)}; wanted f32, bf16, f16 or f64")
     if not is_turned(x.shape, half):
         raise ValueError(

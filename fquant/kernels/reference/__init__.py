@@ -1,16 +1,16 @@
-"""Every kernel in plain torch: what the others must equal, quantising and dequantising bit for bit.
+"""Every kernel in plain torch, on every device: the definition of the results of all backends.
 
-It runs on every device, in every dtype. The arithmetic is that of bitsandbytes to the bit:
+Other backends equal it bit for bit in quantising and dequantising. That arithmetic is bitsandbytes' to the bit:
 
-* absmax is taken in float32; elements are multiplied by its float32 reciprocal, except in a short last block, where
-  they are divided by it; the nearest table value is found between midpoints, a tie going to the smaller value.
-* The dynamic 8-bit map is looked up on a grid of 65536 points. (bitsandbytes on CUDA takes the exact nearest
-  instead, which moves about one code in a thousand by one step.)
+* absmax is taken in float32. Elements are multiplied by its float32 reciprocal; in a short last block they are divided
+  by it. The nearest table value is found between midpoints, a tie going to the smaller value.
+* The dynamic 8-bit map is looked up on a grid of 65536 points. (bitsandbytes on CUDA takes the exact nearest instead,
+  which moves about one code in a thousand by one step.)
 * Codes without a table are those of LLM.int8(): rounded to float16 first, then ``round(x * (127 / absmax))``.
 
-Random words are those of Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011). One counter gives two: element 2j and 2j + 1 are the words of counter j. Here they live in int64 tensors, as
-torch has no arithmetic for uint32.
+Random bits are those of Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011). A counter gives two words: elements 2j and 2j + 1 are the words of counter j. They are int64 tensors here,
+because torch has no arithmetic for uint32.
 """
 
 from .causal_attention import attention, attention_backward
@@ -18,10 +18,10 @@ from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoint
 from .elementwise import pointwise, silu, silu_derivative, turn
 from .losses import nll, nll_backward
 from .norms import rms_norm, rms_norm_backward
-from .threefry import FOLDED, MASK, PARITY, ROTATIONS, bernoulli, bits, fold
+from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry
 
 __all__ = [
-    "CHUNK", "FOLDED", "MASK", "PARITY", "ROTATIONS", "TINY", "attention", "attention_backward", "bernoulli", "bits",
-    "decode", "encode", "fold", "grid", "matmul", "matmul_t", "midpoints", "nll", "nll_backward", "pointwise",
-    "rms_norm", "rms_norm_backward", "silu", "silu_derivative", "times_scale", "turn",
+    "CHUNK", "FOLDED", "MASK", "PARITY", "TINY", "attention", "attention_backward", "bernoulli", "bits", "decode",
+    "encode", "fold", "grid", "matmul", "matmul_t", "midpoints", "nll", "nll_backward", "pointwise", "rms_norm",
+    "rms_norm_backward", "silu", "silu_derivative", "threefry", "times_scale", "turn",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Attention in plain torch: the formula, and the same some queries at a time, without a tensor of all scores.
+"""Causal attention in plain torch: the formula, and the same in chunks of queries without a tensor of all scores.
 
-Scores are made of some queries and of the keys that these may see; of all of them only the log-sum-exp is kept, from
-which the slope makes them again (Dao et al. 2022, "FlashAttention"). Products are in the dtype of ``q``, the softmax
-and the sums in float32 at least.
+A chunk of queries meets only the keys that it may see. Of its scores only the log-sum-exp is kept, and the backward
+computes the scores again (Dao et al. 2022, "FlashAttention"). Products are in the dtype of ``q``, the softmax and the
+sums in float32 at least.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 8 * 2**20  # of the scores made at a time
+from ..arguments import widened
+
+CHUNK_BYTES = 8 * 2**20  # of the scores of a chunk
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The formula: q ``[b h t e]``, k and v ``[b k t e]``, runs ``[b t]`` -> ``[b h t e]``, log-sum-exp f32."""
+    """Compute the formula: q ``[b h t e]``, k and v ``[b k t e]``, runs ``[b t]`` -> ``[b h t e]``, log-sum-exp f32."""
     scores = masked_scores(q, k, visible(slice(0, q.shape[2]), q, runs))
     return mixed(scores.softmax(-1), v), scores.logsumexp(-1).flatten(1, 2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """:func:`dense`, some queries at a time."""
+    """Compute :func:`dense` in chunks of queries."""
     parts = []
     for at in _chunks(q):
         scores = masked_scores(q[:, :, at], k[:, :, : at.stop], visible(at, q, runs))
@@ -38,72 +40,67 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> tuple[Ten
 def attention_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; those of keys and values are summed over chunks in float32 at least."""
+    """Return the gradients of q, k and v; those of k and v are summed over chunks in float32 at least."""
     dq: list[Tensor] = []
     dk: Any = None
     dv: Any = None
-    for at in reversed(list(_chunks(q))):  # the longest first, which is what shorter ones are added to
+    for at in reversed(list(_chunks(q))):  # the longest first; shorter ones are added to it
         rows = g[:, :, at], y[:, :, at], lse[:, :, at], q[:, :, at]
-        one, more_k, more_v = _some_backward(*rows, k[:, :, : at.stop], v[:, :, : at.stop], visible(at, q, runs))
-        dq.insert(0, one)
-        dk, dv = _added(dk, more_k), _added(dv, more_v)
+        part_q, part_k, part_v = _chunk_backward(*rows, k[:, :, : at.stop], v[:, :, : at.stop], visible(at, q, runs))
+        dq.insert(0, part_q)
+        dk, dv = _added(dk, part_k), _added(dv, part_v)
     return by_tokens(torch.cat(dq, 2)), by_tokens(dk.to(k.dtype)), by_tokens(dv.to(v.dtype))
 
 
 def by_tokens(x: Tensor) -> Tensor:
-    """``x`` ``[b h t e]``, a head of a token beside the next in memory."""
+    """Return ``x`` ``[b h t e]`` with the memory layout [b t h e]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def masked_scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """q ``[b h c e]``, k ``[b k s e]``, visible bool ``[b 1 1 c s]`` -> f32 ``[b k g c s]``."""
+    """Return :func:`scores` with -inf outside of ``visible`` bool ``[b 1 1 c s]``: f32 ``[b k g c s]``."""
     return scores(q, k).masked_fill(~visible, -math.inf)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    """q ``[b h c e]``, k ``[b k s e]`` -> f32 ``[b k g c s]``, over sqrt(e)."""
+    """Return q·kᵀ / sqrt(e): q ``[b h c e]``, k ``[b k s e]`` -> f32 ``[b k g c s]``."""
     grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
-    return _wide(grouped @ k[:, :, None].mT)
+    return widened(grouped @ k[:, :, None].mT)
 
 
 def mixed(p: Tensor, v: Tensor) -> Tensor:
-    """p ``[b k g c s]``, v ``[b k s e]`` -> ``[b h c e]`` in v's dtype."""
+    """Return p · v: p ``[b k g c s]``, v ``[b k s e]`` -> ``[b h c e]`` in v's dtype."""
     return (p.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
-def visible(some: slice, like: Tensor, runs: Tensor | None) -> Tensor:
-    """Which tokens the tokens ``some`` see, of all up to the last of them: bool ``[1 1 1 c s]`` or ``[b 1 1 c s]``."""
-    place = torch.arange(some.stop, device=like.device)
-    causal = (place[some, None] >= place)[None, None, None]
-    return causal if runs is None else causal & (runs[:, some, None] == runs[:, None, : some.stop])[:, None, None]
+def visible(chunk: slice, like: Tensor, runs: Tensor | None) -> Tensor:
+    """Return the mask of a chunk of queries over keys up to its end: bool ``[1 1 1 c s]`` or ``[b 1 1 c s]``."""
+    place = torch.arange(chunk.stop, device=like.device)
+    causal = (place[chunk, None] >= place)[None, None, None]
+    return causal if runs is None else causal & (runs[:, chunk, None] == runs[:, None, : chunk.stop])[:, None, None]
 
 
-def _some_backward(
+def _chunk_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g, y and q ``[b h c e]``, lse f32 ``[b h c]``, k and v ``[b k s e]`` -> the gradients of q, k and v."""
-    slope = (_wide(g) * _wide(y)).sum(-1, keepdim=True)
+    """Return the gradients of q, k and v: g, y and q ``[b h c e]``, lse f32 ``[b h c]``, k and v ``[b k s e]``."""
+    slope = (widened(g) * widened(y)).sum(-1, keepdim=True)
     p = (masked_scores(q, k, visible) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [b k g c s]
     g, q, slope = (t.unflatten(1, (k.shape[1], -1)) for t in (g, q, slope))
-    ds = (p * (_wide(g @ v[:, :, None].mT) - slope) * q.shape[-1] ** -0.5).to(q.dtype)
+    ds = (p * (widened(g @ v[:, :, None].mT) - slope) * q.shape[-1] ** -0.5).to(q.dtype)
     return mixed(ds, k), (ds.mT @ q).sum(2), (p.to(g.dtype).mT @ g).sum(2)
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """``total`` f32 ``[b k s e]`` and a part that begins with it; the first is its own total."""
+    """Add a part to ``total`` f32 ``[b k s e]``, which is at least as long; without a total, return the part."""
     if total is None:
         return part
-    return _wide(total) + F.pad(_wide(part), (0, 0, 0, total.shape[2] - part.shape[2]))
+    return widened(total) + F.pad(widened(part), (0, 0, 0, total.shape[2] - part.shape[2]))
 
 
 def _chunks(q: Tensor) -> Iterator[slice]:
-    """Some queries of ``q [b h t e]`` at a time."""
+    """Yield chunks of the queries of ``q [b h t e]``."""
     b, h, t, _ = q.shape
     rows = max(1, CHUNK_BYTES // max(1, 4 * b * h * t))
     for first in range(0, max(t, 1), rows):
         yield slice(first, min(first + rows, t))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Quantise and dequantise rows, and multiply by a dequantised weight."""
+"""Quantisation and dequantisation of rows, and products with a dequantised weight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from ...format import Format, num_blocks
 from ..spec import Spec, scales, split
 
-CHUNK = 1 << 20  # elements quantised at a time: bounds what quantising needs beside the weight
+CHUNK = 1 << 20  # elements quantised at a time, which bounds the memory beside the weight
 TINY = 1e-38  # keeps the reciprocal of an all-zero block finite
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """``rows`` f[... n] to (codes u8[... n·bits/8] or i8[... n], absmax f32[... blocks])."""
+    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     parts = rows.reshape(-1, width).split(max(1, CHUNK // max(width, 1)))
     codes, absmax = zip(*[_encode_rows(part, format) for part in parts], strict=True)
@@ -57,7 +57,7 @@ def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """The array that the buffers stand for, f[*stack *shape], in ``spec.dtype``, rounded once, then in ``out``."""
+    """See ``fquant.kernels.decode``."""
     format, shape, dtype = spec
     codes, scale, offset, _ = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
@@ -72,17 +72,17 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """``x · Wᵀ``: x f[*stack m in] and the buffers of a packed [*stack out in] to f[*stack m out]."""
+    """See ``fquant.kernels.matmul``."""
     return x @ decode(buffers, spec, x.dtype).mT
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """``g · W``: g f[*stack m out] and the buffers of a packed [*stack out in] to f[*stack m in]."""
+    """See ``fquant.kernels.matmul_t``."""
     return g @ decode(buffers, spec, g.dtype)
 
 
 def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
-    """Codes and absmax f32[... blocks] of :func:`encode` to f32[... width]."""
+    """Dequantise codes and absmax f32[... blocks] of :func:`encode` to f32[... width]."""
     if format.table is None:
         values = codes.float()
     elif format.bits == 8:
@@ -97,7 +97,7 @@ def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> T
 
 
 def times_scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
-    """Values f32[... width] times the absmax f32[... blocks] of their blocks."""
+    """Multiply values f32[... width] by the absmax f32[... blocks] of their blocks."""
     if not width:
         return values
     block = format.block or width
@@ -107,15 +107,17 @@ def times_scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> T
 
 
 def _round(x: Tensor, absmax: Tensor) -> Tensor:
-    """LLM.int8: nearest of -127 .. 127, a block of zeros giving zeros."""
+    """Round to the nearest of -127 .. 127, as LLM.int8() does; a block of zeros gives zeros."""
     return torch.where(absmax > 0, torch.round(x * (127.0 / absmax)), 0.0).to(torch.int8)
 
 
 def _nearest(x: Tensor, format: Format) -> Tensor:
-    """u8 index of the table value nearest to ``x`` f32 in [-1, 1]."""
+    """Return the u8 index of the table value nearest to ``x`` f32 in [-1, 1]."""
     if format.bits == 8:
         at = (x + 1.0) * 0.5 * 65535.0 + 0.5
-        return grid(format).to(x.device)[at.nan_to_num().int()]  # NaN is no index; who quantises refuses it by absmax
+        return grid(format).to(x.device)[
+            at.nan_to_num().int()
+        ]  # NaN is no index; quantize refuses it later, by its absmax
     order, middles = midpoints(format)
     index = torch.bucketize(x.contiguous(), middles.to(x.device), out_int32=True)
     if order != sorted(order):
@@ -125,7 +127,7 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
 
 @lru_cache(maxsize=256)
 def midpoints(format: Format) -> tuple[list[int], Tensor]:
-    """The codes in the order of their values, and what lies halfway between those values, f32[codes - 1]."""
+    """Return the codes in the order of their values, and the midpoints between those values, f32[codes - 1]."""
     assert format.table is not None
     order = sorted(range(len(format.table)), key=format.table.__getitem__)
     table = torch.tensor([format.table[i] for i in order], dtype=torch.float32, device="cpu")
@@ -134,7 +136,7 @@ def midpoints(format: Format) -> tuple[list[int], Tensor]:
 
 @lru_cache(maxsize=256)
 def grid(format: Format) -> Tensor:
-    """The code nearest to every one of 65536 points in [-1, 1], u8."""
+    """Return the code nearest to each of 65536 points in [-1, 1], u8."""
     order, middles = midpoints(format)
     points = torch.arange(65536, dtype=torch.float32, device="cpu") * 2.0 / 65535.0 - 1.0
     return torch.tensor(order, dtype=torch.uint8, device="cpu")[torch.bucketize(points, middles)]

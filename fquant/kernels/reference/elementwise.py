@@ -1,4 +1,4 @@
-"""Elementwise programs, step by step."""
+"""Elementwise programs in plain torch, step by step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..ops.pointwise_program import parse
 
 
 def silu(x: Tensor) -> Tensor:
-    """``x · sigmoid(x)`` as torch has it, contiguous."""
+    """Return torch's ``x · sigmoid(x)``, contiguous."""
     return F.silu(x).contiguous()
 
 
 def silu_derivative(x: Tensor) -> Tensor:
-    """The derivative of ``x · sigmoid(x)`` as torch has it, contiguous."""
+    """Return torch's derivative of ``x · sigmoid(x)``, contiguous."""
     return torch.ops.aten.silu_backward(x.new_ones(()).expand_as(x), x).contiguous()
 
 
 def turn(x: Tensor, forth: bool) -> Tensor:
-    """x [... 2h] with its halves turned: [-second, first], or [second, -first] for the way back."""
+    """Rotate the halves of x [... 2h]: [-second, first] if ``forth``, else [second, -first]."""
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first] if forth else [second, -first], -1)
 
@@ -31,7 +31,7 @@ _OWN = {"silu": silu, "silu_derivative": silu_derivative}
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
-    """The steps of a program, one after another; see ``fquant.kernels.ops.pointwise``."""
+    """See ``fquant.kernels.ops.pointwise``."""
     program = parse(text)
     values, shape = list(read), torch.broadcast_shapes(*(t.shape for t in read))
     for op, dtype, args in program.steps:
@@ -44,7 +44,7 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
             continue
         cast = [a.to(dtype) if isinstance(a, Tensor) and a.dtype is not torch.bool else a for a in given]
         values.append(_OWN[op](*cast) if op in _OWN else getattr(torch, op)(*cast))  # type: ignore[arg-type]
-    made = [values[i].expand(shape).clone(memory_format=torch.contiguous_format) for i in (*program.new, *program.over)]
-    for into, value in zip(write, made[len(program.new) :], strict=True):
-        into.copy_(value)
-    return made[: len(program.new)]
+    copies = [values[i].expand(shape).clone(memory_format=torch.contiguous_format) for i in program.new + program.over]
+    for t, value in zip(write, copies[len(program.new) :], strict=True):
+        t.copy_(value)
+    return copies[: len(program.new)]

@@ -1,7 +1,7 @@
-"""The kernels for CUDA, ``triton_encode`` and the others that are called so; whether they can run.
+"""The backend for CUDA tensors: kernels in Triton.
 
-They run in Triton's interpreter, too, on tensors on the CPU and without a GPU, thousands of times slower: with
-``TRITON_INTERPRET=1`` in the environment before anything imports triton. So their arithmetic is tested anywhere.
+Triton's interpreter runs them on CPU tensors without a GPU, thousands of times slower, so their arithmetic is tested
+anywhere. Set ``TRITON_INTERPRET=1`` before anything imports triton.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 try:
-    # Programs and silu are better written by Inductor, and attention by nobody yet.
+    # Inductor writes better kernels for programs and silu; attention has no kernel yet.
     from ..reference import attention, attention_backward, pointwise, silu, silu_derivative
     from .dequantize import INTERPRETED, decode
     from .gemm import matmul, matmul_t
@@ -33,8 +33,6 @@ DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
 
 
 def load() -> None:
-    """Raise ImportError where Triton has nothing to run on."""
-    if INTERPRETED.value:
-        return
-    if not torch.cuda.is_available():
+    """Raise ImportError if Triton has no device to run on."""
+    if not (INTERPRETED.value or torch.cuda.is_available()):
         raise ImportError("Triton needs a CUDA device and a CUDA build of torch, and one of them is not there")

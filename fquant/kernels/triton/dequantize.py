@@ -1,19 +1,19 @@
-"""Dequantising in Triton, and what a packed array looks like to a kernel.
+"""Dequantisation in Triton, and the description of a packed array for kernels.
 
-A packed array comes to a kernel as :class:`Rows`: rows of *units*, which are 32-bit words of 8 or 4 codes where the
-rows are aligned for that and bytes where they are not, beside rows of scales. Rows without gaps are one long row.
+A kernel gets a packed array as :class:`Rows`: rows of *units* beside rows of scales. A unit is a 32-bit word of 8 or 4
+codes, or a byte if the rows are not aligned for words. Rows without gaps are one long row.
 
-* A thread decodes two words, and stores 16 bytes of bf16 for each: all that it loads stays with it. From NF4 to bf16
+* A thread decodes two words, and stores 16 bytes of bf16 for each. All that it loads stays with it. From NF4 to bf16
   are 2.5 bytes an element, for which an H200 has time for 20 instructions (4.3 TB/s; 132 multiprocessors, 128 lanes,
-  1.98 GHz); the kernel has 8, or 10 with packed scales (counted in its machine code, Triton 3.6 and 3.9 alike).
-* Looking up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions; a load
-  from global memory two more for its 64-bit address, and Triton 3.6 first moves the codes to other threads for it.
+  1.98 GHz). The kernel has 8, or 10 with packed scales (counted in its machine code, Triton 3.6 and 3.9 alike).
+* A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. A load from
+  global memory takes two more for its 64-bit address, and Triton 3.6 first moves the codes to other threads for it.
 * Unpacking is ``tl.join`` of a word with itself shifted: codes come out in order, in registers of the same thread.
-* Scales that are packed themselves are decoded on the way, once a block.
+* Scales that are packed themselves are decoded in the same pass, once a block.
 
-Equal to ``reference.py`` to the bit: Triton is told not to fuse multiplication and addition, nothing flushes denormals,
-and float32 is rounded once to the array's dtype. Triton's interpreter cuts off where it should round to bfloat16, and
-loses bfloat16's denormals: so :func:`narrow` (there) and :func:`widen` (everywhere) are made of integers.
+The results equal the reference to the bit: products and sums are not fused, denormals are not flushed, and float32 is
+rounded once to the array's dtype. Triton's interpreter truncates to bfloat16 and loses its denormals, so :func:`narrow`
+(there) and :func:`widen` (everywhere) use integers.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -32,20 +32,21 @@ import torch
 from torch import Tensor
 
 from ...format import Format, num_blocks
+from ..arguments import dense_rows
 from ..spec import Spec, scales, split
 
-triton: Any = import_module("triton")  # Any: its own types know kernels neither inside nor when they are called
+triton: Any = import_module("triton")  # Any: Triton has no types for kernels or their calls
 tl: Any = import_module("triton.language")
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 EXACT = {"enable_fp_fusion": False}
-TILE = 2048  # elements that a program decodes: 16 for each thread of 4 warps
+TILE = 2048  # elements of a program: 16 for each thread of 4 warps
 MOST = 65535  # programs along the second axis of a grid
 
 
 class Rows(NamedTuple):
-    """A packed array as kernels read it; the dims of a stack are one, in front."""
+    """A packed array as kernels read it; the dims of a stack are one dim, in front."""
 
     codes: Tensor  # [stack rows units]: i32 of 8 or 4 codes each, or bytes of 2 or 1
     scale: Tensor  # [stack rows blocks]: f32, or the codes u8 of packed scales
@@ -54,8 +55,8 @@ class Rows(NamedTuple):
     width: int  # elements in a row
     format: Format
     dtype: torch.dtype
-    pitch: int  # scales in a row of the whole array, through which packed ones are numbered,
-    first: int = 0  # and the number of the first one here
+    pitch: int  # scales in a row of the whole array, which number packed scales
+    first: int = 0  # the number of the first scale here
 
     @property
     def per(self) -> int:
@@ -74,10 +75,7 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 
 
 def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
-    """A packed array that is not empty, as Rows.
-
-    A flat array has the rows of its shape if no block straddles them, else it is a single row.
-    """
+    """Return a packed array, not empty, as Rows; a flat one is a single row if blocks straddle rows of its shape."""
     format, shape, _ = spec
     codes, scale, offset, _ = split(spec, buffers)
     width = shape[-1]
@@ -92,11 +90,11 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
     if offset is not None:
         offset = offset.reshape(num).contiguous()
-    return Rows(words(_dense(codes)), _dense(absmax), nested, offset, width, format, _rounded_to(spec), blocks)
+    return Rows(words(dense_rows(codes)), dense_rows(absmax), nested, offset, width, format, _rounded_to(spec), blocks)
 
 
 def cut(w: Rows, rows: slice, columns: slice | None = None) -> Rows:
-    """Some rows of ``w``, and of these some columns, which begin and end between blocks or with the row."""
+    """Return some rows of ``w``, and some of their columns, which begin and end between blocks or with the row."""
     first, width = w.first + rows.start * w.pitch, w.width
     codes, scale = w.codes[:, rows], w.scale[:, rows]
     if columns is not None:
@@ -113,18 +111,18 @@ def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
     w, out = _joined(w, out)
     num, rows, units = w.codes.shape
     size = min(tile, max(2 * w.per, triton.next_power_of_2(w.width)))
-    chunk = min(size // 2, w.format.block or size)  # a chunk lies in one block
+    chunk = min(size // 2, w.format.block or size)  # a chunk is within one block
     grid = (triton.cdiv(w.width, size), min(num * rows, MOST))
     sizes = num * rows, rows, w.width, units, w.scale.shape[2], *out.stride()[:2]
     even = w.width % size == 0
     with on(out):
         _decode[grid](
             *tensors(w), out, *sizes, *constants(w), chunk, size // chunk // 2, even, num_warps=warps, **EXACT
-        )  # fmt: skip
+        )
 
 
 def tensors(w: Rows) -> tuple[Any, ...]:
-    """What every kernel is told of a packed array: its tensors, their strides, the numbers of its scales."""
+    """Return the run-time arguments of every kernel: tensors, their strides, the numbers of the scales."""
     absmax, mean, table = w.nested or (None, None, None)
     strides = *w.codes.stride()[:2], *w.scale.stride()[:2], absmax.stride(0) if absmax is not None else 0
     values = lookup(w.format, w.codes.device)
@@ -132,51 +130,47 @@ def tensors(w: Rows) -> tuple[Any, ...]:
 
 
 def constants(w: Rows) -> tuple[Any, ...]:
-    """What every kernel is compiled for: codes a unit, bits, block, block of packed scales, the array's dtype."""
+    """Return the compile-time arguments: codes a unit, bits, block, block of packed scales, the array's dtype."""
     nested = w.format.scale.block if w.nested and w.format.scale else 0
     return w.per, w.format.bits, w.format.block or 0, nested, DTYPES[w.dtype]
 
 
 @lru_cache(maxsize=256)
 def lookup(format: Format, device: torch.device) -> Tensor | None:
-    """The table of ``format`` on ``device``."""
+    """Return the table of ``format`` on ``device``."""
     return None if format.table is None else torch.tensor(format.table, dtype=torch.float32, device=device)
 
 
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
-    """The dims in front of those of the array."""
+    """Return the dims of the stack."""
     codes, format = buffers[0], spec.format
     return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
 
 
 def _rounded_to(spec: Spec) -> torch.dtype:
-    """The dtype of the array, or float32 for float64, which holds the same."""
+    """Return the dtype of the array, or float32 for float64, which has the same values."""
     return spec.dtype if spec.dtype in DTYPES else torch.float32
 
 
 def _in_one_pass(inner: Format, device: torch.device) -> Tensor | None:
-    """The table of scales that are decoded on the way; None for those that are decoded before."""
+    """Return the table of scales that are decoded in the same pass; None for those that are decoded before."""
     usual = inner.flat and inner.center and inner.block is not None and inner.bits == 8 and inner.scale is None
     return lookup(inner, device) if usual else None
 
 
 def on(t: Tensor) -> AbstractContextManager[Any]:
-    """Inside, kernels are launched on the device of ``t``."""
+    """Launch kernels on the device of ``t`` inside the context."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def words(t: Tensor) -> Tensor:
-    """Bytes [stack rows bytes] as 32-bit words, where they are aligned for it."""
+    """Return bytes [stack rows bytes] as 32-bit words if they are aligned for it."""
     numbers = t.shape[-1], *t.stride()[:-1], t.data_ptr(), t.storage_offset()
     return t.view(torch.int32) if t.numel() and all(n % 4 == 0 for n in numbers) else t
 
 
-def _dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
-    """Rows that follow each other without a gap as one row, and likewise those of a stack."""
+    """Merge rows without gaps between them to one row, and likewise the arrays of a stack."""
     if not w.format.block or w.width % w.format.block:
         return w, out
     parts = [w.codes, w.scale, out]
@@ -191,7 +185,7 @@ def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """x f32 in DTYPE, to nearest even."""
+    """Round x f32 to DTYPE, to nearest even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -202,7 +196,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """x in f32."""
+    """Return x in f32."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -211,7 +205,7 @@ def widen(x):
 
 @triton.jit
 def unpack(units, PER: tl.constexpr, BITS: tl.constexpr):
-    """The codes of units [...] in their order, i32 [... PER] but for the shape: of two codes each, once or thrice."""
+    """Return the codes of units [...] in order, i32 [... PER]; PER > 2 gives dims of 2 instead, two or three."""
     if PER == 1:
         return units.to(tl.int32)
     elif PER == 2:
@@ -228,7 +222,7 @@ def unpack(units, PER: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def look_up(codes, table, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """The value f32[COUNT] of each of COUNT codes of any shape."""
+    """Return the values f32[COUNT] of COUNT codes of any shape."""
     codes = tl.reshape(codes, [COUNT])
     if table is None:
         return ((codes << 24) >> 24).to(tl.float32)
@@ -238,7 +232,7 @@ def look_up(codes, table, COUNT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def scaled(values, absmax, offset, table):
-    """Values of codes times absmax, plus the offset of a centred array."""
+    """Scale the values of codes by absmax, and add the offset of a centred array."""
     values = values * absmax
     if table is None:
         values = values * (1 / 127)
@@ -249,7 +243,7 @@ def scaled(values, absmax, offset, table):
 
 @triton.jit
 def load(at, mask, EVEN: tl.constexpr):
-    """What is at ``at``, and 0 where the mask is not set, unless it is known to be."""
+    """Load from ``at``, with 0 outside of the mask; EVEN says that the mask is all set."""
     if EVEN:
         return tl.load(at)
     else:
@@ -264,7 +258,7 @@ def _decode(
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     C: tl.constexpr, NUM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``program_id(0)``, twice NUM chunks of C elements, of each row that falls to ``program_id(1)``."""
+    """Decode tile ``program_id(0)``, twice NUM chunks of C elements, of each row of ``program_id(1)``."""
     start = tl.program_id(0).to(tl.int64) * (2 * NUM)
     chunk = start + tl.arange(0, 2 * NUM)[:, None]
     column = chunk * C + tl.arange(0, C)[None, :]

@@ -1,32 +1,31 @@
 """Products with packed weights in Triton: one pass over the packed bytes for few rows of x, torch's own for many.
 
-**Few rows** of ``x · Wᵀ``, up to ``FEW``. A program has 16 rows of the weight, and each of its warps a part of their
-columns, so that enough programs run at once though no sum is split between them: the order of sums is always the same.
-The four threads that share a row in the tensor core's operand load 16 bytes of it each, and columns are permuted
-within a part, those of x as well, so that these bytes *are* the operand: codes are unpacked, looked up, scaled, rounded
-and multiplied in the registers that they were loaded to. Codes, scales and x are copied asynchronously, steps ahead.
+**Few rows** of ``x · Wᵀ``, up to ``FEW``. A program has 16 rows of the weight, and each of its warps has a part of
+their columns. So enough programs run at once, no sum is split between them, and the order of sums is fixed. The four
+threads that share a row in the tensor core's operand load 16 bytes of it each. Columns are permuted within a part, in x
+as well, so that these bytes *are* the operand. Codes are unpacked, looked up, scaled, rounded and multiplied in the
+registers that they were loaded to. Codes, scales and x are copied asynchronously, steps ahead.
 
 That takes 5.6 instructions an element (NF4; 6.3 with packed scales; counted in the machine code, Triton 3.6 and 3.9
 alike): shift and mask 2, look up 1, scale 1, round ½, the rest shared. An H200 has 33e12 a second (132 multiprocessors,
-128 lanes, 1.98 GHz), and 8.4e12 look-ups in shared memory, of which loads of x take some. So at best 5.3e12 elements,
-or 2.7 TB/s of packed bytes, 64 % of what a copy moves, and less than half of the time in which a bf16 weight is read.
-The 75 % that one would like need a cheaper look-up, which 16 float32 values, scaled before they are rounded, do not
-have. 8 rows cost what one costs, and 32 a fifth more.
+128 lanes, 1.98 GHz), and 8.4e12 look-ups in shared memory, part of which loads of x take. The limit is 5.3e12 elements,
+or 2.7 TB/s of packed bytes. That is 64 % of a copy, and less than half the time of reading a bf16 weight. A cheaper
+look-up would be needed for 75 %, but 16 float32 values that are scaled before they are rounded have none. 8 rows cost
+as much as one, and 32 a fifth more.
 
-**Many rows.** A tile of the weight is decoded, multiplied by torch, and decoded over. An element of the weight takes
-0.3e-12 s to decode if the tile stays in cache (10 instructions), 0.6e-12 s if it goes to memory (2.5 bytes), and
-2.5e-15 s a row to multiply (790 TFLOP/s). So ``TILE`` is what 50 MB of cache hold beside x and y. The whole over bf16's
-product, if that is no slower in tiles:
+**Many rows.** A tile of the weight is decoded, multiplied by torch, and overwritten. Decoding an element of the weight
+takes 0.3e-12 s if the tile stays in cache (10 instructions). It takes 0.6e-12 s in memory (2.5 bytes). To multiply it
+takes 2.5e-15 s a row (790 TFLOP/s). So ``TILE`` is what 50 MB of cache hold beside x and y. The time over that of
+bf16's product, if that is no slower in tiles:
 
     rows        512     2048    4096
     estimate    1.23    1.06    1.03
 
-The 1.08 that one would like is out of reach at 512 rows. One kernel that decodes while the tensor cores multiply would
-decode for every 128 rows anew, 6 instructions where there is time for 8, which wants warps of two kinds, and in Triton
-cannot be said; one that does not overlap them takes longer than this. Tiles are rows of the weight for ``x · Wᵀ`` and
-columns for ``g · W``, so that each gives a part of the result whole.
+A kernel that decodes while the tensor cores multiply would decode again for every 128 rows: 6 instructions where there
+is time for 8. It needs warps of two kinds, which Triton cannot express; without overlap it takes longer than this.
+Tiles are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
 
-All these are sums on paper. tests/bench/gpu.py measures, and tries the ``CANDIDATES``.
+All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES``.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -40,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import dense_rows, sum_dtype
 from ..spec import Spec
 from .dequantize import (
     DTYPES,
@@ -61,15 +61,15 @@ from .dequantize import (
     unpack,
     widen,
     words,
-)
+)  # fmt: skip
 
-FEW = 64  # rows of x up to which a product passes over packed bytes, about as dear there as decoding them once
-FEW_F32 = 16  # and this without tensor cores
+FEW = 64  # rows of x up to which a product is one pass over packed bytes; there it costs as much as decoding once
+FEW_F32 = 16  # the same without tensor cores
 TILE = 32 << 20  # bytes of a decoded tile
 
 
 class Few(NamedTuple):
-    """One pass over the weight: rows of x at a time, warps that share 16 rows of the weight, steps under way."""
+    """One pass over the weight: rows of x at a time, warps that share 16 rows of the weight, pipeline stages."""
 
     rows: int
     parts: int
@@ -77,7 +77,7 @@ class Few(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """torch's product with tiles of so many bytes."""
+    """torch's product with tiles of ``size`` bytes."""
 
     size: int = TILE
 
@@ -90,7 +90,7 @@ CANDIDATES: tuple[Plan, ...] = (
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul``; ``plan`` is for who knows better."""
+    """See ``fquant.kernels.matmul``; ``plan`` replaces the plan for x."""
     y = x.new_empty(*x.shape[:-1], spec.shape[0])
     if not x.numel() or not y.numel():
         return y.zero_()
@@ -120,7 +120,7 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Tiled | Non
 
 
 def _plan(x: Tensor) -> Plan:
-    """What is thought best for ``x``, f32, bf16 or f16."""
+    """Return the best plan by estimate for ``x``, f32, bf16 or f16."""
     rows = x.shape[-2]
     if x.dtype == torch.float32:
         return Few(8, 4, 3) if rows <= FEW_F32 else Tiled()
@@ -130,29 +130,28 @@ def _plan(x: Tensor) -> Plan:
 
 
 def _matrices(x: Tensor) -> Tensor:
-    x = x.reshape(-1, *x.shape[-2:])
-    return x if x.stride(2) == 1 else x.contiguous()
+    return dense_rows(x.reshape(-1, *x.shape[-2:]))
 
 
 def _at(w: Rows, i: int) -> Rows:
-    """The i-th array of a stack."""
-    one = slice(i, i + 1)
-    nested = w.nested and (w.nested[0][one], w.nested[1][one], w.nested[2])
-    offset = None if w.offset is None else w.offset[one]
-    return w._replace(codes=w.codes[one], scale=w.scale[one], nested=nested, offset=offset)
+    """Return the i-th array of a stack, as a stack of one."""
+    at = slice(i, i + 1)
+    nested = w.nested and (w.nested[0][at], w.nested[1][at], w.nested[2])
+    offset = None if w.offset is None else w.offset[at]
+    return w._replace(codes=w.codes[at], scale=w.scale[at], nested=nested, offset=offset)
 
 
 def _by_rows(x: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
-    """``x · Wᵀ`` into y, so many rows of the weight at a time as fit a tile."""
+    """Compute ``x · Wᵀ`` into y, a tile of rows of the weight at a time."""
     for start, stop, tile in _row_tiles(w, spec, x.dtype, size):
         torch.mm(x, tile.mT, out=y[:, start:stop])
 
 
 def _by_columns(g: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
-    """``g · W`` into y, so many columns of the weight at a time as fit a tile."""
+    """Compute ``g · W`` into y, a tile of columns of the weight at a time."""
     out, width = spec.shape
-    if w.width != width:  # blocks straddle rows, and columns cannot be had: sum over tiles of rows, in float32 at least
-        wide = torch.promote_types(g.dtype, torch.float32)
+    if w.width != width:  # blocks straddle rows, so no tile is columns: sum over tiles of rows, in float32 at least
+        wide = sum_dtype(g)
         total = torch.zeros_like(y, dtype=wide)
         for start, stop, tile in _row_tiles(w, spec, g.dtype, size):
             total.addmm_(g[:, start:stop].to(wide), tile.to(wide))
@@ -170,7 +169,7 @@ def _by_columns(g: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
 
 
 def _row_tiles(w: Rows, spec: Spec, wanted: torch.dtype, size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, stop, the rows between them in dtype ``wanted``), each tile valid until the next."""
+    """Yield (start, stop, those rows in dtype ``wanted``); a tile is valid until the next."""
     out, width = spec.shape
     dtype = wanted if wanted in DTYPES else w.dtype
     step = max(1, size // (width * dtype.itemsize))
@@ -181,7 +180,7 @@ def _row_tiles(w: Rows, spec: Spec, wanted: torch.dtype, size: int) -> Iterator[
         stop, skip = min(out, start + step), 0
         if w.width == width:
             part = cut(w, slice(start, stop))
-        else:  # one long row: from the beginning of a block
+        else:  # one long row: decode from the beginning of a block
             skip = start * width % block
             part = cut(w, slice(0, 1), slice(start * width - skip, stop * width))
         tile = buffer[: skip + (stop - start) * width]
@@ -190,7 +189,7 @@ def _row_tiles(w: Rows, spec: Spec, wanted: torch.dtype, size: int) -> Iterator[
 
 
 def _one_pass(x: Tensor, w: Rows, y: Tensor, plan: Few) -> None:
-    """``x · Wᵀ`` into y; x [stack m in], whose last dim has no gaps, y [stack m out]."""
+    """Compute ``x · Wᵀ`` into y [stack m out]; x [stack m in], whose last dim has no gaps."""
     num, m, width = x.shape
     rows, units = w.codes.shape[1:]
     step = plan.parts * 16 * w.per
@@ -209,7 +208,7 @@ def _one_pass(x: Tensor, w: Rows, y: Tensor, plan: Few) -> None:
 @triton.jit
 def _dot(a, b, acc):
     if INTERPRETED:
-        a, b = widen(a), widen(b)  # the interpreter would multiply the bits of bfloat16
+        a, b = widen(a), widen(b)  # the interpreter multiplies the bits of bfloat16
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
@@ -221,12 +220,12 @@ def _few(
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     SCALES: tl.constexpr, SCALES_PER: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """y [m out] = x · Wᵀ for 16 rows of W and M of x, a step of PARTS · C columns after another."""
+    """Compute y [m out] = x · Wᵀ for 16 rows of W and M of x, PARTS · C columns at a time."""
     C: tl.constexpr = 16 * PER  # columns of a part: 16 words, 4 for each of the 4 threads that share a row
     STEP: tl.constexpr = PARTS * C
     SHARE: tl.constexpr = PARTS // SCALES if SCALES < PARTS else 1  # parts that share a scale
     EACH: tl.constexpr = SCALES * SHARE // PARTS  # scales of a part
-    # Tiles are loaded with two dims and reshaped then, so that Triton spreads them over threads in one way only.
+    # Tiles are loaded with two dims and reshaped later, so that Triton has one way to spread them over threads.
     s = (tl.program_id(0) // tl.cdiv(rows, 16)).to(tl.int64)
     n = tl.program_id(0) % tl.cdiv(rows, 16) * 16
     row = tl.minimum(n + tl.arange(0, 16)[:, None], rows - 1).to(tl.int64)

@@ -1,8 +1,8 @@
-"""The loss of logits in Triton: a program is a row, over which it goes once, and once more where the slope is wanted.
+"""The loss of logits in Triton: a program is a row, read once, and once more for the gradient.
 
-The maximum and the sum of exponentials are made in one pass, block by block: where a block exceeds all before it, the
+The first pass computes the maximum and the sum of exponentials block by block. If a block exceeds all before it, the
 sum so far is scaled down (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). The second pass
-finds the row in the L2 cache. All of it is in float32 but what is read and written.
+finds the row in the L2 cache. All arithmetic is float32.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..arguments import dense_rows
 from .dequantize import DTYPES, narrow, on, tl, triton, widen
 
 SIZE = 4096  # logits that a program handles at a time
@@ -35,8 +36,7 @@ def nll_backward(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | 
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None, slope: Tensor | None) -> Tensor:
-    rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    factor = None if factor is None else factor.contiguous()
+    rows, factor = dense_rows(logits), None if factor is None else factor.contiguous()
     out = rows.new_empty(len(rows), dtype=torch.float32)
     if len(rows):
         size = min(SIZE, triton.next_power_of_2(max(1, rows.shape[1])))
@@ -50,7 +50,7 @@ def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None,
 
 @triton.jit
 def _loss(logits, targets, factor, nll, slope, width, apart, ignore, SIZE: tl.constexpr):
-    """The loss of a row, and its slope unless that is None."""
+    """Compute the loss of a row, and its gradient unless ``slope`` is None."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     counted = target != ignore
@@ -60,10 +60,10 @@ def _loss(logits, targets, factor, nll, slope, width, apart, ignore, SIZE: tl.co
         at = start + tl.arange(0, SIZE)
         x = widen(tl.load(logits + at, mask=at < width, other=float("-inf")))
         most = tl.maximum(most, tl.max(x, 0))
-        new = tl.where(tl.abs(most) == float("inf"), 0.0, most)  # a number, to be subtracted
+        new = tl.where(tl.abs(most) == float("inf"), 0.0, most)  # finite, because it is subtracted
         total = tl.where(total == 0, 0.0, total * tl.exp(base - new)) + tl.sum(tl.exp(x - new), 0)
         base = new
-    there = counted & (target >= 0) & (target < width)  # of another, the program is told
+    there = counted & (target >= 0) & (target < width)  # an assertion on the device reports other targets
     chosen = widen(tl.load(logits + target, mask=there, other=0))
     tl.store(nll + row, tl.where(counted, tl.log(total) + (base - chosen), 0.0))
     if slope is not None:

@@ -1,7 +1,6 @@
-"""Norms of rows in Triton: a program is a block of rows, or one that is long, which it goes over twice.
+"""Norms of rows in Triton: a program is a block of rows, or one long row, and reads it twice.
 
-The second pass finds the row in the caches, as the sum over it has to be known before anything is written. All of it is
-in float32 but what is read and written.
+The second pass finds the row in the caches; it needs the sum over the row. All arithmetic is float32.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..arguments import dense_rows
 from .dequantize import DTYPES, narrow, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program handles at a time
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.dtype not in DTYPES:
         return reference.rms_norm(x, weight, eps)
     y, scale = x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
-    _over(x, None, weight, scale, y, eps)
+    _run(x, None, weight, scale, y, eps)
     return y, scale
 
 
@@ -32,13 +32,13 @@ def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Te
     if x.dtype not in DTYPES:
         return reference.rms_norm_backward(g, x, weight, scale)
     dx = x.new_empty(x.shape)
-    _over(x, g, weight, scale.contiguous(), dx, 0.0)
+    _run(x, g, weight, scale.contiguous(), dx, 0.0)
     return dx
 
 
-def _over(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor, eps: float) -> None:
+def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor, eps: float) -> None:
     n, d = x.shape
-    x, g = _rows(x), None if g is None else _rows(g)
+    x, g = dense_rows(x), None if g is None else dense_rows(g)
     if n:
         size = min(SIZE, triton.next_power_of_2(max(1, d)))
         rows = SIZE // size
@@ -49,13 +49,9 @@ def _over(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tenso
             )  # fmt: skip
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @triton.jit
 def _norm(x, g, weight, scale, out, eps, n, d, apart, apart_g, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The norms of ROWS rows, or their slope unless g is None."""
+    """Compute the norms of ROWS rows, or their gradients unless g is None."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < n
     x += (row * apart)[:, None]

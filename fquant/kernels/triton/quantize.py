@@ -1,12 +1,12 @@
-"""Quantising in Triton.
+"""Quantisation in Triton.
 
-A program holds whole blocks of a row or, where the row is the block, walks along it twice. A 4-bit code is found by
-walking down a tree of the 15 values that lie between those of the table, four look-ups in shared memory: some 40
-instructions an element in all, where comparing with each of the 15 took 70.
+A program holds whole blocks of a row. If the row is the block, it reads the row twice. A 4-bit code is found by a
+binary search among the 15 midpoints of the table's values, four look-ups in shared memory. That is some 40 instructions
+an element in all; comparing with each of the 15 took 70.
 
-The absmax is the greatest bit pattern of ``|x|``, as an integer: so NaN wins over infinity and infinity over all else,
-and the caller sees from the absmax that x was not finite. Both divisions are IEEE's, once a block or, in a short last
-block, an element; nothing is fused and denormals are kept, so codes equal those of ``reference.py``.
+The absmax is the greatest bit pattern of ``|x|`` as an integer. So NaN exceeds infinity, and the caller sees from the
+absmax that x was not finite. Both divisions are IEEE's, once a block or, in a short last block, once an element.
+Nothing is fused and denormals are kept, so codes equal those of the reference.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ...format import Format, num_blocks, num_bytes
 from .. import reference
+from ..arguments import dense_rows
+from ..spec import code_dtype
 from .dequantize import EXACT, MOST, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program holds
@@ -30,12 +32,11 @@ TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
-    codes = rows.new_empty(*outer, num_bytes(format, width), dtype=torch.int8 if format.table is None else torch.uint8)
+    codes = rows.new_empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
     absmax = rows.new_empty(*outer, num_blocks(format, width), dtype=torch.float32)
     if not rows.numel():
         return codes, absmax
-    x = rows.reshape(-1, width)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = dense_rows(rows.reshape(-1, width))
     if format.block and width % format.block == 0 and x.is_contiguous():
         x = x.view(1, -1)  # no block is short, so all rows are one
     num, width = x.shape
@@ -54,8 +55,9 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _tables(format: Format, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For 4 bits, codes in the order of their values, and a search tree of what lies between the values, the two below
-    node i being 2i and 2i + 1; for 8, the codes of points.
+    """Return the codes in the order of their values and a search tree of the midpoints (4 bits), or the grid (8 bits).
+
+    The children of node i of the tree are 2i and 2i + 1.
     """
     if format.table is None:
         return None, None, None
@@ -69,7 +71,7 @@ def _tables(format: Format, device: torch.device) -> tuple[Tensor | None, Tensor
 
 @triton.jit
 def _magnitude(x, at, mask, HALF: tl.constexpr):
-    """x f32 and the bits of |x|, which are in the order of |x| and have NaN above infinity."""
+    """Return x f32 and the bits of |x|, whose order is that of |x| with NaN above infinity."""
     x = widen(tl.load(x + at, mask=mask, other=0))
     if HALF:
         x = x.to(tl.float16).to(tl.float32)
@@ -77,17 +79,17 @@ def _magnitude(x, at, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _quantise(x, top, last, order, tree, points, COUNT: tl.constexpr, SHORT: tl.constexpr):
-    """The codes i32 of x [NUM C], whose blocks have the absmax ``top`` [NUM 1]; ``last`` marks a short one."""
+def _codes_of(x, top, last, order, tree, points, COUNT: tl.constexpr, SHORT: tl.constexpr):
+    """Return the codes i32 of x [NUM C], whose blocks have the absmax ``top`` [NUM 1]; ``last`` marks a short one."""
     if tree is None and points is None:
         inverse = tl.div_rn(1.0, tl.where(top > 0, top, 1.0))
         x = tl.where(top > 0, x * (inverse * 127.0), 0.0)
-        return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 · 2^23 leaves no bits below 1: nearest, ties to even
+        return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # adding 1.5 · 2^23 rounds to nearest even
     else:
         part = x * tl.div_rn(1.0, top)
         if SHORT:
             part = tl.where(last, tl.div_rn(x, tl.broadcast_to(top, x.shape)), part)
-        part = tl.where(part > -1.0, tl.minimum(part, 1.0), -1.0)  # NaN, too, becomes a number that can be looked up
+        part = tl.where(part > -1.0, tl.minimum(part, 1.0), -1.0)  # NaN becomes -1, which can be looked up
         if tree is None:
             return tl.load(points + ((part + 1.0) * 0.5 * 65535.0 + 0.5).to(tl.int32)).to(tl.int32)
         else:
@@ -107,7 +109,7 @@ def _encode(
     x, codes, absmax, order, tree, points, num_rows, width, x_row, codes_row, blocks,
     BITS: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, BY_ROW: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """NUM blocks of C elements of each row that falls to ``program_id(1)``; BY_ROW: a row, of blocks of C elements."""
+    """Encode NUM blocks of C elements of each row of ``program_id(1)``; if BY_ROW, a row C elements at a time."""
     num = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)[:, None]  # [NUM 1]
     column = num * C + tl.arange(0, C)[None, :]
     byte = num * (C * BITS // 8) + tl.arange(0, C * BITS // 8)[None, :]
@@ -129,7 +131,7 @@ def _encode(
         for k in range(0, width if BY_ROW else C, C):
             if BY_ROW:
                 values = _magnitude(row, column + k, column + k < width, HALF)[0]
-            index = _quantise(values, top, last, order, tree, points, NUM * C, SHORT)
+            index = _codes_of(values, top, last, order, tree, points, NUM * C, SHORT)
             if BITS == 4:
                 high, low = tl.split(tl.reshape(index, [NUM, C // 2, 2]))
                 index = high << 4 | low

@@ -1,5 +1,6 @@
-"""Random words in Triton: Threefry-2x32-20 in uint32, as ``reference.py`` has it. A thread computes whole counters and
-stores both words of each; nothing is read but the keys, and nothing is written but the result.
+"""Random bits in Triton: Threefry-2x32-20 in uint32, equal to ``reference/random_bits.py``.
+
+A thread computes whole counters and stores both words of each. Only the keys are read, and only the result is written.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
@@ -32,18 +33,18 @@ def fold(key: Tensor, data: Tensor) -> Tensor:
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """See ``fquant.kernels.ops.random_bits.bits``."""
-    return _drawn(key, 0, key.new_empty((*key.shape, *shape)), math.prod(shape))
+    return _words(key, 0, key.new_empty((*key.shape, *shape)), math.prod(shape))
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
     """See ``fquant.kernels.ops.random_bits.bernoulli``."""
     out = key.new_empty((*key.shape, *shape), dtype=torch.bool)
-    _drawn(key, threshold, out.view(torch.uint8), math.prod(shape))
+    _words(key, threshold, out.view(torch.uint8), math.prod(shape))
     return out
 
 
-def _drawn(key: Tensor, threshold: int, out: Tensor, n: int) -> Tensor:
-    """``n`` words of each key to ``out``, or into bytes whether they are below the threshold."""
+def _words(key: Tensor, threshold: int, out: Tensor, n: int) -> Tensor:
+    """Write ``n`` words of each key to ``out``; if that has bytes, 1 for words below the threshold."""
     if out.numel():
         key, counters = key.contiguous(), (n + 1) // 2
         size = min(SIZE, triton.next_power_of_2(counters))
@@ -55,7 +56,7 @@ def _drawn(key: Tensor, threshold: int, out: Tensor, n: int) -> Tensor:
 
 @triton.jit
 def _four(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Four rounds, by their rotations."""
+    """Compute four rounds with the given rotations."""
     x0 += x1
     x1 = ((x1 << A) | (x1 >> (32 - A))) ^ x0
     x0 += x1
@@ -69,7 +70,7 @@ def _four(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.const
 
 @triton.jit
 def _threefry(key, counter):
-    """The two words u32 of keys and counters i64 that broadcast."""
+    """Return the two words u32 of keys and counters i64 that broadcast."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     k2 = k0 ^ k1 ^ PARITY
     x0, x1 = counter.to(tl.uint32) + k0, (counter >> 32).to(tl.uint32) + k1
@@ -83,7 +84,7 @@ def _threefry(key, counter):
 
 @triton.jit
 def _draw(keys, out, num, n, threshold, COUNTERS: tl.constexpr):
-    """The words of COUNTERS counters of each key that falls to ``program_id(1)``."""
+    """Draw the words of COUNTERS counters of each key of ``program_id(1)``."""
     counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
     at = counter[:, None] * 2 + tl.arange(0, 2)[None, :]
     for i in range(tl.program_id(1), num, tl.num_programs(1)):
@@ -96,7 +97,7 @@ def _draw(keys, out, num, n, threshold, COUNTERS: tl.constexpr):
 
 @triton.jit
 def _fold(keys, data, out, n, SIZE: tl.constexpr):
-    """SIZE new keys."""
+    """Compute SIZE new keys."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     key, number = tl.load(keys + at, mask=at < n, other=0), tl.load(data + at, mask=at < n, other=0)
     high, low = _threefry(key ^ FOLDED, number)

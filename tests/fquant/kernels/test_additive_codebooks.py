@@ -1,4 +1,4 @@
-"""fquant.kernels.additive_codebooks: decoding equals a naive loop, products that of the decoded weight, in little room."""
+"""Arrays of learned vectors: decoding equals a naive loop, products equal those of the decoded weight."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def naive(buffers, spec):
-    """The array, an element at a time, in float32."""
+    """Return the array, computed an element at a time in float32."""
     codes, scale, table = (t.numpy() for t in buffers)
     how, width = spec.format.vectors, spec.shape[-1]
     table, block = table.reshape(how.stages, 256, how.dim), spec.format.block or width
@@ -57,7 +57,7 @@ def test_decode_equals_a_naive_loop(format, shape, dtype):
 
 
 def test_a_buffer_is_as_the_layout_says():
-    """Dim i of codes and scales is dim i of the weight, rows are padded to whole groups, and the list is flat."""
+    """Dim i of codes and scales is dim i of the weight, rows are padded to whole groups, and vectors are flat."""
     leaves = layout(Spec(AQ_3X8, (6, 77), torch.bfloat16))
     assert [(leaf.name, leaf.shape, leaf.dtype) for leaf in leaves] == [
         ("codes", (6, 30), torch.uint8), ("scale", (6, 1), torch.float32), ("vectors", (3 * 256 * 8,), torch.float32)
@@ -116,7 +116,7 @@ def test_into_memory_that_is_given(name, width):
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of one tensor that was made."""
+    """The bytes of the largest tensor that is created."""
 
     nbytes = 0
 

@@ -1,4 +1,4 @@
-"""encode and decode: every instruction set gives what the reference gives, to the bit."""
+"""encode and decode: every instruction set equals the reference to the bit."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ normal = lambda shape: torch.randn(shape, generator=rng(0))
 
 
 def with_one(value):
-    """Small numbers with one large or bad among them."""
+    """Draw small numbers with one large or bad one among them."""
 
     def make(shape):
         x = normal(shape) * 1e-3
@@ -45,7 +45,7 @@ def with_one(value):
 
 
 def any_bits(shape):
-    """Every pattern of bits is as likely as another; what is not finite is left out."""
+    """Draw finite numbers of uniform bit patterns."""
     x = torch.randint(-(2**31), 2**31 - 1, shape, generator=rng(0), dtype=torch.int64)
     return x.int().view(torch.float32).nan_to_num(1.0, 1.0, -1.0)
 
@@ -71,7 +71,7 @@ SHAPES = [(1, 1), (5, 64), (3, 65), (7, 100), (130, 7), (2, 4129), (1, 8192 + 31
 
 
 def assert_encoded(x, format, note=""):
-    """All instruction sets agree on the absmax; and on codes, wherever a row is finite."""
+    """Check that all instruction sets agree on the absmax, and on the codes of finite rows."""
     before = x.clone()
     codes, absmax = reference.encode(x, format)
     finite = absmax.isfinite().all(-1)
@@ -126,7 +126,7 @@ def test_encode_any_shape(format, block, dtype, outer, width, name, place):
 
 
 def around(x):
-    """Each number, the next above and the next below."""
+    """Return each number, the next above and the next below."""
     inf = torch.full_like(x, torch.inf)
     return torch.cat([x, x.nextafter(inf), x.nextafter(-inf)])
 
@@ -134,7 +134,7 @@ def around(x):
 @pytest.mark.parametrize("whole", [True, False], ids=["whole blocks", "short blocks"])
 @named("format", [f for f in CODECS if f.table is not None])
 def test_ties_between_two_codes(format, whole):
-    """Halfway between two values, and halfway between the grid's points, at scales where the halves are exact."""
+    """Midpoints of two values, and of the grid's points, at scales where they are exact."""
     ties = around(reference.midpoints(format)[1])
     if format.bits == 8:
         ties = torch.cat(
@@ -157,7 +157,7 @@ def test_ties_between_two_integers():
 
 
 def all_halves(dtype):
-    """All 65536 numbers of 16 bits, in some order."""
+    """Return all 65536 numbers of 16 bits, in a random order."""
     return torch.randperm(65536, generator=rng(0)).sub(32768).short().view(dtype)
 
 
@@ -169,7 +169,7 @@ def test_all_halves_are_read_right(format, dtype):
     assert_encoded(x[x.isfinite()][: 126 * 500].view(-1, 500), format)
 
 
-# Float32 numbers at, just above and just below what lies halfway between two neighbours of 16 bits.
+# Float32 numbers at, just above and just below the midpoint of two neighbours of 16 bits.
 HALVES = {
     str(dtype): around((kind[:-1] + kind[1:]) / 2)
     for dtype in FLOATS[1:]
@@ -179,7 +179,7 @@ HALVES = {
 
 @pytest.mark.parametrize("x", HALVES.values(), ids=HALVES)
 def test_int8_rounds_to_float16_first(x):
-    """A row of one element shows what its absmax was rounded to."""
+    """A row of one element shows the rounding of its absmax."""
     assert_encoded(x[:, None], INT8)
 
 
@@ -198,7 +198,7 @@ def test_decode(format, dtype):
 @named("width", [4096, 4128, 4097])
 @named("format", [NF4, INT8])
 def test_decode_to_more_than_the_caches_hold(format, width):
-    """Large results may be written in another way."""
+    """Large results have non-temporal stores."""
     spec = Spec(format, (1100, width), torch.float32)
     buffers = draw(spec, special=True)
     for out in FLOATS[:2]:
@@ -238,7 +238,7 @@ def test_decode_any_shape(format, block, dtype, out, shape, width, stack):
 @named("out", DTYPES)
 @named("dtype", FLOATS)
 def test_values_are_rounded_as_torch_rounds(dtype, out):
-    """NF4's last code stands for one scale: whatever float32 that is comes out rounded, NaN and infinity included."""
+    """NF4's last code has the value of its scale: any float32 is rounded, NaN and infinity included."""
     scale = torch.cat([*HALVES.values(), torch.tensor([torch.nan, -torch.inf])])[:, None]
     for format, code in ((replace(NF4, block=32), 0xFF), (replace(BY_ROWS8, block=32), 0xFF)):
         spec = Spec(format, (len(scale), 1), dtype)
@@ -248,7 +248,7 @@ def test_values_are_rounded_as_torch_rounds(dtype, out):
 @pytest.mark.parametrize("block, width", [(32, 128), (64, 128), (64, 192), (128, 384), (256, 8192 + 128)])
 @named("dtype", FLOATS)
 def test_any_scale_beside_any_code(dtype, block, width):
-    """Scales of any bits, in the blocks that are decoded by whole vectors."""
+    """Scales of any bits, in blocks that are decoded by whole vectors."""
     spec = Spec(replace(NF4, block=block), (48, width), dtype)
     codes, scale = draw(spec)
     scale = any_bits(scale.shape)
@@ -265,7 +265,7 @@ def test_any_scale_beside_any_code(dtype, block, width):
 @named("dtype", FLOATS)
 @named("format", KINDS)
 def test_quantize_and_dequantize(format, dtype):
-    """Through nested scales and centres, which quantize makes of what encode gives."""
+    """With nested scales and centres, which quantize computes from the results of encode."""
     for shape in [(6, 128), (5, 99), (3, 4, 40), (1, 300)]:
         w = INPUTS["many magnitudes"](shape).clamp(-6e4, 6e4).to(dtype)
         with forced("reference"):
@@ -280,7 +280,7 @@ def test_quantize_and_dequantize(format, dtype):
 
 
 def test_a_wrong_bit_would_show():
-    """What the comparisons above are worth."""
+    """The comparisons above detect one wrong bit."""
     spec = Spec(NF4, (4, 65), torch.bfloat16)
     values = reference.decode(draw(spec), spec, torch.float32)
     flip = lambda t, bit: (t.view(torch.int32) ^ bit).view(torch.float32)

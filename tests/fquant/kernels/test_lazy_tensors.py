@@ -1,7 +1,7 @@
-"""Tensors whose values are not what is in their memory: kernels, which read memory, get plain ones.
+"""Lazy tensors, whose memory does not hold their values: kernels get plain copies.
 
-Torch has tensors that are negated or conjugated as they are read, and zeros that are nowhere, which some second
-derivatives and tangents are.
+Torch negates or conjugates some tensors when they are read. Some second derivatives and tangents are zero tensors
+without memory.
 """
 
 import pytest
@@ -73,7 +73,7 @@ def test_quantising_reads_the_values(form, lazy):
 
 
 def test_derivatives_whose_zeros_are_nowhere():
-    """The second derivative of a magnitude is such a zero; so is the tangent of what has none."""
+    """The second derivative of a magnitude is such a zero, and so is a missing tangent."""
     w = quantize(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)), NF4)
     loss = lambda x: linear(linear(x, w).abs(), w).square().sum() + linear(x, w).abs().sum()
     dense = dequantize(w)

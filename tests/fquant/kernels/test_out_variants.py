@@ -1,4 +1,4 @@
-"""Ops that write where they are told to: the same bits as without, on every backend, and nothing that does not fit."""
+"""The ``out`` overloads of ops: the same bits as without on every backend, and errors for results that do not fit."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from fquant import NF4_DQ, quantize
 from fquant.compile.memory import plan
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, norm
+from fquant.kernels.ops import attention, nll, norm, silu  # noqa: F401  (registers the ops)
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 
@@ -14,17 +14,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def arguments(name, dtype):
-    """Arguments of the op."""
+    """Return the arguments of each op."""
     x, g = randn(5, 64).to(dtype), randn(5, 48, seed=1).to(dtype)
     w = quantize(randn(48, 64, seed=2), NF4_DQ)
-    told = (buffers(w), w.format.text, w.shape, w.dtype)
+    packed = (buffers(w), w.format.text, w.shape, w.dtype)
     q, k, v = (randn(2, heads, 7, 8, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2)))
     y, lse = attention.attention(q, k, v)
     _, scale = norm.rms_norm(x, x[0], 1e-5)
     targets = torch.tensor([1, 2, -100, 5, 63])
     return {
-        "matmul": (x, *told), "matmul_t": (g, *told), "nll": (x, targets, -100), "nll_backward": (x, targets, -100, None),
-        "rms_norm": (x, x[0], 1e-5), "rms_norm_backward": (x.flip(0), x, x[0], scale), "silu": (x,), "silu_derivative": (x,),
+        "matmul": (x, *packed), "matmul_t": (g, *packed),
+        "nll": (x, targets, -100), "nll_backward": (x, targets, -100, None),
+        "rms_norm": (x, x[0], 1e-5), "rms_norm_backward": (x.flip(0), x, x[0], scale),
+        "silu": (x,), "silu_derivative": (x,),
         "attention": (q, k, v, None), "attention_backward": (q.flip(0), y, lse, q, k, v, None),
         "turn": (x, 32),
     }[name]  # fmt: skip

@@ -1,4 +1,4 @@
-"""fquant.kernels: who computes where, what is said where nobody can, and what a malformed call is told."""
+"""The choice of a backend, the warning without one, and the errors of malformed calls."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ X = {"matmul": torch.ones(3, 128), "matmul_t": torch.ones(3, 24)}
 
 @pytest.fixture
 def fresh():
-    """What is looked up once is looked up anew, in the test and after it."""
+    """Clear the caches of the dispatch before and after the test."""
     of_kernels = dispatch._load, dispatch._backend, dispatch._warn_once
     caches = (*of_kernels, library.load, library.isas, library._index)
     for cached in caches:
@@ -47,7 +47,7 @@ def test_the_library_is_built_wherever_there_is_a_compiler():
 def test_threads_are_those_that_torch_has():
     maps = Path("/proc/self/maps")
     if not maps.exists() or "gomp" not in maps.read_text():
-        pytest.skip("this torch computes without GNU's OpenMP runtime, or the system does not tell")
+        pytest.skip("this torch computes without GNU's OpenMP runtime, or the system does not list it")
     assert library._team() is not None
 
 
@@ -125,10 +125,10 @@ def test_without_the_library_all_works_and_one_warning_says_what_is_lost(make, m
     w, x = torch.randn(24, 128, generator=torch.Generator().manual_seed(0)), torch.ones(3, 128)
     with pytest.warns(
         RuntimeWarning, match=f"^fquant computes in plain torch, several times slower: {message}"
-    ) as said:
+    ) as warned:
         p = quantize(w, NF4_DQ)
         got = [*tree.leaves(p), dequantize(p), linear(x, p)]
-    assert len(said) == 1
+    assert len(warned) == 1
     with warnings.catch_warnings(action="error"):
         quantize(w, INT8)
     with forced("reference"):
@@ -157,7 +157,7 @@ def larger(t):
     return torch.zeros([size + 1 for size in t.shape] or [1], dtype=t.dtype)
 
 
-MALFORMED = {  # buffers, and what else is not as in SPEC; then what is said
+MALFORMED = {  # buffers, other changes of SPEC, error, message
     "no buffers": ([], {}, ValueError, "nf4_dq: got 0 buffers; wanted 4: codes, scale.codes, scale.scale, scale.offs"),
     "too few": (BUFFERS[:3], {}, ValueError, "nf4_dq: got 3 buffers; wanted 4"),
     "too many": (BUFFERS * 2, {}, ValueError, "nf4_dq: got 8 buffers; wanted 4"),
@@ -184,7 +184,7 @@ def malformed_buffer(i, name):
 
 
 for i, name in enumerate(("codes", "scale.codes", "scale.scale", "scale.offset")):
-    MALFORMED |= {case: (buffers, {}, *said) for case, buffers, *said in malformed_buffer(i, name)}
+    MALFORMED |= {case: (buffers, {}, *wanted) for case, buffers, *wanted in malformed_buffer(i, name)}
 
 
 def call(op, buffers=BUFFERS, format="nf4_dq", shape=(24, 128), dtype=torch.bfloat16, x=None, out=torch.float32):

@@ -1,4 +1,4 @@
-"""matmul and matmul_t: within the rounding of their dtype of the exact product, and in no more memory than a tile."""
+"""matmul and matmul_t: within the rounding of their dtype of the exact product, and within the memory of a tile."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from fquant import dequantize, kernels, quantize, tree
 from fquant.format import BLOCKS, FP4, INT8, NF4, NF4_DQ
 from fquant.kernels import cpu, packed_ops, reference
-from fquant.kernels.cpu import library, products
+from fquant.kernels.cpu import gemm, library
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 from tests.helpers.arrays import named
 from tests.helpers.formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, shifted, strided
 from tests.helpers.kernels.rounding import assert_product, bound, product_of
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = built
@@ -29,7 +30,7 @@ each_kind = named("format", KINDS)
 
 
 def rows_of_x(rows, n, dtype, seed=0):
-    """Rows in turn ordinary, huge beside tiny, cancelling, mostly zero, denormal."""
+    """Return rows that are in turn ordinary, huge beside tiny, cancelling, mostly zero, denormal."""
     x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
     x[1::5] *= torch.where(torch.arange(n) % 7 == 3, 1e2, 1e-4)
     x[2::5, 1::2] = -x[2::5, 0 : n // 2 * 2 : 2]
@@ -39,7 +40,7 @@ def rows_of_x(rows, n, dtype, seed=0):
 
 
 def weight(op, buffers, spec, dtype):
-    """What x is multiplied with, as the reference decodes it: [n k]."""
+    """Return the factor of x [n k], decoded by the reference."""
     w = reference.decode(buffers, spec, dtype)
     return w.mT if op == "matmul" else w
 
@@ -49,8 +50,8 @@ def product(op, *args):
 
 
 def tiled(patch, size):
-    """Where torch multiplies, it does so with tiles of ``size`` bytes."""
-    patch.setattr(products, "TILE", size)
+    """Let torch multiply tiles of ``size`` bytes."""
+    patch.setattr(gemm, "TILE", size)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def test_product(format, dtype, op):
 @named("block", BLOCKS)
 @named("format", [NF4_DQ, replace(INT8, name="int8_blocks")])
 def test_product_of_blocks(format, block, op):
-    """Of widths that whole vectors of codes fit, but not always whole blocks."""
+    """Widths of whole vectors of codes, but not always of whole blocks."""
     for shape in [(19, 128), (35, 384), (18, 4224)]:
         spec = Spec(replace(format, block=block), shape, torch.bfloat16)
         buffers = draw(spec)
@@ -111,7 +112,7 @@ def test_product_by_tiles(format, dtype, op, monkeypatch):
 @each_dtype
 @each_kind
 def test_unit_vectors_pick_out_the_weight(format, dtype, op, monkeypatch):
-    """All but one term are zero, so there is nothing to round: every element of the weight is multiplied as decoded."""
+    """All but one term are zero, so nothing is rounded, and the result is the decoded weight."""
     for shape in [(37, 100), (21, 384)]:
         spec = Spec(format, shape, torch.float16 if dtype == torch.float16 else torch.float32)
         buffers = draw(spec)
@@ -172,7 +173,7 @@ def test_x_may_lie_anywhere_and_is_left_alone(op, place):
 
 
 def test_many_wide_rows_that_begin_within_a_word():
-    """Of these x is not copied but read by words, unless it does not lie at one; then there is a copy."""
+    """Such an x is read by words without a copy if it is aligned to words, and copied if not."""
     spec, rows = Spec(NF4_DQ, (4096, 64), torch.bfloat16), 800
     buffers, x = draw(spec), rows_of_x(rows, 4096, torch.bfloat16)
     within = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
@@ -189,7 +190,7 @@ def test_many_wide_rows_that_begin_within_a_word():
 @each_op
 @each_kind
 def test_stacks(format, op):
-    """Each weight of a stack is multiplied as it would be alone."""
+    """Each weight of a stack is multiplied as if it were alone."""
     for stack, rows in [((2,), 3), ((2, 3), 40), ((2,), 0), ((0,), 3), ((2, 0), 0)]:
         spec = Spec(format, (10, 70), torch.bfloat16)
         buffers = draw(spec, stack)
@@ -228,15 +229,8 @@ def test_float16_overflows_to_infinity_as_torchs_does(op):
 # --- threads and memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    yield lambda n: torch.set_num_threads(n)
-    torch.set_num_threads(before)
-
-
 @named("format", [NF4_DQ, INT8])
-def test_the_number_of_threads_changes_no_bit(format, two_threads):
+def test_the_number_of_threads_changes_no_bit(format):
     w = torch.randn(300, 512, generator=torch.Generator().manual_seed(0))
     spec = Spec(format, (300, 512), torch.bfloat16)
     buffers = draw(spec)
@@ -251,12 +245,12 @@ def test_the_number_of_threads_changes_no_bit(format, two_threads):
 
     for isa in ISAS:
         with forced(isa):
-            two_threads(1)
-            wanted = everything()
+            with num_threads(1):
+                wanted = everything()
             for n in (2, 5):
-                two_threads(n)
-                assert all(map(alike, everything(), wanted)), (isa, n)
-            with ThreadPoolExecutor(3) as pool:
+                with num_threads(n):
+                    assert all(map(alike, everything(), wanted)), (isa, n)
+            with num_threads(5), ThreadPoolExecutor(3) as pool:
                 calls = [pool.submit(everything) for _ in range(4)]
                 assert all(alike(a, b) for call in calls for a, b in zip(call.result(), wanted, strict=True)), isa
 
@@ -265,8 +259,8 @@ def test_the_number_of_threads_changes_no_bit(format, two_threads):
 @each_dtype
 @named("format", [NF4_DQ, INT8, replace(NF4_DQ, name="flat", flat=True)])
 def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch):
-    """Where torch multiplies."""
-    monkeypatch.setattr(products, "TILE", 1 << 16)
+    """Products that torch multiplies decode a tile at a time."""
+    monkeypatch.setattr(gemm, "TILE", 1 << 16)
     spec = Spec(format, (512, 1025 if format.flat else 1024), torch.bfloat16)
     if not format.flat and dtype != torch.float64:
         return
@@ -278,19 +272,19 @@ def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch
             y = getattr(cpu, op)(x, buffers, spec)
         assert_product(y, x, w)
         sums = max(4, dtype.itemsize) * (y.numel() + x.numel()) if op == "matmul_t" else 0
-        assert peak.most - y.nbytes - sums <= 3 * products.TILE, rows
+        assert peak.most - y.nbytes - sums <= 3 * gemm.TILE, rows
 
 
 @each_op
 @named("dtype", FLOATS)
-def test_memory_beside_a_product_is_8_mib_whatever_the_weight(dtype, op):
-    """With two threads; where x is so wide that 16 rows of it are more, these."""
+def test_memory_beside_a_product_is_8_mib_for_any_weight(dtype, op):
+    """With two threads; or the room of 16 rows of x, if x is so wide that they need more."""
     for out, width in [(4096, 4096), (128_256, 4096), (14_336, 4096), (4096, 28_672), (64, 500_000), (500_000, 64)]:
         w = library.Packed(rows=out, width=width, block=64, bits=4, dtype=1)
         call = getattr(cpu.load(), f"fquant_{op}")
         for rows in (16, 100, 512, 513, 5000):
             for isa in range(len(cpu.isas())):
-                room = call(isa, 2, w, 0, rows, 0, library.DTYPES[dtype], None)  # not given, it says how much
+                room = call(isa, 2, w, 0, rows, 0, library.DTYPES[dtype], None)  # NULL: returns the bytes
                 inner = width if op == "matmul" else out
                 assert room <= max(8 << 20, (2 << 20) + 16 * 4 * (inner + 1024) * 33 // 32), (out, width, rows, isa)
 
@@ -298,7 +292,7 @@ def test_memory_beside_a_product_is_8_mib_whatever_the_weight(dtype, op):
 @pytest.mark.slow  # 7 GiB
 @named("format", [NF4_DQ, INT8, replace(NF4, name="flat", flat=True)])
 def test_more_than_2_to_the_31_elements(format):
-    """1025 times the same 64 rows: wherever they stand they have to come out as they do alone."""
+    """1025 times the same 64 rows: each copy gives the results of the rows alone."""
     times, width = 1025, 32768 + 32 * format.flat  # flat blocks then straddle rows, but not these 64
     few = torch.randn(64, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert times * few.numel() > 2**31
@@ -318,7 +312,7 @@ def test_more_than_2_to_the_31_elements(format):
             assert_product(packed_ops.matmul_t(g, tree.leaves(p), spec), g[:, 64 * i : 64 * i + 64], w, (rows, i))
 
 
-# --- what the bound is worth ------------------------------------------------------------------------------------------
+# --- errors that the bound excludes -----------------------------------------------------------------------------------
 
 WRONG = {  # what a kernel may get wrong, as a function of x [m n] and w [n k]
     "the last column is left out": (FLOATS, lambda x, w: x[:, :-1] @ w[:-1]),

@@ -1,4 +1,4 @@
-"""The ops under transforms: no derivative of their own, vmap, one node in a trace, and all of it on the reference."""
+"""The ops under transforms: no derivatives, vmap, one node in a trace, and the same on the reference."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -85,7 +85,7 @@ def test_encode_has_no_derivative():
 
 @named("format", KINDS)
 def test_vmap_of_decode(format):
-    """What is mapped is a stack, along whichever dim; buffers that are not mapped are shared."""
+    """Mapped buffers become a stack, along any dim; the others are shared."""
     spec = Spec(format, (4, 70), torch.bfloat16)
     decode = lambda *buffers: packed_ops.decode(buffers, spec, torch.float16)
     stack = draw(spec, (3, 2))
@@ -98,7 +98,7 @@ def test_vmap_of_decode(format):
 
 
 class Dispatched(TorchDispatchMode):
-    """The names of all that is dispatched."""
+    """The names of all ops that are dispatched."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Called(TorchFunctionMode):
 
 
 class Seen(torch.Tensor):
-    """A subclass that notes the ops that it goes through."""
+    """A subclass that records the ops that it passes through."""
 
     seen: ClassVar[list[str]] = []
 
@@ -176,7 +176,7 @@ def test_who_watches_sees_a_product(observe, op):
 
 @named("op", X)
 def test_a_product_after_its_transform(op):
-    """What a vjp gives may be called when the vjp is over; the tensors that it keeps are still wrapped."""
+    """The function of a vjp may be called after the vjp; the tensors that it keeps are still wrapped."""
     kept = []
 
     def f(x):
@@ -195,7 +195,7 @@ def test_a_fake_product_is_fake(op):
 
 
 @named("op", X)
-def test_a_product_that_nobody_watches_is_not_dispatched(op, monkeypatch):
+def test_a_product_without_observers_is_not_dispatched(op, monkeypatch):
     wanted = getattr(OPS, op)(X[op], BUFFERS, SPEC.format.text, SPEC.shape, SPEC.dtype)
     monkeypatch.setitem(packed_ops._OPS, op, None)
     assert alike(getattr(kernels, op)(X[op], BUFFERS, SPEC), wanted)
@@ -225,8 +225,8 @@ def test_compile(format):
 
 
 @named("format", [NF4, NF4_DQ, INT8, DYNAMIC8, replace(FP4, flat=True, block=32)])
-def test_what_is_said_of_the_ops_to_torch_is_true(format):
-    """Schemas, and shapes, dtypes and strides of the fake implementations, by torch's own check."""
+def test_schemas_and_fake_results_are_true(format):
+    """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     spec = Spec(format, (6, 33), torch.bfloat16)
     check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
     for stack in ((), (2,)):
@@ -245,6 +245,6 @@ REFERENCE_ROWS = [(verb, t) for verb in ("linear", "attach") for t in transform_
 
 @named("verb, transform", REFERENCE_ROWS)
 def test_transforms_on_the_reference(verb, transform):
-    """What test_transforms does on the default backend."""
+    """The tests of the default backend pass on the reference."""
     with forced("reference"):
         transform_table.check_transform(verb, NF4_DQ, transform)

@@ -1,7 +1,7 @@
 """The CUDA kernels in Triton's interpreter, without a GPU: equal to the reference to the bit, products within bounds.
 
-What ``interpreted`` marks is computed in a process of its own, where every pointer is watched (tests/helpers/interpreter.py).
-The last test compiles the kernels for an H200, and reads what came of it.
+Tests marked ``interpreted`` run in a process of their own, where every pointer is checked
+(tests/helpers/kernels/interpreter.py). The last test compiles the kernels for an H200, and reads the machine code.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from tests.helpers.kernels.rounding import assert_product
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
-pytestmark = pytest.mark.xdist_group("interpreter")  # of which there is to be one
+pytestmark = pytest.mark.xdist_group("interpreter")  # one process for all
 named = partial(pytest.mark.parametrize, ids=lambda x: str(getattr(x, "name", x)).removeprefix("torch."))
 rng = torch.Generator().manual_seed
 PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)
@@ -38,7 +38,7 @@ PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT if t.ndi
 
 
 def extremes(width, dtype):
-    """Rows [11 width] in ``dtype``, finite ones of kinds that are easily got wrong."""
+    """Return rows [11 width] in ``dtype``: finite edge cases."""
     x = torch.randn(11, width, generator=rng(width))
     x[0] *= torch.randn(width, generator=rng(1)).mul(8).exp()
     x[1], x[2] = 0.0, -0.0
@@ -47,7 +47,7 @@ def extremes(width, dtype):
     x[5] *= 1e-3
     x[5, width // 2] = 3e38
     x[6] *= 1e-3
-    x[6, -1] = -65504.0  # of float16 the largest
+    x[6, -1] = -65504.0  # the largest float16
     x[7], x[8] = -0.3, torch.finfo(torch.float32).max
     x[9] *= 1e-7  # denormal in float16
     middles = reference.midpoints(NF4)[1]
@@ -96,7 +96,7 @@ def test_encode_any_shape():
 
 @interpreted
 def test_ties_between_two_integers():
-    """Rows about halfway between codes: whether 127 is multiplied by a reciprocal, or divided, decides some."""
+    """Rows near midpoints of codes, where a division and a product with the reciprocal may differ."""
     halves = torch.cat([torch.tensor([127.0]), torch.arange(-126.5, 127)])
     top = torch.rand(40, 1, generator=rng(0)).half() + 1
     for x in (halves * torch.tensor([[2.0**-20], [0.25], [1.0], [1 / 3], [512.0]]), halves * (top / 127)):
@@ -127,7 +127,7 @@ def test_decode(format, dtype):
 @named("format", [f for f in KINDS if f.scale is not None])
 @interpreted
 def test_scales_are_numbered_through(format):
-    """By rows that do not join, over more scales than share one."""
+    """Scales are numbered over rows with gaps, and over several blocks of scales."""
     spec = Spec(format, (6, 4129), torch.bfloat16)
     assert_decoded(draw(spec), spec, torch.bfloat16)
 
@@ -174,7 +174,7 @@ def test_decode_any_shape():
 
 
 def operands(format, shape, dtype, of, rows, stack=(), seed=0):
-    """Buffers and spec of a weight, its values in ``of``, x [*stack rows in] and g [*stack rows out] in ``of``."""
+    """Return buffers and spec of a weight, its values, x [*stack rows in] and g [*stack rows out] in dtype ``of``."""
     spec = Spec(format, shape, dtype)
     buffers = draw(spec, stack, seed)
     x, g = (torch.randn(*stack, rows, n, generator=rng(seed)).to(of) for n in reversed(shape))
@@ -226,7 +226,7 @@ def test_plans():
 @named("block", BLOCKS)
 @interpreted
 def test_blocks(block):
-    """Scales that parts of a step share, and scales of which a part has several; whole steps, and short ones."""
+    """Parts of a step that share a scale, or have several; whole steps, and short ones."""
     for format, width in ((NF4_DQ, 4096), (FP4, 1032), (replace(DYNAMIC8, flat=False), 2048 + 32)):
         assert_products(replace(format, block=block), (12, width), FLOATS[1], FLOATS[2], 2)
 
@@ -234,7 +234,7 @@ def test_blocks(block):
 @named("format", [NF4_DQ, INT8, replace(NF4_DQ, flat=True), replace(INT8, flat=True), replace(NF4, block=512)])
 @interpreted
 def test_tiles(format):
-    """Tiles of one row, of some, and of all; of a whole and of a part of the columns; blocks that straddle rows."""
+    """Tiles of one, some and all rows, and of all or some columns; blocks that straddle rows."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     for size, shape in [(1, (3, 192)), (3000, (6, 448)), (3000, (20, 33)), (10**6, (6, 211))]:
         for of in (torch.bfloat16, torch.float64):
@@ -243,7 +243,7 @@ def test_tiles(format):
 
 @interpreted
 def test_tiles_of_packed_scales():
-    """Rows and columns of a tile begin far on in the numbering of scales."""
+    """Tiles begin at high scale numbers, by rows and by columns."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     for size in (2 * 1600 * 4, 10 * 2 * 512):  # 50 scales a row
         assert_products(replace(NF4_DQ, block=32), (12, 1600), FLOATS[1], FLOATS[1], 2, plan=module.Tiled(size))
@@ -251,7 +251,7 @@ def test_tiles_of_packed_scales():
 
 @interpreted
 def test_tiles_are_bounded():
-    """What is decoded at a time, whatever the weight is."""
+    """The memory of a tile is bounded for any weight."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     seen, decode_into = [], module.decode_into
     with pytest.MonkeyPatch.context() as patch:
@@ -294,7 +294,7 @@ def test_operands_that_are_strewn_about(format):
 
 @interpreted
 def test_weights_that_are_rounded_otherwise_would_show():
-    """The bound tells weights in bfloat16 from weights in float32, and a lost term from none."""
+    """The bound excludes weights in bfloat16 instead of float32, and a lost term."""
     buffers, spec, w, x, _ = operands(NF4, (16, 256), torch.bfloat16, torch.bfloat16, 3)
     exact = reference.decode(buffers, spec._replace(dtype=torch.float32), torch.float32)
     for wrong in (exact, w.float() * (torch.arange(256) != 100)):
@@ -304,7 +304,7 @@ def test_weights_that_are_rounded_otherwise_would_show():
 
 @interpreted
 def test_transforms():
-    """linear with these kernels, under torch.func: what it is with the reference."""
+    """linear with these kernels equals linear with the reference under torch.func."""
     w = [quantize(torch.randn(24, 64, generator=rng(i)), NF4_DQ) for i in range(2)]
     stack = tree.map(lambda *leaves: torch.stack(leaves), *w)
     x = torch.randn(2, 3, 64, generator=rng(3))
@@ -350,7 +350,7 @@ class NoGpu:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """What is launched in a test is compiled, instead, and listed here."""
+    """Compile kernels instead of launching them, and list them."""
     driver, jit = (importlib.import_module(f"triton.runtime.{name}") for name in ("driver", "jit"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launch, listed = jit.JITFunction.run, []
@@ -360,7 +360,7 @@ def compiled(monkeypatch, tmp_path):
 
 
 def test_compiled_for_a_gpu(compiled):
-    """Nothing is fused where the reference rounds twice, denormals are kept, no array went to slow memory."""
+    """Products and sums are not fused, denormals are kept, and no registers spill."""
     from fquant.kernels import triton
 
     x = torch.ones(1, 4096, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Calls: split from tests.fquant.kernels.ops.test_nll_calls."""
+"""Helpers of tests of ops' calls: equality of several results, nodes of a graph, tensors on other devices."""
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,9 +15,9 @@ def nodes(f, *args):
     return [str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function"]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def away(t):
-    """Zeros on a device that ``t`` is not on."""
+    """Return zeros like ``t`` on another device."""
     return torch.zeros(t.shape, dtype=t.dtype, device="cpu" if t.is_meta else "meta")

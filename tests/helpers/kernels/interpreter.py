@@ -1,14 +1,13 @@
-"""Triton's interpreter in a process of its own, which also sees to it that kernels stay within their tensors.
+"""Triton's interpreter in a process of its own, which checks that kernels stay within their tensors.
 
     from .interpreter import interpreted, interpreter  # the latter is a fixture
 
     @interpreted
     def test_something(): ...
 
-The interpreter has to be asked for before triton is imported, and torch's compiler or a peer may have imported it long
-ago. So a test that is marked so is collected and reported where pytest runs, and computed in a process that has
-TRITON_INTERPRET=1 from the start and FQUANT_KERNELS=triton. Every pointer that is read or written through there has to
-lie in one of the tensors that the kernel was given.
+TRITON_INTERPRET must be set before triton is imported, and torch's compiler or a peer may have imported it long ago. So
+pytest collects and reports a marked test, and a second process computes it, with TRITON_INTERPRET=1 from the start and
+FQUANT_KERNELS=triton. Every pointer that is read or written there must be inside one of the kernel's tensors.
 """
 
 import importlib
@@ -21,11 +20,11 @@ import torch
 
 from fquant.kernels import dispatch
 
-importlib.import_module("tests.conftest")  # which a process without pytest has to be told
+importlib.import_module("tests.conftest")  # which pytest does in its own process
 
 
 def interpreted(test):
-    """A test that is computed in the interpreter's process."""
+    """Mark a test to run in the interpreter's process."""
 
     def here(interpreter, **params):
         interpreter.submit(run, test.__module__, test.__name__, params).result()
@@ -39,7 +38,7 @@ def interpreted(test):
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """The process."""
+    """Start the process, if Triton is installed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -49,12 +48,12 @@ def interpreter():
 
 
 def run(module, name, params):
-    """The body of a test, there."""
+    """Run the body of a test in that process."""
     getattr(importlib.import_module(module), name).body(**params)
 
 
 def start():
-    """Which kernels are there, and for which devices; from now on they are watched."""
+    """Check the pointers of kernels from now on, and return the kernels and their devices."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     call, builder, bounds = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder, []
 

@@ -1,16 +1,14 @@
-"""Losses: split from tests.fquant.kernels.ops.test_nll.
+"""Test data of the loss of logits, and its error bounds.
 
-What a loss of logits is tested on, and how far from the exact one it may be, and still be right.
-
-In float32 the difference of a logit x and the largest, m, is rounded by u |x - m|, u = 2^-24, which is the relative
-error of its exponential; that has a few u of its own. The sum of a row's has the mean of these, weighted with what it
-is a sum of, and the mean of |x - m| so weighted is below log v. A softmax is one over the other:
+In float32 the difference of a logit x and the largest, m, is rounded by u |x - m|, u = 2^-24. That is the relative
+error of its exponential, which adds a few u. The error of the sum over a row is the mean of these, weighted by the
+terms, and the mean of |x - m| so weighted is below log v. A softmax is a quotient of the two:
 
     |softmax - exact|  <=  u (8 + log v + |x - m|) · exact
 
-One is taken from it at the target, and all is multiplied by a factor: a few u more of what is there. Then it is rounded
-once, to the dtype of the logits. The logarithm of the sum is off by u (8 + log v) at most, and what is added to it in
-float32 is rounded as often as that is done, of which the caller knows.
+The gradient subtracts one at the target and multiplies by a factor, a few u of the result. Then it is rounded once, to
+the dtype of the logits. The error of the logarithm of the sum is at most u (8 + log v). The caller adds the roundings
+of the float32 additions to it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ IGNORE, INF, NAN = -100, math.inf, math.nan
 
 
 def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True):
-    """Logits [c v] and targets [c], of which every third does not count."""
+    """Draw logits [c v] and targets [c], every third ignored."""
     random = torch.Generator().manual_seed(seed)
     logits = (size * torch.randn(c, v, generator=random)).to(dtype)
     targets = torch.randint(v, (c,), generator=random)
@@ -42,7 +40,7 @@ def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True):
 
 
 def exact(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The values [c] and slopes [c v] in float64, and how far from them is right, but for additions to the former."""
+    """Return values [c] and gradients [c v] in float64, and their bounds without additions to the values."""
     x, v = logits.double(), logits.shape[1]
     f = torch.ones(len(x)) if factor is None else factor
     value, slope = reference.nll_backward(x, targets, ignore, f.double())
@@ -54,7 +52,7 @@ def exact(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = 
 
 
 def assert_near(got, exact, bound, *note):
-    """``got`` is within ``bound`` of ``exact``; where that is not finite in its dtype, it is it to the bit."""
+    """Check that ``got`` is within ``bound`` of ``exact``, and equal where that is not finite in its dtype."""
     wanted = exact.to(got.dtype)
     finite, off = wanted.isfinite(), (got.double() - exact).abs()
     about = " ".join(map(str, note))
@@ -63,7 +61,7 @@ def assert_near(got, exact, bound, *note):
 
 
 def spread(*at, fill=-1.0, width=5003):
-    """A row of ``fill`` with values put at places, across all that a row is cut into."""
+    """Return a row of ``fill`` with values at places in all the parts that a kernel cuts it into."""
     row = torch.full((width,), fill)
     for place, value in at:
         row[place] = value

@@ -1,15 +1,13 @@
-"""Norms: split from tests.fquant.kernels.ops.test_norm.
+"""Test data of norms of rows, and their error bounds.
 
-What norms of rows are tested on, and how far from the exact ones they may be, and still be right.
+A square is rounded by u = 2^-24, and takes part in at most 22 sums of numbers that are not negative, each another u.
+(Backends other than C sum pairwise, with as many roundings.) The scale has half of that error, and u for the root:
 
-A square is rounded by u, u = 2^-24, and then a part of 22 sums of numbers that are not negative, by so many u at most
-(more of them, pairwise, elsewhere than in csrc/kernels.c: as many). Half of that, and u for the root, is the scale's:
+    |scale - exact|  <=  13 u · exact       in csrc/norm.h
+                     <=  16 u · exact       elsewhere, where the mean, eps and the root are rounded too
 
-    |scale - exact|  <=  13 u · exact       in csrc/kernels.c
-                     <=  16 u · exact       where the mean, eps and the root are rounded on the way
-
-Of that scale y is what torch makes, to the bit. With n = x · scale, a = g · w and m = mean(a n) the slope is (a - n m)
-· scale: a, n and their products are rounded, then summed, then m is; each of these by u of what is there. Then it is
+For that scale y equals torch's to the bit. With n = x · scale, a = g · w and m = mean(a n) the gradient is
+(a - n m) · scale. All of a, n, their products, the sums and m are rounded, each by u of its value. The gradient is
 rounded once, to its dtype:
 
     |dx - exact|  <=  u · scale · (4 |a| + 30 |n| mean(|a n|)) + rounding
@@ -34,19 +32,19 @@ SCALE = {"cpu": 13, "triton": 16, "reference": 16}
 
 
 def drawn(n, d, dtype=torch.float32, seed=0, size=1.0):
-    """g [n d], x [n d] and a weight [d]."""
+    """Draw g [n d], x [n d] and a weight [d]."""
     random = torch.Generator().manual_seed(seed)
     g, x = (torch.randn(n, d, generator=random) for _ in range(2))
     return g.to(dtype), (size * x).to(dtype), (0.5 + torch.rand(d, generator=random)).to(dtype)
 
 
 def normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """y of a scale, to the bit."""
+    """Return y for a scale, exact to the bit."""
     return weight.to(x.dtype) * (x.float() * scale[:, None]).to(x.dtype)
 
 
 def assert_scale(scale: Tensor, x: Tensor, eps: float, slack: float = 1, *note: object) -> None:
-    """``scale`` is that of x; squares are float32, and what they lose is nothing beside eps or themselves."""
+    """Check the scale of x; squares are float32, with a loss that is negligible beside eps or themselves."""
     mean = x.float().square().double().mean(-1) + eps
     exact = mean.rsqrt()
     bound = exact * (EPS * SCALE[dispatch.backend("cpu")[0]] + 2.0**-149 / mean)
@@ -56,7 +54,7 @@ def assert_scale(scale: Tensor, x: Tensor, eps: float, slack: float = 1, *note: 
 def assert_backward(
     dx: Tensor, g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, slack: float = 1, *note: object
 ) -> None:
-    """``dx`` is the slope of x and its scale."""
+    """Check that ``dx`` is the gradient for x and its scale."""
     s = scale.double()[:, None]
     n, a = x.double() * s, g.double() * weight.to(x.dtype).double()
     exact = (a - n * (a * n).mean(-1, keepdim=True)) * s

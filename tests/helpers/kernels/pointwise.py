@@ -1,4 +1,4 @@
-"""Pointwise: split from tests.fquant.kernels.ops.test_pointwise."""
+"""Test data of elementwise programs."""
 
 import math
 
@@ -10,7 +10,7 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3
 
 
 def values(n, dtype, seed=0):
-    """Numbers of all sizes, and every pair of special ones somewhere if n allows."""
+    """Return numbers of all sizes, and every pair of special ones if n allows."""
     x = torch.randn(n, generator=rng(seed)) * torch.exp2(torch.randint(-20, 20, (n,), generator=rng(seed + 1)))
     special = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL) ** (seed % 2)).repeat(n // len(SPECIAL) + 1)[:n]
     return torch.where(torch.arange(n) < n // 2, special, x).to(dtype)

@@ -1,19 +1,18 @@
-/* Causal attention and its slope, for one instruction set (fquant/kernels/ops/attention.py says what they are). A unit is a
-   head of keys and values of one sequence, with all heads of queries that read it, or of an attention alone a part of
-   their panels.
+/* Causal attention and its gradient (fquant/kernels/ops/attention.py). A unit is a head of keys and values of one
+   sequence, with all heads of queries that read it; without gradient, a part of their panels.
 
-   Scores are made transposed, KEYS of them by a PANEL of queries, a tile at a time, and never leave the second cache
-   (Dao et al. 2022, "FlashAttention"). So what there is one of a query, its maximum and its sum, is one of a lane, and no
-   vector is ever summed up. Tiles that no query of a panel may see, behind it or of earlier documents, are not made. */
+   Scores are computed transposed, a tile of KEYS by a PANEL of queries at a time, and stay in the second cache (Dao et
+   al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
+   Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
 
-typedef struct { /* the scratch of a unit; what only the slope needs comes last */
+typedef struct { /* the scratch of a unit; the last ones are for the gradient */
     uint32_t *rows, *k_rows, *v_down, *q_across, *words, *turned;
     float *scores, *sums, *most, *total;
     uint32_t *v_rows, *k_down, *g_across, *q_down, *g_down, *p_rows, *s_rows;
     float *slopes, *dk, *dv;
 } NAME(Room);
 
-/* The scratch of a unit in memory from `at` on, and its size in bytes. */
+/* Lay out the scratch of a unit from `at` on, and return its bytes. */
 INLINE size_t NAME(room)(const Attention *a, char *at, NAME(Room) *r) {
     NAME(Sizes) s = NAME(sizes)(a);
     size_t used = 0;
@@ -48,12 +47,12 @@ static size_t NAME(attention_room)(const Attention *a) {
     return NAME(room)(a, NULL, &r);
 }
 
-/* A head of a tensor [b h t e]. */
+/* The address of a head of a tensor [b h t e]. */
 INLINE void *NAME(head)(const Attention *a, const void *x, const int64_t *stride, int64_t b, int64_t h) {
     return (char *)x + (b * stride[0] + h * stride[1]) * (a->dtype == F32 ? 4 : 2);
 }
 
-/* Where a panel of queries from q on looks: at keys from *first up to the result. */
+/* The keys that a panel of queries from q on sees: from *first up to the result. */
 INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, int64_t *first) {
     int64_t last = MIN(a->t, q + NAME(PANEL));
     *first = labels ? q : 0;
@@ -62,7 +61,7 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
     return last;
 }
 
-/* Of a tile of scores the weights, as words two keys beside each other; the maxima and sums of queries go with it. */
+/* Turn a tile of scores into weights, as words of two keys, and update the maxima and sums of the queries. */
 INLINE void NAME(soften)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     const NAME(Lanes) none = (NAME(Lanes)){0} - INFINITY, low = (NAME(Lanes)){0} - 3e38f, one = (NAME(Lanes)){0} + 1.0f;
@@ -82,7 +81,7 @@ INLINE void NAME(soften)(const Attention *a, NAME(Room) *r, const int32_t *label
             *at = x;
             most = NAME(larger)(x, most);
         }
-        base = NAME(larger)(most, low); /* of what saw nothing yet a number, too */
+        base = NAME(larger)(most, low); /* finite, also before a query has seen a key */
         factor = NAME(exponential)(NAME(larger)(before, low) - base);
         total *= factor;
         for (int64_t i = 0; i < n; i += each) {
@@ -137,8 +136,8 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int ha
         }
 }
 
-/* Of tiles of scores and of the slopes of weights the weights and the slopes of scores: as rows, and the latter as words
-   two keys beside each other. */
+/* Turn tiles of scores and of gradients of weights into weights and gradients of scores: as rows, the latter also as
+   words of two keys. */
 INLINE void NAME(slopes)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     int masked = labels || k + n > q, each = half ? 2 : 1;
@@ -164,7 +163,7 @@ INLINE void NAME(slopes)(const Attention *a, NAME(Room) *r, const int32_t *label
     }
 }
 
-/* What there is one of a query from q on: the log-sum-exp, and the mean slope of its weights, g · y. */
+/* Load the values of queries from q on: the log-sum-exp, and the mean gradient of the weights, g · y. */
 INLINE void NAME(means)(const Attention *a, NAME(Room) *r, int64_t b, int64_t h, int64_t q) {
     const float *lse = a->lse + (b * a->heads + h) * a->t;
     const void *y = NAME(head)(a, a->y, a->ys, b, h), *g = NAME(head)(a, a->g, a->gs, b, h);
@@ -180,7 +179,7 @@ INLINE void NAME(means)(const Attention *a, NAME(Room) *r, int64_t b, int64_t h,
             total += some;
         }
         r->total[i] = (float)total;
-        r->most[i] = q + i < a->t ? lse[q + i] : INFINITY; /* behind the last weights are 0 */
+        r->most[i] = q + i < a->t ? lse[q + i] : INFINITY; /* weights after the last token are 0 */
     }
 }
 
@@ -226,11 +225,9 @@ INLINE void NAME(attend_backward)(const Attention *a, int64_t unit, void *scratc
     NAME(results)(a, r.dv, s.tokens, NULL, a->t, NAME(head)(a, a->dv, a->dks, b, kv), a->dks, 0);
 }
 
-#ifdef LANES_BF16
-#define EITHER(f) if (((const Attention *)work)->half) { f(work, unit, scratch, 1); return; } f(work, unit, scratch, 0);
-#else
-#define EITHER(f) f(work, unit, scratch, 0);
-#endif
-static void NAME(attention)(void *work, int64_t unit, void *scratch) { EITHER(NAME(attend)) }
-static void NAME(attention_backward)(void *work, int64_t unit, void *scratch) { EITHER(NAME(attend_backward)) }
-#undef EITHER
+static void NAME(attention)(void *work, int64_t unit, void *scratch) {
+    BY_HALF(((const Attention *)work)->half, NAME(attend), work, unit, scratch)
+}
+static void NAME(attention_backward)(void *work, int64_t unit, void *scratch) {
+    BY_HALF(((const Attention *)work)->half, NAME(attend_backward), work, unit, scratch)
+}

@@ -1,9 +1,8 @@
-/* Decoding, for one instruction set. Of 4 bits the 16 values of a block are made first (scaled, rounded to the dtype of
-   the array, then to that of the result), so that an element costs a look-up and no arithmetic. */
+/* Dequantisation. For 4 bits the 16 values of a block are computed first: scaled, rounded to the dtype of the array,
+   then to that of the result. An element then costs a look-up and no arithmetic. */
 
 #ifdef LANES_BF16
-/* 64 scales, of which n are wanted: the bytes of nested_table's values are looked up by themselves, first those of the
-   first byte of every value. */
+/* Decode 64 scales, n of them valid, by a look-up of each of the four bytes of a value. */
 INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, float absmax, float offset, float *out) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i c = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(~0ull >> (64 - n), codes)), bytes[4];
@@ -26,8 +25,8 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
 }
 #endif
 
-/* The scales of n blocks, the first of which is number `first` of the whole array; out has room for 63 more. Those that
-   will be wanted twice as far ahead as codes are asked for, for they are few, and a miss of theirs stops all. */
+/* Decode the scales of n blocks from number `first` of the whole array; out has room for 63 more. Scales are
+   prefetched twice as far ahead as codes, because they are few, and a miss stops everything. */
 static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restrict out) {
     int64_t size = w->nested ? 1 : 4, ahead = 2 * AHEAD * 8 / w->bits / w->block;
     for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)w->scale + (first + ahead) * size + i);
@@ -63,7 +62,7 @@ INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
     return ((u + 0x7fff + (u >> 16 & 1)) >> 16 & ~nan) | (nan & 0x7fc0);
 }
 
-/* LANES values to `out`, in the dtype of the array and then in that of the result. */
+/* Round LANES values to the dtype of the array, then to that of the result, and store them. */
 INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
     if (own == BF16 && dtype != BF16) v = (NAME(Lanes))(NAME(to_bf16)(v) << 16);
     if (own == F16 && dtype != F16) v = NAME(from_f16)(NAME(to_f16)(v));
@@ -74,7 +73,7 @@ INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
     }
 }
 
-/* A block of n 4-bit codes: its 16 values first, then a look-up an element. */
+/* Decode a block of n 4-bit codes: its 16 values first, then a look-up an element. */
 INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          void *restrict out) {
     uint32_t values[16];
@@ -102,8 +101,8 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
 }
 
 #ifdef LANES_BF16
-/* 128 elements of 4 bits, of two blocks, as bf16: a shift of each word's four codes to words of their own, and a look-up
-   by the lowest four bits, the fifth being of no account as the table is there twice. Denormals are flushed. */
+/* Decode 128 4-bit codes of two blocks to bf16: shift the four codes of each word to words of their own, and look up
+   by the lowest bits. The fifth bit has no effect, because the table is there twice. Denormals are flushed. */
 INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
     const __m512i shifts = _mm512_set1_epi64(0x0008000c00000004);
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
@@ -116,7 +115,7 @@ INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float s
     }
 }
 
-/* Whether blocks of these scales have no value that is NaN, or denormal but not zero: one instruction may round them. */
+/* True if blocks of these scales have no NaN and no denormal value but zero, so that one instruction may round them. */
 INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
     const __m512 sign = _mm512_set1_ps(-0.0f), least = _mm512_set1_ps(w->least), most = _mm512_set1_ps(3e38f);
     __mmask16 bad = 0;
@@ -130,13 +129,13 @@ INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
 }
 #endif
 
-/* A block, or as much as a piece of one, of n 8-bit codes. */
+/* Decode a block, or a piece of one, of n 8-bit codes. */
 INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          char *restrict out) {
     int64_t size = dtype == F32 ? 4 : 2, i = 0;
 #ifdef LANES_BF16
     if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
-        for (; i + 32 <= n; i += 32) { /* nothing is denormal or NaN, and one instruction rounds */
+        for (; i + 32 <= n; i += 32) { /* no denormals or NaN: one instruction rounds */
             __m512 a = (__m512)(NAME(integers)(codes + i) * scale * (float)(1.0 / 127.0));
             __m512 b = (__m512)(NAME(integers)(codes + i + 16) * scale * (float)(1.0 / 127.0));
             _mm512_storeu_si512(out + 2 * i, (__m512i)_mm512_cvtne2ps_pbh(b, a));
@@ -158,7 +157,7 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
     }
 }
 
-/* n elements of a row from `column`, a multiple of 32, to out, past the caches if asked (and if it is aligned). The
+/* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. The
    dtypes are constants where this is inlined. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
@@ -209,8 +208,8 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 #undef AS
 }
 
-/* n elements of a row from `column`, a multiple of 32, as a product with x of dtype takes them: in dtype, as bf16 if
-   half and else as floats. */
+/* Decode n elements of a row from `column`, a multiple of 32, for a product with x of dtype: rounded to dtype, as bf16
+   if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
     if (half) {
         NAME(span)(w, row, column, n, 0, BF16, out);

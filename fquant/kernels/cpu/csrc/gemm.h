@@ -1,16 +1,16 @@
-/* Products of more rows, for one instruction set, as Goto's algorithm has it (Goto & van de Geijn 2008, "Anatomy of
-   high-performance matrix multiplication"), the weight being decoded where that would pack it.
+/* Products of more rows by Goto's algorithm (Goto & van de Geijn 2008, "Anatomy of high-performance matrix
+   multiplication"), which decodes the weight where it would pack it.
 
-   The inner dimension goes in words of 32 bits: an element in float32, or two in bf16. One operand is in panels, [words]
-   [PANEL] so that vectors load them; the other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay
-   in registers for STEPS words, in which a panel stays in the first cache, and then go to scratch, which stays in the
-   second. x · wᵀ has x in panels and rows of the weight as slivers, w's own layout; g · w has g's rows as slivers and
-   stripes of the weight's columns in panels. Neither needs more of the weight than a unit's at a time. */
+   The inner dimension is in words of 32 bits: a float32, or two bf16. One operand is in panels, [words][PANEL], which
+   are loaded as vectors. The other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay in
+   registers for STEPS words, while a panel stays in the first cache, and then go to scratch in the second. x · wᵀ has
+   x in panels and rows of the weight as slivers, w's own layout. g · w has g's rows as slivers and stripes of the
+   weight's columns in panels. A unit decodes only its part of the weight. */
 
 enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
 
-/* sums [rows][vecs] += a sliver of `rows` rows, `apart` words from each other, by a panel of `vecs` vectors, for n words,
-   or = where they are fresh; rows, vecs, half and fresh are constants. */
+/* sums [rows][vecs] += a sliver of `rows` rows with stride `apart`, times a panel of `vecs` vectors, for n words; = if
+   `fresh`. rows, vecs, half and fresh are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
     NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;
@@ -37,7 +37,7 @@ INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *p
         for (int v = 0; v < vecs; v++) total[r * vecs + v] = part[r][v];
 }
 
-/* n elements from x + at as words, and zeros up to a multiple of LANES words. */
+/* Copy n elements from x + at as words, padded with zeros to a multiple of LANES words. */
 INLINE void NAME(words)(const void *x, int dtype, int64_t at, int64_t n, int half, uint32_t *out) {
     int64_t size = half ? 2 : 4, padded = padded_to(n * size, 4 * NAME(LANES));
     if (half) memcpy(out, (const uint16_t *)x + at, (size_t)n * 2);
@@ -45,14 +45,14 @@ INLINE void NAME(words)(const void *x, int dtype, int64_t at, int64_t n, int hal
     memset((char *)out + n * size, 0, (size_t)(padded - n * size));
 }
 
-/* Vectors of panel `j` of m columns. */
+/* The number of vectors of panel `j` of m columns. */
 INLINE int NAME(vecs)(int64_t m, int64_t j) {
     return (int)MIN((m - j * NAME(PANEL) + NAME(LANES) - 1) / NAME(LANES), NAME(VECS));
 }
 
-/* A slab of a panel of x: LANES rows at a time are transposed. */
+/* Pack a slab of a panel of x: transpose LANES rows at a time. */
 static void NAME(pack)(void *data, int64_t unit, void *scratch) {
-    const Product *p = data;
+    const Gemm *p = data;
     int64_t slabs = slabs_of(p->words), j = unit / slabs, start = unit % slabs * SLAB, n = MIN(SLAB, p->words - start);
     int64_t each = p->half ? 2 : 1, vecs = NAME(vecs)(p->m, j), width = vecs * NAME(LANES);
     uint32_t *rows = scratch, *out = (uint32_t *)p->copy + j * NAME(PANEL) * p->words + start * width;
@@ -72,8 +72,8 @@ static void NAME(pack)(void *data, int64_t unit, void *scratch) {
     }
 }
 
-/* `group` rows of the weight by all of x. */
-INLINE void NAME(by_rows)(const Product *p, int64_t unit, uint32_t *scratch, int half) {
+/* Multiply `group` rows of the weight with all of x. */
+INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
     int64_t panels = (p->m + NAME(PANEL) - 1) / NAME(PANEL), tall = padded_to(group, NAME(LANES));
     float *sums = (float *)(scratch + group * APART), turned[NAME(LANES)][MOST_ROWS];
@@ -82,7 +82,7 @@ INLINE void NAME(by_rows)(const Product *p, int64_t unit, uint32_t *scratch, int
     for (int64_t slab = 0; slab < p->words; slab += SLAB) {
         int64_t words = MIN(SLAB, p->words - slab), n = MIN(words * each, p->inner - slab * each);
         for (int64_t r = 0; r < rows; r++) {
-            scratch[r * APART + words - 1] = 0; /* of which n may fill a half */
+            scratch[r * APART + words - 1] = 0; /* of which n may fill one half */
             NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
         }
         for (int64_t k = 0; k < words; k += STEPS)
@@ -114,17 +114,12 @@ INLINE void NAME(by_rows)(const Product *p, int64_t unit, uint32_t *scratch, int
 }
 
 static void NAME(matmul)(void *data, int64_t unit, void *scratch) {
-    const Product *p = data;
-#ifdef LANES_BF16
-    if (p->half) NAME(by_rows)(p, unit, scratch, 1);
-    else
-#endif
-        NAME(by_rows)(p, unit, scratch, 0);
+    BY_HALF(((const Gemm *)data)->half, NAME(by_rows), data, unit, scratch)
 }
 
-/* A row of g as words, in slabs. */
+/* Pack a row of g as words, in slabs. */
 static void NAME(pack_t)(void *data, int64_t unit, void *scratch) {
-    const Product *p = data;
+    const Gemm *p = data;
     int64_t slab = p->half ? 2 * SLAB : SLAB;
     uint32_t *out = (uint32_t *)p->copy + unit * APART;
     (void)scratch;
@@ -132,8 +127,8 @@ static void NAME(pack_t)(void *data, int64_t unit, void *scratch) {
         NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
 }
 
-/* Words k of a stripe's panels: a row of the weight, or as bf16 a row and the next beside each other. */
-INLINE void NAME(stripe)(const Product *p, int64_t row, int64_t k, int64_t column, int64_t width, int half,
+/* Decode words k of a stripe's panels: a row of the weight, or in bf16 a row interleaved with the next. */
+INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half,
                          uint32_t *out) {
     uint32_t words[STRIPE];
     if (half) {
@@ -150,8 +145,8 @@ INLINE void NAME(stripe)(const Product *p, int64_t row, int64_t k, int64_t colum
 }
 
 #ifdef LANES_BF16
-/* The same where one instruction rounds: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. */
-INLINE void NAME(stripe_pairs)(const Product *p, int64_t row, int64_t k, int64_t column, int64_t width, uint32_t *out) {
+/* The same with one rounding instruction: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. */
+INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, uint32_t *out) {
     const Packed *w = &p->w;
     int64_t next = w->width / 2;
     int there = row + 1 < w->rows;
@@ -177,8 +172,8 @@ INLINE void NAME(stripe_pairs)(const Product *p, int64_t row, int64_t k, int64_t
 }
 #endif
 
-/* A stripe of the weight's columns by all of g. */
-INLINE void NAME(by_columns)(const Product *p, int64_t unit, uint32_t *scratch, int half) {
+/* Multiply all of g with a stripe of the weight's columns. */
+INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), each = half ? 2 : 1;
     int64_t panels = (width + NAME(PANEL) - 1) / NAME(PANEL);
     int64_t apart = p->copy ? APART : p->words;
@@ -189,7 +184,7 @@ INLINE void NAME(by_columns)(const Product *p, int64_t unit, uint32_t *scratch, 
         int64_t n = MIN(STEPS, p->words - start);
         for (int64_t k = 0; k < n; k++)
 #ifdef LANES_BF16
-            if (half && p->deals) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, w);
+            if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, w);
             else
 #endif
                 NAME(stripe)(p, (start + k) * each, k, column, width, half, w);
@@ -211,10 +206,5 @@ INLINE void NAME(by_columns)(const Product *p, int64_t unit, uint32_t *scratch, 
 }
 
 static void NAME(matmul_t)(void *data, int64_t unit, void *scratch) {
-    const Product *p = data;
-#ifdef LANES_BF16
-    if (p->half) NAME(by_columns)(p, unit, scratch, 1);
-    else
-#endif
-        NAME(by_columns)(p, unit, scratch, 0);
+    BY_HALF(((const Gemm *)data)->half, NAME(by_columns), data, unit, scratch)
 }

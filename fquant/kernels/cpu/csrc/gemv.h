@@ -1,8 +1,8 @@
-/* x · wᵀ for few rows of x, for one instruction set: the packed bytes are read once, and the time that this takes is what
-   counts. Some rows of the weight are decoded into scratch that stays in the first cache, or into registers, and all of
-   x is multiplied with them. More rows are for gemm.h, as are those of g · w. */
+/* x · wᵀ for few rows of x, bound by the time of one read of the packed bytes. Some rows of the weight are decoded
+   into scratch in the first cache, or into registers, and multiplied with all of x. gemm.h has more rows of x, and g ·
+   w. */
 
-/* Four sums to y[0 .. 3], of which `rows` are wanted. */
+/* Store the first `rows` of four sums. */
 INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
     float totals[4];
     NAME(sum4)(sums, totals);
@@ -12,8 +12,8 @@ INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
     }
 }
 
-/* y[columns][rows] = x · wᵀ for n elements a row (a multiple of 64), rows of both `apart`: every sum stays in a register.
-   The elements are floats, or bf16 if `half`; rows, columns and half are constants where this is inlined. */
+/* y[columns][rows] = x · wᵀ for n elements a row (a multiple of 64), with row stride `apart`; all sums are in
+   registers. Elements are floats, or bf16 if `half`. rows, columns and half are constants where this is inlined. */
 INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, int rows, int columns, int half, void *y,
                        int dtype, int64_t stride) {
     NAME(Lanes) sums[6][4] = {0};
@@ -39,9 +39,9 @@ INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, i
 #define TILES(R) switch (p->m) { TILE(R, 1); TILE(R, 2); TILE(R, 3); TILE(R, 4); TILE(R, 5); TILE(R, 6); }
 
 #ifdef LANES_BF16
-/* 4-bit codes in blocks of 64 or more as bf16, dealt out: a vector of codes is 128 elements in two blocks, whose two
-   tables of 16 values are one table of 32, and the four codes of its words look up four vectors. x is dealt out to match
-   (load, form 2), so that no element is ever moved to its place. */
+/* Decode 4-bit codes in blocks of 64 or more to bf16, interleaved. A vector of codes is 128 elements of two blocks,
+   whose two tables of 16 values form one of 32. The four codes of a word look up in four vectors. x is interleaved
+   likewise (load, form 2), so no element is moved to its place. */
 INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
     __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x1010), 1), four = _mm512_set1_epi16(0x0f0f);
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
@@ -52,20 +52,19 @@ INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float se
     v[1] = _mm512_permutexvar_epi16(low, t);
     v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 8), t);
     v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 8), t);
-    __builtin_prefetch(codes + 2 * AHEAD, 0, 2); /* to the second cache, as too few reads to the first may be under way */
+    __builtin_prefetch(codes + 2 * AHEAD, 0, 2); /* to the second cache: reads to the first are limited in number */
     __builtin_prefetch(codes + 512);             /* from there to the first */
 }
 
-/* The scales of n elements of a row from `column`, both multiples of 64, one for each 64 elements; room for 63 more. */
+/* The scales of n elements of a row from `column`, both multiples of 64: one for each 64 elements; room for 63 more. */
 INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *scales) {
     int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift, each = w->block / 64;
     NAME(scales)(w, row * blocks_of(w) + first, ((column + n - 1) >> shift) - first + 1, scales);
     if (each > 1) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[(column / 64 + i) / each - first];
 }
 
-/* `rows` rows of the weight by `columns` rows of x from `at`, so few that all sums stay in registers; both are
-   constants. */
-INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int columns) {
+/* Multiply `rows` rows of the weight with `columns` rows of x from `at`, both constants; all sums are in registers. */
+INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int columns) {
     const Packed *w = &p->w;
     __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
     for (int r = 0; r < rows; r++)
@@ -81,8 +80,7 @@ INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int col
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++)
-            {
+            for (int r = 0; r < rows; r++) {
                 const float *scale = scales + (r * n + i) / 64;
                 NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
             }
@@ -103,7 +101,7 @@ INLINE void NAME(fused)(const Few *p, int64_t row, int64_t at, int rows, int col
         }
 }
 
-INLINE void NAME(fused_group)(const Few *p, int64_t unit, int64_t at, int columns) {
+INLINE void NAME(fused_group)(const Gemv *p, int64_t unit, int64_t at, int columns) {
     int64_t row = unit * GROUP, stop = MIN(row + GROUP, p->w.rows);
     if (columns == 1)
         for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1);
@@ -112,8 +110,8 @@ INLINE void NAME(fused_group)(const Few *p, int64_t unit, int64_t at, int column
 }
 #endif
 
-/* GROUP rows of the weight, four at a time, by all rows of x. */
-INLINE void NAME(group)(const Few *p, int64_t unit, void *w, int half) {
+/* Multiply GROUP rows of the weight, four at a time, with all rows of x. */
+INLINE void NAME(group)(const Gemv *p, int64_t unit, void *w, int half) {
     int64_t stop = MIN((unit + 1) * GROUP, p->w.rows), n = p->padded, apart = p->apart, size = half ? 2 : 4;
     for (int r = 0; r < 4; r++) memset((char *)w + (r * apart + p->w.width) * size, 0, (size_t)((n - p->w.width) * size));
     for (int64_t row = unit * GROUP, rows; row < stop; row += rows) {
@@ -127,25 +125,22 @@ INLINE void NAME(group)(const Few *p, int64_t unit, void *w, int half) {
 #undef TILES
 #undef TILE
 
-static void NAME(few)(void *data, int64_t unit, void *scratch) {
-    const Few *p = data;
+static void NAME(gemv)(void *data, int64_t unit, void *scratch) {
+    const Gemv *p = data;
 #ifdef LANES_BF16
     if (p->form == 2)
         for (int64_t at = 0; at < p->m; at += FUSED)
-            switch (MIN(p->m - at, FUSED)) {
-                case 1: NAME(fused_group)(p, unit, at, 1); break;
-                case 2: NAME(fused_group)(p, unit, at, 2); break;
-                case 3: NAME(fused_group)(p, unit, at, 3); break;
-                case 4: NAME(fused_group)(p, unit, at, 4); break;
-            }
+#define CASE(N) case N: NAME(fused_group)(p, unit, at, N); break;
+            switch (MIN(p->m - at, FUSED)) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
     else if (p->form) NAME(group)(p, unit, scratch, 1);
     else
 #endif
         NAME(group)(p, unit, scratch, 0);
 }
 
-/* n elements of x as the products want them: in float32 (form 0), as they are (1), or every 128 dealt out (2): each
-   fourth from the first, each fourth from the second, and so on. */
+/* Copy n elements of x for a product: in float32 (form 0), as they are (1), or each 128 interleaved (2): each fourth
+   from the first, each fourth from the second, and so on. */
 static void NAME(load)(const void *x, int dtype, int64_t n, int form, void *out) {
     const uint16_t *from = x;
     uint16_t *to = out;

@@ -1,8 +1,15 @@
-/* All kernels of one instruction set, ISA. Included by kernels.c once for each. */
+/* All kernels for the instruction set ISA. kernels.c includes this file once for each. */
 
 #include "simd.h"
 
-/* n elements from x + at, as floats. */
+/* Call f with the constant `half` as its last argument. */
+#ifdef LANES_BF16
+#define BY_HALF(half, f, ...) if (half) f(__VA_ARGS__, 1); else f(__VA_ARGS__, 0);
+#else
+#define BY_HALF(half, f, ...) f(__VA_ARGS__, 0);
+#endif
+
+/* Convert n elements from x + at to floats. */
 static void NAME(floats)(const void *x, int dtype, int64_t at, int64_t n, float *restrict out) {
     const uint16_t *h = (const uint16_t *)x + at;
     if (dtype == F32) memcpy(out, (const float *)x + at, (size_t)n * 4);
@@ -10,7 +17,7 @@ static void NAME(floats)(const void *x, int dtype, int64_t at, int64_t n, float 
     else for (int64_t i = 0; i < n; i++) out[i] = from_f16(h[i]);
 }
 
-/* n floats to x + at. */
+/* Round n floats and store them from out + at. */
 static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *restrict out, int64_t at) {
     uint16_t *h = (uint16_t *)out + at;
     if (dtype == F32) memcpy((float *)out + at, x, (size_t)n * 4);
@@ -31,5 +38,6 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "attention.h"
 #include "pointwise.h"
 
+#undef BY_HALF
 #undef FMA
 #undef DOT

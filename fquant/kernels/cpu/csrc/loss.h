@@ -1,13 +1,13 @@
-/* The loss of rows of logits, for one instruction set: what a row says of its target, and its slope.
+/* The negative log likelihood of rows of logits, and its gradient.
 
-   A row is read for its maximum and its sum of exponentials at once, a PIECE after the other, so that it comes from
-   memory once: where a piece exceeds all before it, the sum so far is scaled down. For the slope it is read again, out
-   of the second cache. Nothing is kept between but the maximum and the sum, and nothing is written but the results.
+   A row is read once for its maximum and its sum of exponentials, a PIECE after the other. If a piece exceeds all
+   before it, the sum so far is scaled down. For the gradient the row is read again, from the second cache. Only the
+   maximum and the sum are kept between, and only the results are written.
 
-   All elements are handled in float32. Sums of a few, and what there is one of a row, are added in double: so the error
-   does not grow with the vocabulary, and the difference of the maximum and the target's logit costs no digits. */
+   Elements are float32. Partial sums, and the values of a row, are added in double. So the error does not grow with
+   the vocabulary, and the difference of the maximum and the target's logit loses no digits. */
 
-/* OVER: `each` for every vector x of n logits at `from`, four sums or the like in turn. */
+/* OVER: run `each` for every vector x of n logits at `from`; k counts four accumulators in turn. */
 #define OVER(each)                                                                              \
     const int64_t size = dtype == F32 ? 4 : 2;                                                  \
     int64_t i = 0;                                                                              \
@@ -23,7 +23,7 @@
         each                                                                                    \
     }
 
-/* The largest that is a number. */
+/* The largest logit that is not NaN. */
 INLINE float NAME(largest)(const char *from, const int dtype, int64_t n) {
     const NAME(Lanes) zero = {0.0f};
     NAME(Lanes) v[4] = {zero - INFINITY, zero - INFINITY, zero - INFINITY, zero - INFINITY};
@@ -34,7 +34,7 @@ INLINE float NAME(largest)(const char *from, const int dtype, int64_t n) {
     return most;
 }
 
-/* The sum of exp(x - base), none of which is above 1, SUMMED of them at most: 16 to a lane, rounded so often. */
+/* The sum of exp(x - base) <= 1 for at most SUMMED logits: 16 roundings in a lane. */
 enum { NAME(SUMMED) = 64 * NAME(LANES) };
 INLINE double NAME(exponentials)(const char *from, const int dtype, int64_t n, float base) {
     NAME(Lanes) v[4] = {{0.0f}};
@@ -53,7 +53,7 @@ static int NAME(has_nan)(const char *from, const int dtype, int64_t n) {
     return found;
 }
 
-/* scale * exp(x - base) for n logits, to `to` in their dtype. */
+/* Store scale * exp(x - base) for n logits in their dtype. */
 INLINE void NAME(scaled)(const char *from, const int dtype, int64_t n, float base, float scale, char *to) {
     const int64_t size = dtype == F32 ? 4 : 2;
     int64_t i = 0;
@@ -86,7 +86,7 @@ INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
         for (int64_t k = at; k < at + some; k += NAME(SUMMED))
             total += NAME(exponentials)(x + k * size, dtype, MIN(NAME(SUMMED), at + some - k), base);
     }
-    /* As torch has it: the loss of a row whose largest is infinite is infinite or NaN, and its slope is NaN. */
+    /* As in torch, a row whose largest logit is infinite has an infinite or NaN loss, and a NaN gradient. */
     const float base = isinf(most) ? 0.0f : most;
     if (most == INFINITY) total = NAME(has_nan)(x, dtype, n) ? NAN : INFINITY;
     NAME(floats)(x, dtype, target, 1, &chosen);
@@ -99,12 +99,7 @@ INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
     NAME(halves)(&less, 1, dtype, slope, target);
 }
 
-/* A row. */
 static void NAME(loss)(void *work, int64_t unit, void *scratch) {
     (void)scratch;
-    switch (((const Loss *)work)->dtype) {
-    case F32: NAME(row)(work, unit, F32); break;
-    case BF16: NAME(row)(work, unit, BF16); break;
-    default: NAME(row)(work, unit, F16);
-    }
+    BY_DTYPE(((const Loss *)work)->dtype, NAME(row), work, unit)
 }

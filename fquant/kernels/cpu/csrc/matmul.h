@@ -1,17 +1,17 @@
-/* How a product is computed: by gemv.h or gemm.h, in which chunks of x, with how much room. */
+/* The plan of a product: gemv.h or gemm.h, chunks of x, and room. */
 
-/* Whether a product with x of dtype is of the fastest kind: bf16 throughout, whole vectors of 4 bits. */
-static int deals(int isa, const Packed *w, int dtype) {
+/* True for products of the fastest kind, with interleaved elements: all bf16, 4-bit codes in whole vectors. */
+static int interleaved(int isa, const Packed *w, int dtype) {
     return available[isa].kernels.bf16 && dtype == BF16 && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 &&
            !w->offset && w->dtype != F16;
 }
 
-/* x [m, in] · wᵀ for few m: x is copied as `few` wants it. */
-static int few(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype, int form) {
+/* x [m, in] · wᵀ for few m, with a copy of x in the form of gemv.h. */
+static int gemv(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype, int form) {
     const Kernels *k = &available[isa].kernels;
     int64_t padded = padded_to(w->width, 64);
     size_t from = dtype == F32 ? 4 : 2, to = form ? 2 : 4;
-    int64_t apart = padded + 64 / (int64_t)to; /* a line more, lest all rows fall on the same sets of the cache */
+    int64_t apart = padded + 64 / (int64_t)to; /* one cache line of padding, lest all rows use the same cache sets */
     char *copy;
     if (posix_memalign((void **)&copy, 64, (size_t)(m * apart) * to)) return -1;
     for (int64_t i = 0; i < m; i++) {
@@ -19,13 +19,13 @@ static int few(int isa, int threads, const Packed *w, const void *x, int64_t m, 
         k->load((const char *)x + (size_t)(i * w->width) * from, dtype, w->width, form, row);
         memset(row + (size_t)w->width * to, 0, (size_t)(padded - w->width) * to);
     }
-    Few work = {*w, copy, m, padded, apart, y, dtype, form};
-    int failed = run(k->few, &work, (w->rows + GROUP - 1) / GROUP, (size_t)apart * to * 4, NULL, threads);
+    Gemv work = {*w, copy, m, padded, apart, y, dtype, form};
+    int failed = run(k->gemv, &work, (w->rows + GROUP - 1) / GROUP, (size_t)apart * to * 4, NULL, threads);
     free(copy);
     return failed;
 }
 
-/* How many rows of the weight to make a unit, so that the threads finish together. */
+/* Rows of the weight in a unit, so that the threads finish together. */
 static int64_t group_of(int64_t rows, int threads) {
     int64_t best = LEAST_ROWS, least = INT64_MAX;
     for (int64_t group = LEAST_ROWS; group <= MOST_ROWS; group += LEAST_ROWS) {
@@ -36,25 +36,25 @@ static int64_t group_of(int64_t rows, int threads) {
     return best;
 }
 
-typedef struct { Product work; int few; int64_t chunk, units; size_t copy, scratch; } Plan; /* sizes in bytes */
+typedef struct { Gemm work; int gemv; int64_t chunk, units; size_t copy, scratch; } Plan; /* sizes in bytes */
 
-/* How x · wᵀ or, transposed, x · w is computed: x in chunks, whose copies take COPY bytes at most unless it is wide. */
+/* Plan x · wᵀ, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is wide. */
 static Plan plan(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y,
                  int dtype) {
     const Kernels *k = &available[isa].kernels;
     Plan p = {.work = {.w = *w, .x = x, .m = m, .y = y, .dtype = dtype}};
-    Product *work = &p.work;
+    Gemm *work = &p.work;
     work->half = k->bf16 && dtype == BF16;
-    work->deals = deals(isa, w, dtype);
-    if (w->dtype == F32) work->w.dtype = dtype; /* the weight is rounded to x's dtype, and computed with in float32 */
-    p.few = !transposed && m <= (work->deals ? 2 * FUSED : k->columns);
+    work->interleaved = interleaved(isa, w, dtype);
+    if (w->dtype == F32) work->w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
+    p.gemv = !transposed && m <= (work->interleaved ? 2 * FUSED : k->columns);
     work->inner = transposed ? w->rows : w->width;
     work->words = work->half ? (work->inner + 1) / 2 : work->inner;
     work->group = group_of(w->rows, threads);
     int64_t row = (transposed ? slabs_of(work->words) * APART : work->words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
     int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work->half && work->inner % 2 == 0));
-    if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* x as it is, since its words are there */
+    if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* no copy: x consists of whole words */
     int64_t chunks = (m + most - 1) / most;
     p.chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
     int64_t padded = padded_to(p.chunk, k->lanes);
@@ -65,12 +65,13 @@ static Plan plan(int isa, int threads, int transposed, const Packed *w, const vo
     return p;
 }
 
+/* Without a needed `room`, return its bytes and do nothing. */
 static int64_t product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                    void *room) {
     const Kernels *k = &available[isa].kernels;
     Plan p = plan(isa, threads, transposed, w, x, m, y, dtype);
-    Product *work = &p.work;
-    if (p.few) return few(isa, threads, &work->w, x, m, y, dtype, work->deals ? 2 : work->half);
+    Gemm *work = &p.work;
+    if (p.gemv) return gemv(isa, threads, &work->w, x, m, y, dtype, work->interleaved ? 2 : work->half);
     if (!room) return 64 + padded_to((int64_t)p.copy, 64) + (int64_t)p.scratch * threads;
     int64_t size = dtype == F32 ? 4 : 2, out = transposed ? w->width : w->rows;
     char *copy = (char *)(((uintptr_t)room + 63) / 64 * 64), *scratch = copy + padded_to((int64_t)p.copy, 64);

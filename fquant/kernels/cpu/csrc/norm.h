@@ -1,23 +1,22 @@
-/* Root mean square norms of rows, and their slope, for one instruction set.
+/* Root mean square norms of rows, and their gradient.
 
-   A unit is a group of rows that stay in the nearest cache, so that what is read twice comes from memory once; of short
-   rows it is many, so that while one is added up the next are under way.
+   A unit is a group of rows that stay in the nearest cache, because each is read twice. Many short rows are one group,
+   so that the sum of a row overlaps with the next.
 
-   Elements are handled in float32. A row is summed SUMMED elements at a time, in ABREAST sums whatever the instruction
-   set, and these two and two; what that gives is added in double. So an element goes through 22 additions in float32 at
-   most, however long the row. Nothing is fused: all instruction sets give the same bits. */
+   Elements are float32. A row is summed SUMMED elements at a time, in ABREAST partial sums on every instruction set,
+   which are added in pairs; these results are added in double. So an element takes part in at most 22 additions in
+   float32, for rows of any length. Nothing is fused: all instruction sets give the same bits. */
 
-enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the sums abreast */
+enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the partial sums */
 
-/* What is summed: x * x, or of the slope g * w * (x * scale), of LANES elements. `slope` is a constant where this is
-   inlined. */
+/* The terms of LANES elements: x * x, or for the gradient g * w * (x * scale). `slope` is a constant where inlined. */
 INLINE NAME(Lanes) NAME(term)(const char *g, const char *x, const char *w, int64_t at, float scale, const int dtype,
                               const int slope) {
     NAME(Lanes) v = NAME(wide)(x + at, dtype);
     return slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (v * scale) : v * v;
 }
 
-/* Added to the sums, of ABREAST elements. */
+/* Add the terms of ABREAST elements to the partial sums. */
 INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *w, int64_t at, float scale,
                       const int dtype, const int slope) {
     const int64_t bytes = NAME(LANES) * (dtype == F32 ? 4 : 2);
@@ -25,7 +24,7 @@ INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *
     for (int k = 0; k < NAME(VECTORS); k++) v[k] += NAME(term)(g, x, w, at + k * bytes, scale, dtype, slope);
 }
 
-/* The sums as one: two and two, as they lie in any vectors. */
+/* Add the partial sums in pairs, in the same order for vectors of any length. */
 INLINE float NAME(total)(NAME(Lanes) *v) {
     float one[NAME(LANES)];
 #pragma GCC unroll 4
@@ -40,7 +39,7 @@ INLINE float NAME(total)(NAME(Lanes) *v) {
     return one[0];
 }
 
-/* The sum over a row of n. */
+/* The sum of the terms of a row of n elements. */
 INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, float scale, const int dtype,
                         const int slope) {
     const int64_t size = dtype == F32 ? 4 : 2, last = n % ABREAST;
@@ -49,7 +48,7 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
         NAME(Lanes) v[NAME(VECTORS)] = {{0.0f}};
         const int64_t stop = MIN(n, i + SUMMED);
         for (; i + ABREAST <= stop; i += ABREAST) NAME(add)(v, g, x, w, i * size, scale, dtype, slope);
-        if (i < stop) { /* the last, and zeros behind them */
+        if (i < stop) { /* the last ones, padded with zeros */
             char room[3][ABREAST * 4] = {{0}};
             memcpy(room[1], x + i * size, (size_t)(last * size));
             if (slope) memcpy(room[0], g + i * size, (size_t)(last * size));
@@ -62,29 +61,29 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
     return total;
 }
 
-/* v rounded to its dtype. The lower half of a NaN here is zero, as of all that such x and a scale of theirs give: so it
-   stays one without being asked for. */
-INLINE NAME(Lanes) NAME(kept)(NAME(Lanes) v, const int dtype) {
+/* Round v to its dtype. A NaN has a zero lower half here, because x and its scale give no other, so it stays NaN
+   without a test. */
+INLINE NAME(Lanes) NAME(rounded_to)(NAME(Lanes) v, const int dtype) {
     NAME(Bits) u = (NAME(Bits))v;
     if (dtype == F32) return v;
     return dtype == BF16 ? (NAME(Lanes))((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000) : NAME(from_f16)(NAME(to_f16)(v));
 }
 
-/* y = x * scale, rounded, * w, of n elements, LANES or fewer at a time. */
+/* y = round(x * scale) * w for n elements. */
 INLINE void NAME(normed)(const char *x, const char *w, int64_t n, float scale, const int dtype, char *y) {
     const int64_t size = dtype == F32 ? 4 : 2;
     int64_t i = 0;
 #pragma GCC unroll 4
     for (; i + NAME(LANES) <= n; i += NAME(LANES)) {
-        NAME(Lanes) v = NAME(kept)(NAME(wide)(x + i * size, dtype) * scale, dtype);
+        NAME(Lanes) v = NAME(rounded_to)(NAME(wide)(x + i * size, dtype) * scale, dtype);
         NAME(finish)(NAME(wide)(w + i * size, dtype) * v, F32, dtype, y + i * size);
     }
     if (i == n) return;
-    NAME(Lanes) v = NAME(kept)(NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale, dtype);
+    NAME(Lanes) v = NAME(rounded_to)(NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale, dtype);
     NAME(put)(NAME(last)(w + i * size, dtype, n - i, 0.0f) * v, dtype, n - i, y + i * size);
 }
 
-/* dx = (g * w - x * scale * mean) * scale. */
+/* dx = (g * w - x * scale * mean) * scale for n elements. */
 INLINE void NAME(sloped)(const char *g, const char *x, const char *w, int64_t n, float scale, float mean,
                          const int dtype, char *dx) {
     const int64_t size = dtype == F32 ? 4 : 2;
@@ -100,7 +99,7 @@ INLINE void NAME(sloped)(const char *g, const char *x, const char *w, int64_t n,
     NAME(put)(a, dtype, n - i, dx + i * size);
 }
 
-INLINE void NAME(norms)(const Norm *w, int64_t unit, const int dtype, const int slope) {
+INLINE void NAME(norms)(const Norm *w, int64_t unit, const int slope, const int dtype) {
     const int64_t size = dtype == F32 ? 4 : 2, n = w->width, first = unit * w->group;
     const int64_t rows = MIN(w->group, w->rows - first);
     const int64_t next_x = w->apart * size, next_g = slope ? w->apart_g * size : next_x;
@@ -119,20 +118,11 @@ INLINE void NAME(norms)(const Norm *w, int64_t unit, const int dtype, const int 
         else NAME(normed)(x + r * next_x, weight, n, scale[r], dtype, out);
 }
 
-/* A group of rows. */
 static void NAME(norm)(void *work, int64_t unit, void *scratch) {
     (void)scratch;
-    switch (((const Norm *)work)->dtype) {
-    case F32: NAME(norms)(work, unit, F32, 0); break;
-    case BF16: NAME(norms)(work, unit, BF16, 0); break;
-    default: NAME(norms)(work, unit, F16, 0);
-    }
+    BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 0)
 }
 static void NAME(norm_backward)(void *work, int64_t unit, void *scratch) {
     (void)scratch;
-    switch (((const Norm *)work)->dtype) {
-    case F32: NAME(norms)(work, unit, F32, 1); break;
-    case BF16: NAME(norms)(work, unit, BF16, 1); break;
-    default: NAME(norms)(work, unit, F16, 1);
-    }
+    BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 1)
 }

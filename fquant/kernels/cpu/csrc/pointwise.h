@@ -1,14 +1,13 @@
-/* Elementwise programs, for one instruction set: fquant/kernels/ops/pointwise.py says what they are. A unit is a TILE of the
-   result; of each value a tile is kept in a register of that many floats. What a step leaves behind the end of the last
-   tile is never stored. */
+/* Elementwise programs (fquant/kernels/ops/pointwise.py). A unit is a TILE of the result; a register is a tile of
+   floats. Elements of a step after the end of the last tile are never stored. */
 
-/* The elements of `read` from `start` on, n of them, of all that the result has, as floats. */
+/* Read n elements of a tensor, numbered as in the result from `start` on, as floats. */
 static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, float *restrict out) {
     const Read *r = p->reads + which;
     const void *x = p->at[which];
     int64_t index[MAX_DIMS], offset = 0, last = p->dims - 1;
     if (r->whole && r->dtype != BOOL) {
-        int64_t size = r->dtype == F32 ? 4 : 2; /* several tensors in turns are more than the machine foresees */
+        int64_t size = r->dtype == F32 ? 4 : 2; /* hardware prefetch misses several tensors in turn */
         const char *next = (const char *)x + (start + n) * size;
         for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch(next + i);
         NAME(floats)(x, r->dtype, start, n, out);
@@ -34,12 +33,12 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
                 out[i] = one;
             }
         }
-        if (last && !r->stride[last - 1] && k == p->size[last]) /* the same along a dim: copied */
+        if (last && !r->stride[last - 1] && k == p->size[last]) /* broadcast along a dim: copy */
             for (; n >= 2 * k && index[last - 1] + 1 < p->size[last - 1]; n -= k, out += k, index[last - 1]++)
                 _Pragma("GCC ivdep") for (int64_t i = 0; i < k; i++) out[k + i] = out[i];
         offset += (k - 1) * stride;
         index[last] += k - 1;
-        for (int64_t d = last; d >= 0; d--) { /* on to the next element, with carries */
+        for (int64_t d = last; d >= 0; d--) { /* advance to the next element, with carries */
             offset += r->stride[d];
             if (++index[d] < p->size[d]) break;
             offset -= p->size[d] * r->stride[d], index[d] = 0;
@@ -47,14 +46,14 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     }
 }
 
-/* n floats, which are rounded already, to x + at. */
+/* Store n floats, already rounded, from x + at. */
 static void NAME(write)(const float *restrict a, int64_t n, int dtype, void *x, int64_t at) {
     uint16_t *restrict h = (uint16_t *)x + at;
     if (dtype == BF16) for (int64_t i = 0; i < n; i++) h[i] = (uint16_t)(bits_of(a[i]) >> 16);
     else NAME(halves)(a, n, dtype, x, at);
 }
 
-/* TURN: of every `half` and the `half` behind it the second, negated, and the first; or, for half < 0, the way back. */
+/* TURN: [-second, first] of each 2 `half` elements, or for half < 0 [second, -first]. */
 static void NAME(turn_halves)(const float *restrict a, int half, float *restrict to) {
     int h = abs(half);
     for (int i = 0; i < TILE; i += 2 * h) {
@@ -105,7 +104,7 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
         case TURN: NAME(turn_halves)(a, (int)s->value, to); break;
         case DECAY: VECTORS(NAME(decay)(x)) break;
         case SILU: VECTORS(NAME(silu)(x, e)) ROUNDED(to[i])
-        case SILU_SLOPE: VECTORS(NAME(silu_derivative)(x, e)) ROUNDED(to[i])
+        case SILU_DERIVATIVE: VECTORS(NAME(silu_derivative)(x, e)) ROUNDED(to[i])
         case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
         }
     }

@@ -1,7 +1,6 @@
-/* Encoding, for one instruction set: blocks to codes and absmax, as fquant/kernels/reference.py does it. The loops are
-   plain, and the compiler makes vectors of them. */
+/* Quantisation of blocks to codes and absmax, equal to reference/codec.py. The compiler vectorises the loops. */
 
-/* The largest magnitude, compared as bits so that infinity and NaN are the largest and come out. */
+/* The largest magnitude, compared as bits, so that NaN exceeds infinity and infinity all else. */
 static float NAME(absmax)(const float *x, int64_t n, float least) {
     int32_t top = (int32_t)bits_of(least);
     for (int64_t i = 0; i < n; i++) {
@@ -11,7 +10,7 @@ static float NAME(absmax)(const float *x, int64_t n, float least) {
     return float_of((uint32_t)top);
 }
 
-/* Values in units of their absmax, in [-1, 1], to 4-bit codes: how many midpoints are smaller. */
+/* Quantise values in [-1, 1] to 4-bit codes: the number of smaller midpoints. */
 static void NAME(nearest4)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
     uint8_t index[PIECE + 1];
     float m[15];
@@ -34,20 +33,20 @@ static void NAME(nearest4)(const float *restrict x, int64_t n, const Encoding *h
 static void NAME(nearest8)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
     for (int64_t i = 0; i < n; i++) {
         float at = (x[i] + 1.0f) * 0.5f * 65535.0f + 0.5f;
-        codes[i] = how->grid[at >= 0.0f && at < 65536.0f ? (int32_t)at : 0]; /* NaN, which is refused later, to 0 */
+        codes[i] = how->grid[at >= 0.0f && at < 65536.0f ? (int32_t)at : 0]; /* NaN, refused later, to 0 */
     }
 }
 
 static void NAME(rounded)(const float *restrict x, int64_t n, float absmax, int8_t *restrict codes) {
-    float by = 1.0f / absmax * 127.0f; /* as torch divides a number by a tensor */
+    float by = 1.0f / absmax * 127.0f; /* in the order of torch's number / tensor */
     if (!(absmax > 0.0f)) memset(codes, 0, (size_t)n);
     else for (int64_t i = 0; i < n; i++) {
         float r = rintf(x[i] * by);
-        codes[i] = (int8_t)(int32_t)(r <= 127.0f && r >= -127.0f ? r : 0.0f); /* beyond is not finite: refused later */
+        codes[i] = (int8_t)(int32_t)(r <= 127.0f && r >= -127.0f ? r : 0.0f); /* else not finite: refused later */
     }
 }
 
-/* The blocks of one piece of a row, or of a whole row where its blocks are longer than a piece. */
+/* Encode the blocks of one piece of a row, or of a whole row if its blocks are longer than a piece. */
 static void NAME(encode)(void *data, int64_t unit, void *scratch) {
     const Encode *e = data;
     const Encoding *how = &e->how;

@@ -1,9 +1,9 @@
-/* Elements of a row to vectors of floats and back, for one instruction set; `dtype` is a constant where they are inlined.
-   To bf16 by integers (`finish`), for AVX-512's own conversion takes what is denormal for zero. */
+/* Conversions between elements of a row and vectors of floats; `dtype` is a constant where they are inlined. Rounding
+   to bf16 is by integers (`finish`), because AVX-512's own conversion flushes denormals. */
 
 typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
 
-/* LANES elements. */
+/* Load LANES elements. */
 INLINE NAME(Lanes) NAME(wide)(const char *x, const int dtype) {
     NAME(Lanes) v;
     NAME(Halves) h;
@@ -13,7 +13,7 @@ INLINE NAME(Lanes) NAME(wide)(const char *x, const int dtype) {
     return dtype == BF16 ? (NAME(Lanes))(u << 16) : NAME(from_f16)(u);
 }
 
-/* The last n, fewer than LANES, and behind them `fill`. */
+/* Load the last n elements, fewer than LANES, and fill up with `fill`. */
 INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n, const float fill) {
     uint32_t room[NAME(LANES)];
     uint16_t *h = (uint16_t *)room;
@@ -24,7 +24,7 @@ INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n, const f
     return NAME(wide)((const char *)room, dtype);
 }
 
-/* The first n of v, fewer than LANES, to `to` in their dtype. */
+/* Store the first n of v, fewer than LANES, in their dtype. */
 INLINE void NAME(put)(NAME(Lanes) v, const int dtype, int64_t n, char *to) {
     uint32_t room[NAME(LANES)];
     NAME(finish)(v, F32, dtype, room);

@@ -1,22 +1,22 @@
-/* The vector vocabulary of one instruction set: what the headers beside it cannot say in plain C. Included once for each.
+/* The vector vocabulary of one instruction set, for what plain C cannot express. Included once for each.
 
    Lanes          a vector of LANES floats; Bits, of as many u32
-   COLUMNS        rows of x that the registers hold sums for beside four rows of the weight (gemv.h)
-   VECS, SUMS     vectors of a panel, and of the sums that the registers hold (gemm.h)
-   FMA(a, b, c)   a * b + c, fused where the instruction set can
-   DOT(a, b, c)   the same over pairs of bf16, two to a lane; only where LANES_BF16
-   larger         the larger of two; the second where either is NaN
+   COLUMNS        rows of x whose sums with four rows of the weight fit the registers (gemv.h)
+   VECS, SUMS     vectors of a panel, and vectors of sums that fit the registers (gemm.h)
+   FMA(a, b, c)   a * b + c, fused if the instruction set can
+   DOT(a, b, c)   the same over pairs of bf16, two to a lane; only with LANES_BF16
+   larger         the larger of two; the second if either is NaN
    to_f16, from_f16   conversions, to nearest even
-   halve          the lower halves of Bits to memory
+   halve          stores the lower halves of Bits
    integers       LANES bytes as signed integers, in float
    gather         the values of LANES bytes in a table of 256
    sum4           the sums of four vectors
-   transpose      LANES rows of LANES words, `apart` from each other, as columns
-   Table16/32     a table of 16 values of 16 or 32 bits, kept in registers
+   transpose      LANES rows of LANES words, with stride `apart`, as columns
+   Table16/32     a table of 16 values of 16 or 32 bits, in registers
    lookup16/32    the values of the 32 codes of 16 bytes, two codes a byte, the first in the high half
 
-   A look-up is one permutation of the table by the codes (AVX-512), or one byte shuffle a byte of the value (AVX2,
-   NEON): no memory is touched but the codes. Everything else is left to the compiler's own vectoriser. */
+   A look-up is one permutation of the table by the codes (AVX-512), or one byte shuffle for each byte of the value
+   (AVX2, NEON): it reads no memory but the codes. The compiler vectorises everything else. */
 
 #if defined(LANES_AVX512)
 enum { NAME(LANES) = 16, NAME(COLUMNS) = 6, NAME(VECS) = 4, NAME(SUMS) = 24 };
@@ -48,7 +48,7 @@ INLINE NAME(Lanes) NAME(larger)(NAME(Lanes) a, NAME(Lanes) b) {
     return (NAME(Lanes))((first & (NAME(Bits))a) | (~first & (NAME(Bits))b));
 }
 
-INLINE NAME(Bits) NAME(to_f16)(NAME(Lanes) x) { /* as to_f16 of kernels.c */
+INLINE NAME(Bits) NAME(to_f16)(NAME(Lanes) x) { /* as to_f16 of floats.h */
     NAME(Bits) u = (NAME(Bits))x, doubled = u + u, bias = doubled & 0xff000000;
     NAME(Bits) low = (NAME(Bits))(bias < 0x71000000), nan = (NAME(Bits))(doubled > 0xff000000);
     NAME(Lanes) base = ((NAME(Lanes))(u & 0x7fffffff) * 0x1p+112f) * 0x1p-110f;
@@ -99,7 +99,7 @@ INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) 
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4)
 #pragma GCC unroll 2
-        for (int k = 0; k < 2; k++) { /* of rows i .. i + 3, columns 2k and 2k + 1 of each quarter */
+        for (int k = 0; k < 2; k++) { /* columns 2k and 2k + 1 of each quarter of rows i .. i + 3 */
             a[i + 2 * k] = _mm512_unpacklo_epi64(b[i + k], b[i + k + 2]);
             a[i + 2 * k + 1] = _mm512_unpackhi_epi64(b[i + k], b[i + k + 2]);
         }
@@ -142,7 +142,7 @@ INLINE void NAME(halve)(NAME(Bits) v, void *out) { _mm256_storeu_si256(out, _mm5
 INLINE NAME(Lanes) NAME(integers)(const uint8_t *c) {
     return (NAME(Lanes))_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)c)));
 }
-/* By permutations, 32 of the table at a time: half the time of a gather. */
+/* Permutations of 32 table entries at a time take half the time of a gather. */
 INLINE NAME(Lanes) NAME(gather)(const float *table, const uint8_t *codes) {
     __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
     __mmask16 bit5 = _mm512_test_epi32_mask(c, _mm512_set1_epi32(32)), bit6 = _mm512_test_epi32_mask(c, _mm512_set1_epi32(64));
@@ -172,7 +172,7 @@ typedef __m512i NAME(Table16), NAME(Table32);
 INLINE __m512i NAME(table16)(const uint16_t *t) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)t)); }
 INLINE __m512i NAME(table32)(const uint32_t *t) { return _mm512_loadu_si512(t); }
 
-/* The permutations ignore the index bits above the table's, so nothing is masked away. */
+/* Permutations ignore index bits above the table's, so no mask is needed. */
 INLINE __m512i NAME(values16)(const uint8_t *codes, __m512i t) {
     __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
     return _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_srli_epi32(c, 4), _mm512_slli_epi32(c, 16)), t);

@@ -1,5 +1,7 @@
-/* Units of work shared out to threads: those of the OpenMP runtime that torch has loaded, through its GOMP_parallel, so
-   that two pools never spin against each other. Without one, threads are made for each call. */
+/* Fork-join loops over units of work, on the threads of the OpenMP runtime that torch has loaded (GOMP_parallel),
+   because two pools would spin against each other. Without that runtime, threads are created for each call.
+
+   Nothing here spins. The runtime does, before and after a loop; see threads.py. */
 
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
@@ -12,13 +14,13 @@ typedef struct {
     Unit unit;
     void *work;
     size_t scratch;
-    int64_t units, least, next; /* least: units taken at a time, or the counter would cost more than they */
-    char *room;                 /* scratch for every thread, or NULL: then they allocate it */
+    int64_t units, least, next; /* least: units taken at a time, lest the counter cost more than they do */
+    char *room;                 /* scratch for all threads; NULL: each allocates its own */
     int threads, entered, failed;
 } Loop;
 
-/* The next units, from *i: half of a thread's part of what is left, since a thread reads fast what lies in a row, and
-   fewer towards the end, so that the threads finish together. */
+/* Take the next units, from *i: half of a thread's share of the rest. Long runs are read fast, and short ones towards
+   the end let the threads finish together. */
 static int64_t take(Loop *loop, int64_t *i) {
     int64_t start = __atomic_load_n(&loop->next, __ATOMIC_RELAXED), n;
     do {
@@ -42,13 +44,13 @@ static void run_units(void *data) {
         while (n--) loop->unit(loop->work, i++, scratch);
     if (!loop->room) free(scratch);
 #if defined(__x86_64__)
-    _mm_sfence(); /* writes past the caches are not ordered by themselves with what tells others that they are done */
+    _mm_sfence(); /* orders non-temporal stores before the end of the loop */
 #endif
 }
 
 static void *run_thread(void *data) { run_units(data); return NULL; }
 
-/* unit(work, i, scratch) for every i < units, shared out as threads become free; -1 if memory ran out. */
+/* Run unit(work, i, scratch) for every i < units, dynamically scheduled; -1 if memory ran out. */
 static int run(Unit unit, void *work, int64_t units, size_t scratch, char *room, int threads) {
     threads = (int)MIN((int64_t)threads, units);
     Loop loop = {unit, work, scratch, units, units / (threads * 64 + 1) + 1, 0, room, threads, 0, 0};
@@ -57,12 +59,12 @@ static int run(Unit unit, void *work, int64_t units, size_t scratch, char *room,
     } else if (team) {
         team(run_units, &loop, (unsigned)threads, 0);
     } else {
-        pthread_t made[64];
+        pthread_t created[64];
         int n = 0;
         for (threads = MIN(threads, 64); n < threads - 1; n++)
-            if (pthread_create(&made[n], NULL, run_thread, &loop)) break;
+            if (pthread_create(&created[n], NULL, run_thread, &loop)) break;
         run_units(&loop);
-        while (n--) pthread_join(made[n], NULL);
+        while (n--) pthread_join(created[n], NULL);
     }
     return -(loop.next < units || loop.failed);
 }

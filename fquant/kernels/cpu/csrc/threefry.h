@@ -1,7 +1,7 @@
-/* Random words, for one instruction set: Threefry-2x32-20 as fquant/kernels/reference.py has it. Nothing is written but
-   the result; the loops are plain, and the compiler makes vectors of them: a counter, or a key, is a lane. */
+/* Random bits: Threefry-2x32-20, equal to reference/random_bits.py. Only the result is written. The compiler
+   vectorises the loops: a counter, or a key, is a lane. */
 
-/* Words from a key and a counter: x0 and x1 are the counter before and the words after. */
+/* Replace the counter x0, x1 by its two words. */
 INLINE void NAME(threefry)(uint32_t k0, uint32_t k1, uint32_t *x0, uint32_t *x1) {
     uint32_t a = *x0 + k0, b = *x1 + k1, k2 = k0 ^ k1 ^ 0x1BD11BDA;
 #define ROUND(r) a += b, b = (b << r | b >> (32 - r)) ^ a
@@ -14,7 +14,7 @@ INLINE void NAME(threefry)(uint32_t k0, uint32_t k1, uint32_t *x0, uint32_t *x1)
     *x0 = a, *x1 = b;
 }
 
-/* Keys and data, a PIECE of each, to new keys. */
+/* Fold a PIECE of keys with data. */
 static void NAME(fold)(void *work, int64_t unit, void *scratch) {
     const Draw *d = work;
     int64_t start = unit * PIECE, n = MIN(PIECE, d->n - start);
@@ -29,7 +29,7 @@ static void NAME(fold)(void *work, int64_t unit, void *scratch) {
     }
 }
 
-/* What a unit of a draw is: the words of PIECE counters of one key, fewer at the end. */
+/* The unit of a draw: the words of PIECE counters of one key, fewer at the end. */
 typedef struct { uint32_t k0, k1, low, high; int64_t at, n; } NAME(Part);
 
 INLINE NAME(Part) NAME(part)(const Draw *d, int64_t unit) {
@@ -39,7 +39,7 @@ INLINE NAME(Part) NAME(part)(const Draw *d, int64_t unit) {
                         row * d->n + 2 * counter, MIN(2 * PIECE, d->n - 2 * counter)};
 }
 
-/* DRAW: the words x0 and x1 of each counter to `out` at 2i and 2i + 1, as TO(x) puts them. */
+/* Store TO(x) for the words x of each counter i, at out[2i] and out[2i + 1]. */
 #define DRAW(TO)                                                   \
     for (int64_t i = 0; i < p.n / 2; i++) {                        \
         uint32_t x0 = p.low + (uint32_t)i, x1 = p.high;            \

@@ -1,18 +1,19 @@
-/* What attention is made of, for one instruction set: operands of its products, and these.
+/* The operands and products of attention.
 
-   Tokens lie somewhere, and are prepared for a product in one of three ways:
+   Tokens are prepared for a product in one of three layouts:
 
-     rows      [rows][words]       the inner dimension in words, broadcast one after another
+     rows      [rows][words]       the inner dimension in words, which are broadcast
      across    [words][PANEL]      the transpose: the same words, of PANEL rows beside each other
-     down      [words][columns]    rows as words: in bf16 two rows beside each other; in panels of columns
+     down      [words][columns]    tokens as words: in bf16 two tokens interleaved; in panels of columns
 
-   The products are those of gemm.h: rows of words by panels, six rows at a time. In float32 a word is an element,
-   and `half`, a constant where a function is inlined, is 0 throughout. */
+   The products are those of gemm.h: rows of words by panels, six rows at a time. In float32 a word is an element, and
+   `half`, a constant where a function is inlined, is 0. */
 
-enum { NAME(QUERIES) = (NAME(PANEL) + SIX - 1) / SIX * SIX }; /* rows of a panel's results */
+enum { NAME(QUERIES) = (NAME(PANEL) + SIX - 1) / SIX * SIX }; /* rows of results for a panel */
 
 typedef struct { /* sizes of an attention, in elements and words */
-    int64_t words, inner, columns, tokens, each; /* of e; of e in whole vectors; e and t as they are padded; a word */
+    int64_t words, inner, columns, tokens, each;
+    /* words: of e; inner: in whole vectors; columns, tokens: e and t, padded; each: elements of a word */
 } NAME(Sizes);
 
 INLINE NAME(Sizes) NAME(sizes)(const Attention *a) {
@@ -20,8 +21,8 @@ INLINE NAME(Sizes) NAME(sizes)(const Attention *a) {
     return (NAME(Sizes)){words, padded_to(words, NAME(LANES)), padded_to(a->e, NAME(LANES)), padded_to(a->t, KEYS), each};
 }
 
-/* sums [count][vecs] +=, or = where they are fresh, `count` rows of words by a panel; `count` is a multiple of SIX. Not
-   inlined: every call would be so many products of the compiler's. */
+/* sums [count][vecs] += `count` rows of words times a panel, or = if fresh; `count` is a multiple of SIX. Not inlined,
+   because each call would compile all these products again. */
 #define PRODUCT(name, half, fresh)                                                                                     \
     static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,       \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
@@ -39,14 +40,14 @@ PRODUCT(set_halves, 1, 1)
 #undef VECS
 #undef PRODUCT
 
-/* Scores, or the like: rows of tokens by a panel of others. */
+/* Scores: rows of tokens times a panel of others. */
 INLINE void NAME(scores)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *across, int64_t n, int half,
                          float *sums) {
     (half ? NAME(set_halves) : NAME(set_floats))(rows, apart, count, across, NAME(VECS), n, sums);
 }
 
-/* sums [high][columns] from `row` on += rows by [tall][columns] words of tokens, down, from `from` on: a panel of columns
-   after the other. */
+/* sums [high][columns] from `row` on += rows times the words [tall][columns] of tokens, down, from `from` on; panel by
+   panel. */
 INLINE void NAME(columns)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *down, int64_t tall,
                           int64_t from, int64_t n, int64_t columns, int half, float *sums, int64_t high, int64_t row) {
     for (int64_t c = 0; c < columns; c += NAME(PANEL)) {
@@ -56,20 +57,20 @@ INLINE void NAME(columns)(const uint32_t *rows, int64_t apart, int64_t count, co
     }
 }
 
-/* Token i as words, and zeros up to whole vectors; of tokens behind the last all zeros. */
+/* Copy token i as words, padded with zeros to whole vectors; tokens after the last are zeros. */
 INLINE void NAME(token)(const Attention *a, const void *x, const int64_t *stride, int64_t i, int half, uint32_t *out) {
     NAME(Sizes) s = NAME(sizes)(a);
     if (i < a->t) NAME(words)(x, a->dtype, i * stride[2], a->e, half, out);
     else memset(out, 0, (size_t)s.inner * 4);
 }
 
-/* n tokens from `start` as rows. */
+/* Copy n tokens from `start` as rows. */
 INLINE void NAME(rows)(const Attention *a, const void *x, const int64_t *stride, int64_t start, int64_t n, int half,
                        uint32_t *out) {
     for (int64_t i = 0; i < n; i++) NAME(token)(a, x, stride, start + i, half, out + i * NAME(sizes)(a).inner);
 }
 
-/* Rows of a panel's tokens [PANEL][inner] across. */
+/* Transpose rows of a panel's tokens [PANEL][inner] to across. */
 INLINE void NAME(across)(const uint32_t *rows, int64_t inner, uint32_t *out) {
     for (int64_t v = 0; v < NAME(PANEL); v += NAME(LANES))
         for (int64_t k = 0; k < inner; k += NAME(LANES)) {
@@ -79,7 +80,7 @@ INLINE void NAME(across)(const uint32_t *rows, int64_t inner, uint32_t *out) {
         }
 }
 
-/* Rows of n tokens [n][inner] down, n being even; panels are n words, or half as many, from each other. */
+/* Rearrange rows of n tokens [n][inner], n even, to down; panels have n rows of words, or half as many. */
 INLINE void NAME(down)(const uint32_t *rows, int64_t inner, int64_t n, int64_t columns, int half, uint32_t *out) {
     int64_t each = half ? 2 : 1, tall = n / each;
     for (int64_t c = 0; c < columns; c += NAME(PANEL), out += NAME(PANEL) * tall) {
@@ -94,7 +95,7 @@ INLINE void NAME(down)(const uint32_t *rows, int64_t inner, int64_t n, int64_t c
     }
 }
 
-/* Which of a vector of queries from q on see key k: all bits, or none. */
+/* A mask of the vector of queries from q on that see key k. */
 INLINE NAME(Bits) NAME(seen)(const int32_t *labels, int64_t k, int64_t q) {
     NAME(Bits) place, label;
     for (int i = 0; i < NAME(LANES); i++) place[i] = (uint32_t)(q + i);
@@ -104,7 +105,7 @@ INLINE NAME(Bits) NAME(seen)(const int32_t *labels, int64_t k, int64_t q) {
     return seen & (NAME(Bits))(label == (NAME(Bits)){0} + (uint32_t)labels[k]);
 }
 
-/* Two vectors of queries as words: two keys beside each other. */
+/* Combine the weights of two keys for a vector of queries to words. */
 INLINE NAME(Bits) NAME(couple)(NAME(Lanes) first, NAME(Lanes) second) {
 #ifdef LANES_BF16
     __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)first));
@@ -115,7 +116,7 @@ INLINE NAME(Bits) NAME(couple)(NAME(Lanes) first, NAME(Lanes) second) {
 #endif
 }
 
-/* A vector of queries of one key as words of a row. */
+/* Store a key's weights for a vector of queries as words of a row. */
 INLINE void NAME(single)(NAME(Lanes) x, int half, uint32_t *out) {
 #ifdef LANES_BF16
     if (half) { _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh((__m512)x)); return; }
@@ -123,7 +124,7 @@ INLINE void NAME(single)(NAME(Lanes) x, int half, uint32_t *out) {
     (void)half, memcpy(out, &x, sizeof x);
 }
 
-/* Words [n][PANEL] turned to rows [PANEL][apart]. */
+/* Transpose words [n][PANEL] to rows [PANEL][apart]. */
 INLINE void NAME(turn)(const uint32_t *words, int64_t n, int64_t apart, uint32_t *out) {
     for (int64_t k = 0; k < n; k += NAME(LANES))
         for (int64_t q = 0; q < NAME(PANEL); q += NAME(LANES)) {
@@ -133,7 +134,7 @@ INLINE void NAME(turn)(const uint32_t *words, int64_t n, int64_t apart, uint32_t
         }
 }
 
-/* Sums [high][columns], panel after panel, times a factor for every row, to tokens of x from `start` on. */
+/* Store sums [high][columns], panel by panel, times a factor for each row, as tokens of x from `start` on. */
 INLINE void NAME(results)(const Attention *a, const float *sums, int64_t high, const float *factor, int64_t n, void *x,
                         const int64_t *stride, int64_t start) {
     float row[NAME(PANEL)];

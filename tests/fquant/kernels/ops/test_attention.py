@@ -1,4 +1,4 @@
-"""Attention as ops: every implementation against the formula in float64, within roundings that are counted."""
+"""Causal attention and its gradients on every backend, against the formula in float64 with counted roundings."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fquant.kernels.ops.attention import attention, attention_backward
 from fquant.kernels.reference.causal_attention import dense, scores, visible
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
+from tests.helpers.kernels.threads import num_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 
@@ -31,20 +32,20 @@ RUNS = {  # of b sequences of t tokens
 
 
 def drawn(b=2, kv=2, group=2, t=70, e=16, dtype=torch.float32, seed=0, size=1.0):
-    """q, k, v, and g."""
+    """Draw q, k, v and g."""
     g, wide = rng(seed), (b, kv * group, t, e)
     q, k, v, out = (torch.randn(shape, generator=g) for shape in (wide, (b, kv, t, e), (b, kv, t, e), wide))
     return tuple(x.to(dtype) for x in (size * q, k, v, out))
 
 
 def both(q, k, v, g, runs=None):
-    """All results: y, lse, and the gradients."""
+    """Return y, lse and the gradients."""
     y, lse = attention(q, k, v, runs)
     return y, lse, *attention_backward(g, y, lse, q, k, v, runs)
 
 
 def exact(q, k, v, g, runs=None):
-    """What is right, and the sums of the terms of each without their signs, which roundings are a part of."""
+    """Return the exact results, and for each the sum of the magnitudes of its terms, which scales the roundings."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
     y, lse = dense(q, k, v, runs)
     pulled = vjp(lambda *x: dense(*x, runs=runs)[0], q, k, v)[1](g)
@@ -94,19 +95,14 @@ def calls(draw):
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=40)
 def test_any_call(backend, call, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_right(*call[0], runs=call[1])
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_right(*call[0], runs=call[1])
 
 
 @named("backend", BACKENDS)
 @named("dtype", DTYPES)
 def test_long_sequences(backend, dtype):
-    """Many tiles, of which those that nobody sees are left out."""
+    """Sequences of many tiles, where tiles that no query sees are skipped."""
     with forced(backend):
         for kind in ("one", "documents"):
             assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)))
@@ -115,28 +111,24 @@ def test_long_sequences(backend, dtype):
 @named("backend", ISAS)
 @named("dtype", DTYPES)
 def test_bits_depend_on_nothing_but_the_numbers(backend, dtype):
-    """Not on threads, on how a tensor lies, or on what else is there."""
+    """The bits do not depend on threads, strides, or other examples."""
     given, runs = drawn(3, 2, 2, 150, 24, dtype), RUNS["documents"](3, 150, rng(2))
-    before = torch.get_num_threads()
-    try:
-        with forced(backend):
-            wanted = both(*given, runs=runs)
-            for threads in (1, 2, 5):
-                torch.set_num_threads(threads)
+    with forced(backend):
+        wanted = both(*given, runs=runs)
+        for threads in (1, 2, 5):
+            with num_threads(threads):
                 assert all(map(alike, both(*given, runs=runs), wanted))
-            for place in PLACES:
-                assert all(map(alike, both(*map(place, given), runs=runs), wanted))
-            one = both(*(x[1:2] for x in given), runs=runs[1:2])
-            assert all(alike(a, b[1:2]) for a, b in zip(one, wanted, strict=True))
-            some = both(*(x[:, :, :77] for x in given), runs=runs[:, :77])
-            assert alike(some[0], wanted[0][:, :, :77]) and alike(some[1], wanted[1][:, :, :77])
-    finally:
-        torch.set_num_threads(before)
+        for place in PLACES:
+            assert all(map(alike, both(*map(place, given), runs=runs), wanted))
+        one = both(*(x[1:2] for x in given), runs=runs[1:2])
+        assert all(alike(a, b[1:2]) for a, b in zip(one, wanted, strict=True))
+        some = both(*(x[:, :, :77] for x in given), runs=runs[:, :77])
+        assert alike(some[0], wanted[0][:, :, :77]) and alike(some[1], wanted[1][:, :, :77])
 
 
 @named("backend", BACKENDS)
 def test_scores_of_any_size(backend):
-    """A softmax that is one token's, of scores whose exponentials are none of float32's."""
+    """Scores whose exponentials overflow float32, so that the softmax selects one token."""
     q, k, v, _ = drawn(1, 1, 1, 130, 8)
     k[..., 0], q = torch.randperm(130, generator=rng(7)).float(), torch.eye(8)[0].expand_as(q)
     best = k[0, 0, :, 0].cummax(0).indices
@@ -152,7 +144,7 @@ def test_scores_of_any_size(backend):
 @named("backend", BACKENDS)
 @named("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_with_who_sees_it(backend, bad):
-    """A query is one's own; a key or a value is that of the tokens behind it, and may be of those in its tile."""
+    """A bad query spoils its own token; a bad key or value spoils later tokens, and perhaps those of its tile."""
     q, k, v, _ = drawn(1, 1, 2, 400, 12, torch.bfloat16)
     with forced(backend):
         y, lse = attention(q, k, v)

@@ -1,4 +1,4 @@
-"""The op of the nearest codes: a naive float64 oracle, ties, tiles, rows that are not finite, and how torch sees it."""
+"""The nearest codes against a naive float64 oracle: ties, tiles, rows that are not finite, transforms."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_nearest_is_that_of_all_scores(dtype, top, tiles, request, monkeypatch):
     if tiles == "many":
         request.getfixturevalue("small_tiles")
     if tiles == "wide":
-        monkeypatch.setattr(module, "BLOCK", 2)  # so that blocks are searched first, of which there are 19
+        monkeypatch.setattr(module, "BLOCK", 2)  # 19 blocks, which are searched first
     args = given(dtype=dtype)
     (which, score), (wanted, values) = nearest(*args, top), oracle(*args, top)
     assert which.dtype == torch.int64 and torch.equal(which, wanted)
@@ -53,7 +53,7 @@ def test_of_equal_scores_the_lowest_index_comes_first(top, block, small_tiles, m
     monkeypatch.setattr(module, "BLOCK", block)
     monkeypatch.setattr(module, "WIDEST", 16)
     g = rng(1)
-    codes = torch.randint(-1, 2, (1, 40, 2), generator=g).float()  # 9 different ones, so exact ties across tiles
+    codes = torch.randint(-1, 2, (1, 40, 2), generator=g).float()  # 9 distinct codes: exact ties across tiles
     x = torch.randint(-2, 3, (1, 30, 2), generator=g).float()
     half = codes.square().sum(-1) / 2
     assert torch.equal(nearest(x, codes, half, top)[0], oracle(x, codes, half, top)[0])
@@ -90,7 +90,7 @@ def test_no_matrix_of_all_scores_is_made():
     from tests.bench.timing import extra_bytes
 
     args = given(1, 3000, 3000, 4)
-    # a tile, and a few numbers a row: all scores would be 36 MB
+    # A tile, and a few numbers a row; all scores are 36 MB.
     assert extra_bytes(lambda: nearest(*args)) < module.TILE["cpu"] + 100 * 3000
 
 

@@ -1,6 +1,6 @@
-"""The loss of logits: every implementation against float64, within roundings that are counted.
+"""The negative log likelihood and its gradient on every backend, against float64 with counted roundings.
 
-What is marked ``interpreted`` is computed by the Triton kernels in Triton's interpreter (tests/helpers/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
 """
 
 from importlib.util import find_spec
@@ -31,13 +31,14 @@ from tests.helpers.kernels.losses import (
     exact,
     spread,
 )
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 4113, 8200]
 
 
 def assert_right(logits, targets, ignore=IGNORE, factor=None):
-    """Values and slopes are within their bounds, and zero where the target does not count."""
+    """Check that values and gradients are within their bounds, and zero for ignored targets."""
     got, (again, slope) = nll(logits, targets, ignore), nll_backward(logits, targets, ignore, factor)
     assert alike(got, again) and got.is_contiguous() and slope.is_contiguous()
     assert got.dtype is torch.float32 and slope.dtype is logits.dtype and slope.shape == logits.shape
@@ -49,7 +50,7 @@ def assert_right(logits, targets, ignore=IGNORE, factor=None):
 
 
 def steps(logits, value):
-    """What is rounded to float32 on the way from the logarithm of the sum to the value, summed."""
+    """Return the sum of the magnitudes that are rounded to float32 between the logarithm and the value."""
     once, largest = value.abs(), logits.double().abs().nan_to_num(0.0, 0.0, 0.0).amax(-1)
     return {"cpu": once, "triton": 2 * once, "reference": once + 2 * largest}[dispatch.backend("cpu")[0]]
 
@@ -84,17 +85,12 @@ def calls(draw):
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=60)
 def test_random_rows(backend, call, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_right(*call)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_right(*call)
 
 
 def assert_all_right(dtype, *places):
-    """Every row with targets at places, and ignored."""
+    """Check every row with targets at ``places``, and ignored."""
     for row in ROWS.values():
         targets = torch.tensor([*places, IGNORE])
         logits = row.clamp(-6e4, 6e4) if dtype is torch.float16 and not row.isinf().any() else row
@@ -110,7 +106,7 @@ def test_rows_of_all_kinds(backend, dtype):
 
 @named("backend", ISAS)
 def test_the_exponential(backend):
-    """Beside a logit of zero a slope is its exponential, times what is 1 below -17: to 1.1 units, above to 2."""
+    """Beside a logit of zero, a gradient is the exponential times a factor, 1 below -17: 1.1 units there, 2 above."""
     x = torch.cat([-104 * torch.rand(200_000, generator=rng(0)), torch.linspace(-105, 0, 10_001), torch.tensor([-0.0])])
     with forced(backend):
         _, slope = nll_backward(
@@ -125,7 +121,7 @@ def test_the_exponential(backend):
 
 @named("backend", ISAS)
 def test_a_long_row_is_summed_as_exactly_as_a_short_one(backend):
-    """Equal parts, added one after the other in float32, would all be rounded the same way."""
+    """Equal terms that are added one by one in float32 would all be rounded in the same direction."""
     for v, fill in ((300_001, -0.3), (2**20, -0.3), (2**20, -0.1), (2**20, -1.3)):
         with forced(backend):
             assert_right(spread((0, 0.0), fill=fill, width=v)[None], torch.tensor([v - 1]))

@@ -1,6 +1,6 @@
-"""Norms of rows and their slopes: every implementation against float64, within roundings that are counted.
+"""Norms of rows and their gradients on every backend, against float64 with counted roundings.
 
-What is marked ``interpreted`` is computed by the Triton kernels in Triton's interpreter (tests/helpers/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
 """
 
 from importlib.util import find_spec
@@ -19,13 +19,14 @@ from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
 from tests.helpers.kernels.interpreter import interpreted
 from tests.helpers.kernels.losses import ROWS, spread
 from tests.helpers.kernels.norms import BACKENDS, DTYPES, EPSILON, PLACES, assert_backward, assert_scale, drawn, normed
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 1000, 1023, 1024, 1025, 4096, 4113, 8200]
 
 
 def assert_right(g, x, weight, eps=EPSILON):
-    """The scale and the slope are within their bounds, and y is what it has to be."""
+    """Check that scale and gradient are within their bounds, and that y is exact for its scale."""
     y, scale = rms_norm(x, weight, eps)
     dx = rms_norm_backward(g, x, weight, scale)
     assert y.is_contiguous() and scale.is_contiguous() and dx.is_contiguous()
@@ -62,17 +63,12 @@ def calls(draw):
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=60)
 def test_random_rows(backend, call, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_right(*call)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_right(*call)
 
 
 def assert_all_right(dtype):
-    """Rows of all kinds, among each other and each alone."""
+    """Check rows of all kinds, together and each alone."""
     rows = torch.stack(list(ROWS.values()))
     rows = torch.where(rows.isinf(), rows, rows.clamp(-6e4, 6e4)) if dtype is torch.float16 else rows
     g, _, weight = drawn(len(rows), rows.shape[1], dtype)
@@ -91,7 +87,7 @@ def test_rows_of_all_kinds(backend, dtype):
 @named("backend", BACKENDS)
 @named("dtype", DTYPES)
 def test_what_is_not_finite_stays_where_it_is(backend, dtype):
-    """An infinite element makes NaN of itself and zeros of its row; a NaN makes NaN of its row, and of no other."""
+    """An infinite element gives NaN at its place and zeros in its row; a NaN gives NaN in its row only."""
     g, x, weight = drawn(70, 40, dtype)
     x[3, 7], x[5, 39], x[69, 0] = torch.inf, torch.nan, -torch.inf
     with forced(backend):
@@ -126,7 +122,7 @@ def test_every_instruction_set_gives_the_same_bits(dtype):
 
 @named("backend", ISAS)
 def test_a_long_row_is_summed_as_exactly_as_a_short_one(backend):
-    """Equal parts, added one after the other in float32, would all be rounded the same way."""
+    """Equal terms that are added one by one in float32 would all be rounded in the same direction."""
     for d, fill in ((300_001, -0.3), (2**20, -0.3), (2**20, 0.1), (2**20, 1.3)):
         row = spread((0, 0.5), fill=fill, width=d)[None]
         with forced(backend):

@@ -1,4 +1,4 @@
-"""The ops of norms of rows as torch sees them: mapped, captured, compiled, refused."""
+"""The ops of norms in torch: vmap, capture, compile, errors."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ G, X, W = (torch.stack(parts) for parts in zip(*[drawn(4, 19, seed=i) for i in r
 
 
 def both(g, x, weight):
-    """y, the scale and the slope."""
+    """Return y, the scale and the gradient."""
     y, scale = rms_norm(x, weight, EPSILON)
     return y, scale, rms_norm_backward(g, x, weight, scale)
 
@@ -92,8 +92,8 @@ def test_compiled(dynamic):
         assert all_alike(compiled(G[0, :n], X[0, :n], W[0]), f(G[0, :n], X[0, :n], W[0]))
 
 
-def test_what_is_said_of_the_ops_to_torch_is_true():
-    """Schemas, and shapes, dtypes and strides of the fake implementations, by torch's own check."""
+def test_schemas_and_fake_results_are_true():
+    """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     ops, every = torch.ops.fquant, ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=every)
     for i, dtype in enumerate((*DTYPES, torch.float64)):

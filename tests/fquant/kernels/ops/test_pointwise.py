@@ -1,4 +1,4 @@
-"""Elementwise programs: on every instruction set the bits of torch's own operations, one after another."""
+"""Elementwise programs on every instruction set: the bits of torch's operations, one after another."""
 
 import itertools
 import math
@@ -17,6 +17,7 @@ from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Prog
 from fquant.kernels.ops.rotate_half import turn
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.pointwise import values
+from tests.helpers.kernels.threads import num_threads
 
 FLOATS = tuple(DTYPES.values())
 BACKENDS = ("reference", *ISAS)
@@ -27,7 +28,7 @@ F32, BF16, F16 = FLOATS
 
 
 def of_torch(op, dtype, args):
-    """The step as its operation of torch."""
+    """Return the step as an operation of torch."""
     return args[0].to(dtype) if op == "to" else getattr(torch, op)(*args)
 
 
@@ -35,7 +36,7 @@ def of_torch(op, dtype, args):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_step_has_the_bits_of_torch(op, dtype, backend):
-    """Of tensors, of numbers on either side, and of a tensor without dims."""
+    """Steps of tensors, of numbers on either side, and of a tensor without dims."""
     x, y, lone = values(1501, dtype, 0), values(1501, dtype, 1), torch.tensor(0.3).to(dtype)
     cases = [(0,)] if ARITY[op] == 1 else [(0, 1), (1, 0), (0, 2), (2, 0), *((0, c) for c in NUMBERS)]
     with forced(backend):
@@ -69,7 +70,7 @@ def test_where_chooses_by_a_mask(dtype, backend):
 
 @st.composite
 def programs(draw, reads, ops, width):
-    """A program of any steps of ``ops`` on ``reads`` values, of which the first is a mask, with rows of ``width``."""
+    """Draw a program of steps of ``ops`` on ``reads`` values, the first a mask, with rows of ``width``."""
     ops = (*ops, "turn") if width % 2 == 0 and PIECE % max(1, width) == 0 else ops
     kinds, steps = [torch.bool, *(draw(st.sampled_from(FLOATS)) for _ in range(reads - 1))], []
     for _ in range(draw(st.integers(0, 30))):
@@ -126,7 +127,7 @@ def test_any_program_on_any_tensors(case, backend):
 @settings(deadline=None, max_examples=50)
 @given(case=cases(TORCHS + 5 * OWN), backend=st.sampled_from(BACKENDS))
 def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
-    """Each as a program of its own, and steps that are no operation of torch as the ops that they are."""
+    """Each step is run as a program of its own, and those with bits of their own as ops."""
     reads, over, program = case
     kinds = [t.dtype for t in reads] + [step.dtype for step in program.steps]
     values = list(torch.broadcast_tensors(*reads))
@@ -147,7 +148,7 @@ def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_read_may_be_written_over(backend):
-    """Every read of it is of the old values, wherever in the program it stands."""
+    """Every read gives the old values, at any place in the program."""
     p, g = values(2000, F32, 2), values(2000, F32, 3)
     steps = (Step("add", F32, (0, 1)), Step("mul", F32, (2, 0)), Step("sub", F32, (3, 1)))
     old, grad = p.clone(), g.clone()
@@ -161,13 +162,8 @@ def test_what_is_read_may_be_written_over(backend):
 def test_large_tensors_are_shared_out(threads, backend):
     x, w = values(300 * 1000, BF16).reshape(300, 1000), values(1000, BF16, 1)
     steps = (Step("to", F32, (0,)), Step("mul", F32, (2, 2)), Step("to", BF16, (3,)), Step("mul", BF16, (1, 4)))
-    program, before = Program(steps, (3, 5), ()), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with forced(backend):
-            got = pointwise([x, w], [], program)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        got = pointwise([x, w], [], Program(steps, (3, 5), ()))
     assert all(map(alike, got, (x.float() ** 2, (x.float() ** 2).bfloat16() * w)))
 
 
@@ -178,7 +174,7 @@ def test_dims_that_lie_as_one_are_one():
     crossed = wide.permute(6, 1, 4, 3, 2, 5, 0)
     with forced("reference"):
         assert pointwise([crossed], [], program)[0].shape == crossed.shape
-    with forced("cpu"):  # which takes 6 dims, and copies what lies in more
+    with forced("cpu"):  # which takes 6 dims, and copies tensors of more
         assert alike(pointwise([crossed], [], program)[0], -crossed.contiguous())
         over = crossed.contiguous()
         both = Program((Step("add", F32, (0, 1)),), (), (2,))
@@ -224,7 +220,7 @@ BAD = {
     "of no dims": (([X[0, 0]], [], Program((Step("turn", F32, (0, 1.0)),), (1,), ())), ValueError, "half of a last"),
     "room": (([X, X], [X[0]], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
     "dtype": (([X, X], [X.half()], ADD._replace(new=(), over=(2,))), ValueError, "to write over; wanted contiguous"),
-    "lies": (([X, X], [X.mT.contiguous().mT], ADD._replace(new=(), over=(2,))), ValueError, "wanted contiguous"),
+    "strides": (([X, X], [X.mT.contiguous().mT], ADD._replace(new=(), over=(2,))), ValueError, "wanted contiguous"),
     "shared": (([X, X[:1]], [X], ADD._replace(new=(), over=(2,))), ValueError, "shares its memory"),
 }
 

@@ -1,6 +1,6 @@
-"""Random words: every implementation gives those of the reference, as one op that all transforms pass through.
+"""Random bits: every backend gives those of the reference, as one op that all transforms accept.
 
-What is marked ``interpreted`` is computed by the Triton kernels in Triton's interpreter (tests/helpers/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from fquant.kernels.ops import random_bits
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, built, forced, shifted, strided
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
@@ -34,7 +35,7 @@ KEYS = random.fold(random.key(3), torch.arange(6)).reshape(2, 3)
 
 
 def any_ints(shape, seed=0):
-    """Every pattern of bits is as likely as another."""
+    """Draw integers of uniform bit patterns."""
     halves = torch.randint(0, 2**32, (2, *shape), generator=rng(seed))
     return (halves[0] << 32) | halves[1]
 
@@ -73,14 +74,9 @@ def assert_folds(key, data):
 )
 @settings(max_examples=40)
 def test_draws(backend, key, threshold, size, more, threads):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            assert_draws(key, threshold, (size, *more))
-            assert_draws(key, threshold, more)
-    finally:
-        torch.set_num_threads(before)
+    with num_threads(threads), forced(backend):
+        assert_draws(key, threshold, (size, *more))
+        assert_draws(key, threshold, more)
 
 
 @named("backend", BACKENDS)
@@ -95,7 +91,7 @@ def test_folds(backend, key, other, number):
 
 @named("backend", BACKENDS)
 def test_the_reference_is_the_scalar_generator(backend):
-    """At positions on both sides of where the work is cut."""
+    """At positions on both sides of the boundaries of units of work."""
     key, some = -7, torch.tensor([0, 1, 2, 8190, 8191, 8192, 8193, 16383, 16384, 40_000])
     mask = reference.MASK
     with forced(backend):
@@ -170,7 +166,7 @@ ONE_EACH = random.fold(random.key(4), torch.arange(B))
 
 
 def masks_of(key):
-    """What ``dropped`` draws from a key, by the reference and outside of every transform."""
+    """Return the masks that ``dropped`` draws from a key, by the reference and outside of every transform."""
     return torch.stack(
         [reference.bernoulli(k, round((1 - P) * 2**32), (T,)) for k in (key, random.fold(key, "second"))]
     )
@@ -180,12 +176,12 @@ MASKS = torch.stack([masks_of(key) for key in ONE_EACH])  # [B 2 T]
 
 
 def dropped(x, key):
-    """A scalar with derivatives of every order."""
+    """Return a scalar with derivatives of every order."""
     return wave(random.dropout(x, P, key), random.dropout(x.sin(), P, random.fold(key, "second")))
 
 
 def masked(x, masks):
-    """The same of masks that were drawn before."""
+    """Return the same from masks that were drawn before."""
     return wave(*(torch.where(mask, y * (1 / (1 - P)), 0.0) for mask, y in zip(masks, (x, x.sin()), strict=True)))
 
 
@@ -206,7 +202,7 @@ def dynamo(f, **options):
     return torch.compile(f, backend="aot_eager", fullgraph=True, **options)
 
 
-TRANSFORMS = {  # of f, B rows and directions, and k, which are keys [B] or masks
+TRANSFORMS = {  # of f, B rows and directions, and k: keys [B] or masks
     "vmap": lambda f, x, v, k: vmap(f)(x, k),
     "vmap, one key": lambda f, x, v, k: vmap(f, (0, None))(x, k[1]),
     "vmap, one x": lambda f, x, v, k: vmap(f, (None, 0))(x[0], k),
@@ -238,7 +234,7 @@ def test_transforms(transform, backend):
 
 
 def test_vmap_of_fold():
-    """Either or both mapped, along whichever dim, of different ranks."""
+    """Either or both are mapped, along any dim, with different ranks."""
     key, data = any_ints((2, 3)), any_ints((4, 2, 3), 1)
     loop = lambda f, n: torch.stack([f(i) for i in range(n)])
     assert same(
@@ -254,7 +250,7 @@ def test_vmap_of_fold():
 
 
 def test_vmap_of_draws():
-    """A key with dims of its own, mapped along each of them."""
+    """A key with several dims is mapped along each of them."""
     for draw in (lambda k: random_bits.bits(k, (5,)), lambda k: random_bits.bernoulli(k, 2**31, (2, 2))):
         for dim in (0, 1):
             assert same(vmap(draw, dim)(KEYS), torch.stack([draw(k) for k in KEYS.unbind(dim)]))
@@ -268,15 +264,15 @@ def test_compiled_for_sizes_that_change():
         assert all(map(torch.equal, compiled(torch.ones(3, n), ONE_EACH), f(torch.ones(3, n), ONE_EACH)))
 
 
-def test_what_is_said_of_the_ops_to_torch_is_true():
-    """Schemas, and shapes, dtypes and strides of the fake implementations, by torch's own check."""
+def test_schemas_and_fake_results_are_true():
+    """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     ops, every = (
         torch.ops.fquant,
         ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
     check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=every)
     keys = [("reference", key) for key in (KEYS, KEYS.mT, KEYS[0, 0], KEYS[:0])]
-    for backend, key in (*keys, *((isa, KEYS.mT) for isa in ISAS[-1:])):  # what is faked is the same for all backends
+    for backend, key in (*keys, *((isa, KEYS.mT) for isa in ISAS[-1:])):  # fake results are the same for all backends
         with forced(backend):
             check(ops.fold, key, torch.tensor(3))
             check(ops.fold, key[..., None], torch.arange(4))
@@ -305,11 +301,11 @@ def test_a_number_on_the_cpu_joins_what_is_elsewhere():
 
 MALFORMED = {
     "float keys": (lambda k: random_bits.bits(k.float(), (2,)), TypeError, r"bits got torch.float32 \(2, 3\); wanted"),
-    "int32 keys": (lambda k: random_bits.bernoulli(k.int(), 1, (2,)), TypeError, "bernoulli got torch.int32 .*; wanted"),
+    "int32 keys": (lambda k: random_bits.bernoulli(k.int(), 1, (2,)), TypeError, "bernoulli got torch.int32 .*; want"),
     "int32 data": (lambda k: random_bits.fold(k, k.int()), TypeError, "fold got torch.int32 .*; wanted int64"),
     "a key to fold": (lambda k: random_bits.fold(k.bool(), k), TypeError, "fold got torch.bool .*; wanted int64"),
     "below": (lambda k: random_bits.bernoulli(k, -1, (2,)), ValueError, r"threshold of -1; wanted one in \[0, 2\^32\]"),
-    "above": (lambda k: random_bits.bernoulli(k, 2**32 + 1, ()), ValueError, "a threshold of 4294967297; wanted one in"),
+    "above": (lambda k: random_bits.bernoulli(k, 2**32 + 1, ()), ValueError, "threshold of 4294967297; wanted one in"),
     "shapes": (lambda k: random_bits.fold(k, k.mT), RuntimeError, "[Ss]hape mismatch|broadcast|must match"),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""silu and its slope: every bf16 and f16 against float64, within roundings that are counted; and as torch sees them.
+"""silu and its derivative: every bf16 and f16 against float64 with counted roundings, and the ops in torch.
 
-What is exact is x s and s + x s (1 - s) in float64, s and 1 - s being the logistic functions of x and -x. A result may
-be off by so many units in the last place of float32 of the sum of the sizes of its terms, by what the exponential loses
-where it is denormal, and by its one rounding to a narrower dtype.
+The exact results are x s and s + x s (1 - s) in float64, with s and 1 - s the logistic functions of x and -x. The error
+has three parts. The first is a number of float32 units of the sum of the magnitudes of the terms. The second is the
+loss of a denormal exponential, and the third one rounding to a narrower dtype.
 """
 
 import math
@@ -20,6 +20,7 @@ from fquant.kernels.ops.pointwise_program import OWN, Program, Step
 from fquant.kernels.ops.silu import OPS, silu, silu_derivative
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
+from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 BACKENDS = ("reference", *ISAS)
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 UNITS = {"silu": 4, "silu_derivative": 5}  # of float32, as fquant/kernels/ops/silu.py promises
-OFTEN = {"silu": 6, "silu_derivative": 24}  # torch's own subtract from 1, and know no s below e^-88
+OFTEN = {"silu": 6, "silu_derivative": 24}  # torch subtracts from 1, and has no s below e^-88
 SPECIAL = torch.tensor(
     [0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 87.3, -87.3, 88.8, -88.8, -103.9, -104, 3.4e38, -3.4e38]
 )
@@ -35,12 +36,12 @@ INFINITE = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])
 
 
 def every(dtype):
-    """All values of 16 bits."""
+    """Return all values of 16 bits."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
 def some():
-    """Numbers in float32: of all sizes, where the slope changes its sign, and along all that is not constant."""
+    """Return float32 numbers of all sizes, around the zero of the derivative, and where silu is not constant."""
     sizes = torch.exp2(torch.randint(-130, 120, (200_000,), generator=rng(1)))
     near = -1.2784645 + 1e-3 * torch.randn(50_000, generator=rng(2))
     large = 30 * torch.randn(200_000, generator=rng(3))
@@ -50,14 +51,14 @@ def some():
 
 
 def exact(name, x):
-    """The values in float64, and the sum of the sizes of their terms."""
+    """Return the values in float64, and the sum of the magnitudes of their terms."""
     t = x.double()
     s, other = t.sigmoid(), (-t).sigmoid()
     return (t * s, (t * s).abs()) if name == "silu" else (s + t * s * other, s + (t * s * other).abs())
 
 
 def assert_right(name, x, got, units, lost):
-    """``got`` is right, where ``lost`` is the most that the exponential loses."""
+    """Check ``got``, where ``lost`` bounds the loss of the exponential."""
     true, size = exact(name, x)
     assert got.dtype is x.dtype and got.shape == x.shape and got.is_contiguous()
     assert bool((got.isnan() == true.isnan()).all()) and alike(got[true.isinf()], true[true.isinf()].to(x.dtype))
@@ -110,7 +111,7 @@ def test_what_is_infinite_comes_out_as_of_torch(backend):
 @built
 @named("name", OWN)
 def test_instruction_sets_with_fused_products_have_the_same_bits(name):
-    """And of every bf16 those without, too."""
+    """For bf16, those without have the same bits too."""
     found = {}
     for isa in cpu.isas():
         with forced(f"cpu:{isa}"):
@@ -124,7 +125,7 @@ def test_instruction_sets_with_fused_products_have_the_same_bits(name):
 @named("backend", ISAS)
 @named("name", OWN)
 def test_an_element_depends_on_nothing_but_itself(name, backend, dtype):
-    """Neither on where it lies, nor on how many there are, nor on what is beside it."""
+    """A result depends neither on strides, nor on the number of elements, nor on other elements."""
     x = torch.cat([SPECIAL, INFINITE, 8 * torch.randn(3000, generator=rng(4))]).to(dtype)
     with forced(backend):
         whole = OPS[name](x)
@@ -145,20 +146,16 @@ def test_an_element_depends_on_nothing_but_itself(name, backend, dtype):
 @named("threads", [1, 2])
 @named("backend", ISAS)
 def test_large_tensors_are_shared_out(threads, backend):
-    x, before = 4 * torch.randn(300, 1001, generator=rng(5)), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with forced(backend):
-            for name in OWN:
-                assert alike(OPS[name](x), torch.stack([OPS[name](row) for row in x]))
-    finally:
-        torch.set_num_threads(before)
+    x = 4 * torch.randn(300, 1001, generator=rng(5))
+    with num_threads(threads), forced(backend):
+        for name in OWN:
+            assert alike(OPS[name](x), torch.stack([OPS[name](row) for row in x]))
 
 
 @named("dtype", [F32, BF16, F16])
 @named("backend", BACKENDS)
 def test_a_step_between_others_has_the_bits_of_the_op(backend, dtype):
-    """Of tensors that broadcast, in a program that also uses its argument and writes over it."""
+    """Tensors broadcast, and the program also uses its argument and overwrites it."""
     x, y = 4 * torch.randn(40, 300, generator=rng(6)), torch.randn(300, generator=rng(7))
     x, y = strided(x.to(dtype)), y.to(dtype)
     steps = (
@@ -239,8 +236,8 @@ def test_compiled(dynamic):
         assert all(map(alike, compiled(X[:c]), f(X[:c])))
 
 
-def test_what_is_said_of_the_ops_to_torch_is_true():
-    """Schemas, and shapes, dtypes and strides of the fake implementations, by torch's own check."""
+def test_schemas_and_fake_results_are_true():
+    """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     every = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for i, dtype in enumerate((F32, BF16, F16, F64)):
         with forced((ISAS[-1:] or ("reference",))[0] if i % 2 else "reference"):

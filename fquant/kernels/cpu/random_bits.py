@@ -1,4 +1,4 @@
-"""Random words on the CPU."""
+"""Random bits on the CPU, by csrc/threefry.h."""
 
 from __future__ import annotations
 

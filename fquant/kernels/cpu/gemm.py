@@ -1,4 +1,4 @@
-"""Products with packed weights on the CPU."""
+"""Products with packed weights on the CPU, by csrc/gemv.h and csrc/gemm.h, or tile by tile by torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import sum_dtype
 from ..spec import Spec
-from .codec import _packed
+from .codec import packed_array
 from .library import DTYPES, Packed, call, result
 
 TILE = 2 << 20  # bytes of a decoded tile
@@ -32,10 +33,10 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         return y.zero_()
     if stack:
         flat = [b.flatten(0, len(stack) - 1) for b in buffers]
-        for i, (part, into) in enumerate(zip(x.flatten(0, -3), y.flatten(0, -3), strict=True)):
-            _product(name, part, [b[i] for b in flat], spec, into)
+        for i, (x_, y_) in enumerate(zip(x.flatten(0, -3), y.flatten(0, -3), strict=True)):
+            _product(name, x_, [b[i] for b in flat], spec, y_)
         return y
-    w, keep = _packed(buffers, spec)
+    w, keep = packed_array(buffers, spec)
     if x.dtype in DTYPES and w.width == spec.shape[1]:
         x = x.contiguous()
         args = (w, x.data_ptr(), rows, y.data_ptr(), DTYPES[x.dtype])
@@ -46,7 +47,7 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         for start, stop, tile in _tiles(w, spec, x.dtype):
             torch.mm(x, tile.mT, out=y[:, start:stop])
     else:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = sum_dtype(x)
         total = torch.zeros(y.shape, dtype=wide, device="cpu")
         for start, stop, tile in _tiles(w, spec, x.dtype):
             total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
@@ -56,7 +57,7 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
 
 
 def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, stop, the rows between them in ``dtype``), each tile valid until the next."""
+    """Yield (start, stop, those rows in ``dtype``); a tile is valid until the next."""
     out, width = spec.shape
     decoded = dtype if dtype in DTYPES else spec.dtype
     step = min(out, max(1, TILE // (width * max(decoded.itemsize, dtype.itemsize))))
@@ -65,7 +66,7 @@ def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int
         stop = min(out, start + step)
         if w.width == width:
             skip, where = 0, (start, stop - start, 0, width)
-        else:  # one long row: from the last place before it where decoding may start
+        else:  # one long row: decode from the aligned column before the tile
             skip = start * width % ALIGNED
             where = (0, 1, start * width - skip, (stop - start) * width + skip)
         call("decode", w, *where, DTYPES[decoded], tile.data_ptr(), where[3])

@@ -1,4 +1,4 @@
-"""Random words of Threefry-2x32-20 in int64 tensors."""
+"""Random bits of Threefry-2x32-20 in int64 tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Word = Tensor | int
 MASK = 0xFFFFFFFF
 PARITY = 0x1BD11BDA
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-FOLDED = 0x243F6A8885A308D3  # folding and drawing use different keys, or a folded key would be two drawn words
+FOLDED = 0x243F6A8885A308D3  # added to keys that are folded, or a folded key would be two drawn words
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """Keys i64[...] from ``key`` and ``data``, i64 that broadcast."""
+    """Return keys i64[...] from ``key`` and ``data``, i64 that broadcast."""
     high, low = threefry(_halves(key ^ FOLDED), _halves(data))
     return ((high << 32) | low).contiguous()  # type: ignore[union-attr]
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Words in [0, 2^32), i64[*key *shape]: of every key i64, those at the flat positions of ``shape``."""
+    """Return words in [0, 2^32), i64[*key *shape]: for each key i64, those at the flat positions of ``shape``."""
     n = math.prod(shape)
     counter = torch.arange((n + 1) // 2, device=key.device)
     pairs = torch.stack(threefry(_halves(key[..., None]), _halves(counter)), -1)  # type: ignore[arg-type]
@@ -30,12 +30,12 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """Whether the words of :func:`bits` are below ``threshold``, bool[*key *shape]."""
+    """Return bool[*key *shape], True for the words of :func:`bits` below ``threshold``."""
     return bits(key, shape) < threshold
 
 
 def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
-    """Threefry-2x32-20: two 32-bit words from a key and a counter of two 32-bit words each.
+    """Return two 32-bit words from a key and a counter of two 32-bit words each.
 
     Words are int64 tensors that broadcast, or integers, in [0, 2^32).
     """
@@ -52,5 +52,5 @@ def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, 
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper 32 bits."""
+    """Return the lower and the upper 32 bits."""
     return x & MASK, (x >> 32) & MASK

@@ -1,0 +1,105 @@
+"""The number of cores that a process may use, which bounds the threads of the C kernels.
+
+``torch.get_num_threads()`` alone is no bound. A program may set it from ``os.cpu_count()``, which counts the cores of
+the machine. Three limits of the process are smaller where a machine is shared:
+
+* ``OMP_NUM_THREADS``, if it is set.
+* The CPU affinity, which ``taskset``, ``numactl`` and batch schedulers set.
+* The CPU quota of the process's cgroup and of its parents: ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1.
+
+More threads than cores are slow, because the OpenMP runtime of torch waits actively: a thread spins for milliseconds
+before it sleeps, both between calls and at the end of one. Take a product of one row with NF4 [4096 4096] on two
+threads, with another process busy on one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with
+``OMP_WAIT_POLICY=passive``. The runtime reads that variable when torch is imported. Set it where other processes share
+the cores, because affinity and quotas do not show them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+def num_threads() -> int:
+    """Return the threads of a C kernel: those of torch, but at most :func:`limit`."""
+    return min(torch.get_num_threads(), limit())
+
+
+@cache
+def limit() -> int:
+    """Return :func:`usable_cores`, read at the first kernel of the process and kept: a small product takes 10 µs.
+
+    A launcher sets all three limits before the process starts. After a later change call ``limit.cache_clear()``.
+    """
+    return usable_cores()
+
+
+def usable_cores(processes: int = 1, root: Path = Path("/")) -> int:
+    """Return how many threads each of ``processes`` processes on this machine may run, at least 1.
+
+    That is the minimum of OMP_NUM_THREADS, which counts for each process, and of affinity and cgroup quota (rounded
+    up), which the processes divide. ``root`` is the folder that holds ``proc`` and ``sys``.
+
+    Raises ValueError if OMP_NUM_THREADS is set to anything but a positive integer, or a list that begins with one.
+    """
+    cores = max(1, math.ceil(min(_affinity(), _quota(root))) // processes)
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return cores
+    first = text.partition(",")[0].strip()  # OpenMP takes a list: a number for each level of nested regions
+    if not (first.isascii() and first.isdigit() and int(first)):
+        raise ValueError(f"OMP_NUM_THREADS is {text!r}; wanted a positive integer; correct or unset it")
+    return min(cores, int(first))
+
+
+def _affinity() -> int:
+    """Return the cores of the affinity of this process, or of the machine if the system has no affinity."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    # With OMP_PROC_BIND or OMP_PLACES the runtime binds this thread to one of the cores that it counts.
+    return max(len(os.sched_getaffinity(0)), _openmp_cores())
+
+
+def _openmp_cores() -> int:
+    """Return the cores that the OpenMP runtime of torch may use, 0 if it has none."""
+    try:
+        return ctypes.CDLL(torch._C.__file__).omp_get_num_procs()
+    except (AttributeError, OSError):
+        return 0
+
+
+def _quota(root: Path) -> float:
+    """Return the cores that the cgroup of this process and its parents allow; infinity without a quota."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    except OSError:
+        return math.inf
+    allowed = math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # A container may see the path of its host: parents are read down from the mount, and missing ones skipped.
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for mount in (controllers, "cpu") if controllers else ("", "unified"):
+            folder = root / "sys/fs/cgroup" / mount
+            folders = [folder.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+            allowed = min(allowed, *map(_quota_of, folders))
+    return allowed
+
+
+def _quota_of(folder: Path) -> float:
+    """Return the cores that one cgroup allows, from the files of v2 or else of v1."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text("utf-8").split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError):  # no such cgroup here, or "max"
+        return math.inf
