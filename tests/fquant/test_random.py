@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import random
-from fquant.kernels.reference.threefry import MASK, threefry
+from fquant.kernels.reference.random_bits import MASK, threefry
 
 KEYS = random.fold(random.key(7), torch.arange(5))  # [b]
 

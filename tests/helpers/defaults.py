@@ -1,4 +1,4 @@
-"""What is computed where torch's default dtype or device is another, printed: ``python -m tests.helpers.defaults STATE``.
+"""Print results under another default dtype or device of torch: ``python -m tests.helpers.defaults STATE``.
 
 Models are loaded under a default dtype of bfloat16, and scripts begin with a default device: nothing here may depend on
 either, nor keep what it made meanwhile. STATE is "none", a dtype, or a device.

@@ -1,7 +1,7 @@
 """Random programs: statements over tensors of many shapes, dtypes and layouts, as the text of a function.
 
-A statement that is refused is left out. So is what no capture can have (values that decide what is computed), and
-memory that nobody wrote. Of what statements there are, a language says; TORCH has those of torch, tests/helpers/verbs.py ours.
+A refused statement is left out. So are statements that no capture can have (values that decide the computation), and
+reads of memory that was never written. A language lists the statements: TORCH those of torch, helpers/verbs.py ours.
 """
 
 import re

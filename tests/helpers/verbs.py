@@ -1,5 +1,6 @@
-"""The language of random programs over fquant's verbs (tests/helpers/programs.py): packed weights, adapters, norms, attention,
-heads, keys and codebooks, under transforms of their own.
+"""The language of random programs over fquant's verbs (tests/helpers/programs.py).
+
+They are packed weights, adapters, norms, attention, heads, keys and codebooks, under transforms of their own.
 
 Tensors have a last dim of 64. ``theta`` are adapters by how they are made, ``base`` is all that stays as it is.
 """

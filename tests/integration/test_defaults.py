@@ -1,7 +1,7 @@
 """Nothing depends on torch's default dtype or device: models are loaded under other ones, and scripts set them.
 
-What would be silently wrong is a table of a kernel that is made at its first use, and kept. So each case is a process
-of its own, which computes as tests/helpers/defaults.py does; and whatever makes a tensor has to say of which dtype and where.
+A kernel's table that is made at its first use and kept would be silently wrong. So each case is a process of its own,
+which runs tests/helpers/defaults.py, and every call that makes a tensor has to name dtype and device.
 """
 
 import ast
