@@ -89,7 +89,7 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any]) -> Any:
         case {"node": str(name), "fields": dict(children), "static": dict(static), **rest} if not rest:
             cls = _lookup(NODES, name, path)
             fields, statics = _fields(cls)
-            now: dict[str, str] = {key: FORMER_FIELDS.get((name_of(cls), key), key) for key in children}
+            now = {str(key): FORMER_FIELDS.get((name_of(cls), str(key)), str(key)) for key in children}
             _check_keys({now[key]: child for key, child in children.items()}, set(fields), _join(path, name))
             _check_keys(static, set(statics), _join(path, name))
             parts = {now[key]: _decode(child, _join(path, key), leaf) for key, child in children.items()}

@@ -151,6 +151,7 @@ def test_contestants_compute_the_same(who):
         assert torch.equal(grad, got)
 
 
+@pytest.mark.slow
 def test_help_as_a_user_asks_for_it():
     command = [sys.executable, "-m", "tests.bench.linear", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

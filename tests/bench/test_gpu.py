@@ -23,6 +23,7 @@ pytestmark = pytest.mark.xdist_group("interpreter")
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton")
 
 
+@pytest.mark.slow
 def test_help_as_a_user_asks_for_it():
     command = [sys.executable, "-m", "tests.bench.gpu", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

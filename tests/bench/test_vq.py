@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = "--rows 256 --codes 16 --means 8 --iterations 2 --seeds 1 --repeats 1".split()
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path):
     path = tmp_path / "vq.json"
     command = [sys.executable, "-m", "tests.bench.vq", *SMALL, "--json", str(path)]

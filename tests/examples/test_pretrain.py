@@ -72,6 +72,7 @@ def test_out_in_use(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_shipped_model():
     assert {p.name for p in SHIPPED.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import optim, random, tree
 from fquant.tree import node
+from tests.helpers.cases import slow_after
 
 STEPS = 50
 
@@ -137,7 +138,7 @@ def test_a_schedule_moves_the_optimiser_from_step_zero_on():
     torch.testing.assert_close(got["w"].double(), want, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 0.05, 10.0])
+@pytest.mark.parametrize("max_norm", slow_after(3, [1e-3, 0.05, 10.0]))
 def test_clipping_equals_torch(max_norm):
     params = make()
     grads = gradients(params, 0)

@@ -18,6 +18,7 @@ from models.fused_cross_entropy import cross_entropy as head_loss
 from shard import Rules, bundle, sharded_embedding
 from tests.helpers import ranks
 from tests.helpers import transform_table as table
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 from tests.helpers.qlora_step import CFG, OPT, TARGETS, copied, equal, replays, step, tokens_of
 from tests.helpers.sharding.meshes import batch, config
@@ -143,7 +144,7 @@ def on_a_mesh():
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", slow_after(1, [2, 3]))
 def test_a_mesh_is_one_process(n):
     cfg, base, adapters = model()
     x, y = batch(5)

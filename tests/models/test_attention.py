@@ -12,6 +12,7 @@ from fquant.kernels.reference import causal_attention
 from models.attention import attention
 from tests.bench import timing
 from tests.helpers.arrays import named, normal
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, forced
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -81,7 +82,7 @@ def test_every_order_and_every_mode(runs, way):
     )
 
 
-@pytest.mark.parametrize("runs", [None, RUNS[:1, 2:5]], ids=["causal", "documents"])
+@pytest.mark.parametrize("runs", slow_after(1, [None, RUNS[:1, 2:5]]), ids=["causal", "documents"])
 def test_finite_differences(runs):
     args = tuple(t[:1, 2:5].requires_grad_() for t in heads(2))
     f = lambda *x: attention(*x, runs=runs)

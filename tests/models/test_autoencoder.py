@@ -13,6 +13,7 @@ from fquant.vq.composite import residual
 from fquant.vq.scalar import fsp, fsq, lfq
 from models import autoencoder
 from models.autoencoder import AutoencoderConfig
+from tests.helpers.cases import slow_after
 from tests.helpers.vq.peers import assert_close
 
 SMALL = AutoencoderConfig(dim=6, hidden=8, inner=4, num_blocks=2, halvings=2)
@@ -184,7 +185,7 @@ def test_float32_gradient_is_that_of_float64():
     assert_close(tree.map(torch.Tensor.double, both[0]), both[1], 1e-5)
 
 
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("name", slow_after(3, QUANTISERS))
 def test_captured_to_the_bit(name):
     verbs, state, options = QUANTISERS[name]
     step = torch.func.grad_and_value(partial(total, verbs=verbs, **options), has_aux=True)

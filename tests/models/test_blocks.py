@@ -15,6 +15,7 @@ from models.config import Config, RopeScaling
 from models.hf_config import to_hf
 from models.norm import rms_norm
 from tests.helpers.arrays import normal
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import forced
 
 # torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
@@ -121,7 +122,7 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", slow_after(1, VERBS))
 def test_transforms(name):
     verb, floats, fixed = VERBS[name]
 

@@ -12,6 +12,7 @@ from fquant.activation_checkpoint import remat
 from fquant.communication import LOCAL, Comm, Loadable
 from models import blocks, decoder
 from models.config import Config, RopeScaling
+from tests.helpers.cases import slow_after
 
 # torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -76,7 +77,7 @@ def test_causal():
 
 
 @pytest.mark.parametrize("comm", COMMS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_after(4, VARIANTS))
 def test_first_order(name, comm):
     cfg, comm = VARIANTS[name], COMMS[comm]
     params = params_of(cfg)
@@ -138,7 +139,7 @@ def test_loss_is_that_of_the_logits(name, comm):
 
 
 @pytest.mark.parametrize("comm", ["local", "remat twice"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_after(2, VARIANTS))
 def test_second_order(name, comm):
     cfg, comm = VARIANTS[name], COMMS[comm]
     params = params_of(cfg)

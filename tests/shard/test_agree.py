@@ -16,6 +16,7 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -41,7 +42,7 @@ def exchanged(texts):
 
 @pytest.mark.parametrize(
     "texts",
-    [["a", "bb", ""], ["", "", ""], [" x\n", "y\t", "ü\u2028z"], ["long" * 5000, "1", "2"]],
+    slow_after(2, [["a", "bb", ""], ["", "", ""], [" x\n", "y\t", "ü\u2028z"], ["long" * 5000, "1", "2"]]),
     ids=["short", "empty", "white space", "long"],
 )
 def test_exchange(texts):

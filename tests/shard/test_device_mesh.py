@@ -137,6 +137,7 @@ def one_does_not_come():
     return "done"
 
 
+@pytest.mark.slow
 def test_a_collective_along_an_axis_gives_up():
     assert ranks.run(4, one_does_not_come, timeout=20) == ["away", True, "done", "done"]
 
@@ -229,6 +230,7 @@ RESTARTED = """
 """
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_into_a_working_mesh(tmp_path):
     """The store may not hold the gloo addresses of the first attempt, which the second would find."""
     script = tmp_path / "restarted.py"

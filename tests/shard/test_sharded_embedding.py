@@ -23,6 +23,7 @@ from shard.passes.deduplicate import deduplicate_gathers
 from shard.passes.prefetch import prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.sharding.meshes import padded
 
 pytestmark = [
@@ -273,15 +274,18 @@ MAPPED = ("examples", "adapters", "both")
 
 @pytest.mark.parametrize(
     ("n", "embed", "tied", "dora", "names"),
-    [
-        (2, "dense", False, False, FEW),
-        (3, "packed", False, True, ("grad",)),
-        *(
-            pytest.param(n, embed, tied, dora, tuple(TRANSFORMS), marks=pytest.mark.slow)
-            for n in (1, 2, 3)
-            for embed, tied, dora in (("dense", True, False), ("packed", False, False), ("dense", False, True))
-        ),
-    ],
+    slow_after(
+        1,
+        [
+            (2, "dense", False, False, FEW),
+            (3, "packed", False, True, ("grad",)),
+            *(
+                pytest.param(n, embed, tied, dora, tuple(TRANSFORMS), marks=pytest.mark.slow)
+                for n in (1, 2, 3)
+                for embed, tied, dora in (("dense", True, False), ("packed", False, False), ("dense", False, True))
+            ),
+        ],
+    ),
 )
 def test_every_transform(n, embed, tied, dora, names):
     if torch.__version__ < "2.13":  # which cannot vmap view(dtype)

@@ -271,6 +271,7 @@ def test_results_do_not_depend_on_the_mode(mode):
         assert torch.equal(captured(X), 3 * X**2) and not captured(X).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compile():
     adapters, state, base = start()

@@ -14,6 +14,7 @@ from fquant.communication import identity
 from models import decoder
 from tests.helpers import ranks, transform_table
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.qlora_step import ALL, CFG, OPT, SOME, copied, equal, loss, replays, start, step, tokens_of
 
 pytestmark = [pytest.mark.xdist_group("ranks"), *transform_table.FILTERS]
@@ -310,6 +311,6 @@ def sent(case):
         assert equal(got, wanted) and got[0].data_ptr() == memory
 
 
-@named("case", SENDS)
+@named("case", slow_after(2, SENDS))
 def test_what_is_being_sent_is_not_written(case):
     ranks.run(2, sent, case, timeout=60)

@@ -64,6 +64,7 @@ def steps():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_same_bits_and_a_gather_for_each_way(world):
     found = ranks.run(world, steps)

@@ -126,6 +126,7 @@ def beside_sums():
     return orders
 
 
+@pytest.mark.slow
 def test_the_order_beside_other_collectives():
     found = ranks.run(3, beside_sums, timeout=120)
     assert found[1:] == found[:1] * 2
@@ -154,6 +155,7 @@ def donated_on_a_mesh():
     return equal(*results)
 
 
+@pytest.mark.slow
 def test_steps_that_are_scheduled_and_donated():
     assert ranks.run(2, donated_on_a_mesh, timeout=180) == [True, True]
 

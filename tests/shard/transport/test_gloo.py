@@ -23,6 +23,7 @@ from shard import bundle
 from shard.passes.prefetch import prefetch_gathers
 from shard.transport import gloo, shared_memory
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -156,7 +157,7 @@ def together():
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", slow_after(1, [2, 3]))
 def test_many_at_once(n):
     ranks.run(n, every_way, together)
 

@@ -117,11 +117,13 @@ def test_a_replay_finds_the_memory_of_the_one_before():
     assert mapped < 0.1 * MIB and released > 0.9 * MIB
 
 
+@pytest.mark.slow
 def test_the_system_s_own_way_is_left_alone_on_demand():
     eager, captured, *_, kept = run(FQUANT_ALLOCATOR="system")
     assert eager < 2 and captured < 2 and not kept
 
 
+@pytest.mark.slow
 def test_a_forked_process_replays_in_memory_of_its_own():
     unchanged, written, changed_in_child = run(FORKED, FQUANT_ALLOCATOR="reuse")
     assert written and changed_in_child and unchanged

@@ -17,6 +17,7 @@ from fquant.kernels.ops.silu import silu, silu_derivative
 from models import blocks, decoder
 from models.config import Config
 from tests.helpers.arrays import equal, randn, same
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced
 from tests.helpers.live_memory import Peak
 
@@ -56,9 +57,7 @@ def start():
     return adapters, OPT.init(adapters), base, random.permutation(random.key(3), 64)[:34].reshape(2, 17)
 
 
-@pytest.mark.parametrize(
-    "backend", [*ISAS[:1], *ISAS[-1:], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:-1]), "reference"]
-)
+@pytest.mark.parametrize("backend", slow_after(1, [*reversed(ISAS), "reference"]))
 def test_a_step_of_training_has_the_same_bits(backend):
     with forced(backend):
         plain, fused = (jit(step, donate=("adapters", "state"), fuse=fuse) for fuse in (False, True))
@@ -362,6 +361,7 @@ def test_replays_do_not_share_their_memory():
     assert alike(first, kept)
 
 
+@pytest.mark.slow
 def test_less_is_read_and_written():
     args, donate = start(), ("adapters", "state")
     plain, fused = (cost(step, *args, donate=donate, fuse=fuse) for fuse in (False, True))

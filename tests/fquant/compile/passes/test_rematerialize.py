@@ -16,6 +16,7 @@ from fquant.kernels.ops.pointwise import OP as POINTWISE
 from fquant.kernels.ops.pointwise_program import parse
 from models import decoder
 from models.config import Config
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 from tests.helpers.live_memory import Peak
 
@@ -71,10 +72,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in ("qlora, remat", "qlora, f32 adapters") else n for n in STEPS],
-)
+@pytest.mark.parametrize("name", slow_after(1, STEPS))
 def test_bits_are_the_same_and_the_peak_is_lower(name):
     f, args = STEPS[name]
     kept, made = jit(f, recompute=False), jit(f)
@@ -101,6 +99,7 @@ def test_a_gated_mlp_keeps_its_input_and_two_products():
     assert held <= 12 * (32 * 16 + 2 * 32 * 48) * 4 + 6 * 32 * 48 * 4  # and the tensors of the layer at the peak
 
 
+@pytest.mark.slow
 def test_products_are_made_once():
     f, args = STEPS["qlora"]
     assert cost(f, *args).flops == cost(f, *args, recompute=False).flops

@@ -12,6 +12,7 @@ from fquant.kernels import dispatch
 from fquant.kernels.ops.attention import attention, attention_backward
 from fquant.kernels.reference.causal_attention import dense, scores, visible
 from tests.helpers.arrays import named, rng
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.threads import num_threads
 
@@ -91,7 +92,7 @@ def calls(draw):
     return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], runs
 
 
-@named("backend", BACKENDS)
+@named("backend", slow_after(2, BACKENDS))
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=40)
 def test_any_call(backend, call, threads):
