@@ -141,7 +141,7 @@ LINES = {
         "messages.0.role: got 'bot', wanted one of system",
     ),
     "content is no text": ({"messages": [SAID, {**SAID, "content": []}]}, "messages.1.content: got list, wanted text"),
-    "nobody": ({"messages": []}, "messages: nothing is said by the assistant"),
+    "nobody": ({"messages": []}, "messages: no turn is the assistant"),
     "no assistant": (
         {"conversations": [{"from": "human", "value": "x"}]},
         "conversations: nothing is said by the assis",

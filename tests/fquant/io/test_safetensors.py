@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fquant import AQ_2X8, quantize, random, tree, vq
+from fquant import tree
 from fquant.io import safetensors, tree_json
 from fquant.tree import node, static, value
 
@@ -365,34 +365,6 @@ def test_a_file_without_a_structure_says_what_to_use(tmp_path):
     peer.save_file({"w": torch.ones(2)}, tmp_path / "x")
     with pytest.raises(ValueError, match=r"x: got no 'fquant.tree' in its metadata.*use header and read instead"):
         safetensors.load(tmp_path / "x")
-
-
-FORMER = {"fquant.ShardedBook": "fquant.BookPart", "fquant.ShardedStats": "fquant.PartStats", '"aq_2x8"': '"vq2"'}
-
-
-def test_a_file_of_former_names_loads(tmp_path):
-    """The metadata of this file holds the former names of renamed classes and formats."""
-    book = vq.sharded.init(random.key(0), 64, 4, 16, 32)
-    part = vq.sharded.apply(book, make(torch.float32, (8, 4)), random.key(1))[-1]
-    fsq = vq.fsq.init(random.key(2), (5, 3), dim=6)  # with projections
-    written = {"w": quantize(make(torch.float32, (8, 64)), AQ_2X8), "book": book, "stats": part, "fsq": fsq}
-    text, tensors = tree_json.encode(written)
-    for name, former in FORMER.items():
-        assert name in text
-        text = text.replace(name, former)
-    content = json.loads(text)
-    parts = content["tree"]["dict"]
-    for spec, path in ((parts["stats"], "stats"), (parts["fsq"]["fields"]["params"], "fsq.params")):
-        for (_, former), name in tree.FORMER_FIELDS.items():
-            if name in spec["fields"]:
-                spec["fields"][former] = spec["fields"].pop(name)
-                tensors = {re.sub(rf"^{path}\.{name}\b", f"{path}.{former}", at): t for at, t in tensors.items()}
-    assert {"stats.own.counts", "fsq.params.enter.weight"} <= set(tensors)
-    text = json.dumps(content)
-    safetensors.write(tmp_path / "x", tensors, {"format": "pt", safetensors.TREE: text})
-    got = safetensors.load(tmp_path / "x")
-    assert equal_trees(got, written) and tree.structure(got) == tree.structure(written)
-    assert got["w"].format == AQ_2X8
 
 
 def test_the_text_of_a_structure_is_pinned():
