@@ -29,7 +29,7 @@ Donations = Mapping[int, str]  # positions of the tensors that results take over
 _TAKEN = "and its memory holds a result now"
 _FAILED = "which failed after it may have written a result there"
 _FIX = "keep a copy (tree.map(torch.clone, x)) before the call, or do not donate it"
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Donated(Tensor):

@@ -144,7 +144,7 @@ LINES = {
     "nobody": ({"messages": []}, "messages: no turn is the assistant"),
     "no assistant": (
         {"conversations": [{"from": "human", "value": "x"}]},
-        "conversations: nothing is said by the assis",
+        "conversations: no turn is the assis",
     ),
     "a control token": (
         {"messages": [{**SAID, "content": "x<|eot_id|>"}]},
