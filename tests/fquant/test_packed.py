@@ -21,7 +21,7 @@ from fquant.kernels import reference
 from fquant.kernels.reference import codec
 from fquant.lazy import Lazy
 from fquant.packed import FLOATS, Packed, dequantize, quantize
-from tests.helpers.arrays import named, rng
+from tests.helpers.arrays import named, rng, same_bits
 
 FP4_DQ = replace(FP4, name="fp4_dq", scale=DYNAMIC8)
 INT8_64 = replace(INT8, name="int8_64", block=64)
@@ -41,11 +41,6 @@ def weight(*shape, dtype=torch.float32, seed=0):
 
 def bits(x):
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]) if x.is_floating_point() else x
-
-
-def same(a, b):
-    """Return True if tensors are equal bit for bit, the sign of zero included."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
 @pytest.fixture
@@ -70,14 +65,14 @@ def test_equals_bitsandbytes(format, block, dtype, eager):
     strided = torch.stack([w, -w], -1)[..., 0]
     assert not strided.is_contiguous()
     for got in (quantize(w, format), quantize(strided, format), quantize(w.T.contiguous().T, format)):
-        assert same(got.codes.reshape(-1, 1), codes)
+        assert same_bits(got.codes.reshape(-1, 1), codes)
         if isinstance(got.scale, Packed):
-            assert same(got.scale.codes.reshape(-1), state.absmax)
-            assert state.state2 is not None and same(got.scale.scale, state.state2.absmax)
-            assert same(got.scale.offset, state.offset)
+            assert same_bits(got.scale.codes.reshape(-1), state.absmax)
+            assert state.state2 is not None and same_bits(got.scale.scale, state.state2.absmax)
+            assert same_bits(got.scale.offset, state.offset)
         else:
-            assert same(got.scale.reshape(-1), state.absmax)
-        assert same(dequantize(got), bnb.dequantize_4bit(codes, state).reshape(w.shape))
+            assert same_bits(got.scale.reshape(-1), state.absmax)
+        assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state).reshape(w.shape))
 
 
 @named("dtype", FLOATS)
@@ -85,10 +80,10 @@ def test_int8_equals_bitsandbytes(dtype):
     w = weight(37, 200, dtype=dtype)
     codes, absmax, _ = bnb.int8_vectorwise_quant(w.half())
     for got in (quantize(w, INT8), quantize(w.T.contiguous().T, INT8)):
-        assert same(got.codes, codes)
-        assert isinstance(got.scale, torch.Tensor) and same(got.scale[:, 0], absmax)
-        assert same(dequantize(replace(got, dtype=torch.float32)), bnb.int8_vectorwise_dequant(codes, absmax))
-        assert same(dequantize(got), bnb.int8_vectorwise_dequant(codes, absmax).to(dtype))
+        assert same_bits(got.codes, codes)
+        assert isinstance(got.scale, torch.Tensor) and same_bits(got.scale[:, 0], absmax)
+        assert same_bits(dequantize(replace(got, dtype=torch.float32)), bnb.int8_vectorwise_dequant(codes, absmax))
+        assert same_bits(dequantize(got), bnb.int8_vectorwise_dequant(codes, absmax).to(dtype))
 
 
 @named("dtype", FLOATS)
@@ -98,9 +93,9 @@ def test_flat_equals_bitsandbytes(format, dtype):
     kind, nested = format.name[:3], format.scale is not None
     codes, state = bnb.quantize_4bit(w, quant_type=kind, compress_statistics=nested)
     got = quantize(w, format)
-    assert same(got.codes, codes[:, 0])
-    assert same(got.scale.codes if nested else got.scale, state.absmax)
-    assert same(dequantize(got), bnb.dequantize_4bit(codes, state))
+    assert same_bits(got.codes, codes[:, 0])
+    assert same_bits(got.scale.codes if nested else got.scale, state.absmax)
+    assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state))
 
 
 # --- a naive loop -----------------------------------------------------------------------------------------------------
@@ -159,8 +154,8 @@ def test_equals_a_naive_loop(format, shape, dtype):
     p = quantize(w, format)
     codes, absmax, values = naive(w, format)
     assert p.codes.tolist() == codes
-    assert same(p.scale, torch.tensor(np.array(absmax)))
-    assert same(dequantize(p), torch.tensor(np.array(values)).to(dtype))
+    assert same_bits(p.scale, torch.tensor(np.array(absmax)))
+    assert same_bits(dequantize(p), torch.tensor(np.array(values)).to(dtype))
 
 
 @named("dtype", FLOATS)
@@ -170,12 +165,12 @@ def test_nested_scales_are_the_plain_ones_quantised(format, shape, dtype):
     """Compare, at any width, with bitsandbytes' 8-bit quantisation of the absmax that the naive loop checks."""
     w = weight(*shape, dtype=dtype)
     p, plain = quantize(w, format), quantize(w, replace(format, scale=None))
-    assert same(p.codes, plain.codes)
+    assert same_bits(p.codes, plain.codes)
     flat = plain.scale.reshape(-1)
     codes, state = bnb.quantize_blockwise(flat - flat.mean(), blocksize=256)
-    assert same(p.scale.codes.reshape(-1), codes) and same(p.scale.scale, state.absmax)
+    assert same_bits(p.scale.codes.reshape(-1), codes) and same_bits(p.scale.scale, state.absmax)
     absmax = bnb.dequantize_blockwise(codes, state) + flat.mean()
-    assert same(dequantize(p), dequantize(replace(plain, scale=absmax.reshape(plain.scale.shape))))
+    assert same_bits(dequantize(p), dequantize(replace(plain, scale=absmax.reshape(plain.scale.shape))))
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ def test_buffers(format, block, dtype, shape, width, seed):
     w = weight(*shape, width, dtype=dtype, seed=seed)
     before = w.clone()
     p = quantize(w, format)
-    assert same(w, before)
+    assert same_bits(w, before)
     blocks = (*shape, num_blocks(format, width))
     assert p.codes.dtype is (torch.int8 if format.table is None else torch.uint8)
     assert tuple(p.codes.shape) == (*shape, num_bytes(format, width))
@@ -207,7 +202,7 @@ def test_buffers(format, block, dtype, shape, width, seed):
     back = dequantize(p)
     assert back.shape == w.shape and back.dtype == dtype
     for other in FLOATS:
-        assert same(dequantize(p, other), back.to(other))
+        assert same_bits(dequantize(p, other), back.to(other))
 
 
 @given(
@@ -217,12 +212,12 @@ def test_buffers(format, block, dtype, shape, width, seed):
 def test_what_was_quantised_quantises_to_itself(format, block, dtype, rows, width, seed, size):
     p = quantize((torch.randn(rows, width, generator=rng(seed)) * size).to(dtype), replace(format, block=block))
     q = quantize(dequantize(p), p.format)
-    assert same(q.scale, p.scale)
+    assert same_bits(q.scale, p.scale)
     assert torch.equal(dequantize(q), dequantize(p))
     if format is NF4:
-        assert same(q.codes, p.codes)
+        assert same_bits(q.codes, p.codes)
     else:  # FP4 has two zeros: bitsandbytes gives small positive numbers -0, and -0 becomes 0
-        assert same(quantize(dequantize(q), p.format).codes, q.codes)
+        assert same_bits(quantize(dequantize(q), p.format).codes, q.codes)
 
 
 @named("format", ALL)
@@ -233,11 +228,11 @@ def test_stacks(format):
     each = [quantize(x, format) for x in w]
     assert torch.equal(whole.codes, torch.stack([p.codes for p in each]))
     if format.scale is None:
-        assert same(dequantize(whole), torch.stack([dequantize(p) for p in each]))
+        assert same_bits(dequantize(whole), torch.stack([dequantize(p) for p in each]))
     stacked = tree.map(lambda *buffers: torch.stack(buffers), *each)
     assert stacked.shape == (5, 100)
-    assert same(dequantize(stacked), torch.stack([dequantize(p) for p in each]))
-    assert same(torch.vmap(dequantize)(stacked), dequantize(stacked))
+    assert same_bits(dequantize(stacked), torch.stack([dequantize(p) for p in each]))
+    assert same_bits(torch.vmap(dequantize)(stacked), dequantize(stacked))
 
 
 @named("format", ALL)
@@ -260,10 +255,10 @@ def test_chunks_change_no_bit_and_bound_the_memory(format, monkeypatch):
     with Largest() as largest:
         parts = reference.encode(w, format)
     assert 1000 == largest.floats
-    assert all(same(a, b) for a, b in zip(tree.leaves(parts), tree.leaves(whole), strict=True))
+    assert all(same_bits(a, b) for a, b in zip(tree.leaves(parts), tree.leaves(whole), strict=True))
     monkeypatch.setattr(codec, "CHUNK", 1)  # never less than a row
     parts = reference.encode(w, format)
-    assert all(same(a, b) for a, b in zip(tree.leaves(parts), tree.leaves(whole), strict=True))
+    assert all(same_bits(a, b) for a, b in zip(tree.leaves(parts), tree.leaves(whole), strict=True))
 
 
 # --- bad input, meta and lazy -----------------------------------------------------------------------------------------
@@ -347,8 +342,8 @@ def test_dequantize_a_tree():
     params = {"layers": [{"q": p, "norm": norm}], "head": Lazy(lambda: p, tree.map(lambda t: t.to("meta"), p))}
     for dtype in (None, torch.float32):
         dense = dequantize(params, dtype)
-        assert same(dense["layers"][0]["q"], dequantize(p, dtype)) and dense["layers"][0]["norm"] is norm
-        assert same(dense["head"].read(), dequantize(p, dtype)) and dense["head"].like.is_meta
+        assert same_bits(dense["layers"][0]["q"], dequantize(p, dtype)) and dense["layers"][0]["norm"] is norm
+        assert same_bits(dense["head"].read(), dequantize(p, dtype)) and dense["head"].like.is_meta
     assert dequantize(norm) is norm
     for closed, path in ((AfterLoad(p, {}, dict.get), ""), ({"a": [AfterLoad(p, {}, dict.get)]}, "a.0: ")):
         with pytest.raises(ValueError, match=f"^{path}dequantize got a AfterLoad, which is not loaded; use shard.col"):
@@ -374,5 +369,5 @@ def test_meta_and_lazy(format, shape):
     lazy = quantize(source, format)
     assert not reads and isinstance(lazy, Lazy) and lazy.stamp() == "stamp"
     assert tree.structure(lazy.like) == tree.structure(real) and all(t.is_meta for t in tree.leaves(lazy.like))
-    assert all(same(a, b) for a, b in zip(tree.leaves(lazy.read()), tree.leaves(real), strict=True))
+    assert all(same_bits(a, b) for a, b in zip(tree.leaves(lazy.read()), tree.leaves(real), strict=True))
     assert len(reads) == 1

@@ -29,6 +29,19 @@ def equal(a, b):
     return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
 
 
+def assert_equal(got, want):
+    """Check that two trees have one structure and equal bits, naming the path of a leaf that differs."""
+    assert tree.structure(got) == tree.structure(want)
+    for (path, a), b in zip(tree.items(got), tree.leaves(want), strict=True):
+        assert alike(a, b), path
+
+
+def same_bits(a, b):
+    """Return True if two tensors have one dtype and shape and equal bytes, payloads of NaN included."""
+    raw = lambda t: t.contiguous().reshape(-1).view(torch.uint8)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+
+
 def same(f, *args):
     """Return True if the captured ``f``, fused and not fused, gives its eager bits."""
     copies = lambda: tree.map(torch.clone, args)

@@ -10,7 +10,7 @@ from fquant import LOCAL, NF4_DQ, jit, lora, optim, quantize, random, tree
 from fquant.communication import identity
 from models import blocks, decoder
 from tests.helpers import transform_table
-from tests.helpers.formats import alike
+from tests.helpers.arrays import equal
 
 # --- every row of the transform table ---------------------------------------------------------------------------------
 
@@ -22,10 +22,6 @@ ALL = [
     if not (transform == "vmap_jvp" and verb.startswith("forward"))  # see test_a_mapped_forward_derivative
 ]
 SOME = ("grad", "vmap_all", "jvp", "grad_grad")
-
-
-def equal(a, b):
-    return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
 
 
 def replays(f, thetas, *rest):

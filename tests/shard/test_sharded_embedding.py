@@ -24,7 +24,7 @@ from shard.passes.prefetch import prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
-from tests.helpers.sharding.meshes import padded
+from tests.helpers.sharding.meshes import any_bits, drawn, padded
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
@@ -49,19 +49,9 @@ def test_parts_of_rows_add_up(offset, size):
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def drawn(*shape):
-    return random.normal(random.key(5), shape)
-
-
-def any_bits():
-    """Return random bits, including NaNs with payloads, which must arrive too."""
-    whole = torch.randint(-(2**15), 2**15, (301, 5), generator=torch.Generator().manual_seed(1)).to(torch.int16)
-    return whole.view(torch.bfloat16)
-
-
 TABLES = {
     "f32": lambda: drawn(300, 24),
-    "bf16, odd rows": any_bits,
+    "bf16, odd rows": lambda: any_bits(301, 5),
     "f64, a column": lambda: drawn(211, 1).double(),
     "nf4": lambda: quantize(drawn(257, 128).bfloat16(), NF4),
     "nf4, short blocks": lambda: quantize(drawn(257, 100), NF4),

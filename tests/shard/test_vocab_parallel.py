@@ -8,25 +8,15 @@ import torch
 import torch.distributed as dist
 
 import shard
-from fquant import FP4, INT8, NF4, NF4_DQ, lora, quantize, random, tree
+from fquant import FP4, INT8, NF4, NF4_DQ, lora, quantize, tree
 from fquant.communication import LOCAL, VocabShard
 from shard import Rules, bundle, vocab_parallel
 from shard.communication import _open
 from tests.helpers import ranks
 from tests.helpers.arrays import named
-from tests.helpers.sharding.meshes import dims_of
+from tests.helpers.sharding.meshes import any_bits, dims_of, drawn
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-def drawn(*shape):
-    return random.normal(random.key(5), shape)
-
-
-def any_bits(*shape):
-    """Return random bits, including NaNs with payloads, which must arrive too."""
-    whole = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(1)).to(torch.int16)
-    return whole.view(torch.bfloat16)
 
 
 BLOCKS = {  # the path of the table, and the block

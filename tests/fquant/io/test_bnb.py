@@ -13,6 +13,7 @@ from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
 from fquant.io import safetensors
 from fquant.io.bnb import load, save
 from fquant.packed import FLOATS, Packed, dequantize, quantize
+from tests.helpers.arrays import same_bits
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__"
@@ -36,11 +37,6 @@ def theirs(w, kind="nf4", nested=False, block=64, storage=torch.uint8):
     codes, state = quantize_4bit(w, None, None, block, nested, kind, storage)
     tensors = {f"{NAME}.{key}": t for key, t in state.as_dict(packed=True).items()}
     return {NAME: codes} | tensors, dequantize_4bit(codes, state)
-
-
-def same(a, b):
-    a, b = a.contiguous(), b.contiguous()
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 SHAPES = {"rows": (6, 128), "straddling": (6, 100), "odd": (5, 33), "many": (700, 64), "experts": (3, 4, 64)}
@@ -72,10 +68,10 @@ def test_rows_are_what_quantize_gives(block):
         assert torch.equal(got.codes, wanted.codes)
         if nested:
             assert got.scale.format == DYNAMIC8 and got.scale.shape == wanted.scale.shape
-            assert same(got.scale.codes, wanted.scale.codes) and same(got.scale.scale, wanted.scale.scale)
-            assert same(got.scale.offset, wanted.scale.offset)
+            assert same_bits(got.scale.codes, wanted.scale.codes) and same_bits(got.scale.scale, wanted.scale.scale)
+            assert same_bits(got.scale.offset, wanted.scale.offset)
         else:
-            assert same(got.scale, wanted.scale)
+            assert same_bits(got.scale, wanted.scale)
         assert torch.equal(dequantize(got), dequantize(wanted))
 
 
@@ -151,7 +147,7 @@ def test_8bit_both_ways():
     assert torch.equal(dequantize(p), int8_vectorwise_dequant(tensors[NAME], tensors[scb]))
     for again in (save(p, NAME), save(wanted, NAME)):
         assert again.keys() == tensors.keys()
-        assert all(same(again[key], t) for key, t in tensors.items())
+        assert all(same_bits(again[key], t) for key, t in tensors.items())
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from fquant import tree
 from fquant.io import safetensors, tree_json
 from fquant.tree import node, static, value
+from tests.helpers.arrays import same_bits
 
 
 @value
@@ -52,11 +53,6 @@ def make(dtype, shape):
     return torch.randint(0, 2, shape).bool() if dtype == torch.bool else (torch.rand(shape) * 100).to(dtype)
 
 
-def same(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-
-
 def awkward():
     base = torch.arange(24.0).reshape(4, 6)
     shared = {"all": base, "transposed": base.T, "row": base[1], "strided": base[:, ::2], "wide": base[0].expand(3, 6)}
@@ -71,7 +67,7 @@ PLAIN = {str(d).removeprefix("torch."): make(d, (3, 5)) for d in DTYPES} | awkwa
 def test_the_library_reads_what_is_written(tmp_path):
     safetensors.write(tmp_path / "x.safetensors", PLAIN, {"format": "pt", "note": "ü\n\"'"})
     theirs = peer.load_file(tmp_path / "x.safetensors")
-    assert theirs.keys() == PLAIN.keys() and all(same(theirs[k].resolve_neg(), v.resolve_conj().resolve_neg())
+    assert theirs.keys() == PLAIN.keys() and all(same_bits(theirs[k].resolve_neg(), v.resolve_conj().resolve_neg())
                                                  for k, v in PLAIN.items())  # fmt: skip
     with peer.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "ü\n\"'"}
@@ -85,7 +81,7 @@ def test_what_the_library_writes_is_read(tmp_path):
     assert found.metadata == {"format": "pt"} and found.tensors.keys() == plain.keys()
     for name, want in plain.items():
         assert (found.tensors[name].dtype, found.tensors[name].shape) == (want.dtype, tuple(want.shape))
-        assert same(safetensors.read(found, name), want)
+        assert same_bits(safetensors.read(found, name), want)
 
 
 def test_a_file_without_tensors_and_without_metadata(tmp_path):
@@ -99,7 +95,7 @@ def test_rows_are_read_alone(tmp_path, rows, shape):
     x = make(torch.bfloat16, shape)
     safetensors.write(tmp_path / "x", {"before": torch.ones(3), "w": x})
     got = safetensors.read(safetensors.header(tmp_path / "x"), "w", rows)
-    assert same(got, x[rows])
+    assert same_bits(got, x[rows])
     assert got.untyped_storage().nbytes() == got.numel() * 2
 
 
@@ -109,7 +105,7 @@ def test_only_the_bytes_asked_for_are_touched(tmp_path):
     found = safetensors.header(tmp_path / "x")
     with open(tmp_path / "x", "r+b") as file:
         file.truncate(found.tensors["w"].stop - 12)  # the last row is gone
-    assert same(safetensors.read(found, "w", slice(0, 3)), x[:3])
+    assert same_bits(safetensors.read(found, "w", slice(0, 3)), x[:3])
     with pytest.raises(ValueError, match=r"x: w: got 12 bytes too few; the file changed since"):
         safetensors.read(found, "w")
 
@@ -220,7 +216,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 
 def equal_trees(a, b):
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and same(a, b)
+        return isinstance(b, Tensor) and same_bits(a, b)
     if type(a) is not type(b):
         return False
     if tree.is_node(a):
@@ -259,7 +255,7 @@ def test_any_tree_comes_back(tmp_path_factory, x):
     assert equal_trees(safetensors.load(path), x)
     wanted = {name: t for name, t in tree.items(x) if isinstance(t, Tensor)}
     got = peer.load_file(path)
-    assert got.keys() == wanted.keys() and all(same(got[name], t) for name, t in wanted.items())
+    assert got.keys() == wanted.keys() and all(same_bits(got[name], t) for name, t in wanted.items())
 
 
 def test_leaves_are_named_by_their_paths_and_dots_in_keys_are_kept(tmp_path):
@@ -273,7 +269,7 @@ def test_leaves_are_named_by_their_paths_and_dots_in_keys_are_kept(tmp_path):
 def test_leaves_that_share_memory_or_lie_strided_come_back(tmp_path):
     safetensors.save(tmp_path / "x", {"inside": awkward()})
     got = safetensors.load(tmp_path / "x")["inside"]
-    assert all(same(got[name], t.resolve_conj().resolve_neg()) for name, t in awkward().items())
+    assert all(same_bits(got[name], t.resolve_conj().resolve_neg()) for name, t in awkward().items())
 
 
 class Odd:
@@ -289,7 +285,7 @@ UNSAVABLE = {
         {"a": [Odd()]}, TypeError, "a.0: got tests.fquant.io.test_safetensors.Odd, wanted something a file can hold",
     ),
     "static": ({"a": Box(torch.ones(1), recipe=(1, Odd()))}, TypeError, "a.recipe.1: got tests"),
-    "function": (Box(torch.ones(1), recipe=same), TypeError, "recipe: got builtins.function"),
+    "function": (Box(torch.ones(1), recipe=same_bits), TypeError, "recipe: got builtins.function"),
     "subclass": ({"a": dataclasses.make_dataclass("Recipe", [])()}, TypeError, "a: got"),
     "enum like": ({"a": type("Int", (int,), {})(3)}, TypeError, "a: got"),
     "reserved": ({"__metadata__": torch.ones(1)}, ValueError, "got a tensor of that name"),

@@ -12,6 +12,7 @@ from fquant import jit, random, tree, vq
 from fquant.io import safetensors
 from fquant.vq import sharded
 from fquant.vq.precision import matmul
+from tests.helpers.arrays import assert_equal
 from tests.helpers.vq import family
 from tests.helpers.vq import scalar_cases as scalar
 from tests.helpers.vq.peers import assert_close, drawn
@@ -72,12 +73,6 @@ def rows(name, examples=4, seed=0):
     return drawn(examples, *CASES[name].shape, seed=seed)
 
 
-def equal(got, want):
-    assert tree.structure(got) == tree.structure(want)
-    for (path, one), other in zip(tree.items(got), tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other), path
-
-
 def total(out):
     return sum((vq.mean(loss).sum() for loss in out.losses.values()), out.x.float().sin().sum())
 
@@ -89,17 +84,17 @@ def test_a_file_between_two_batches_of_one_update(name, tmp_path):
     first, more = (case.apply(case.state, rows(name, seed=i), KEY, draw=True).stats for i in (0, 1))
     safetensors.save(tmp_path / "a", {"state": case.state, "stats": first})
     back = safetensors.load(tmp_path / "a")
-    equal(back, {"state": case.state, "stats": first})
+    assert_equal(back, {"state": case.state, "stats": first})
 
     def after(state, stats):
         return case.update(state, tree.map(torch.add, stats, more))
 
     whole = after(case.state, first)
-    equal(after(back["state"], back["stats"]), whole)
+    assert_equal(after(back["state"], back["stats"]), whole)
     alone = case.update(case.state, more)
     assert any(not torch.equal(*both) for both in zip(tree.leaves(whole), tree.leaves(alone), strict=True))
     shown = case.update(back["state"], back["stats"], threshold=1.5)  # with the rows drawn before
-    equal(shown, case.update(case.state, first, threshold=1.5))
+    assert_equal(shown, case.update(case.state, first, threshold=1.5))
 
 
 @pytest.mark.parametrize("name", LEARN)
@@ -108,10 +103,10 @@ def test_narrow_rows_leave_state_as_wide_as_it_was(name, dtype):
     case, x = CASES[name], rows(name).to(dtype)
     out, wide = case.apply(case.state, x, KEY, draw=True), case.apply(case.state, x.float(), KEY, draw=True)
     assert out.x.dtype is dtype and torch.equal(out.x, wide.x.to(dtype))
-    equal((out.codes, out.losses, out.stats), (wide.codes, wide.losses, wide.stats))
+    assert_equal((out.codes, out.losses, out.stats), (wide.codes, wide.losses, wide.stats))
     after = case.update(case.state, out.stats, threshold=1.5)
     assert [t.dtype for t in tree.leaves(after)] == [t.dtype for t in tree.leaves(case.state)]
-    equal(after, case.update(case.state, wide.stats, threshold=1.5))
+    assert_equal(after, case.update(case.state, wide.stats, threshold=1.5))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -131,7 +126,7 @@ def test_what_is_drawn_is_of_the_number_of_a_row_among_all(name, masked):
 
     whole, parts = step(slice(0, 4)), [step(slice(*at)) for at in ((0, 1), (1, 1), (1, 4))]
     codes = tree.map(lambda *t: torch.cat(t), *(part.codes for part in parts))
-    equal(codes, whole.codes)
+    assert_equal(codes, whole.codes)
     assert_close(torch.cat([part.x for part in parts]), whole.x, 1e-5)
     assert_close(tree.map(lambda *t: sum(t), *(part.stats for part in parts)), whole.stats, 1e-5)
 
@@ -179,8 +174,8 @@ def test_autocast_changes_nothing(name):
     slope = torch.autograd.grad(loss, x) if loss.requires_grad else ()
     with torch.autocast("cpu", torch.bfloat16):
         loss, got = step()
-    equal(got, wanted)
-    equal(torch.autograd.grad(loss, x) if loss.requires_grad else (), slope)
+    assert_equal(got, wanted)
+    assert_equal(torch.autograd.grad(loss, x) if loss.requires_grad else (), slope)
 
 
 PRODUCTS = ("heads", "residual", "implicit", "simvq", "fsq, projected", "lfq", "binary")  # each by another path

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import jit, random, tree, vq
 from fquant.vq.codebook import rows as rows_module
+from tests.helpers.arrays import assert_equal
 
 pytestmark = [  # by torch itself
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
@@ -70,12 +71,6 @@ def close(got, want, bound=1e-9):
         if not other.is_floating_point():
             assert torch.equal(one, other)
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
-
-
-def equal(got, want):
-    assert tree.structure(got) == tree.structure(want)
-    for one, other in zip(tree.leaves(got), tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def whole(b, x, key, mask=None):
@@ -158,18 +153,18 @@ def test_a_captured_step_is_equal_to_the_bit(kind):
     broken.reshape(-1, D)[3] = torch.nan
     step = jit(whole)
     for given in (x, broken):
-        equal(step(b, given, key, mask), whole(b, given, key, mask))
-    equal(jit(whole, fuse=False)(b, x, key), whole(b, x, key))
+        assert_equal(step(b, given, key, mask), whole(b, given, key, mask))
+    assert_equal(jit(whole, fuse=False)(b, x, key), whole(b, x, key))
 
 
 @pytest.mark.parametrize("path", some(PATHS))
 def test_captured_gradients_are_equal_to_the_bit(path):
     b, x, key = book("learnable"), rows(), random.key(3)
     g = lambda codes, x, b, key: grad(lambda c, x: scalar(c, x, b, key, path), (0, 1))(codes, x)
-    equal(jit(g)(b.codes, x, b, key), g(b.codes, x, b, key))
+    assert_equal(jit(g)(b.codes, x, b, key), g(b.codes, x, b, key))
     each = vmap(g, (None, 0, None, None))
     two = torch.stack([x, 2 * x])
-    equal(jit(each)(b.codes, two, b, key), each(b.codes, two, b, key))
+    assert_equal(jit(each)(b.codes, two, b, key), each(b.codes, two, b, key))
 
 
 @pytest.mark.parametrize("kind", ["cosine", "affine", pytest.param("plain", marks=pytest.mark.slow)])
@@ -188,7 +183,7 @@ def test_a_book_that_is_written_over_has_the_gradients_of_what_it_was(kind):
 
     wanted, memory = step(given, x, key), given.codes.data_ptr()
     got = jit(step, donate=("book",))(given, x, key)
-    equal(got, wanted)
+    assert_equal(got, wanted)
     assert got[0].codes.data_ptr() == memory
     with pytest.raises(RuntimeError, match="book.codes was donated to step"):
         given.codes.sum()
@@ -197,10 +192,10 @@ def test_a_book_that_is_written_over_has_the_gradients_of_what_it_was(kind):
 def test_traced_and_compiled():
     b, x, key = book(), rows(), random.key(3)
     step = lambda b, x, key: whole(b, x, key)  # make_fx takes no defaults
-    equal(make_fx(step, tracing_mode="fake")(b, x, key)(b, x, key), step(b, x, key))
+    assert_equal(make_fx(step, tracing_mode="fake")(b, x, key)(b, x, key), step(b, x, key))
     torch._dynamo.reset()
     encode = torch.compile(lambda b, x: vq.decode(b, vq.encode(b, x)), backend="aot_eager", fullgraph=True)
-    equal(encode(b, x), vq.decode(b, vq.encode(b, x)))
+    assert_equal(encode(b, x), vq.decode(b, vq.encode(b, x)))
 
 
 def test_a_tile_of_rows_changes_no_derivative(monkeypatch):

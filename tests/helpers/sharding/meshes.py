@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fquant import LOCAL, lora, tree
+from fquant import LOCAL, lora, random, tree
 from models import decoder
 from models.blocks import IGNORE, cross_entropy
 from models.config import Config
@@ -40,3 +40,14 @@ def padded(block, n):
 
 def dims_of(block):
     return {"": {path: " ".join(f"d{i}" for i in range(t.ndim)) for path, t in tree.items(block)}}
+
+
+def drawn(*shape):
+    """Return normal numbers of a fixed key."""
+    return random.normal(random.key(5), shape)
+
+
+def any_bits(*shape):
+    """Return random bits, including NaNs with payloads, which must arrive too."""
+    whole = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(1)).to(torch.int16)
+    return whole.view(torch.bfloat16)

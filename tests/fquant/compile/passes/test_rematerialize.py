@@ -16,8 +16,8 @@ from fquant.kernels.ops.pointwise import OP as POINTWISE
 from fquant.kernels.ops.pointwise_program import parse
 from models import decoder
 from models.config import Config
+from tests.helpers.arrays import equal
 from tests.helpers.cases import slow_after
-from tests.helpers.formats import alike
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -57,10 +57,6 @@ def step(dtype=torch.bfloat16, comm=LOCAL):
         return decoder.loss(lora.attach(base, narrow), tokens[..., :-1], tokens[..., 1:], CFG, comm)
 
     return grad_and_value(loss), (adapters, base, random.permutation(random.key(3), 64)[:34].reshape(2, 17))
-
-
-def equal(a, b):
-    return tree.structure(a) == tree.structure(b) and all(map(alike, tree.leaves(a), tree.leaves(b)))
 
 
 STEPS = {

@@ -7,6 +7,7 @@ import torch
 
 from fquant import random, tree, vq
 from fquant.vq.codebook import rows as module
+from tests.helpers.arrays import assert_equal
 
 K, D = 11, 4
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -38,11 +39,6 @@ def loop(b, x, codes, mask=None):
                 counts[h, code[h]] += 1
                 sums[h, code[h]] += row[h] / row[h].norm() if b.metric == "cosine" else row[h]
     return counts.reshape(b.counts.shape), sums.reshape(b.sums.shape), kept, lost
-
-
-def same(got, want):
-    for one, other in zip(tree.leaves(got), tree.leaves(want), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -225,7 +221,7 @@ def test_more_dead_codes_than_rows_wait():
     }
     assert torch.equal(after.counts, torch.where(moved, 2.0, 0.0))
     none = vq.apply(b, x[:0], random.key(1), draw=True).stats
-    same(vq.expire(b, none), b)
+    assert_equal(vq.expire(b, none), b)
 
 
 def test_a_dead_code_of_an_affine_book_comes_to_stand_for_its_row():
@@ -249,8 +245,8 @@ def test_nothing_is_written_over():
     before = tree.map(torch.clone, b)
     out = vq.apply(b, x, random.key(0), draw=True)
     first = vq.update(b, out.stats, threshold=1.5)
-    same(b, before)
-    same(
+    assert_equal(b, before)
+    assert_equal(
         vq.update(b, vq.apply(b, x, random.key(0), draw=True).stats, threshold=1.5), first
     )  # a recomputation does not update
 
