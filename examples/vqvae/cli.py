@@ -12,8 +12,6 @@ A run writes reconstruction.png, codebook.png and the files of every run (exampl
 training is in examples/vqvae/train.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -7,8 +7,6 @@ The key of a patch decides its place, uniformly over all photographs, and whethe
 patches, and together they are those of one process.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -34,7 +32,7 @@ class Part(NamedTuple):
 
 
 def load() -> list[Photograph]:
-    """Load five colour photographs. Raises ValueError if scikit-image is not installed."""
+    """Load five colour photographs; ValueError if scikit-image is not installed."""
     try:
         from skimage import data
     except ImportError:

@@ -1,19 +1,9 @@
 """The training that examples/vqvae/cli.py starts on every rank: crop patches, take steps, measure.
 
-One captured step is the same on one process and on many, except for its sums:
-
-    losses, out = autoencoder.loss(net, state, share of the images, key)
-    counts      = psum of the losses' counts                            # of all images
-    grads       = grad of the sum of weight x sum / count
-    grads       = reduce(grads)                                         # over ranks
-    sums        = psum(losses, statistics, usage)                       # over ranks
-    state       = update(state, statistics)
-
-A patch and its random draws are functions of the seed, the step and its number in the batch. Every mesh therefore
-computes the same sums.
+One captured step is the same on one process and on many, except for its sums over ranks: of the losses' counts before
+the gradient, then of gradients, losses, statistics and usage. A patch and its random draws are functions of the seed,
+the step and its number in the batch. Every mesh therefore computes the same sums.
 """
-
-from __future__ import annotations
 
 import math
 import time
@@ -137,7 +127,7 @@ class Result:
 
 
 def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """Return the photographs, their training parts and the quantiser of ``job``. Raises ValueError for bad options."""
+    """Return the photographs, their training parts and the quantiser of ``job``; ValueError for bad options."""
     images = photographs.load()
     parts = photographs.parts(images, job.patch)
     scale = config(job).scale

@@ -1,17 +1,13 @@
 """Affine codebooks: codes that follow the mean and variance of rows, for an encoder that moves fast.
 
-    m    = moments(book, x)                           # local
-    m    = shard.psum(m, mesh, axes)                  # on a mesh
+    m    = shard.psum(moments(book, x), mesh, axes)   # in one process without the psum
     book = shift(book, m)
-    x, codes, losses, stats = apply(book, x, key)
 
-An affine book (``init(..., affine=True)``) compares rows with its codes mapped to the mean and variance of rows:
-(c - mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
-estimator"). ``shift`` moves the averages in training only: before the step, as in vector-quantize-pytorch, or after
-it, when the moments can share the sum of the stats over ranks.
+An affine book (``init(..., affine=True)``) compares rows with its codes mapped to the mean and variance of rows: (c -
+mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
+estimator"). ``shift`` moves the averages in training only: before the step, as in vector-quantize-pytorch, or after it,
+when the moments can share the sum of the stats over ranks.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 

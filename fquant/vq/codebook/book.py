@@ -9,14 +9,11 @@ The invariants of a Book of K codes of D numbers:
   with ``code_vectors(book)``: the codes, of unit length if the metric is cosine, mapped if the book is affine.
 * ``counts`` f32[K] and ``sums`` f32[K D] are running means of the number and the sum of the rows of each code. They
   start at one and at the codes (van den Oord et al. 2017, appendix A.1; the start is that of vector-quantize-pytorch).
-* State is float32 for rows of any dtype.
+* State is float32 for rows of any dtype. A book that is not learnable is a constant to every transform.
 * With ``heads`` all three have a first dim h, and head i of rows [... h D] has codes of its own. Heads that share
-  codes need no such book: they are rows [... h D] of a book without heads.
+  codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
-* A book that is not learnable is a constant to every transform.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import replace
@@ -71,13 +68,12 @@ def init(
 ) -> Book:
     """Create a book of random codes, uniform within ±sqrt(6 / (num_codes·dim)) as torch's ``kaiming_uniform_``.
 
-    heads      number of books side by side; None is one book, without that dim
-    metric     euclidean, or cosine: codes, and rows before they are compared, have unit length
-    learnable  codes are parameters: gradients reach them, and ``ema`` refuses them
-    affine     codes are mapped to the mean and variance of rows (Huh et al. 2023), which ``shift`` follows; before its
-               first call the map is the identity
+    * heads: number of books side by side; None is one book, without that dim.
+    * metric: euclidean, or cosine: codes, and rows before they are compared, have unit length.
+    * learnable: codes are parameters: gradients reach them, and ``ema`` refuses them.
+    * affine: codes are mapped to the mean and variance of rows (Huh et al. 2023) once ``shift`` has seen some.
 
-    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine, whose codes have unit length.
+    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine.
     """
     for name, size in (("num_codes", num_codes), ("dim", dim), ("heads", 1 if heads is None else heads)):
         if size < 1:
@@ -106,8 +102,7 @@ def constant(codes: Tensor, metric: Metric = "euclidean") -> Book:
 def restart(book: Book, codes: Tensor) -> Book:
     """Set the codes of ``book`` to ``codes`` f[K D] or [h K D], its counts to one and its sums to the codes.
 
-    With the old sums, the next average would restore the old codes. Codes of metric cosine are scaled to unit length.
-    Raises ValueError for another shape.
+    With the old sums, the next average would restore the old codes. Raises ValueError for another shape.
     """
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
@@ -145,8 +140,7 @@ def invert_affine(book: Book, rows: Tensor) -> Tensor:
 def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Look up ``codes`` i64[...], with heads [... h]: [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, IndexError for codes beyond the book; in a transform or a capture, which do not
-    see values, when the lookup runs.
+    Raises TypeError for another dtype, IndexError for codes beyond the book: in a transform or a capture when it runs.
     """
     num_codes, dim = book.codes.shape[-2:]
     check_lookup(book, codes, num_codes)

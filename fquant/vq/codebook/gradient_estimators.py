@@ -1,7 +1,6 @@
 """Gradient estimators: the derivative of quantised rows with respect to the rows, as arguments of ``apply``.
 
-    x, codes, losses, stats = apply(book, x, key, gradient=rotation)
-    ... gradient=partial(directional, variance=1e-3)
+    x, codes, losses, stats = apply(book, x, key, gradient=partial(directional, variance=1e-3))
 
 Each is a function ``(x, q, book, key)`` of rows x [... D] and their codes q [... D]; book and key may be None for those
 that ignore them. The value of all but ``directional`` is q, to the bit: the derivative enters as a difference that is
@@ -13,8 +12,6 @@ zero. Constants are constant to derivatives of every order.
     directional        x moved by its distance from q in a constant, slightly noisy direction (Vali et al. 2025)
     gumbel             the mean of codes under softmax(logits / temperature) (Jang et al. 2017)
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -62,8 +59,8 @@ def directional(
 ) -> Tensor:
     """Return ``x + |q - x|·u``, u the constant unit vector of q - x plus normal noise of ``variance`` a number.
 
-    The value is q up to the noise. ``key`` is i64[], or i64 of x's first dims, a stream for each row. Raises ValueError
-    without a key, unless the variance is zero, and for a negative one.
+    ``key`` is i64[], or i64 of x's first dims, a stream for each row. Raises ValueError for noise without a key, and
+    for a negative variance.
     """
     if variance < 0:
         raise ValueError(f"variance is {variance}; wanted at least 0")

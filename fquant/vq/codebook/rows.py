@@ -2,17 +2,16 @@
 
 *Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n].
 
-*Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it is
-counted, but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic,
-so they reach no gradient.
+*Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it counts,
+but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic, so they
+reach no gradient.
 
-*Drawing.* K-means starts, and dead codes restart, at drawn rows. A row is drawn by its number among the kept rows of
-all ranks, a function of the key. Each rank gives the drawn rows that it has, among zeros, so their sum over ranks does
-not depend on the split. For distinct rows, all rows are cut into as many strata as are drawn, and each gives one, in
-random order. If rows are fewer, some strata are empty.
+*Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks, a function
+of the key. Each rank gives the drawn rows that it has, among zeros, so their sum over ranks does not depend on the
+split. All rows are cut into as many strata as are drawn, and each gives one, in random order, so rows are distinct.
 
-``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks.
-On a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.
+``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks. On
+a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ def expand_mask(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def row_mask(mask: Tensor, x: Tensor, name: str = "") -> Tensor:
-    """Expand ``mask`` bool, whose dims are the first of rows ``x`` [... D], to bool[...].
-
-    Raises TypeError for another dtype, ValueError for another shape; ``name`` opens the message.
-    """
+    """Expand ``mask`` bool, whose dims are the first of rows ``x`` [... D], to bool[...]; TypeError or ValueError."""
     if mask.dtype is not torch.bool:
         raise TypeError(f"{name}mask is {mask.dtype}; wanted bool, True for the rows that count")
     if mask.ndim >= x.ndim or mask.shape != x.shape[: mask.ndim]:
@@ -135,7 +131,7 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
 def prepare(
     book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Prepare rows ``x`` [... D] for ``apply``. Raises the errors of :func:`check` and :func:`row_mask`.
+    """Prepare rows ``x`` [... D] for ``apply``, with the errors of :func:`check` and :func:`row_mask`.
 
     Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
     their keys i64[...] for the gradient estimator, or None.

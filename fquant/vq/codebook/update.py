@@ -8,14 +8,11 @@
 bytes a head and two numbers; a tree of Stats is still one. Summed stats are those of all rows, so the result of one
 process on the whole batch is the definition of right.
 
-*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes (``rows.py``), and ``expire`` restarts
-codes with small counts there. Rows are drawn even if no code is dead, because no rank knows that before the collective.
+*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes (``rows.py``). Rows are drawn even if no
+code is dead, because no rank knows that before the collective. ``expire`` restarts codes with small counts there.
 
-The average is that of van den Oord et al. 2017 (appendix A.1) with Laplace smoothing, computed as by
-vector-quantize-pytorch.
+The average is that of van den Oord et al. 2017 (appendix A.1) with the Laplace smoothing of vector-quantize-pytorch.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import TypeVar
@@ -61,8 +58,8 @@ def stats(
     The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
     ``row_offset`` numbers this rank's rows among all (``rows.py``).
 
-    Raises TypeError for another dtype of x, mask or book. Raises ValueError for other shapes, and a ``row_offset``
-    without a key or beyond its total. Raises IndexError for codes beyond the book, where values can be seen.
+    Raises TypeError for another dtype of x, mask or book. Raises IndexError for codes beyond the book where values can
+    be seen, and ValueError for other shapes or a ``row_offset`` beyond its total.
     """
     rows.check(book, x)
     check_float32(book)
@@ -129,8 +126,7 @@ def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = Non
     """Set the codes of ``book`` to its sums over its counts, with Laplace smoothing; of unit length for cosine.
 
     ``whole`` is the total count and the number of codes of the book of which this is a shard (``sharded.py``). A book
-    of zero counts keeps its codes. Raises ValueError for a learnable book, whose codes gradients move, and an ``eps``
-    that is not positive.
+    of zero counts keeps its codes. Raises ValueError for a learnable book, and an ``eps`` that is not positive.
     """
     if book.learnable:
         raise ValueError("the book is learnable, its codes move by gradients; use move for its counts, or update")
@@ -151,9 +147,9 @@ def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight
 def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None = None) -> Book:
     """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
 
-    Their count becomes ``reset``, by default the threshold. No row is used twice: if more codes are dead than rows were
-    drawn, the rest stay. Raises ValueError for a threshold or a reset that is not positive, stats without drawn rows,
-    or a row drawn twice: ranks whose rows have the same numbers, where values can be seen.
+    Their count becomes ``reset``, by default the threshold. If more codes are dead than rows were drawn, the rest stay.
+    Raises ValueError for a threshold or a reset that is not positive, and stats without drawn rows. Raises it, where
+    values can be seen, for a row drawn twice: ranks whose rows have the same numbers.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -204,9 +200,10 @@ def update(
     threshold: float = 0.0,
     reset: float | None = None,
 ) -> Book:
-    """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire`.
+    """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire` unless threshold is
+    0.
 
-    A threshold of 0 expires nothing. Raises their errors, and ValueError for a negative threshold, or a lone reset.
+    Raises their errors, and ValueError for a negative threshold, or a lone reset.
     """
     check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)

@@ -7,8 +7,6 @@ implicit layers read. Scalar quantisers and SimVQ count rows. Books and implicit
 numbers their rows, and rows that are not ``used`` (not finite, or left to earlier layers by dropout) are lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

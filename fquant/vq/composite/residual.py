@@ -3,17 +3,12 @@
     r0 = x        q_i = layer_i(r_i)        r_{i+1} = r_i - q_i        output: q_0 + q_1 + ...
 
     state = residual.init_books(key, num_codes=1024, width=64, num_layers=8)
-    state = residual.init_fsq(key, levels=(8, 5, 5, 5), num_layers=4)      # scales L^-i of L levels
-    state = residual.init_lfq(key, bits=8, num_layers=4)                   # scales 2^-i
+    x, codes, losses, stats = residual.apply(state, x, key)
+    state = residual.update(state, shard.psum(stats, mesh, axes))          # a Stats for each layer that learns
 
-The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are
-[... layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a
-constant, so the gradient of the output is the sum of the layers' gradients.
-
-*Learning.* Statistics are a list, a Stats for each layer that learns from them:
-
-    x, codes, losses, stats = apply(state, x, key)
-    state = update(state, shard.psum(stats, mesh, axes))
+The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are [...
+layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a constant,
+so the gradient of the output is the sum of the layers' gradients.
 
 A ``shared`` book is every layer. Its stats cover all layers' rows, so it is updated once, as from one batch.
 (vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
@@ -22,8 +17,6 @@ A ``shared`` book is every layer. Its stats cover all layers' rows, so it is upd
 loss, no stats. All layers are computed and ``where`` selects, so the computation does not depend on the draw. The
 papers use one key for all rows; a ``depth`` for each example can be given instead.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
@@ -65,7 +58,7 @@ def encode(state: Residual, x: Tensor) -> Tensor:
 def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[... layers], or of the first layers alone; -1 adds nothing.
 
-    Raises ValueError for more codes than layers, and what ``decode`` of a layer raises for a code out of range.
+    Raises what ``decode`` of a layer does, and ValueError for more codes than layers.
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
     out = sum(others, first)  # in the order of apply, so that the bits are equal
@@ -109,8 +102,7 @@ def apply(
       ``gradient=direct`` and ``grad_frac=1.0`` (Vali et al. 2025).
 
     ``options`` go to the layers. Statistics are a list of Stats, or a RowCounts if layers do not learn from them.
-    Raises what ``apply`` of a layer does, ValueError for values out of range and wrong shapes, and TypeError for codes
-    of scalar layers.
+    Raises what ``apply`` of a layer does, and TypeError for codes of scalar layers.
     """
     if not 0 <= grad_frac <= 1:
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
@@ -149,8 +141,7 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None
     """Return the cross-entropy between rows x f[... dim] and target ``codes`` i64[... layers], a Mean of [layers].
 
     Each layer gets what the earlier targets leave of x (Shen et al. 2023); a target of -1 has no term and subtracts
-    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books, and
-    ValueError for another number of codes.
+    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books.
     """
     layers = layers_of(state)
     if codes.shape != (*x.shape[:-1], len(layers)):
@@ -169,7 +160,7 @@ def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> R
     """Return ``state`` with each layer updated from its stats; ``options`` are those of the layers' ``update``.
 
     A layer that dropout kept from all rows stays as it is, so that its codes do not expire. Raises what ``update`` of a
-    layer does, TypeError for stats or options of another kind of layers, ValueError for another number of stats.
+    layer does, and TypeError for stats or options of another kind of layers.
     """
     learns, kind = verbs_of(state.layers[0]).update is not None, type(state.layers[0]).__name__
     if isinstance(stats, RowCounts) == learns or (options and not learns):

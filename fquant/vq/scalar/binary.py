@@ -8,8 +8,6 @@ of the patterns' probabilities at temperature 1. The loss "kl" keeps bits random
 coins, bits · ln 2 - H, beyond ``free`` (one bit). The state trains nothing; the model that makes the logits trains.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -35,10 +33,7 @@ class Binary:
 
 
 def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary:
-    """Return a state for logits f[... bits]; ``key`` is not used.
-
-    Raises ValueError for bits outside [1, 20], and for ``free`` below zero.
-    """
+    """Return a state for logits f[... bits]; ``key`` is not used. Raises ValueError for bits outside [1, 20]."""
     if not 1 <= bits <= MOST:
         raise ValueError(f"binary.init: bits are {bits}; wanted from 1 to {MOST}, for rows have 2^bits numbers")
     if not free >= 0.0:
@@ -64,7 +59,7 @@ def apply(
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
     ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] is True
-    for the rows that count. Raises ValueError for a temperature that is not positive.
+    for the rows that count.
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")
@@ -83,8 +78,7 @@ def apply(
 def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
     """Return the log-probabilities [...] of codes i[...] under logits x f[... bits], in float32 or wider.
 
-    They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range, and
-    ValueError unless there is one code a row.
+    They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range.
     """
     codes = mixed_radix.checked("binary.log_prob", codes, 2**state.bits)
     if codes.shape != x.shape[:-1]:
