@@ -128,7 +128,14 @@ def encode(params: Autoencoder, images: Tensor) -> Tensor:
     Raises TypeError unless images are floats, ValueError for other shapes, or sides that s does not divide.
     """
     coder = params.encoder
-    _check(images, coder.scales[0].weight.shape[1], 2 ** len(coder.scales))
+    channels, side = coder.scales[0].weight.shape[1], 2 ** len(coder.scales)
+    if not images.is_floating_point():
+        raise TypeError(f"images: got {images.dtype}; wanted floats in [0, 1], use images.float() / 255")
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise ValueError(f"images: got shape {tuple(images.shape)}; wanted [b {channels} h w]")
+    height, width = images.shape[2:]
+    if height % side or width % side:
+        raise ValueError(f"images: got {height} x {width} pixels; wanted multiples of {side}, crop or pad them")
     x = images.to(coder.latent.weight.dtype) - MIDDLE
     for i, scale in enumerate(coder.scales):
         x = F.conv2d(F.relu(x) if i else x, scale.weight, scale.bias, stride=2, padding=1)
@@ -162,9 +169,7 @@ def from_codes(params: Autoencoder, state: Any, codes: Tensor, verbs: Any = vq) 
 def forward(
     params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
 ) -> tuple[Tensor, Quantized]:
-    """Reconstruct images f[b c h w]; return them with the output of ``verbs.apply``, which gets ``key`` and
-    ``options``.
-    """
+    """Reconstruct images f[b c h w]; return them with the output of ``verbs.apply`` for ``key`` and ``options``."""
     out = verbs.apply(state, encode(params, images), key, **options)
     return decode(params, out.x), out
 
@@ -188,13 +193,3 @@ def _blocks(x: Tensor, blocks: list[ResidualBlock]) -> Tensor:
         y = F.conv2d(F.relu(x), block.wide.weight, block.wide.bias, padding=1)
         x = x + F.conv2d(F.relu(y), block.back.weight, block.back.bias)
     return x
-
-
-def _check(images: Tensor, channels: int, scale: int) -> None:
-    if not images.is_floating_point():
-        raise TypeError(f"images: got {images.dtype}; wanted floats in [0, 1], use images.float() / 255")
-    if images.ndim != 4 or images.shape[1] != channels:
-        raise ValueError(f"images: got shape {tuple(images.shape)}; wanted [b {channels} h w]")
-    height, width = images.shape[2:]
-    if height % scale or width % scale:
-        raise ValueError(f"images: got {height} x {width} pixels; wanted multiples of {scale}, crop or pad them")

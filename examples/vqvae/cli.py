@@ -117,7 +117,3 @@ def work(options: Options) -> Result | str:
         return result
     except ValueError as error:
         return str(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

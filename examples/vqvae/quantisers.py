@@ -68,9 +68,7 @@ class Quantiser(NamedTuple):
 
 
 def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int = 1) -> Quantiser:
-    """Make a quantiser of rows f[... dim]: ``num_layers`` layers for each of ``num_groups`` parts of a row, or
-    ValueError.
-    """
+    """Make a quantiser of rows f[... dim]: ``num_layers`` layers for each of ``num_groups`` parts of a row."""
     if num_codes < 2:
         raise ValueError(f"--codes is {num_codes}; wanted at least 2")
     for option, number in (("layers", num_layers), ("groups", num_groups)):
@@ -107,9 +105,10 @@ def _init(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, gr
 
 
 def _init_layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
-    if name in ("fsq", "lfq"):
-        init, size = (residual.init_fsq, levels) if name == "fsq" else (residual.init_lfq, bits)
-        return init(key, size(num_codes), num_layers, dim)
+    if name == "fsq":
+        return residual.init_fsq(key, levels(num_codes), num_layers, dim)
+    if name == "lfq":
+        return residual.init_lfq(key, bits(num_codes), num_layers, dim)
     if name == "simvq":
         return residual.init_simvq(key, num_codes, dim, num_layers)
     if name == "implicit":

@@ -61,11 +61,9 @@ class Job:
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        for name in ("dim", "patch", "steps", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
-        if self.hidden < 2:
-            raise ValueError(f"--hidden is {self.hidden}; wanted at least 2")
+        for name, least in (("dim", 1), ("patch", 1), ("steps", 1), ("batch", 1), ("hidden", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least {least}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
 

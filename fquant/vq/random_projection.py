@@ -64,9 +64,7 @@ def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.fl
 
 
 def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """Return the codes of x f[... dim] and their vectors [... heads·width], without gradient or losses; ``key`` is
-    unused.
-    """
+    """Return the codes of x f[... dim] and their vectors [... heads·width], without gradient or losses."""
     z, kept, counts = _project("random_projection.apply", state, x, mask)
     codes = projection_layers.join_codes(_nearest(state, z), kept)
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)

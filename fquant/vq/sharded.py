@@ -121,7 +121,7 @@ def apply(
     _check(state, x)
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
-    kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.row_mask(mask, x)
+    kept = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else rows.row_mask(mask, x)
     point, valid = rows.zero_invalid(at_least_float32(x), kept)
     # A lost row travels as inf, and a masked one as nan, which is also what rows are padded with.
     marks = torch.where(kept, torch.inf, torch.nan).to(point.dtype)[..., None]

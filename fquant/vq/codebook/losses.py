@@ -82,13 +82,11 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     n.
     """
     codes = unit(at_least_float32(vectors_by_head(book)))
-    if among is None:
-        number = codes.new_full((len(codes),), codes.shape[1])
-    else:
-        if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
-            raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
-        among = among.expand(codes.shape[:2])
-        codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
+    among = torch.ones_like(book.counts, dtype=torch.bool) if among is None else among
+    if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
+        raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
+    among = among.expand(codes.shape[:2])
+    codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
     # The squares of C·Cᵀ [K K] and of Cᵀ·C [D D] have the same sum.
     return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 

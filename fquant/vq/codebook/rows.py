@@ -48,9 +48,8 @@ def check(book: Book, x: Tensor) -> None:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x: got {got}; wanted a tensor of floats")
     *heads, _, dim = book.codes.shape
-    wanted = (*heads, dim)
-    if x.shape[-len(wanted) :] != wanted or x.ndim < len(wanted):
-        shown = " ".join(map(str, wanted))
+    if x.shape[-len(heads) - 1 :] != (*heads, dim):
+        shown = " ".join(map(str, (*heads, dim)))
         raise ValueError(f"x: got shape {tuple(x.shape)} for a book of {dim} dims; wanted [... {shown}]")
 
 
@@ -193,7 +192,5 @@ def _check_row_offset(row_offset: RowOffset | None, kept: int | Tensor) -> None:
     num_kept = kept if isinstance(kept, int) else int(kept.sum(1).max())
     first, total = map(int, row_offset)
     if first < 0 or first + num_kept > total:
-        raise ValueError(
-            f"row_offset: got {num_kept} kept rows from number {first} on, of {total} in all; "
-            "wanted no more rows than the total, use shard.rows(len(x) or mask.sum(), mesh, axes)"
-        )
+        wanted = "wanted no more rows than the total, use shard.rows(len(x) or mask.sum(), mesh, axes)"
+        raise ValueError(f"row_offset: got {num_kept} kept rows from number {first} on, of {total} in all; {wanted}")

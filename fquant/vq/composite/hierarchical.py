@@ -142,7 +142,8 @@ def decode(
         if cells.shape != (*lead, *scale):
             raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(cells.shape)}; wanted {(*lead, *scale)}")
         cells = cells.reshape(-1, *scale)
-        out = out + _upsample(state, i, books.decode(_book(state, i), cells), cells, size)
+        book = state.books[min(i, len(state.books) - 1)]
+        out = out + _upsample(state, i, books.decode(book, cells), cells, size)
     out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
     return out if dtype is None else out.to(dtype)
 
@@ -193,7 +194,7 @@ def apply(
         down = (pooled / count.clamp(min=SMALL)).movedim(1, -1)
         before = total * sum(cells[:i]) if shared else 0
         got = apply_book(
-            _book(state, i),
+            state.books[0 if shared else i],
             torch.where(used[..., None], down, torch.nan),
             None if key is None else key if shared else random.fold(key, i),
             gradient=gradient,
@@ -232,10 +233,6 @@ def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
     drops = random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape)
     fewer = state.least + (random.bits(random.fold(key, "depth"), key.shape) * choices >> 32)
     return torch.where(drops, fewer, most)
-
-
-def _book(state: Hierarchical, i: int) -> Book:
-    return state.books[i if len(state.books) > 1 else 0]
 
 
 def _pool(t: Tensor, scale: tuple[int, ...]) -> Tensor:

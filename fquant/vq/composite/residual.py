@@ -114,6 +114,7 @@ def apply(
     if depth is not None:
         depth = depth.reshape((*depth.shape, *[1] * (live.ndim - depth.ndim)))
     row_offset, layers = options.get("row_offset"), layers_of(state)
+    learns = verbs_of(layers[0]).update is not None
     rest, out, each = start, torch.zeros_like(start), []
     for i, layer in enumerate(layers):
         used = live if depth is None else live & (i < depth)
@@ -122,14 +123,15 @@ def apply(
         if state.shared:
             first, total = row_offset or (0, live.numel() if mask is None else mask.sum())
             given["row_offset"] = first + i * total, len(layers) * total  # rows follow those of the layers before
-        got = verbs_of(layer).apply(layer, rest, out, layer_key, used, mask, **given)
+        seen = torch.where(used[..., None], rest, torch.nan) if learns else rest
+        got = verbs_of(layer).apply(layer, seen, out, layer_key, mask if learns else used, **given)
         q = got.x.detach()
         rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
         each.append(got)
     if outer is not None:
         out = outer(start, out, None, None if key is None else _row_keys(key, live, mask, row_offset))
     stats: Any = [got.stats for got in each]
-    if verbs_of(layers[0]).update is None:
+    if not learns:
         stats = projection_layers.count_rows(live, mask)
     elif state.shared:
         stats = [add(*stats)]

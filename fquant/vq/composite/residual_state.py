@@ -185,9 +185,7 @@ def init_lfq(
     multiple: int = 1,
     **options: Any,
 ) -> Residual:
-    """Make layers of LFQ with ``options`` of ``lfq.init``, where layer i has the scale 2^-i and clamps to ``clamp`` ·
-    2^-i.
-    """
+    """Make layers of LFQ with ``options`` of ``lfq.init``; layer i has scale 2^-i and clamps to ``clamp`` · 2^-i."""
     key = random.key(key)
     layers = []
     for i in range(num_layers):

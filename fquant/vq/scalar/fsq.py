@@ -91,9 +91,7 @@ def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def decode_levels(state: FSQ, codes: Tensor) -> Tensor:
-    """Return the levels i64[... d] from 0 of codes i[...], or [... c d] of [... c], for factorised embeddings; -1 for
-    -1.
-    """
+    """Return the levels i64[... d] from 0 of codes i[...], or [... c d] of [... c]; -1 for -1."""
     digits, known = projection_layers.decode_digits("fsq.decode_levels", codes, state.levels, state.num_codebooks)
     digits = torch.where(known[..., None], digits, mixed_radix.NONE)
     return digits.squeeze(-2) if state.num_codebooks == 1 else digits
@@ -125,7 +123,7 @@ def _project_in(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _project_out(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
-    q = projection_layers.unrotate(q, state.rotation)
+    q = projection_layers.rotate(q, state.rotation, back=True)
     if state.scale is not None:
         q = q * per_scalar(state.scale, q)
     return projection_layers.project_out(q, state.params, known)

@@ -178,7 +178,7 @@ def _project_in(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _project_out(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.project_out(projection_layers.unrotate(q, state.rotation), state.params, known)
+    return projection_layers.project_out(projection_layers.rotate(q, state.rotation, back=True), state.params, known)
 
 
 def _magnitude(state: LFQ) -> float:
@@ -206,7 +206,8 @@ def _entropies(
     logits = rearrange(logits, "n c (g b) -> (c g) n b", b=state.group or state.bits)
     on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
     each = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum((0, 2))  # [n]
-    high, low = (_patterns(*half) for half in zip(_halves(off), _halves(on), strict=True))  # [(c g) n 2^(b/2)]
+    halves = (t.tensor_split([t.shape[-1] // 2], -1) for t in (off, on))
+    high, low = (_patterns(*half) for half in zip(*halves, strict=True))  # [(c g) n 2^(b/2)]
     sums = matmul((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
     num_local = weight.sum()
     sums, each, n = psum((sums, (each * weight).sum(), num_local))
@@ -214,10 +215,6 @@ def _entropies(
     p = sums / n
     surprise = -p.clamp(min=torch.finfo(p.dtype).tiny).log()  # so that p · surprise has a gradient at 0
     return each / n / num_codebooks, (p * surprise).sum() / num_codebooks, num_local
-
-
-def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
-    return t[..., : t.shape[-1] // 2], t[..., t.shape[-1] // 2 :]
 
 
 def _patterns(off: Tensor, on: Tensor) -> Tensor:

@@ -134,14 +134,9 @@ def project_out(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
 
-def rotate(z: Tensor, rotation: Tensor | None) -> Tensor:
-    """Multiply z [... d] by the rotation f32[d d], if there is one."""
-    return z if rotation is None else matmul(z, rotation.to(z.dtype))
-
-
-def unrotate(z: Tensor, rotation: Tensor | None) -> Tensor:
-    """Invert :func:`rotate`."""
-    return rotate(z, None if rotation is None else rotation.mT)
+def rotate(z: Tensor, rotation: Tensor | None, back: bool = False) -> Tensor:
+    """Multiply z [... d] by the rotation f32[d d], or its inverse, if there is one."""
+    return z if rotation is None else matmul(z, (rotation.mT if back else rotation).to(z.dtype))
 
 
 def join_codes(codes: Tensor, live: Tensor) -> Tensor:
