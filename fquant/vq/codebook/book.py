@@ -163,10 +163,7 @@ def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def shift(book: Book, moments: Moments, row_decay: float = 0.99, code_decay: float = 0.9) -> Book:
-    """Move the averages of ``book`` towards the moments of rows and of its codes; the first call sets them.
-
-    Without any rows the book stays. Raises ValueError for a book that is not affine, or decays outside of [0, 1).
-    """
+    """Move the averages of ``book`` towards the moments of rows and of its codes; the first call with rows sets them."""
     if book.affine is None:
         raise ValueError("the book is not affine; make one with init(..., affine=True)")
     for name, decay in (("row_decay", row_decay), ("code_decay", code_decay)):
@@ -214,8 +211,8 @@ def check_lookup(book: Book, codes: Tensor, num_codes: int) -> None:
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes: got {got}; wanted int64, as from encode")
     if book.codes.ndim == 3 and codes.shape[-1:] != book.codes.shape[:1]:
-        wanted = f"wanted [... {len(book.codes)}], a code for each of the heads"
-        raise ValueError(f"codes: got shape {tuple(codes.shape)}; {wanted}")
+        heads = len(book.codes)
+        raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted [... {heads}], a code for each of the heads")
     check_codes(codes, num_codes)
 
 
@@ -232,9 +229,8 @@ def check_codes(codes: Tensor, num_codes: int) -> None:
     if dispatch.is_direct(codes) and codes.numel():
         least, most = (int(t) for t in codes.aminmax())
         if least < -1 or most >= num_codes:
-            wrong = least if least < -1 else most
-            wanted = f"wanted 0 to {num_codes - 1}, or -1 for none"
-            raise IndexError(f"codes: got {wrong} for a book of {num_codes}; {wanted}")
+            got = f"{least if least < -1 else most} for a book of {num_codes}"
+            raise IndexError(f"codes: got {got}; wanted 0 to {num_codes - 1}, or -1 for none")
 
 
 def _std_ratio(affine: Affine) -> Tensor:

@@ -1,9 +1,5 @@
 """Nearest codes of rows, and codes drawn by their distance; they carry no gradient.
 
-    codes = encode(book, x)                      # i64[...], of x [... D]
-    codes = encode(book, x, top=4)               # i64[... 4], the nearest first
-    codes = sample(book, x, key, temperature=0.5)
-
 The distances of all rows to all codes are never in memory together: ``fquant.kernels.ops.nearest`` computes them tile
 by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time.
 """

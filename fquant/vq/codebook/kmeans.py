@@ -1,7 +1,6 @@
 """k-means: a book whose codes are the means of clusters of rows.
 
-    book = kmeans(book, x, key)
-    book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)
+    book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)      # or without the last two
 
 Lloyd's iterations start at rows drawn by number (``rows.py``). Each takes the stats of the book and one ``psum``, so a
 mesh runs iterations + 1 collectives of fixed shapes. For any split of the rows the result is that of one process.

@@ -52,8 +52,8 @@ def diversity(
 ) -> Mean:
     """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 
-    ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. The entropy of a mean is not a
-    sum, so ``psum`` sums a tree over the ranks that share the batch. A position without rows has no term.
+    ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. ``psum`` sums a tree over the
+    ranks that share the batch. A position without rows has no term.
     """
     flat, table, valid = _flatten(book, x, mask)
     size = x.shape[-3] if book.codes.ndim == 3 else x.shape[-2]

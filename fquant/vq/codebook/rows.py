@@ -6,9 +6,9 @@
 but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic, so they
 reach no gradient.
 
-*Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks, a function
-of the key. Each rank gives the drawn rows that it has, among zeros, so their sum over ranks does not depend on the
-split. All rows are cut into as many strata as are drawn, and each gives one, in random order, so rows are distinct.
+*Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks. Each rank
+gives those that it has, among zeros, so their sum over ranks does not depend on the split. All rows are cut into as
+many strata as are drawn, and each gives one, in random order, so rows are distinct.
 
 ``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks. On
 a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.

@@ -30,7 +30,6 @@ from ..codebook.book import Book
 from ..codebook.book import decode as decode_book
 from ..codebook.gradient_estimators import GradientEstimator
 from ..codebook.losses import cross_entropy as cross_entropy_of
-from ..codebook.rows import RowOffset
 from ..codebook.update import Stats, add, unless_empty
 from ..quantized import Mean, Quantized, stack_trees
 from ..scalar import mixed_radix, projection_layers
@@ -129,7 +128,10 @@ def apply(
         rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
         each.append(got)
     if outer is not None:
-        out = outer(start, out, None, None if key is None else _row_keys(key, live, mask, row_offset))
+        flat = None if mask is None else mask.reshape(1, -1)
+        numbers = rows.number_rows(flat, live.reshape(1, -1), row_offset)
+        row_keys = None if key is None else rows.row_keys(random.fold(key, "outer"), numbers).reshape(live.shape)
+        out = outer(start, out, None, row_keys)
     stats: Any = [got.stats for got in each]
     if not learns:
         stats = projection_layers.count_rows(live, mask)
@@ -219,10 +221,3 @@ def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None,
         raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
     if key is not None and key.ndim and verbs.update is not None:
         raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
-
-
-def _row_keys(key: Tensor, live: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> Tensor:
-    """Return a key i64[...] for each row, a function of its number."""
-    flat = None if mask is None else mask.reshape(1, -1)
-    number = rows.number_rows(flat, live.reshape(1, -1), row_offset)
-    return rows.row_keys(random.fold(key, "outer"), number).reshape(live.shape)

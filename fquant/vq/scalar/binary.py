@@ -70,7 +70,9 @@ def apply(
     codes = _codes(state, ones, live)
     soft = _log_probs(state, logits).exp()
     out = torch.where(live[..., None], straight_through(soft, decode(state, codes, soft.dtype)), 0.0)
-    excess = F.relu(state.bits * math.log(2.0) - _entropy(logits) - state.free)
+    on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
+    entropy = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)  # of a row's bits, in nats
+    excess = F.relu(state.bits * math.log(2.0) - entropy - state.free)
     kl = Mean(torch.where(live, excess, 0.0).sum(), live.sum().to(excess.dtype))
     return Quantized(out.to(x.dtype), codes, {"kl": kl}, projection_layers.count_rows(live, mask))
 
@@ -96,9 +98,3 @@ def _log_probs(state: Binary, logits: Tensor) -> Tensor:
     """Return the log-probabilities of all patterns: [... bits] -> [... 2^bits]."""
     ones = mixed_radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
     return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of each row's bits, in nats."""
-    on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
-    return -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)
