@@ -10,10 +10,9 @@ all-gather brings the rows to all ranks, and each searches its own codes. An all
 keys: the score in the high half, the code in the low half, so of equally near codes the lowest wins. A reduce-scatter
 returns the decoded rows, as sums in which all terms but one are zero.
 
-The stats of a rank's codes are complete, because it has the rows of all ranks. An update sums a few numbers in one
-all-reduce, for the smoothing and to assign drawn rows to dead codes. A shard of a book with heads has some codes of
-every head, and a row [h D] travels whole. Codes equal those of one process on all rows, unless two are equally near to
-within the rounding of a matrix product.
+The stats of a rank's codes are complete. An update sums a few numbers in one all-reduce, for the smoothing and to
+assign drawn rows to dead codes. A shard of a book with heads has some codes of every head, and a row [h D] travels
+whole. Codes equal those of one process, unless two are equally near to within the rounding of a matrix product.
 """
 
 from dataclasses import replace

@@ -41,10 +41,9 @@ def kmeans(
     """Set codes, counts and sums of ``book`` to clusters of rows ``x`` f[... D] (with heads [... h D]).
 
     Rows are the finite ones that ``mask`` selects. ``split`` puts empty clusters beside large ones; without it they
-    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has.
-
-    Raises ValueError for less than 1 iteration, rows of two ranks with the same numbers, and fewer rows than codes on
-    all ranks together; where values cannot be seen, the missing codes start at the book's.
+    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has. Raises
+    ValueError for rows of two ranks with the same numbers, and fewer rows than codes on all ranks together; where
+    values cannot be seen, the missing codes start at the book's.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")

@@ -196,7 +196,7 @@ def update(
     threshold: float = 0.0,
     reset: float | None = None,
 ) -> Book:
-    """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire` from a threshold."""
+    """Update ``book``: :func:`ema`, or :func:`move` if learnable, then :func:`expire` unless ``threshold`` is 0."""
     check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)
     return expire(book, stats, threshold, reset) if threshold else book

@@ -165,8 +165,7 @@ def apply(
     * mask: bool[... *places], True for the rows that count; ``vq.mask`` makes one from lengths.
     * depth: i64[] or [...], the number of scales of an example, instead of a draw.
     * row_offset: (first, total) numbers of this rank's examples, see ``rows.py``.
-
-    ``options`` and errors are those of ``vq.apply``.
+    * options: those of ``vq.apply``, whose errors it raises.
     """
     spatial, name = len(state.scales[0]), "hierarchical.apply"
     if x.ndim < spatial + 1:

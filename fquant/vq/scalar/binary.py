@@ -58,8 +58,8 @@ def apply(
 ) -> Quantized:
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
-    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] is True
-    for the rows that count.
+    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] keeps
+    rows.
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")

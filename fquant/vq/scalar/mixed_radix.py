@@ -42,8 +42,7 @@ def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
 def checked(name: str, codes: Tensor, size: int) -> Tensor:
     """Return ``codes`` as int64; TypeError unless integers, IndexError unless each is in [0, size) or -1.
 
-    On CUDA a device assertion replaces the IndexError; inside a transform or a trace the check runs with the
-    computation.
+    On CUDA a device assertion replaces the IndexError; in a transform or a trace the check runs with the computation.
     """
     if not isinstance(codes, Tensor) or codes.dtype is torch.bool or codes.is_floating_point() or codes.is_complex():
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
