@@ -11,20 +11,15 @@
                 blocks     as before
                 scales     transposed convolutions of 4 x 4 in steps of 2; the last makes channels
 
-That is the network of section 4.1, with a convolution to and from the latents. It takes images of any size whose sides
-s divides.
+That is the network of section 4.1, with a convolution to and from the latents, for images whose sides s divides.
 
-The quantiser is an argument: a state of ``fquant.vq``, and ``verbs``, the module of its functions. For a Book that is
-``vq`` itself, for an FSQ ``vq.fsq``, for a Residual ``vq.residual``. Nothing here updates the state or sums over ranks.
-Losses are Means (sums and counts), and the statistics for ``verbs.update`` are returned.
+The quantiser is an argument: a state of ``fquant.vq``, and ``verbs``, the module of its functions: ``vq`` itself for a
+Book, ``vq.fsq`` for an FSQ, ``vq.residual`` for a Residual. Nothing here updates the state or sums over ranks.
 
     losses, out = loss(params, book, images, key)                     # {"reconstruction": Mean, "commitment": Mean}
     book        = vq.update(book, out.stats)
-    codes       = to_codes(params, book, images)
-    images      = from_codes(params, book, codes)
+    images      = from_codes(params, book, to_codes(params, book, images))
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -130,11 +125,17 @@ def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32
 def encode(params: Autoencoder, images: Tensor) -> Tensor:
     """Encode images f[b c h w] in [0, 1] to latents f[b h/s w/s dim] in the dtype of the parameters.
 
-    Raises TypeError for another dtype than floats, ValueError for another number of dims or channels, or sides that s
-    does not divide.
+    Raises TypeError unless images are floats, ValueError for other shapes, or sides that s does not divide.
     """
     coder = params.encoder
-    _check(images, coder.scales[0].weight.shape[1], 2 ** len(coder.scales))
+    channels, side = coder.scales[0].weight.shape[1], 2 ** len(coder.scales)
+    if not images.is_floating_point():
+        raise TypeError(f"images: got {images.dtype}; wanted floats in [0, 1], use images.float() / 255")
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise ValueError(f"images: got shape {tuple(images.shape)}; wanted [b {channels} h w]")
+    height, width = images.shape[2:]
+    if height % side or width % side:
+        raise ValueError(f"images: got {height} x {width} pixels; wanted multiples of {side}, crop or pad them")
     x = images.to(coder.latent.weight.dtype) - MIDDLE
     for i, scale in enumerate(coder.scales):
         x = F.conv2d(F.relu(x) if i else x, scale.weight, scale.bias, stride=2, padding=1)
@@ -143,10 +144,7 @@ def encode(params: Autoencoder, images: Tensor) -> Tensor:
 
 
 def decode(params: Autoencoder, latents: Tensor) -> Tensor:
-    """Decode latents f[b h/s w/s dim] to images f[b c h w], roughly in [0, 1] and not clamped.
-
-    Raises ValueError for another number of dims, or another last one.
-    """
+    """Decode latents f[b h/s w/s dim] to images f[b c h w], roughly in [0, 1]; ValueError for another shape."""
     coder = params.decoder
     dim = coder.latent.weight.shape[1]
     if latents.ndim != 4 or latents.shape[-1] != dim:
@@ -159,22 +157,19 @@ def decode(params: Autoencoder, latents: Tensor) -> Tensor:
 
 
 def to_codes(params: Autoencoder, state: Any, images: Tensor, verbs: Any = vq) -> Tensor:
-    """Return the codes i64[b h/s w/s ...] of images f[b c h w]; raises the errors of :func:`encode`."""
+    """Return the codes i64[b h/s w/s ...] of images f[b c h w]."""
     return verbs.encode(state, encode(params, images))
 
 
 def from_codes(params: Autoencoder, state: Any, codes: Tensor, verbs: Any = vq) -> Tensor:
-    """Return the images f[b c h w] in [0, 1] of codes i64[b h/s w/s ...]; raises the errors of ``verbs.decode``."""
+    """Return the images f[b c h w] in [0, 1] of codes i64[b h/s w/s ...]."""
     return decode(params, verbs.decode(state, codes)).clamp(0, 1)
 
 
 def forward(
     params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
 ) -> tuple[Tensor, Quantized]:
-    """Reconstruct images f[b c h w]; return them with the output of the quantiser's ``apply``.
-
-    ``key`` and ``options`` go to ``verbs.apply``. Raises its errors and those of :func:`encode`.
-    """
+    """Reconstruct images f[b c h w]; return them with the output of ``verbs.apply`` for ``key`` and ``options``."""
     out = verbs.apply(state, encode(params, images), key, **options)
     return decode(params, out.x), out
 
@@ -182,10 +177,10 @@ def forward(
 def loss(
     params: Autoencoder, state: Any, images: Tensor, key: Tensor | None = None, verbs: Any = vq, **options: Any
 ) -> tuple[dict[str, Mean], Quantized]:
-    """Return the losses of :func:`forward`, and the quantiser's output.
+    """Return the losses of :func:`forward`, without weights, and the quantiser's output.
 
     "reconstruction" is the mean square difference of all values of the images; the others are the quantiser's own. All
-    are float32 at least. The caller weighs them.
+    are float32 at least.
     """
     decoded, out = forward(params, state, images, key, verbs, **options)
     dtype = torch.promote_types(decoded.dtype, torch.float32)
@@ -198,13 +193,3 @@ def _blocks(x: Tensor, blocks: list[ResidualBlock]) -> Tensor:
         y = F.conv2d(F.relu(x), block.wide.weight, block.wide.bias, padding=1)
         x = x + F.conv2d(F.relu(y), block.back.weight, block.back.bias)
     return x
-
-
-def _check(images: Tensor, channels: int, scale: int) -> None:
-    if not images.is_floating_point():
-        raise TypeError(f"images: got {images.dtype}; wanted floats in [0, 1], use images.float() / 255")
-    if images.ndim != 4 or images.shape[1] != channels:
-        raise ValueError(f"images: got shape {tuple(images.shape)}; wanted [b {channels} h w]")
-    height, width = images.shape[2:]
-    if height % scale or width % scale:
-        raise ValueError(f"images: got {height} x {width} pixels; wanted multiples of {scale}, crop or pad them")

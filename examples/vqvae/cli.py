@@ -1,18 +1,13 @@
 """Train a VQ-VAE on patches of photographs, on one process or over several.
 
-    python -m examples.vqvae                                     # a codebook of 512
-    python -m examples.vqvae --quantiser vq --layers 4 --codes 64
-    python -m examples.vqvae --quantiser fsq --codes 1000 --steps 4000
+    python -m examples.vqvae --quantiser fsq --codes 1000 --steps 4000        # default: a codebook of 512
     python -m examples.vqvae --mesh dp=2
     torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
     python -m examples.vqvae --resume runs/vqvae                 # continue, to the bit
 
 The photographs are those of scikit-image's wheel (pip install 'fquant[images]'); the middle fifth of each is held out.
-A run writes reconstruction.png, codebook.png and the files of every run (examples/common/runs.py) to a new folder. The
-training is in examples/vqvae/train.py.
+A run writes reconstruction.png, codebook.png and the files of every run (examples/common/runs.py) to a new folder.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -119,7 +114,3 @@ def work(options: Options) -> Result | str:
         return result
     except ValueError as error:
         return str(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ The key of a patch decides its place, uniformly over all photographs, and whethe
 patches, and together they are those of one process.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -34,12 +32,13 @@ class Part(NamedTuple):
 
 
 def load() -> list[Photograph]:
-    """Load five colour photographs. Raises ValueError if scikit-image is not installed."""
+    """Load five colour photographs; ValueError if scikit-image is not installed."""
     try:
         from skimage import data
     except ImportError:
-        wanted = "wanted its photographs, pip install 'fquant[images]'"
-        raise ValueError(f"scikit-image is not installed; {wanted}") from None
+        raise ValueError(
+            "scikit-image is not installed; wanted its photographs, pip install 'fquant[images]'"
+        ) from None
     images = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
     images["motorcycle"] = data.stereo_motorcycle()[0]
     return [Photograph(name, torch.tensor(pixels).movedim(-1, 0)) for name, pixels in images.items()]
@@ -49,8 +48,7 @@ def parts(photographs: list[Photograph], size: int) -> list[Part]:
     """Return the training parts for patches of ``size`` x ``size``. Raises ValueError if a held-out part is smaller."""
     most = min(min(held(photograph).shape[1:]) for photograph in photographs)
     if not 1 <= size <= most:
-        wanted = f"1 to {most}, which fits into the held-out part of every photograph"
-        raise ValueError(f"--patch is {size}; wanted {wanted}")
+        raise ValueError(f"--patch is {size}; wanted 1 to {most}, which fits into every held-out part")
     out = []
     for photograph in photographs:
         first, last = _middle(photograph)

@@ -1,7 +1,5 @@
 """The output of examples/vqvae/cli.py: a line a step, one table, two pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

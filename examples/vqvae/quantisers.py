@@ -5,16 +5,14 @@ summed over ranks after the gradient, move the codes of other books. The entropi
 means over rows, so the ``psum`` that ``apply`` gets sums them inside the gradient.
 
 *Codes in use.* FSQ and FSP fill the levels of each scalar, but nothing makes scalars independent, so many products of
-levels stay empty. These are perplexities after 1500 steps of 16 patches. FSQ's three scalars of 8 levels used 7.1, 7.5
-and 7.3 levels, and together 133 of 512 codes. With 8, 5, 5 and 5 levels it used 7.9, 4.7, 4.6 and 4.6, and 103 of 1000;
-FSP used 111 and 129 codes. vector-quantize-pytorch gives the same latents the same codes, all 13,696. The number still
-grows when training ends. The entropies of lfq and bsq ask for independence, and dead codes of a book start again.
+levels stay empty. After 1500 steps of 16 patches, FSQ's three scalars of 8 levels had perplexities of 7.1, 7.5 and 7.3,
+together 133 of 512 codes. 8, 5, 5 and 5 levels had 7.9, 4.7, 4.6 and 4.6, together 103 of 1000; FSP had 111 and 129.
+vector-quantize-pytorch gives the same latents the same codes, all 13,696. The number still grows when training ends.
+The entropies of lfq and bsq ask for independence, and dead codes of a book start again.
 
 Three quantisers of ``fquant.vq`` are missing. ``random_projection`` has no gradient, ``binary`` makes 2^n numbers of n,
 and ``hierarchical`` fixes the size of a map, while photographs have any.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -70,10 +68,7 @@ class Quantiser(NamedTuple):
 
 
 def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num_groups: int = 1) -> Quantiser:
-    """Make a quantiser of rows f[... dim]: ``num_layers`` layers for each of ``num_groups`` parts of a row.
-
-    Raises ValueError for a wrong number of codes, layers or groups.
-    """
+    """Make a quantiser of rows f[... dim]: ``num_layers`` layers for each of ``num_groups`` parts of a row."""
     if num_codes < 2:
         raise ValueError(f"--codes is {num_codes}; wanted at least 2")
     for option, number in (("layers", num_layers), ("groups", num_groups)):
@@ -98,31 +93,27 @@ def _init(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, gr
         return grouped, grouped.init(key, [group] * groups)
     if num_layers > 1:
         return residual, _init_layers(name, num_codes, num_layers, dim, key)
-    match name:
-        case "vq" | "cosine" | "learnt":
-            metric = "cosine" if name == "cosine" else "euclidean"
-            return vq, vq.init(key, num_codes, dim, metric=metric, learnable=name == "learnt")
-        case "simvq":
-            return simvq, simvq.init(key, num_codes, dim)
-        case "fsq" | "fsp" | "latent":
-            verbs = {"fsq": fsq, "fsp": fsp, "latent": latent}[name]
-            return verbs, verbs.init(key, levels(num_codes), dim)
-        case _:
-            return lfq, lfq.init(key, bits(num_codes), dim, spherical=name == "bsq")
+    if name in ("vq", "cosine", "learnt"):
+        metric = "cosine" if name == "cosine" else "euclidean"
+        return vq, vq.init(key, num_codes, dim, metric=metric, learnable=name == "learnt")
+    if name == "simvq":
+        return simvq, simvq.init(key, num_codes, dim)
+    if name in ("lfq", "bsq"):
+        return lfq, lfq.init(key, bits(num_codes), dim, spherical=name == "bsq")
+    verbs = {"fsq": fsq, "fsp": fsp, "latent": latent}[name]
+    return verbs, verbs.init(key, levels(num_codes), dim)
 
 
 def _init_layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
-    match name:
-        case "vq" | "learnt":
-            return residual.init_books(key, num_codes, dim, num_layers, learnable=name == "learnt")
-        case "simvq":
-            return residual.init_simvq(key, num_codes, dim, num_layers)
-        case "implicit":
-            return residual.init_implicit(key, num_codes, dim, num_layers, depth=1)
-        case "fsq":
-            return residual.init_fsq(key, levels(num_codes), num_layers, dim)
-        case _:
-            return residual.init_lfq(key, bits(num_codes), num_layers, dim)
+    if name == "fsq":
+        return residual.init_fsq(key, levels(num_codes), num_layers, dim)
+    if name == "lfq":
+        return residual.init_lfq(key, bits(num_codes), num_layers, dim)
+    if name == "simvq":
+        return residual.init_simvq(key, num_codes, dim, num_layers)
+    if name == "implicit":
+        return residual.init_implicit(key, num_codes, dim, num_layers, depth=1)
+    return residual.init_books(key, num_codes, dim, num_layers, learnable=name == "learnt")
 
 
 def trained_leaves(quantiser: Quantiser, state: Any) -> dict[str, Tensor]:
@@ -137,29 +128,25 @@ def replace_leaves(state: Any, leaves: dict[str, Tensor]) -> Any:
 
 def books_at_kmeans(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset, psum: Callable[[Any], Any]) -> Any:
     """Return ``state`` with each plain book at the k-means of ``rows`` f[... dim], minus the layers before."""
+    again = lambda part, x, i: books_at_kmeans(part, x, random.fold(key, i), row_offset, psum)
     if isinstance(state, vq.Book):
         return vq.kmeans(state, rows, key, row_offset=row_offset, psum=psum)
     if isinstance(state, grouped.Grouped):
-        parts = rows.split([group.dim for group in state.groups], -1)
-        each = enumerate(zip(state.groups, parts, strict=True))
-        return replace(
-            state, groups=[books_at_kmeans(g, x, random.fold(key, i), row_offset, psum) for i, (g, x) in each]
-        )
+        each = zip(state.groups, rows.split([group.dim for group in state.groups], -1), strict=True)
+        return replace(state, groups=[again(group, x, i) for i, (group, x) in enumerate(each)])
     if not isinstance(state, Residual):
         return state
     layers = []
     for i, layer in enumerate(state.layers):
+        layers.append(again(layer, rows, i))
         if isinstance(layer, vq.Book):
-            layer = vq.kmeans(layer, rows, random.fold(key, i), row_offset=row_offset, psum=psum)
-            rows = rows - vq.decode(layer, vq.encode(layer, rows))
-        layers.append(layer)
+            rows = rows - vq.decode(layers[-1], vq.encode(layers[-1], rows))
     return replace(state, layers=layers)
 
 
 def levels(num_codes: int) -> tuple[int, ...]:
     """Factor ``num_codes`` into as few levels of scalars as possible, the larger first; ValueError if impossible."""
-    factors = _factors(num_codes)
-    if factors is None:
+    if (factors := _factors(num_codes)) is None:
         wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
         raise ValueError(f"--codes is {num_codes}, {wanted}")
     return factors

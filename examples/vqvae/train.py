@@ -1,19 +1,9 @@
 """The training that examples/vqvae/cli.py starts on every rank: crop patches, take steps, measure.
 
-One captured step is the same on one process and on many, except for its sums:
-
-    losses, out = autoencoder.loss(net, state, share of the images, key)
-    counts      = psum of the losses' counts                            # of all images
-    grads       = grad of the sum of weight x sum / count
-    grads       = reduce(grads)                                         # over ranks
-    sums        = psum(losses, statistics, usage)                       # over ranks
-    state       = update(state, statistics)
-
-A patch and its random draws are functions of the seed, the step and its number in the batch. Every mesh therefore
-computes the same sums.
+One captured step is the same on one process and on many, except for its sums over ranks: of the losses' counts before
+the gradient, then of gradients, losses, statistics and usage. A patch and its random draws are functions of the seed,
+the step and its number in the batch. Every mesh therefore computes the same sums.
 """
-
-from __future__ import annotations
 
 import math
 import time
@@ -71,11 +61,9 @@ class Job:
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        for name in ("dim", "patch", "steps", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
-        if self.hidden < 2:
-            raise ValueError(f"--hidden is {self.hidden}; wanted at least 2")
+        for name, least in (("dim", 1), ("patch", 1), ("steps", 1), ("batch", 1), ("hidden", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least {least}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
 
@@ -137,7 +125,7 @@ class Result:
 
 
 def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """Return the photographs, their training parts and the quantiser of ``job``. Raises ValueError for bad options."""
+    """Return the photographs, their training parts and the quantiser of ``job``; ValueError for bad options."""
     images = photographs.load()
     parts = photographs.parts(images, job.patch)
     scale = config(job).scale

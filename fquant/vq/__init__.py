@@ -2,9 +2,8 @@
 
 from . import random_projection, sharded
 from .codebook import implicit, simvq
-from .codebook.affine import Affine, Moments, moments, shift
 from .codebook.apply import apply
-from .codebook.book import Book, code_vectors, decode, init, restart
+from .codebook.book import Affine, Book, Moments, code_vectors, decode, init, moments, restart, shift
 from .codebook.encode import encode, encode_among, sample
 from .codebook.gradient_estimators import direct, directional, gumbel, rotation, straight_through
 from .codebook.kmeans import kmeans

@@ -1,21 +1,11 @@
 """Matrix products in the dtype of their factors, also within autocast.
 
-A code is the nearest of many, so a product in bfloat16 gives another code, and a loss may consist of such rounding
-errors alone. Every matrix product of a quantiser is therefore one of
-
-    inner = matmul(x, codes.mT)
-    y     = linear(x, weight, bias)              # any kind of weight
-
-Both have derivatives of the same precision, wherever these are taken: ``torch.func.grad`` of a whole step may run
-within autocast, which would compute the backward of ``@`` in bfloat16. Other products run in
-
-    with no_autocast(x):
-
+A code is the nearest of many, so a product in bfloat16 gives another code, and a loss may consist of rounding errors
+alone. Every product of a quantiser is therefore a :func:`matmul` or a :func:`linear`. Their derivatives have the same
+precision even if ``torch.func.grad`` of a whole step runs within autocast. Other products run in :func:`no_autocast`,
 which covers the forward and its recomputation in a backward. The backward of a convolution, or of a Packed weight, is
-exact by itself. The backward of an Adapted weight follows autocast.
+exact by itself; that of an Adapted weight follows autocast.
 """
-
-from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -47,11 +37,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x: Tensor, w: packed_linear.Weight, bias: Tensor | None = None) -> Tensor:
     """Apply ``fquant.linear``, also within autocast in the dtype of ``x``."""
-    if not isinstance(w, Tensor):
+    if not isinstance(w, Tensor) or not _autocasts(x):
         with no_autocast(x):
             return packed_linear.linear(x, w, bias)
-    if not _autocasts(x):
-        return packed_linear.linear(x, w, bias)
     y = matmul(x, w.to(x.dtype).mT)
     return y if bias is None else y + bias.to(y.dtype)
 

@@ -4,11 +4,8 @@
     targets = random_projection.encode(state, features)     # i64[...], with several codebooks [... heads]
 
 Each row is normalised to mean 0 and variance 1 and projected by a random matrix (Xavier). Its code is the vector of a
-random codebook with the smallest angle to the projection. Nothing is trained or has a gradient. Codes decode to vectors
-of that codebook, of length 1.
+random codebook, of length 1, with the smallest angle to the projection. Nothing is trained or has a gradient.
 """
-
-from __future__ import annotations
 
 import torch
 from einops import rearrange
@@ -24,6 +21,8 @@ from .quantized import Quantized
 from .scalar import projection_layers
 from .scalar.projection_layers import RowCounts
 
+update = projection_layers.update
+
 
 @tree.node
 class RandomProjection:
@@ -37,10 +36,7 @@ class RandomProjection:
 def init(
     key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
 ) -> RandomProjection:
-    """Create a state for x f[... dim], projected to ``width``; with ``norm`` False rows are not normalised.
-
-    Raises ValueError for sizes below 1, and for rows of one number with ``norm``.
-    """
+    """Create a state for x f[... dim], projected to ``width``; with ``norm`` False rows are not normalised."""
     sizes = {"dim": dim, "num_codes": num_codes, "width": width, "num_codebooks": num_codebooks}
     if wrong := [f"{name} is {n}" for name, n in sizes.items() if n < 1]:
         raise ValueError(f"random_projection.init: {', '.join(wrong)}; wanted at least 1")
@@ -68,10 +64,7 @@ def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.fl
 
 
 def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """Return the codes of x f[... dim] and their vectors [... heads·width], without a gradient and without losses.
-
-    Nothing is random, so ``key`` is not used. ``mask`` bool[...] selects the rows that count.
-    """
+    """Return the codes of x f[... dim] and their vectors [... heads·width], without gradient or losses."""
     z, kept, counts = _project("random_projection.apply", state, x, mask)
     codes = projection_layers.join_codes(_nearest(state, z), kept)
     return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
@@ -82,11 +75,6 @@ def logits(state: RandomProjection, x: Tensor) -> Tensor:
     z, _, _ = _project("random_projection.logits", state, x, None)
     cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)
     return rows.unflatten_heads(cosines, z)
-
-
-def update(state: RandomProjection, stats: RowCounts) -> RandomProjection:
-    """Return the state unchanged, because nothing in it is learned."""
-    return state
 
 
 def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:

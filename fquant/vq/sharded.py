@@ -5,24 +5,15 @@
     x, codes, losses, stats = sharded.apply(state, x, key, exchange=exchange)
     state = sharded.update(state, stats, exchange=exchange)
 
-Each step brings N rows of D numbers and K codes together in one of two ways:
+Rows travel to the codes: for 65,536 codes of 256 numbers and 8,192 rows that is 17 MB, and codes to rows 134 MB. An
+all-gather brings the rows to all ranks, and each searches its own codes. An all-reduce takes the maximum of integer
+keys: the score in the high half, the code in the low half, so of equally near codes the lowest wins. A reduce-scatter
+returns the decoded rows, as sums in which all terms but one are zero.
 
-    rows to codes     N·D·4 bytes gathered, N·8 compared, N·D·4 scattered
-    codes to rows     K·D·4 bytes gathered, K·(D + 1)·4 summed as stats
-
-For 65,536 codes of 256 numbers and 8,192 rows that is 17 MB or 134, so rows travel. An all-gather brings the rows to
-all ranks, and each searches its own codes. An all-reduce takes the maximum of integer keys: the score in the high half,
-the code in the low half. Of equally near codes the lowest wins. A reduce-scatter returns the decoded rows, as sums in
-which all terms but one are zero.
-
-The stats of a rank's codes are complete, because it has the rows of all ranks. An update sums a few numbers in one
-all-reduce, for the smoothing and to assign drawn rows to dead codes.
-
-A shard of a book with heads has some codes of every head, and a row [h D] travels whole. Codes equal those of one
-process on all rows, unless two are equally near to within the rounding of a matrix product.
+The stats of a rank's codes are complete. An update sums a few numbers in one all-reduce, for the smoothing and to
+assign drawn rows to dead codes. A shard of a book with heads has some codes of every head, and a row [h D] travels
+whole. Codes equal those of one process, unless two are equally near to within the rounding of a matrix product.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
@@ -60,24 +51,17 @@ class ShardedBook:
 
 @node
 class ShardedStats:
-    """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum.
-
-    With a key, ``pool`` f32[N D] (with heads [N h D]) has the rows of all ranks. ``drawn`` i64[K] or [h K] indexes
-    those drawn for dead codes, -1 for none.
-    """
+    """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum."""
 
     local: Stats
-    pool: Tensor | None = None
-    drawn: Tensor | None = None
+    pool: Tensor | None = None  # f32[N D] or [N h D], the rows of all ranks
+    drawn: Tensor | None = None  # i64[K] or [h K], the rows of the pool drawn for dead codes; -1 for none
 
 
 def init(
     key: int | Tensor, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any
 ) -> ShardedBook:
-    """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book that ``init`` of a Book creates.
-
-    ``options`` are those of ``init`` of a Book. Raises its errors and those of :func:`take_codes`.
-    """
+    """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book of ``vq.init`` with ``options``."""
     book = books.init(key, num_codes, dim, **options)
     return take_codes(book, first, num_codes if stop is None else stop)
 
@@ -97,8 +81,7 @@ def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
 def encode(state: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS) -> Tensor:
     """Return the nearest code of all ranks' for every row of ``x`` f[... D] (with heads [... h D]), i64[...].
 
-    A row that is not finite has code -1. Two collectives, of rows and of keys. Raises the errors of ``encode`` of a
-    Book, and TypeError for float64.
+    A row that is not finite has code -1. Two collectives. Raises what ``vq.encode`` does, and TypeError for float64.
     """
     _check(state, x)
     flat = _flatten(state, at_least_float32(x.detach()), 1)
@@ -110,8 +93,7 @@ def decode(
 ) -> Tensor:
     """Look up ``codes`` i64[...] (with heads [... h]): [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Two collectives, of codes and of rows. Raises TypeError for another dtype, ValueError for another number of heads,
-    IndexError for codes beyond the book.
+    Two collectives. Raises what ``vq.decode`` does.
     """
     check_lookup(state.book, codes, state.num_codes)
     flat = _flatten(state, mixed_radix.within(codes, state.num_codes))  # a code that no rank has would decode to zero
@@ -132,13 +114,13 @@ def apply(
 ) -> Quantized:
     """Quantise this rank's rows ``x`` f[... D] (with heads [... h D]) by the codes of all ranks, with ShardedStats.
 
-    Arguments are those of ``apply`` of a Book; rows are numbered rank after rank. The loss is the commitment of this
-    rank's rows. Three collectives. Raises the errors of :func:`encode`, and ValueError for a missing key.
+    Arguments are those of ``vq.apply``; rows are numbered rank after rank. The loss is the commitment of this rank's
+    rows. Three collectives. Raises what :func:`encode` does, and ValueError for a missing key.
     """
     _check(state, x)
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
-    kept = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if mask is None else rows.row_mask(mask, x)
+    kept = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else rows.row_mask(mask, x)
     point, valid = rows.zero_invalid(at_least_float32(x), kept)
     # A lost row travels as inf, and a masked one as nan, which is also what rows are padded with.
     marks = torch.where(kept, torch.inf, torch.nan).to(point.dtype)[..., None]
@@ -173,7 +155,7 @@ def update(
     reset: float | None = None,
     exchange: RowExchange = ONE_PROCESS,
 ) -> ShardedBook:
-    """Update this rank's codes as ``update`` of a Book does, with its errors. One collective, of few numbers."""
+    """Update this rank's codes as ``vq.update`` does, with its errors. One collective, of few numbers."""
     updates.check_threshold(threshold, reset)
     book = updates.move(state.book, stats.local, decay)
     rank, num_ranks = exchange.place

@@ -1,10 +1,7 @@
 """Quantisation for training: codes, code vectors with a gradient, losses, and stats for the update.
 
-Nothing here communicates; the sums over ranks are of the results (``quantized.py``, ``update.py``). Evaluation is
-``decode(book, encode(book, x))``.
+Nothing here communicates; the sums over ranks are of the results. Evaluation is ``decode(book, encode(book, x))``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -49,9 +46,8 @@ def apply(
     draw         draw rows for dead codes into the stats, for ``expire``.
     row_offset   (first, total) number of this rank's rows among all, see ``rows.py``; None in one process
 
-    Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine,
-    rows have unit length in losses, stats and gradients too. Raises TypeError for another dtype, ValueError for another
-    shape, an unknown loss, a negative temperature, one beside codes, and for a missing key.
+    Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine, rows
+    have unit length in losses, stats and gradients too. Raises TypeError for another dtype, else ValueError.
     """
     if unknown := [name for name in losses if name not in LOSSES]:
         raise ValueError(f"losses: got {', '.join(map(repr, unknown))}; wanted some of {', '.join(LOSSES)}")

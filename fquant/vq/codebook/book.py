@@ -9,14 +9,17 @@ The invariants of a Book of K codes of D numbers:
   with ``code_vectors(book)``: the codes, of unit length if the metric is cosine, mapped if the book is affine.
 * ``counts`` f32[K] and ``sums`` f32[K D] are running means of the number and the sum of the rows of each code. They
   start at one and at the codes (van den Oord et al. 2017, appendix A.1; the start is that of vector-quantize-pytorch).
-* State is float32 for rows of any dtype.
+* State is float32 for rows of any dtype. A book that is not learnable is a constant to every transform.
 * With ``heads`` all three have a first dim h, and head i of rows [... h D] has codes of its own. Heads that share
-  codes need no such book: they are rows [... h D] of a book without heads.
+  codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
-* A book that is not learnable is a constant to every transform.
-"""
 
-from __future__ import annotations
+An affine book compares rows with its codes mapped to the mean and variance of rows, for an encoder that moves fast: (c
+- mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
+estimator"). In training only, its averages move before the step, as in vector-quantize-pytorch, or after it:
+
+    book = shift(book, shard.psum(moments(book, x), mesh, axes))
+"""
 
 import math
 from dataclasses import replace
@@ -29,6 +32,7 @@ from torch import Tensor
 from ... import random
 from ...kernels import dispatch
 from ...tree import node, static
+from . import rows
 from .rows import unit
 
 Metric = Literal["euclidean", "cosine"]
@@ -45,6 +49,15 @@ class Affine:
     code_mean: Tensor
     code_var: Tensor
     seen: Tensor
+
+
+@node
+class Moments:
+    """Sums over rows, in float64, so that a mean far from zero leaves digits to the variance."""
+
+    number: Tensor  # f64[] or [h 1]
+    sum: Tensor  # f64[D] or [h D]
+    square: Tensor  # f64[D] or [h D]
 
 
 @node
@@ -71,13 +84,12 @@ def init(
 ) -> Book:
     """Create a book of random codes, uniform within ±sqrt(6 / (num_codes·dim)) as torch's ``kaiming_uniform_``.
 
-    heads      number of books side by side; None is one book, without that dim
-    metric     euclidean, or cosine: codes, and rows before they are compared, have unit length
-    learnable  codes are parameters: gradients reach them, and ``ema`` refuses them
-    affine     codes are mapped to the mean and variance of rows (Huh et al. 2023), which ``shift`` follows; before its
-               first call the map is the identity
+    * heads: number of books side by side; None is one book, without that dim.
+    * metric: euclidean, or cosine: codes, and rows before they are compared, have unit length.
+    * learnable: codes are parameters: gradients reach them, and ``ema`` refuses them.
+    * affine: codes are mapped to the mean and variance of rows (Huh et al. 2023) once ``shift`` has seen some.
 
-    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine, whose codes have unit length.
+    Raises ValueError for sizes below 1, an unknown metric, and affine with cosine.
     """
     for name, size in (("num_codes", num_codes), ("dim", dim), ("heads", 1 if heads is None else heads)):
         if size < 1:
@@ -106,8 +118,7 @@ def constant(codes: Tensor, metric: Metric = "euclidean") -> Book:
 def restart(book: Book, codes: Tensor) -> Book:
     """Set the codes of ``book`` to ``codes`` f[K D] or [h K D], its counts to one and its sums to the codes.
 
-    With the old sums, the next average would restore the old codes. Codes of metric cosine are scaled to unit length.
-    Raises ValueError for another shape.
+    With the old sums, the next average would restore the old codes. Raises ValueError for another shape.
     """
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
@@ -133,20 +144,56 @@ def vectors_by_head(book: Book) -> Tensor:
     return codes if codes.ndim == 3 else codes[None]
 
 
-def invert_affine(book: Book, rows: Tensor) -> Tensor:
-    """Map ``rows`` [h n D] to the codes whose vectors they are: the inverse of an affine book's map."""
+def invert_affine(book: Book, x: Tensor) -> Tensor:
+    """Map rows ``x`` [h n D] to the codes whose vectors they are: the inverse of an affine book's map."""
     if book.affine is None:
-        return rows
+        return x
     parts = (book.affine.row_mean, _std_ratio(book.affine), book.affine.code_mean)
-    mean, ratio, code_mean = (part.to(rows.dtype).reshape(-1, 1, rows.shape[-1]) for part in parts)
-    return (rows - mean) / ratio + code_mean
+    mean, ratio, code_mean = (part.to(x.dtype).reshape(-1, 1, x.shape[-1]) for part in parts)
+    return (x - mean) / ratio + code_mean
+
+
+def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
+    """Return the moments of rows ``x`` f[... D]: the finite ones that ``mask`` selects."""
+    rows.check(book, x)
+    flat = rows.flatten_heads(book, x.detach().double(), 1)
+    flat, valid = rows.zero_invalid(flat, rows.flat_mask(book, mask, x))
+    number, total, square = valid.sum(1, dtype=flat.dtype)[:, None], flat.sum(1), flat.square().sum(1)
+    return Moments(*((number, total, square) if book.codes.ndim == 3 else (number[0, 0], total[0], square[0])))
+
+
+def shift(book: Book, moments: Moments, row_decay: float = 0.99, code_decay: float = 0.9) -> Book:
+    """Move the averages of ``book`` towards the moments of rows and of its codes; the first call with rows sets them."""
+    if book.affine is None:
+        raise ValueError("the book is not affine; make one with init(..., affine=True)")
+    for name, decay in (("row_decay", row_decay), ("code_decay", code_decay)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{name} is {decay}; wanted 0 <= {name} < 1")
+    old, codes = book.affine, book.codes.detach()
+    number = moments.number.clamp(min=1)
+    mean = moments.sum / number
+    var = (moments.square / number - mean.square()).clamp(min=0)
+    any_rows = (moments.number > 0).any()
+
+    def average(old_value: Tensor, value: Tensor, decay: float) -> Tensor:
+        value = value.to(old_value.dtype)
+        moved = torch.where(old.seen > 0, old_value * decay + value * (1 - decay), value)
+        return torch.where(any_rows, moved, old_value)
+
+    new = Affine(
+        average(old.row_mean, mean, row_decay),
+        average(old.row_var, var, row_decay),
+        average(old.code_mean, codes.mean(-2), code_decay),
+        average(old.code_var, codes.var(-2, correction=0), code_decay),
+        torch.where(any_rows, torch.ones_like(old.seen), old.seen),
+    )
+    return replace(book, affine=new)
 
 
 def decode(book: Book, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Look up ``codes`` i64[...], with heads [... h]: [... D] in ``dtype``, or the book's; zeros for -1.
 
-    Raises TypeError for another dtype, IndexError for codes beyond the book; in a transform or a capture, which do not
-    see values, when the lookup runs.
+    Raises TypeError for another dtype, IndexError for codes beyond the book: in a transform or a capture when it runs.
     """
     num_codes, dim = book.codes.shape[-2:]
     check_lookup(book, codes, num_codes)
@@ -164,8 +211,8 @@ def check_lookup(book: Book, codes: Tensor, num_codes: int) -> None:
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes: got {got}; wanted int64, as from encode")
     if book.codes.ndim == 3 and codes.shape[-1:] != book.codes.shape[:1]:
-        wanted = f"wanted [... {len(book.codes)}], a code for each of the heads"
-        raise ValueError(f"codes: got shape {tuple(codes.shape)}; {wanted}")
+        heads = len(book.codes)
+        raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted [... {heads}], a code for each of the heads")
     check_codes(codes, num_codes)
 
 
@@ -182,9 +229,8 @@ def check_codes(codes: Tensor, num_codes: int) -> None:
     if dispatch.is_direct(codes) and codes.numel():
         least, most = (int(t) for t in codes.aminmax())
         if least < -1 or most >= num_codes:
-            wrong = least if least < -1 else most
-            wanted = f"wanted 0 to {num_codes - 1}, or -1 for none"
-            raise IndexError(f"codes: got {wrong} for a book of {num_codes}; {wanted}")
+            got = f"{least if least < -1 else most} for a book of {num_codes}"
+            raise IndexError(f"codes: got {got}; wanted 0 to {num_codes - 1}, or -1 for none")
 
 
 def _std_ratio(affine: Affine) -> Tensor:

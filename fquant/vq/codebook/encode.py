@@ -1,14 +1,8 @@
-"""Nearest codes of rows, and codes drawn by their distance.
-
-    codes = encode(book, x)                      # i64[...], of x [... D]
-    codes = encode(book, x, top=4)               # i64[... 4], the nearest first
-    codes = sample(book, x, key, temperature=0.5)
+"""Nearest codes of rows, and codes drawn by their distance; they carry no gradient.
 
 The distances of all rows to all codes are never in memory together: ``fquant.kernels.ops.nearest`` computes them tile
-by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time. Codes carry no gradient.
+by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +23,9 @@ MIN_SQUARE = 1e-8  # of a distance, under the root
 def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
     """Return the nearest code of every row of ``x`` f[... D] (with heads [... h D]), i64[...].
 
-    With ``top``, the ``top`` nearest codes i64[... top], the nearest first. Of equally near codes the lowest index
-    comes first. A row that is not finite has code -1. Raises TypeError for an ``x`` without floats, ValueError for
-    another last dim, or a ``top`` beyond the codes.
+    With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. A row that is not
+    finite has code -1. Raises TypeError for an ``x`` without floats, ValueError for another last dim or a ``top`` out
+    of range.
     """
     rows.check(book, x)
     _check_top(book, top)
@@ -51,9 +45,8 @@ def encode_among(
 ) -> Tensor:
     """Return the nearest code of every row of x f[... D] in a codebook of its own, ``f(codes, given)``: i64[...].
 
-    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]: the network of an implicit neural
-    codebook (Huijben et al. 2024). A code stands for ``f(decode(book, codes), given)``. With ``top``, i64[... top] as
-    from :func:`encode`. Raises its errors, and ValueError for a book with heads, or a ``given`` of other first dims.
+    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D] (``implicit.py``). With ``top``, i64[...
+    top]. Raises the errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
     rows.check(book, x)
     if book.codes.ndim == 3:
@@ -83,9 +76,9 @@ def encode_among(
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
     """Draw a code for every row of ``x`` f[... D] with probability softmax(logits / temperature): i64[...].
 
-    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of the key and of the
-    row's ``number`` i64[...], by default its position. Raises the errors of :func:`encode`, and ValueError for a
-    temperature that is not positive.
+    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of key and ``number``
+    i64[...], by default the row's position. Raises what :func:`encode` does, and ValueError for a temperature not above
+    0.
     """
     rows.check(book, x)
     if not temperature > 0:

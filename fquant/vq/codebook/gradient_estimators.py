@@ -1,20 +1,11 @@
 """Gradient estimators: the derivative of quantised rows with respect to the rows, as arguments of ``apply``.
 
-    x, codes, losses, stats = apply(book, x, key, gradient=rotation)
-    ... gradient=partial(directional, variance=1e-3)
+    x, codes, losses, stats = apply(book, x, key, gradient=partial(directional, variance=1e-3))
 
 Each is a function ``(x, q, book, key)`` of rows x [... D] and their codes q [... D]; book and key may be None for those
-that ignore them. The value of all but ``directional`` is q, to the bit: the derivative enters as a difference that is
-zero. Constants are constant to derivatives of every order.
-
-    direct             q alone: codes of a learnable book have a gradient, rows have none
-    straight_through   the identity (Bengio et al. 2013)
-    rotation           the rotation and scaling from x to q, held constant (Fifty et al. 2024, section 4.2)
-    directional        x moved by its distance from q in a constant, slightly noisy direction (Vali et al. 2025)
-    gumbel             the mean of codes under softmax(logits / temperature) (Jang et al. 2017)
+that ignore them. The value of all but :func:`directional` is q, to the bit: the derivative enters as a difference that
+is zero. Constants are constant to derivatives of every order.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -32,19 +23,19 @@ GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tenso
 
 
 def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
-    """Return ``q`` with its own derivative, and none of ``x``."""
+    """Return ``q`` with its own derivative, that of the codes of a learnable book, and none of ``x``."""
     return q
 
 
 def straight_through(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
-    """Return ``q`` with the derivative of ``x``."""
+    """Return ``q`` with the derivative of ``x`` (Bengio et al. 2013)."""
     return q.detach() + _zero_with_derivative(x)
 
 
 def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
     """Return ``q`` with the derivative of R·x, for the constant rotation and scaling R by |q| / |x| from x to q.
 
-    A row shorter than 1e-6 has no direction, and gets the derivative of :func:`straight_through`.
+    (Fifty et al. 2024, section 4.2.) A row shorter than 1e-6 gets the derivative of :func:`straight_through`.
     """
     start, q, change = x.detach(), q.detach(), _zero_with_derivative(x)
     length, q_length = (t.norm(dim=-1, keepdim=True) for t in (start, q))
@@ -62,8 +53,7 @@ def directional(
 ) -> Tensor:
     """Return ``x + |q - x|·u``, u the constant unit vector of q - x plus normal noise of ``variance`` a number.
 
-    The value is q up to the noise. ``key`` is i64[], or i64 of x's first dims, a stream for each row. Raises ValueError
-    without a key, unless the variance is zero, and for a negative one.
+    (Vali et al. 2025.) ``key`` is i64[], or i64 of x's first dims, a stream for each row; noise needs one.
     """
     if variance < 0:
         raise ValueError(f"variance is {variance}; wanted at least 0")
@@ -81,10 +71,7 @@ def directional(
 def gumbel(
     x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
-    """Return ``q`` with the derivative of softmax(logits / temperature) · codes, these codes held constant.
-
-    Raises ValueError without a book, and for a temperature that is not positive.
-    """
+    """Return ``q`` with the derivative of softmax(logits / temperature) · constant codes (Jang et al. 2017)."""
     if book is None:
         raise ValueError("gumbel: got no book; wanted that of q")
     if not temperature > 0:

@@ -1,10 +1,9 @@
 """Implicit neural codebooks (QINCo): codes that a network adapts to the layers before (Huijben et al. 2024).
 
     layer = implicit.init(key, num_codes=256, dim=64)
-    x     = implicit.decode(layer, codes, before)
+    x     = implicit.decode(layer, codes, before)      # before: the sum of the layers before, in a residual
 
-In a residual, ``before`` is the sum of the layers before. A small network maps it and a code to the vector that the
-code stands for, so each row has a codebook of its own.
+The network maps ``before`` and a code to the vector that the code stands for, so each row has a codebook of its own:
 
     x = enter([before, code])                   2D to D
     x = x + down(silu(up(x)))                   ``depth`` blocks, D to H to D
@@ -12,8 +11,6 @@ code stands for, so each row has a codebook of its own.
 Book and network train by gradients; stats only restart dead codes. The search runs the network for every row and every
 code: rows · K · D numbers, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
@@ -72,10 +69,7 @@ def init(
     hidden: int | None = None,
     metric: Metric = "euclidean",
 ) -> Implicit:
-    """Create a layer with ``depth`` blocks of width ``hidden``, by default dim, initialised as torch's nn.Linear.
-
-    Raises the errors of ``init`` of a Book, and ValueError for a negative depth or a width below 1.
-    """
+    """Create a layer with ``depth`` blocks of width ``hidden``, by default dim, initialised as torch's nn.Linear."""
     hidden = dim if hidden is None else hidden
     if depth < 0 or hidden < 1:
         raise ValueError(f"implicit.init: depth is {depth} and hidden {hidden}; wanted at least 0 and 1")
@@ -121,10 +115,9 @@ def apply(
     draw: bool = False,
     row_offset: RowOffset | None = None,
 ) -> Quantized:
-    """Quantise x f[... D] given ``before`` f[... D], as ``apply`` of a learnable Book does, with its arguments.
+    """Quantise x f[... D] given ``before`` f[... D], with the arguments and errors of ``vq.apply`` of a learnable Book.
 
-    The one loss is the commitment, which moves the row, the code and the network. Gradients reach ``before`` through
-    the network. Raises the errors of ``apply`` of a Book.
+    The one loss is the commitment, which moves row, code and network. Gradients reach ``before`` through the network.
     """
     if key is None and draw:
         raise ValueError("key is None with draw=True, which needs one")
@@ -141,5 +134,5 @@ def apply(
 
 
 def update(layer: Implicit, stats: Stats, **options: Any) -> Implicit:
-    """Update the book of ``layer``; ``options`` are those of ``update`` of a Book. Raises its errors."""
+    """Update the book of ``layer`` as ``vq.update`` does."""
     return replace(layer, book=update_book(layer.book, stats, **options))

@@ -1,16 +1,13 @@
 """k-means: a book whose codes are the means of clusters of rows.
 
-    book = kmeans(book, x, key)
-    book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)
+    book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)      # or without the last two
 
 Lloyd's iterations start at rows drawn by number (``rows.py``). Each takes the stats of the book and one ``psum``, so a
 mesh runs iterations + 1 collectives of fixed shapes. For any split of the rows the result is that of one process.
 
-A cluster without rows would never move. It is put beside a large one to share its rows: both become copies of its
-mean, each slightly larger than the other in every second dim, as in faiss.
+A cluster without rows would never move. It is put beside a large one to share its rows: both become copies of its mean,
+each slightly larger than the other in every second dim, as in faiss.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -44,10 +41,9 @@ def kmeans(
     """Set codes, counts and sums of ``book`` to clusters of rows ``x`` f[... D] (with heads [... h D]).
 
     Rows are the finite ones that ``mask`` selects. ``split`` puts empty clusters beside large ones; without it they
-    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has.
-
-    Raises ValueError for fewer rows than codes on all ranks together; where values cannot be seen, the missing codes
-    start at the book's. Raises it too for rows of two ranks with the same numbers, and less than 1 iteration.
+    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has. Raises
+    ValueError for rows of two ranks with the same numbers, and fewer rows than codes on all ranks together; where
+    values cannot be seen, the missing codes start at the book's.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")

@@ -3,14 +3,7 @@
 Rows that a mask excludes, that are not finite, or that have no code, have no term. Losses are computed in float32, or
 float64 for float64. Distances to all codes are computed in tiles of rows, again in the backward. (The backward of
 torch.func.grad keeps the recomputed distances, unless it is captured.)
-
-    commitment      mean squared difference of rows and their codes
-    cross_entropy   of softmax(logits) and codes: those of the rows, or others (Shen et al. 2023)
-    diversity       minus the entropy of the mean code probabilities of a position, over the batch
-    orthogonal      mean squared cosine of two codes, less its minimum (Shin et al. 2021, equation 2)
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -26,10 +19,7 @@ MIN_PROBABILITY = 1e-5  # in a logarithm
 
 
 def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
-    """Return the mean of (q - x)² over the numbers of rows x and q [... D].
-
-    ``mask`` bool[...], whose dims are the first of x, selects rows. Gradients reach x and q, unless one is detached.
-    """
+    """Return the mean of (q - x)² over the numbers of rows x and q [... D] that ``mask`` bool[...] selects."""
     square = (at_least_float32(q) - at_least_float32(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
@@ -40,8 +30,8 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
 def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
-    Raises ValueError unless codes are one int64 for each row, IndexError for codes beyond the book, where values can be
-    seen.
+    The codes are those of the rows, or targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each
+    row, IndexError for codes beyond the book, where values can be seen.
     """
     flat, table, valid = _flatten(book, x, mask)
     check_row_codes(book, codes, x)
@@ -62,8 +52,8 @@ def diversity(
 ) -> Mean:
     """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 
-    ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. The entropy of a mean is not a
-    sum, so ``psum`` sums a tree over the ranks that share the batch. A position without rows has no term.
+    ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. ``psum`` sums a tree over the
+    ranks that share the batch. A position without rows has no term.
     """
     flat, table, valid = _flatten(book, x, mask)
     size = x.shape[-3] if book.codes.ndim == 3 else x.shape[-2]
@@ -86,19 +76,17 @@ def diversity(
 
 
 def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
-    """Return the mean of squared cosines between two codes, itself included, less one over the number of codes.
+    """Return the mean of squared cosines between two codes, less its minimum 1/K (Shin et al. 2021, equation 2).
 
-    ``among`` bool[K] or [h K] selects codes: ``stats.counts > 0`` those in use, ``random.permutation(key, K) < n``
-    any n.
+    ``among`` bool[K] or [h K] selects codes: ``stats.counts > 0`` those in use, ``random.permutation(key, K) < n`` any
+    n.
     """
     codes = unit(at_least_float32(vectors_by_head(book)))
-    if among is None:
-        number = codes.new_full((len(codes),), codes.shape[1])
-    else:
-        if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
-            raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
-        among = among.expand(codes.shape[:2])
-        codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
+    among = torch.ones_like(book.counts, dtype=torch.bool) if among is None else among
+    if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
+        raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
+    among = among.expand(codes.shape[:2])
+    codes, number = torch.where(among[..., None], codes, 0), among.sum(-1, dtype=codes.dtype)
     # The squares of C·Cᵀ [K K] and of Cᵀ·C [D D] have the same sum.
     return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 

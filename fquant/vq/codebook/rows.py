@@ -2,17 +2,16 @@
 
 *Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n].
 
-*Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it is
-counted, but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic,
-so they reach no gradient.
+*Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it counts,
+but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic, so they
+reach no gradient.
 
-*Drawing.* K-means starts, and dead codes restart, at drawn rows. A row is drawn by its number among the kept rows of
-all ranks, a function of the key. Each rank gives the drawn rows that it has, among zeros, so their sum over ranks does
-not depend on the split. For distinct rows, all rows are cut into as many strata as are drawn, and each gives one, in
-random order. If rows are fewer, some strata are empty.
+*Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks. Each rank
+gives those that it has, among zeros, so their sum over ranks does not depend on the split. All rows are cut into as
+many strata as are drawn, and each gives one, in random order, so rows are distinct.
 
-``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks.
-On a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.
+``row_offset`` is (first, total): the number of this rank's first kept row, and the number of kept rows of all ranks. On
+a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask. In one process it is None.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def check(book: Book, x: Tensor) -> None:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x: got {got}; wanted a tensor of floats")
     *heads, _, dim = book.codes.shape
-    wanted = (*heads, dim)
-    if x.shape[-len(wanted) :] != wanted or x.ndim < len(wanted):
-        shown = " ".join(map(str, wanted))
+    if x.shape[-len(heads) - 1 :] != (*heads, dim):
+        shown = " ".join(map(str, (*heads, dim)))
         raise ValueError(f"x: got shape {tuple(x.shape)} for a book of {dim} dims; wanted [... {shown}]")
 
 
@@ -91,10 +89,7 @@ def expand_mask(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def row_mask(mask: Tensor, x: Tensor, name: str = "") -> Tensor:
-    """Expand ``mask`` bool, whose dims are the first of rows ``x`` [... D], to bool[...].
-
-    Raises TypeError for another dtype, ValueError for another shape; ``name`` opens the message.
-    """
+    """Expand ``mask`` bool, whose dims are the first of rows ``x`` [... D], to bool[...]; TypeError or ValueError."""
     if mask.dtype is not torch.bool:
         raise TypeError(f"{name}mask is {mask.dtype}; wanted bool, True for the rows that count")
     if mask.ndim >= x.ndim or mask.shape != x.shape[: mask.ndim]:
@@ -135,7 +130,7 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
 def prepare(
     book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Prepare rows ``x`` [... D] for ``apply``. Raises the errors of :func:`check` and :func:`row_mask`.
+    """Prepare rows ``x`` [... D] for ``apply``, with the errors of :func:`check` and :func:`row_mask`.
 
     Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
     their keys i64[...] for the gradient estimator, or None.
@@ -197,7 +192,5 @@ def _check_row_offset(row_offset: RowOffset | None, kept: int | Tensor) -> None:
     num_kept = kept if isinstance(kept, int) else int(kept.sum(1).max())
     first, total = map(int, row_offset)
     if first < 0 or first + num_kept > total:
-        raise ValueError(
-            f"row_offset: got {num_kept} kept rows from number {first} on, of {total} in all; "
-            "wanted no more rows than the total, use shard.rows(len(x) or mask.sum(), mesh, axes)"
-        )
+        wanted = "wanted no more rows than the total, use shard.rows(len(x) or mask.sum(), mesh, axes)"
+        raise ValueError(f"row_offset: got {num_kept} kept rows from number {first} on, of {total} in all; {wanted}")

@@ -1,18 +1,13 @@
 """SimVQ: a frozen codebook behind a learned linear map (Zhu et al. 2024).
 
     state = simvq.init(key, num_codes=8192, dim=64)
-    grads = grad(lambda params: loss(replace(state, params=params)))(state.params)
-
-The map moves all codes together, so none dies and a large codebook stays in use. It trains by gradients alone.
-
     frozen f32[K F]  ->  map  ->  codes f32[K D]          encode: the nearest of them, as for a Book
 
-The frozen codes are drawn from N(0, 1 / F). The map is one linear layer without a bias, or with ``hidden`` widths
-several with ReLU between. ``apply`` returns two losses, whose weights are the caller's: ``codebook`` moves the map to
-the rows, ``commitment`` the rows to their codes. The paper and vector-quantize-pytorch weigh the second by ¼.
+The map moves all codes together, so none dies and a large codebook stays in use. It trains by gradients alone. The
+frozen codes are drawn from N(0, 1 / F). The map is one linear layer without a bias, or with ``hidden`` widths several
+with ReLU between. ``apply`` returns two losses, whose weights are the caller's: ``codebook`` moves the map to the rows,
+``commitment`` the rows to their codes. The paper and vector-quantize-pytorch weigh the second by ¼.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -21,12 +16,14 @@ from ... import random, tree
 from ..precision import linear
 from ..quantized import Quantized
 from ..scalar import projection_layers
-from ..scalar.projection_layers import Dense, RowCounts
+from ..scalar.projection_layers import Dense
 from .book import constant
 from .book import decode as decode_book
 from .encode import encode as encode_book
 from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment
+
+update = projection_layers.update
 
 
 @tree.node
@@ -79,8 +76,7 @@ def apply(
     """Quantise x f[... dim], with losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
 
     ``mask`` bool[...] selects the rows that count. ``gradient`` is the gradient estimator for x, and ``key``, whose
-    dims are the first of x, is for it. ``codes`` i64[...] are those of another search. Raises TypeError for an x
-    without floats or a mask without bools, ValueError for another shape.
+    dims are the first of x, is for it. ``codes`` i64[...] are those of another search.
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")
@@ -92,11 +88,6 @@ def apply(
     losses = {"codebook": commitment(point.detach(), q, valid), "commitment": commitment(point, q.detach(), valid)}
     out = torch.where(valid[..., None], gradient(point, q, None, key), 0.0)
     return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(valid, mask))
-
-
-def update(state: SimVQ, stats: RowCounts) -> SimVQ:
-    """Return the state unchanged, because it has no running averages."""
-    return state
 
 
 def _map(state: SimVQ, codes: Tensor) -> Tensor:

@@ -1,21 +1,15 @@
 """Statistics of rows and the update of a book by them, split at the sum over ranks.
 
     s    = stats(book, x, codes)                      # counts and sums of the rows of each code: local
-    s    = shard.psum(s, mesh, axes)                  # on a mesh, this line
+    s    = shard.psum(s, mesh, axes)                  # on a mesh: one all-reduce of K·(D + 1)·4 bytes a head, and 8
     book = ema(book, s)                               # the same on every rank, local
 
-``Stats`` are float32, of shapes that depend on the book alone. Their sum over ranks is one all-reduce of K·(D + 1)·4
-bytes a head and two numbers; a tree of Stats is still one. Summed stats are those of all rows, so the result of one
-process on the whole batch is the definition of right.
+Summed stats are those of all rows, so the result of one process on the whole batch is the definition of right. With a
+``key``, stats carry as many drawn rows as there are codes (``rows.py``), at which ``expire`` restarts codes with small
+counts. Rows are drawn even if no code is dead, because no rank knows that before the collective.
 
-*Dead codes.* With a ``key``, stats carry as many drawn rows as there are codes (``rows.py``), and ``expire`` restarts
-codes with small counts there. Rows are drawn even if no code is dead, because no rank knows that before the collective.
-
-The average is that of van den Oord et al. 2017 (appendix A.1) with Laplace smoothing, computed as by
-vector-quantize-pytorch.
+The average is that of van den Oord et al. 2017 (appendix A.1) with the Laplace smoothing of vector-quantize-pytorch.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import TypeVar
@@ -59,10 +53,8 @@ def stats(
     """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...], those that ``mask`` bool[...] selects.
 
     The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
-    ``row_offset`` numbers this rank's rows among all (``rows.py``).
-
-    Raises TypeError for another dtype of x, mask or book. Raises ValueError for other shapes, and a ``row_offset``
-    without a key or beyond its total. Raises IndexError for codes beyond the book, where values can be seen.
+    ``row_offset`` numbers this rank's rows among all (``rows.py``). Raises IndexError for codes beyond the book where
+    values can be seen, TypeError for another dtype, and ValueError for another shape.
     """
     rows.check(book, x)
     check_float32(book)
@@ -108,8 +100,8 @@ def add(*each: Stats) -> Stats:
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
     """Move counts and sums of ``book`` towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
-    ``weight`` f32[K] or [h K] scales the step of each code, from 0, no step, to 1. Raises ValueError for a decay
-    outside of [0, 1), or stats or weights of another shape, TypeError for a book that is not of float32.
+    ``weight`` f32[K] or [h K] scales the step of each code, from 0, no step, to 1. Raises TypeError for a book that is
+    not of float32, ValueError for other shapes.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")
@@ -117,8 +109,9 @@ def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None =
     if weight is None:
         step = sums_step = 1 - decay
     elif weight.shape not in (book.counts.shape, book.counts.shape[-1:]):
-        wanted = f"wanted {tuple(book.counts.shape)}, one for each code"
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}; {wanted}")
+        raise ValueError(
+            f"weight: got shape {tuple(weight.shape)}; wanted {tuple(book.counts.shape)}, one for each code"
+        )
     else:
         step = ((1 - decay) * weight.to(book.counts.dtype)).expand(book.counts.shape)
         sums_step = step[..., None].expand_as(book.sums)
@@ -129,8 +122,7 @@ def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = Non
     """Set the codes of ``book`` to its sums over its counts, with Laplace smoothing; of unit length for cosine.
 
     ``whole`` is the total count and the number of codes of the book of which this is a shard (``sharded.py``). A book
-    of zero counts keeps its codes. Raises ValueError for a learnable book, whose codes gradients move, and an ``eps``
-    that is not positive.
+    of zero counts keeps its codes. Raises ValueError for a learnable book.
     """
     if book.learnable:
         raise ValueError("the book is learnable, its codes move by gradients; use move for its counts, or update")
@@ -151,9 +143,9 @@ def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight
 def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None = None) -> Book:
     """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
 
-    Their count becomes ``reset``, by default the threshold. No row is used twice: if more codes are dead than rows were
-    drawn, the rest stay. Raises ValueError for a threshold or a reset that is not positive, stats without drawn rows,
-    or a row drawn twice: ranks whose rows have the same numbers, where values can be seen.
+    Their count becomes ``reset``, by default the threshold. If more codes are dead than rows were drawn, the rest stay.
+    Raises ValueError for a threshold or a reset that is not positive, and stats without drawn rows. Raises it, where
+    values can be seen, for a row drawn twice: ranks whose rows have the same numbers.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -204,10 +196,7 @@ def update(
     threshold: float = 0.0,
     reset: float | None = None,
 ) -> Book:
-    """Update ``book`` after a step: :func:`ema`, or :func:`move` if learnable, then :func:`expire`.
-
-    A threshold of 0 expires nothing. Raises their errors, and ValueError for a negative threshold, or a lone reset.
-    """
+    """Update ``book``: :func:`ema`, or :func:`move` if learnable, then :func:`expire` unless ``threshold`` is 0."""
     check_threshold(threshold, reset)
     book = move(book, stats, decay, weight) if book.learnable else ema(book, stats, decay, eps, weight)
     return expire(book, stats, threshold, reset) if threshold else book

@@ -6,12 +6,8 @@
 Each of ``beam`` candidates is extended by its ``beam`` nearest codes, and the best extensions are kept. The score is
 that of vector-quantize-pytorch: minus the weighted sum of the layers' commitment losses, each the mean square of what
 the layer leaves. With all weight on the last layer it is the error of the sum, the right choice if only that matters.
-
-``beam=1`` is the plain ``encode``; as many candidates as choices make the search exhaustive. Ties keep the candidate
-with the better start, then the nearer code.
+``beam=1`` is the plain ``encode``. Ties keep the candidate with the better start, then the nearer code.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +29,7 @@ def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | Non
     """Return codes i64[... layers] of x f[... dim] by a search with ``beam`` candidates; -1 for rows not finite.
 
     ``weights`` are those of the layers' losses, 1 by default. Memory holds beam² rows for each row of a tile. Raises
-    TypeError for scalar layers, and ValueError for a beam below 1 or another number of weights than layers.
+    TypeError for scalar layers.
     """
     layers = residual.layers_of(state)
     for i, layer in enumerate(layers):

@@ -7,8 +7,6 @@ Codes are [... groups layers], losses are Means of [groups layers] numbers, and 
 group. Dropout gives all groups of a row the same depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,8 +30,7 @@ class Grouped:
 def init(key: int | Tensor, groups: Sequence[Callable[[Tensor], Residual]]) -> Grouped:
     """Return a state for x f[... dim], dim being the sum over groups; each function gets a key of its own.
 
-    Raises TypeError if one returns no Residual. Raises ValueError for no groups, and for groups that differ in their
-    number of layers or options of dropout.
+    Raises TypeError if one returns no Residual, ValueError for groups with different numbers of layers or dropout.
     """
     if not groups:
         raise ValueError("grouped.init: there are no groups; wanted at least 1")
@@ -54,10 +51,7 @@ def encode(state: Grouped, x: Tensor) -> Tensor:
 
 
 def decode(state: Grouped, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x [... dim] of codes i[... groups layers], or of the first layers alone; -1 adds nothing.
-
-    Raises what ``residual.decode`` does, and ValueError for another number of groups.
-    """
+    """Return x [... dim] of codes i[... groups layers], or of the first layers alone, as ``residual.decode`` does."""
     if codes.ndim < 2 or codes.shape[-2] != len(state.groups):
         raise ValueError(f"grouped.decode: codes are {tuple(codes.shape)}; wanted [... {len(state.groups)} layers]")
     each = zip(state.groups, codes.unbind(-2), strict=True)
@@ -67,10 +61,7 @@ def decode(state: Grouped, codes: Tensor, dtype: torch.dtype = torch.float32) ->
 def apply(
     state: Grouped, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, **options: Any
 ) -> Quantized:
-    """Quantise x f[... dim]. Arguments are those of ``residual.apply``, with ``codes`` [... groups layers].
-
-    A row has no code in a group that is not finite.
-    """
+    """Quantise x f[... dim]. Arguments are those of ``residual.apply``, with ``codes`` [... groups layers]."""
     first = state.groups[0]
     if options.get("depth") is None and key is not None and first.dropout:
         options["depth"] = residual.draw_depth(first, key)

@@ -13,13 +13,10 @@ all scales, or several, each for consecutive scales. As in vector-quantize-pytor
 
 A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1.
 Statistics are a list, a Stats of each scale's cells, or one of all cells for a shared book, which is updated once.
-Cells are numbered example by example, so ``row_offset`` numbers examples.
 
 With a key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all.
 The others have code -1 and add nothing to the output, losses or statistics.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -97,8 +94,6 @@ def init(
     * shared: one book for all scales; otherwise one each, of ``num_codes`` or of one number a scale.
     * blend: p; without convolutions if 0.
     * convs: the number of convolutions, at most one a scale.
-
-    Raises ValueError for sizes below 1, scales that become smaller, and options out of range.
     """
     name, key = "hierarchical.init", random.key(key)
     if spatial not in (1, 2, 3):
@@ -136,7 +131,7 @@ def decode(
     """Return x [... *places dim] of codes i64[... *scale] of each scale, or of the first scales.
 
     Defaults are the places of the finest scale and the dtype of the books. A cell of -1 is zero, and a scale without
-    codes adds nothing. Raises what ``decode`` of a Book does, and ValueError for other shapes.
+    codes adds nothing. Raises what ``vq.decode`` does, and ValueError for other shapes.
     """
     size, spatial = state.scales[-1] if places is None else tuple(places), len(state.scales[0])
     if not 1 <= len(codes) <= len(state.scales) or len(size) != spatial or min(size) < 1:
@@ -147,7 +142,8 @@ def decode(
         if cells.shape != (*lead, *scale):
             raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(cells.shape)}; wanted {(*lead, *scale)}")
         cells = cells.reshape(-1, *scale)
-        out = out + _upsample(state, i, books.decode(_book(state, i), cells), cells, size)
+        book = state.books[min(i, len(state.books) - 1)]
+        out = out + _upsample(state, i, books.decode(book, cells), cells, size)
     out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
     return out if dtype is None else out.to(dtype)
 
@@ -169,8 +165,7 @@ def apply(
     * mask: bool[... *places], True for the rows that count; ``vq.mask`` makes one from lengths.
     * depth: i64[] or [...], the number of scales of an example, instead of a draw.
     * row_offset: (first, total) numbers of this rank's examples, see ``rows.py``.
-
-    ``options`` are those of ``apply`` of a Book. Raises what that does, and ValueError for other shapes.
+    * options: those of ``vq.apply``, whose errors it raises.
     """
     spatial, name = len(state.scales[0]), "hierarchical.apply"
     if x.ndim < spatial + 1:
@@ -198,7 +193,7 @@ def apply(
         down = (pooled / count.clamp(min=SMALL)).movedim(1, -1)
         before = total * sum(cells[:i]) if shared else 0
         got = apply_book(
-            _book(state, i),
+            state.books[0 if shared else i],
             torch.where(used[..., None], down, torch.nan),
             None if key is None else key if shared else random.fold(key, i),
             gradient=gradient,
@@ -218,10 +213,7 @@ def apply(
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
-    """Return ``state`` with its books updated; ``options`` are those of ``update`` of a Book. Raises what that does.
-
-    A book that no row reached stays as it is. Raises ValueError for stats of another number of books.
-    """
+    """Return ``state`` with each book that a row reached updated as by ``vq.update`` with ``options``."""
     if len(stats.books) != len(state.books):
         raise ValueError(f"hierarchical.update: got stats of {len(stats.books)} books; wanted {len(state.books)}")
     new = []
@@ -232,8 +224,7 @@ def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
 
 
 def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
-    """Draw the number of scales, i64 of the shape of ``key``: all, or with probability ``dropout`` ``least`` to one
-    less."""
+    """Draw the number of scales, i64 of the shape of ``key``: all, or with probability ``dropout`` fewer."""
     most = len(state.scales)
     choices = most - state.least
     if choices < 1:
@@ -241,10 +232,6 @@ def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
     drops = random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape)
     fewer = state.least + (random.bits(random.fold(key, "depth"), key.shape) * choices >> 32)
     return torch.where(drops, fewer, most)
-
-
-def _book(state: Hierarchical, i: int) -> Book:
-    return state.books[i if len(state.books) > 1 else 0]
 
 
 def _pool(t: Tensor, scale: tuple[int, ...]) -> Tensor:

@@ -3,16 +3,13 @@
     verbs_of(layer).encode(layer, rest, so_far)
 
 ``rest`` [... d] are the residual rows of the earlier layers, ``so_far`` [... d] the sum of their outputs, which only
-implicit layers read. Scalar quantisers and SimVQ count rows. Books and implicit layers learn from Stats: the mask
-numbers their rows, and rows that are not ``used`` (not finite, or left to earlier layers by dropout) are lost.
+implicit layers read. Unused rows (not finite, or left to earlier layers by dropout) are masked. Books and implicit
+layers learn from Stats: the mask numbers their rows, and unused rows are NaN, which count as lost.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..codebook import book, implicit, simvq, update
@@ -31,7 +28,7 @@ class Verbs(NamedTuple):
     size: Callable[[Any], tuple[int, int, bool]]  # dim of a row, number of codebooks, whether it has projections
     encode: Callable[..., Tensor]  # (layer, rest, so_far), and top if searchable: so many nearest codes, i64[... top]
     decode: Callable[[Any, Tensor, Tensor], Tensor]  # (layer, codes, so_far), in the dtype of so_far
-    apply: Callable[..., Quantized]  # (layer, rest, so_far, key, used, mask, **options)
+    apply: Callable[..., Quantized]  # (layer, rest, so_far, key, mask, **options)
     update: Callable[..., Any] | None = None  # None if gradients alone train it
     searchable: bool = True  # whether rows can be given codes, and list their nearest ones
 
@@ -46,18 +43,13 @@ def _scalar(verbs: Any) -> Verbs:
         lambda layer: (layer.dim, layer.num_codebooks, layer.params is not None),
         lambda layer, rest, so_far: verbs.encode(layer, rest),
         lambda layer, codes, so_far: verbs.decode(layer, codes, so_far.dtype),
-        lambda layer, rest, so_far, key, used, mask, **options: verbs.apply(layer, rest, key, used, **options),
+        lambda layer, rest, so_far, key, mask, **options: verbs.apply(layer, rest, key, mask, **options),
         searchable=False,
     )
 
 
 def _book_size(layer: Book) -> tuple[int, int, bool]:
     return layer.codes.shape[-1], layer.codes.shape[0] if layer.codes.ndim == 3 else 1, False
-
-
-def _spoil(rest: Tensor, used: Tensor) -> Tensor:
-    """Return ``rest`` with NaN in rows that are not used, so that statistics count them as lost."""
-    return torch.where(used[..., None], rest, torch.nan)
 
 
 VERBS: dict[type, Verbs] = {
@@ -67,24 +59,20 @@ VERBS: dict[type, Verbs] = {
         _book_size,
         lambda layer, rest, so_far, top=None: encode(layer, rest, top),
         lambda layer, codes, so_far: book.decode(layer, codes, so_far.dtype),
-        lambda layer, rest, so_far, key, used, mask, **options: apply(
-            layer, _spoil(rest, used), key, mask=mask, **options
-        ),
+        lambda layer, rest, so_far, key, mask, **options: apply(layer, rest, key, mask, **options),
         update.update,
     ),
     Implicit: Verbs(
         lambda layer: _book_size(layer.book),
         implicit.encode,
         implicit.decode,
-        lambda layer, rest, so_far, key, used, mask, **options: implicit.apply(
-            layer, _spoil(rest, used), so_far, key, mask=mask, **options
-        ),
+        implicit.apply,
         implicit.update,
     ),
     SimVQ: Verbs(
         lambda layer: (layer.dim, 1, False),
         lambda layer, rest, so_far, top=None: simvq.encode(layer, rest, top),
         lambda layer, codes, so_far: simvq.decode(layer, codes, so_far.dtype),
-        lambda layer, rest, so_far, key, used, mask, **options: simvq.apply(layer, rest, key, used, **options),
+        lambda layer, rest, so_far, key, mask, **options: simvq.apply(layer, rest, key, mask, **options),
     ),
 }

@@ -3,17 +3,12 @@
     r0 = x        q_i = layer_i(r_i)        r_{i+1} = r_i - q_i        output: q_0 + q_1 + ...
 
     state = residual.init_books(key, num_codes=1024, width=64, num_layers=8)
-    state = residual.init_fsq(key, levels=(8, 5, 5, 5), num_layers=4)      # scales L^-i of L levels
-    state = residual.init_lfq(key, bits=8, num_layers=4)                   # scales 2^-i
+    x, codes, losses, stats = residual.apply(state, x, key)
+    state = residual.update(state, shard.psum(stats, mesh, axes))          # a Stats for each layer that learns
 
-The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are
-[... layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a
-constant, so the gradient of the output is the sum of the layers' gradients.
-
-*Learning.* Statistics are a list, a Stats for each layer that learns from them:
-
-    x, codes, losses, stats = apply(state, x, key)
-    state = update(state, shard.psum(stats, mesh, axes))
+The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are [...
+layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a constant,
+so the gradient of the output is the sum of the layers' gradients.
 
 A ``shared`` book is every layer. Its stats cover all layers' rows, so it is updated once, as from one batch.
 (vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
@@ -22,8 +17,6 @@ A ``shared`` book is every layer. Its stats cover all layers' rows, so it is upd
 loss, no stats. All layers are computed and ``where`` selects, so the computation does not depend on the draw. The
 papers use one key for all rows; a ``depth`` for each example can be given instead.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +30,6 @@ from ..codebook.book import Book
 from ..codebook.book import decode as decode_book
 from ..codebook.gradient_estimators import GradientEstimator
 from ..codebook.losses import cross_entropy as cross_entropy_of
-from ..codebook.rows import RowOffset
 from ..codebook.update import Stats, add, unless_empty
 from ..quantized import Mean, Quantized, stack_trees
 from ..scalar import mixed_radix, projection_layers
@@ -65,7 +57,7 @@ def encode(state: Residual, x: Tensor) -> Tensor:
 def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[... layers], or of the first layers alone; -1 adds nothing.
 
-    Raises ValueError for more codes than layers, and what ``decode`` of a layer raises for a code out of range.
+    Raises what ``decode`` of a layer does, and ValueError for more codes than layers.
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
     out = sum(others, first)  # in the order of apply, so that the bits are equal
@@ -109,8 +101,7 @@ def apply(
       ``gradient=direct`` and ``grad_frac=1.0`` (Vali et al. 2025).
 
     ``options`` go to the layers. Statistics are a list of Stats, or a RowCounts if layers do not learn from them.
-    Raises what ``apply`` of a layer does, ValueError for values out of range and wrong shapes, and TypeError for codes
-    of scalar layers.
+    Raises what ``apply`` of a layer does, and TypeError for codes of scalar layers.
     """
     if not 0 <= grad_frac <= 1:
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
@@ -122,6 +113,7 @@ def apply(
     if depth is not None:
         depth = depth.reshape((*depth.shape, *[1] * (live.ndim - depth.ndim)))
     row_offset, layers = options.get("row_offset"), layers_of(state)
+    learns = verbs_of(layers[0]).update is not None
     rest, out, each = start, torch.zeros_like(start), []
     for i, layer in enumerate(layers):
         used = live if depth is None else live & (i < depth)
@@ -130,14 +122,18 @@ def apply(
         if state.shared:
             first, total = row_offset or (0, live.numel() if mask is None else mask.sum())
             given["row_offset"] = first + i * total, len(layers) * total  # rows follow those of the layers before
-        got = verbs_of(layer).apply(layer, rest, out, layer_key, used, mask, **given)
+        seen = torch.where(used[..., None], rest, torch.nan) if learns else rest
+        got = verbs_of(layer).apply(layer, seen, out, layer_key, mask if learns else used, **given)
         q = got.x.detach()
         rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
         each.append(got)
     if outer is not None:
-        out = outer(start, out, None, None if key is None else _row_keys(key, live, mask, row_offset))
+        flat = None if mask is None else mask.reshape(1, -1)
+        numbers = rows.number_rows(flat, live.reshape(1, -1), row_offset)
+        row_keys = None if key is None else rows.row_keys(random.fold(key, "outer"), numbers).reshape(live.shape)
+        out = outer(start, out, None, row_keys)
     stats: Any = [got.stats for got in each]
-    if verbs_of(layers[0]).update is None:
+    if not learns:
         stats = projection_layers.count_rows(live, mask)
     elif state.shared:
         stats = [add(*stats)]
@@ -149,8 +145,7 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None
     """Return the cross-entropy between rows x f[... dim] and target ``codes`` i64[... layers], a Mean of [layers].
 
     Each layer gets what the earlier targets leave of x (Shen et al. 2023); a target of -1 has no term and subtracts
-    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books, and
-    ValueError for another number of codes.
+    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books.
     """
     layers = layers_of(state)
     if codes.shape != (*x.shape[:-1], len(layers)):
@@ -169,7 +164,7 @@ def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> R
     """Return ``state`` with each layer updated from its stats; ``options`` are those of the layers' ``update``.
 
     A layer that dropout kept from all rows stays as it is, so that its codes do not expire. Raises what ``update`` of a
-    layer does, TypeError for stats or options of another kind of layers, ValueError for another number of stats.
+    layer does, and TypeError for stats or options of another kind of layers.
     """
     learns, kind = verbs_of(state.layers[0]).update is not None, type(state.layers[0]).__name__
     if isinstance(stats, RowCounts) == learns or (options and not learns):
@@ -226,10 +221,3 @@ def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None,
         raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
     if key is not None and key.ndim and verbs.update is not None:
         raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
-
-
-def _row_keys(key: Tensor, live: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> Tensor:
-    """Return a key i64[...] for each row, a function of its number."""
-    flat = None if mask is None else mask.reshape(1, -1)
-    number = rows.number_rows(flat, live.reshape(1, -1), row_offset)
-    return rows.row_keys(random.fold(key, "outer"), number).reshape(live.shape)

@@ -1,10 +1,9 @@
 """The state of a residual quantiser (``residual.py``): its layers, projections and options.
 
 :func:`init` takes layers of any kind in ``layer.py``. The other functions make layers of one kind, as the papers do:
-each FSQ or LFQ layer is finer than the one before, while books are alike and learn the scale of their residual.
+each FSQ or LFQ layer is finer than the one before, while books are alike and learn the scale of their residual. Their
+``options`` are those of :func:`init`, their errors those of it and of the layer's own ``init``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,11 +100,7 @@ def init_books(
     learnable: bool = False,
     **options: Any,
 ) -> Residual:
-    """Make layers of Books with ``width`` dims; ``num_codes`` is one number or one a layer. ``shared`` is one Book.
-
-    ``options`` are those of :func:`init`. Raises what it and ``init`` of a Book do, and ValueError for sizes that
-    num_layers or ``shared`` contradict.
-    """
+    """Make layers of Books with ``width`` dims; ``num_codes`` is one number or one a layer. ``shared`` is one Book."""
     key, sizes = random.key(key), _sizes("residual.init_books", num_codes, num_layers)
     if shared and len(set(sizes)) > 1:
         raise ValueError(f"residual.init_books: num_codes is {sizes} of a shared book; wanted one number")
@@ -126,10 +121,7 @@ def init_implicit(
     metric: books.Metric = "euclidean",
     **options: Any,
 ) -> Residual:
-    """Make a learnable Book and implicit layers (``implicit.py``), with sizes as in :func:`init_books`.
-
-    ``options`` are those of :func:`init`. Raises what it, ``implicit.init`` and :func:`init_books` do.
-    """
+    """Make a learnable Book and implicit layers (``implicit.py``), with sizes as in :func:`init_books`."""
     key, sizes = random.key(key), _sizes("residual.init_implicit", num_codes, num_layers)
     net = {"depth": depth, "hidden": hidden, "metric": metric}
     first = books.init(random.fold(key, 0), sizes[0], width, metric=metric, learnable=True)
@@ -148,10 +140,7 @@ def init_simvq(
     hidden: tuple[int, ...] = (),
     **options: Any,
 ) -> Residual:
-    """Make layers of SimVQ, with sizes as in :func:`init_books`; ``options`` are those of :func:`init`.
-
-    Raises what it, ``simvq.init`` and :func:`init_books` do.
-    """
+    """Make layers of SimVQ, with sizes as in :func:`init_books`."""
     key, sizes = random.key(key), _sizes("residual.init_simvq", num_codes, num_layers)
     net = {"frozen_dim": frozen_dim, "hidden": hidden}
     return init(key, [simvq.init(random.fold(key, i), n, width, **net) for i, n in enumerate(sizes)], dim, **options)
@@ -169,11 +158,10 @@ def init_fsq(
     rotation: bool = False,
     **options: Any,
 ) -> Residual:
-    """Make layers of symmetric FSQ, where layer i quantises in steps of L^-i; ``options`` are those of :func:`init`.
+    """Make layers of symmetric FSQ, where layer i quantises in steps of L^-i for L levels.
 
     ``hard_clamp`` clamps x softly to ±(1 + 1 / (L - 1)) and the layers hard. Without it x is clamped to ``clamp``, if
-    any, and the layers use tanh. Raises what :func:`init` and ``fsq.init`` do, and ValueError for ``clamp`` beside
-    ``hard_clamp``.
+    any, and the layers use tanh.
     """
     if hard_clamp and clamp is not None:
         raise ValueError("residual.init_fsq: clamp beside hard_clamp, which has one of its own; use hard_clamp=False")
@@ -197,10 +185,7 @@ def init_lfq(
     multiple: int = 1,
     **options: Any,
 ) -> Residual:
-    """Make layers of LFQ, where layer i has the scale 2^-i and clamps to ``clamp`` · 2^-i.
-
-    ``options`` are those of ``lfq.init``, the named ones of :func:`init`. Raises what both do.
-    """
+    """Make layers of LFQ with ``options`` of ``lfq.init``; layer i has scale 2^-i and clamps to ``clamp`` · 2^-i."""
     key = random.key(key)
     layers = []
     for i in range(num_layers):

@@ -8,8 +8,6 @@ of the patterns' probabilities at temperature 1. The loss "kl" keeps bits random
 coins, bits · ln 2 - H, beyond ``free`` (one bit). The state trains nothing; the model that makes the logits trains.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -35,10 +33,7 @@ class Binary:
 
 
 def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary:
-    """Return a state for logits f[... bits]; ``key`` is not used.
-
-    Raises ValueError for bits outside [1, 20], and for ``free`` below zero.
-    """
+    """Return a state for logits f[... bits]; ``key`` is not used. Raises ValueError for bits outside [1, 20]."""
     if not 1 <= bits <= MOST:
         raise ValueError(f"binary.init: bits are {bits}; wanted from 1 to {MOST}, for rows have 2^bits numbers")
     if not free >= 0.0:
@@ -63,8 +58,8 @@ def apply(
 ) -> Quantized:
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
-    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] is True
-    for the rows that count. Raises ValueError for a temperature that is not positive.
+    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] keeps
+    rows.
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")
@@ -75,7 +70,9 @@ def apply(
     codes = _codes(state, ones, live)
     soft = _log_probs(state, logits).exp()
     out = torch.where(live[..., None], straight_through(soft, decode(state, codes, soft.dtype)), 0.0)
-    excess = F.relu(state.bits * math.log(2.0) - _entropy(logits) - state.free)
+    on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
+    entropy = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)  # of a row's bits, in nats
+    excess = F.relu(state.bits * math.log(2.0) - entropy - state.free)
     kl = Mean(torch.where(live, excess, 0.0).sum(), live.sum().to(excess.dtype))
     return Quantized(out.to(x.dtype), codes, {"kl": kl}, projection_layers.count_rows(live, mask))
 
@@ -83,8 +80,7 @@ def apply(
 def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
     """Return the log-probabilities [...] of codes i[...] under logits x f[... bits], in float32 or wider.
 
-    They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range, and
-    ValueError unless there is one code a row.
+    They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range.
     """
     codes = mixed_radix.checked("binary.log_prob", codes, 2**state.bits)
     if codes.shape != x.shape[:-1]:
@@ -102,9 +98,3 @@ def _log_probs(state: Binary, logits: Tensor) -> Tensor:
     """Return the log-probabilities of all patterns: [... bits] -> [... 2^bits]."""
     ones = mixed_radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
     return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of each row's bits, in nats."""
-    on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
-    return -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)

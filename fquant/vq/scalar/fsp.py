@@ -5,16 +5,9 @@
 
 (https://arxiv.org/abs/2602.17133.) The CDF is one of ``DISTRIBUTIONS``. The output is (u - ½) · √12, of variance 1 for
 uniform u, with the gradient of u; with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that
-would leave (0, 1) is not added.
-
-All levels are used if z follows the distribution, so :class:`Moments` is a loss on the first four moments of each
-feature over rows. On a mesh these are the rows of all ranks: the line below sums twice, first for the mean and then
-around it, on every rank with any number of rows.
-
-    fsp.apply(state, x, key, psum=lambda sums: shard.psum(sums, mesh, ("dp", "fsdp")))
+would leave (0, 1) is not added. All levels are used if z follows the distribution, so :class:`Moments` is a loss on the
+first four moments of each feature over rows. On a mesh ``psum`` makes them those of all ranks' rows (:func:`apply`).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -60,10 +53,9 @@ DISTRIBUTIONS = {
 @tree.value
 @dataclass(frozen=True)
 class Moments:
-    """A loss on each feature's mean, variance, skewness and excess kurtosis over rows: the sum of ``weights`` times the
-    squared distances to ``targets``, averaged over features."""
+    """A loss on moments of each feature over rows: ``weights`` times the squared distances to ``targets``, summed."""
 
-    targets: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 0.0)
+    targets: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 0.0)  # mean, variance, skewness, excess kurtosis
     weights: tuple[float, float, float, float] = (0.1, 0.07, 0.06, 0.05)
 
 
@@ -98,10 +90,7 @@ def init(
     inverse: bool = False,
     moments: Moments | None = VAR_TANH,
 ) -> FSP:
-    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected.
-
-    Raises ValueError for options out of range, and for ``bias`` without a projection.
-    """
+    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected."""
     levels = mixed_radix.check("fsp.init", levels, 2**22)  # up to there float32 represents half a level
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"fsp.init: distribution is {distribution!r}; wanted one of {', '.join(DISTRIBUTIONS)}")
@@ -119,7 +108,7 @@ def encode(state: FSP, x: Tensor) -> Tensor:
 
 
 def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x [... dim] of codes i[...]; zero for -1. Raises IndexError for a code out of range."""
+    """Return x [... dim] of codes i[...]; zero for -1."""
     bins, known = projection_layers.decode_digits("fsp.decode", codes, state.levels)
     return projection_layers.project_out(_value(state, _middle(state, bins.to(dtype))), state.params, known)
 
@@ -130,7 +119,7 @@ def apply(
     """Quantise x f[... dim], or perturb it if there is a ``key``, whose shape leads x's; a RowCounts as statistics.
 
     ``mask`` bool[...] is True for the rows that count. The loss "moments" covers all rows that ``psum``, which is
-    differentiable, sums over; weighted by the local rows, it adds up over ranks.
+    differentiable, sums over, in two calls on every rank; weighted by the local rows, it adds up over ranks.
     """
     z, live = projection_layers.project_in("fsp.apply", x, state.dim, mask, state.params)
     u = DISTRIBUTIONS[state.distribution].cdf(z)

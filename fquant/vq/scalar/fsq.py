@@ -15,8 +15,6 @@ replaces tanh by a clamp to [-1, 1]; ``rotation`` is fixed and random, and comes
 ``noise_dropout`` training moves a quantised scalar by uniform noise in ±½, within [-1, 1], but not its code.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -62,8 +60,7 @@ def init(
 ) -> FSQ:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    ``bias`` False omits the projections' biases. Raises ValueError for levels out of range, a probability outside
-    [0, 1], sizes below 1, and ``bias`` without a projection. 2 levels and ``noise_dropout`` need ``symmetric``.
+    ``bias`` False omits the projections' biases. 2 levels and ``noise_dropout`` need ``symmetric``.
     """
     levels = mixed_radix.check("fsq.init", levels, MOST if symmetric else MOST_PLAIN)
     if not symmetric and min(levels) == 2:
@@ -85,7 +82,7 @@ def encode(state: FSQ, x: Tensor) -> Tensor:
 
 
 def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1."""
     digits, known = projection_layers.decode_digits("fsq.decode", codes, state.levels, state.num_codebooks)
     rounded = digits.to(dtype)
     if not state.symmetric:
@@ -94,10 +91,7 @@ def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def decode_levels(state: FSQ, codes: Tensor) -> Tensor:
-    """Return the levels i64[... d] of codes i[...], or [... c d] of [... c], for factorised embeddings; -1 for -1.
-
-    Levels count from 0. Raises IndexError for a code out of range.
-    """
+    """Return the levels i64[... d] from 0 of codes i[...], or [... c d] of [... c]; -1 for -1."""
     digits, known = projection_layers.decode_digits("fsq.decode_levels", codes, state.levels, state.num_codebooks)
     digits = torch.where(known[..., None], digits, mixed_radix.NONE)
     return digits.squeeze(-2) if state.num_codebooks == 1 else digits
@@ -129,7 +123,7 @@ def _project_in(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _project_out(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
-    q = projection_layers.unrotate(q, state.rotation)
+    q = projection_layers.rotate(q, state.rotation, back=True)
     if state.scale is not None:
         q = q * per_scalar(state.scale, q)
     return projection_layers.project_out(q, state.params, known)

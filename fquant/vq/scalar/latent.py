@@ -9,8 +9,6 @@ behind the projection, and their values q are therefore added, each with a weigh
     quantisation    mean of (sg(z) - q)²       moves values to their scalars
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -53,8 +51,7 @@ def init(
 ) -> Latent:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    Zero is a value; an even number of values leaves out 1/2. Raises ValueError for levels below 2, sizes below 1, and
-    ``bias`` without a projection.
+    Zero is a value; an even number of values leaves out 1/2.
     """
     levels = mixed_radix.check("latent.init", levels, 2**16)  # each row is compared with as many values
     key = random.key(key)
@@ -71,16 +68,13 @@ def encode(state: Latent, x: Tensor) -> Tensor:
 
 
 def decode(state: Latent, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1."""
     digits, known = projection_layers.decode_digits("latent.decode", codes, state.levels, state.num_codebooks)
     return projection_layers.project_out(_values(state, digits, dtype), state.params.projections, known)
 
 
 def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
-    """Quantise x f[... dim] with a straight-through gradient, two losses, and a RowCounts as statistics.
-
-    Nothing is random, so ``key`` is not used. ``mask`` bool[...] is True for the rows that count.
-    """
+    """Quantise x f[... dim] with a straight-through gradient, two losses, and a RowCounts; ``key`` is not used."""
     z, live = _project_in("latent.apply", state, x, mask)
     digits = _nearest(state, z)
     q = _values(state, digits, z.dtype)

@@ -13,15 +13,10 @@ low. All codes are used if the entropy of the mean of p over rows is high.
 
 All codes have the same length, so p is a product over bits of ``σ(±4 · inv_temperature · |c_i| · z_i)``. H(p) is the
 sum of the bits' entropies. The mean of p is one product of two matrices [rows, 2^(bits / 2)], one for each half of the
-bits. No tensor has rows times codes numbers, and both entropies are exact, without a floor under probabilities.
-
-Beyond 24 bits the mean would be too large. The entropies of groups of bits are then added, as in the last paper; the
-sum is an upper bound. On a mesh the mean covers all ranks' rows, by one sum inside the gradient:
-
-    lfq.apply(state, x, key, psum=lambda sums: shard.psum(sums, mesh, ("dp", "fsdp")))
+bits. No tensor has rows times codes numbers, and both entropies are exact, without a floor under probabilities. Beyond
+24 bits the entropies of groups of bits are added, as in the last paper; the sum is an upper bound. On a mesh ``psum``
+makes the mean that of all ranks' rows, inside the gradient.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -91,8 +86,6 @@ def init(
     * share: the share of the rows, drawn by key, that enter the entropies.
     * offset: make the entropy loss softplus(loss + offset), which is positive.
     * group: the number of bits in a group of the entropy of the mean; all bits by default.
-
-    Raises ValueError for bits outside [1, 62] and options out of range or without a projection.
     """
     if not 1 <= bits <= 62:
         raise ValueError(f"lfq.init: bits are {bits}; wanted from 1 to 62; use codebooks for more")
@@ -122,7 +115,7 @@ def encode(state: LFQ, x: Tensor) -> Tensor:
 
 
 def decode(state: LFQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x [... dim] of codes i[...] or [... c]; zero for -1. Raises IndexError for a code out of range."""
+    """Return x [... dim] of codes i[...] or [... c]; zero for -1."""
     ones, known = projection_layers.decode_digits("lfq.decode", codes, (2,) * state.bits, state.num_codebooks)
     return _project_out(state, _value(state, ones.flip(-1) > 0, dtype), known)
 
@@ -138,11 +131,10 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... dim] with a straight-through gradient; two losses, and a RowCounts as statistics.
 
-    "commitment" is the squared distance of scalars to their quantised values, which are constants. "entropy" covers
-    all rows that ``psum``, which is differentiable, sums over; weighted by the local rows, it adds up over ranks.
-
-    ``key``, whose shape leads x's, draws the ``share`` of rows in the entropies, rounded up for each key. Without a key
-    all rows enter. ``mask`` bool[...] is True for the rows that count.
+    "commitment" is the squared distance of scalars to their quantised values, which are constants. "entropy" covers all
+    rows that ``psum``, which is differentiable, sums over; weighted by the local rows, it adds up over ranks. ``key``,
+    whose shape leads x's, draws the ``share`` of rows in the entropies, rounded up for each key; without it all enter.
+    ``mask`` bool[...] is True for the rows that count.
     """
     z, live = _project_in("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)
@@ -186,7 +178,7 @@ def _project_in(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _project_out(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.project_out(projection_layers.unrotate(q, state.rotation), state.params, known)
+    return projection_layers.project_out(projection_layers.rotate(q, state.rotation, back=True), state.params, known)
 
 
 def _magnitude(state: LFQ) -> float:
@@ -214,7 +206,8 @@ def _entropies(
     logits = rearrange(logits, "n c (g b) -> (c g) n b", b=state.group or state.bits)
     on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
     each = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum((0, 2))  # [n]
-    high, low = (_patterns(*half) for half in zip(_halves(off), _halves(on), strict=True))  # [(c g) n 2^(b/2)]
+    halves = (t.tensor_split([t.shape[-1] // 2], -1) for t in (off, on))
+    high, low = (_patterns(*half) for half in zip(*halves, strict=True))  # [(c g) n 2^(b/2)]
     sums = matmul((high * weight[:, None]).mT, low).flatten(1)  # of p, [(c g) 2^b]
     num_local = weight.sum()
     sums, each, n = psum((sums, (each * weight).sum(), num_local))
@@ -222,10 +215,6 @@ def _entropies(
     p = sums / n
     surprise = -p.clamp(min=torch.finfo(p.dtype).tiny).log()  # so that p · surprise has a gradient at 0
     return each / n / num_codebooks, (p * surprise).sum() / num_codebooks, num_local
-
-
-def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
-    return t[..., : t.shape[-1] // 2], t[..., t.shape[-1] // 2 :]
 
 
 def _patterns(off: Tensor, on: Tensor) -> Tensor:

@@ -2,11 +2,9 @@
 
     levels (8, 5, 5)     digits [... 3], the first below 8, the others below 5     code = d0 + 8·d1 + 40·d2
 
-The first digit is the least significant. All arithmetic is in int64, which is exact because the product of the levels
-stays below 2^63. The code -1 stands for "no code"; its digits are meaningless.
+The first digit is the least significant. Arithmetic is exact in int64, because the product of the levels stays below
+2^63. The code -1 stands for "no code"; its digits are meaningless.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -21,10 +19,7 @@ NONE = -1  # the code of a row without a code
 
 
 def check(name: str, levels: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return ``levels`` as a tuple of ints.
-
-    Raises ValueError for no levels, a level below 2 or above ``most``, and a product of 2^63 or more.
-    """
+    """Return ``levels`` as ints; ValueError for none, one outside [2, ``most``], or a product of 2^63 or more."""
     levels = tuple(int(n) for n in levels)
     if not levels or min(levels) < 2 or max(levels) > most:
         raise ValueError(f"{name}: levels are {levels}; wanted one number a scalar, each from 2 to {most}")
@@ -45,10 +40,9 @@ def decode(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def checked(name: str, codes: Tensor, size: int) -> Tensor:
-    """Return ``codes`` as int64 after a check that each is in [0, size) or -1.
+    """Return ``codes`` as int64; TypeError unless integers, IndexError unless each is in [0, size) or -1.
 
-    Raises TypeError if they are not integers, and IndexError for a code out of range. On CUDA a device assertion
-    replaces the IndexError; inside a transform or a trace the check runs with the computation.
+    On CUDA a device assertion replaces the IndexError; in a transform or a trace the check runs with the computation.
     """
     if not isinstance(codes, Tensor) or codes.dtype is torch.bool or codes.is_floating_point() or codes.is_complex():
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__

@@ -4,15 +4,10 @@
     z [... c d]  ->  projection  ->  x [... dim], in the dtype of the input
 
 A row (all of the last dim) is live unless it is masked out or not finite (``rows.py``). Other rows reach no sum and no
-gradient: their code is -1, their output is zero, and :class:`RowCounts` counts them.
-
-Projections are the field ``params`` of a state, or None if the sizes agree without them. They train, so a loss is
-differentiated in them. ``fquant.linear`` applies the weights, which may be Packed or Adapted.
-
-    grads = grad(lambda params: loss(replace(state, params=params)))(state.params)
+gradient: their code is -1, their output is zero, and :class:`RowCounts` counts them. Projections are the field
+``params`` of a state, which a loss is differentiated in, or None if the sizes agree without them. ``fquant.linear``
+applies the weights, which may be Packed or Adapted.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -61,8 +56,8 @@ def init(
 ) -> tuple[int, Projections | None]:
     """Return the last dim of x, and projections to ``num_codebooks * width`` scalars if dim differs from that.
 
-    Layers are initialised like torch's nn.Linear; one for :func:`cosine` is normal and has no bias. ``bias`` None means
-    the default. Raises ValueError for sizes below 1, and for options of projections if there are none.
+    Layers are initialised like torch's nn.Linear; one for :func:`cosine` is normal and has no bias. Raises ValueError
+    for sizes below 1, and for ``bias`` (None is the default) or ``cosine`` without projections.
     """
     if num_codebooks < 1 or (dim is not None and dim < 1):
         raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
@@ -100,7 +95,7 @@ def per_scalar(numbers: Sequence[float], like: Tensor) -> Tensor:
 
 
 def prepare_rows(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``x`` [... dim] in float32 or wider, with zeros for rows that are not live, and the live rows bool[...].
+    """Return ``x`` [... dim] in float32 or wider, zeros in rows that are not live, and the live rows bool[...].
 
     ``mask`` bool has leading dims of x. Raises ValueError for wrong shapes, TypeError for wrong dtypes.
     """
@@ -139,14 +134,9 @@ def project_out(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
 
-def rotate(z: Tensor, rotation: Tensor | None) -> Tensor:
-    """Multiply z [... d] by the rotation f32[d d], if there is one."""
-    return z if rotation is None else matmul(z, rotation.to(z.dtype))
-
-
-def unrotate(z: Tensor, rotation: Tensor | None) -> Tensor:
-    """Invert :func:`rotate`."""
-    return rotate(z, None if rotation is None else rotation.mT)
+def rotate(z: Tensor, rotation: Tensor | None, back: bool = False) -> Tensor:
+    """Multiply z [... d] by the rotation f32[d d], or its inverse, if there is one."""
+    return z if rotation is None else matmul(z, (rotation.mT if back else rotation).to(z.dtype))
 
 
 def join_codes(codes: Tensor, live: Tensor) -> Tensor:
