@@ -1,8 +1,4 @@
-"""Start local processes through torchrun's API, and name the rank that failed.
-
-The agent, the store and the signals are torch's. Where torchrun prints a page, this module prints one line that names
-the rank and its fate. It also removes the folder in which the agent keeps logs.
-"""
+"""Start local processes through torchrun's API, and name the rank that failed in one line."""
 
 from __future__ import annotations
 
@@ -43,15 +39,14 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             results = elastic_launch(config, f)(*args)
         except ChildFailedError as error:
-            raise RankFailed(_story(list(error.failures.values()), error.failures)) from None
+            raise RankFailed(_story(error.failures)) from None
     return [results[rank] for rank in range(ranks)]
 
 
-def _story(failures: list[ProcessFailure], by_rank: dict[int, ProcessFailure]) -> str:
+def _story(failures: dict[int, ProcessFailure]) -> str:
     # A killed rank makes its peers fail too; the signal is the cause, and the earliest otherwise.
-    killed = [f for f in failures if f.exitcode < 0 and f.signal_name() != "SIGTERM"]
-    first = min(killed or failures, key=lambda f: f.timestamp)
-    rank = next(rank for rank, f in by_rank.items() if f is first)
+    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
+    rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     message = str(first.message).strip().splitlines()

@@ -1,11 +1,8 @@
 """The training that every rank runs: quantise, place, take steps, measure.
 
-Everything is a function of a frozen ``Run`` and a ``State``, which is a tree. The step itself is
-``examples.common.training_step.train_step``, captured whole. One process and many differ in ``place``, ``local`` and
-``share`` alone.
-
-A batch is a function of the step's number, and dropout of (key, row). The token count is that of the global batch. So a
-run on any mesh computes the same sums, and a resumed run continues to the bit.
+Everything is a function of a frozen ``Run`` and a ``State``, which is a tree. A batch is a function of the step's
+number, and dropout of (key, row). The token count is that of the global batch. So a run on any mesh computes the same
+sums, and a resumed run continues to the bit.
 """
 
 from __future__ import annotations
@@ -93,9 +90,8 @@ def prepare(options: Options) -> Work:
     fmt = base.parse_format(options.format, options.block)
     base.check_blocks(fmt, decoder.shapes(cfg))
     if options.seq > cfg.max_positions:
-        raise ValueError(
-            f"--seq is {options.seq}; wanted at most {cfg.max_positions}, the positions of {options.model}"
-        )
+        wanted = f"wanted at most {cfg.max_positions}, the positions of {options.model}"
+        raise ValueError(f"--seq is {options.seq}; {wanted}")
     packed = base.quantised(dense, fmt)
     targets = base.pattern(base.parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
@@ -143,10 +139,8 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     cfg = hf.read_config(options.model)
     fmt, targets = base.parse_format(options.format, options.block), base.parse_targets(options.targets)
     ranks = max(1, axes.get("dp", 1) * axes.get("fsdp", 1))
-    job = pricing.Job(
-        cfg, fmt, targets, options.rank, -(-options.batch // ranks), options.seq,
-        stream=options.stream(), accumulate=options.accumulate,
-    )  # fmt: skip
+    sizes = options.rank, -(-options.batch // ranks), options.seq
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=options.stream(), accumulate=options.accumulate)
     room = ROOM * machine.available_memory()
     for mode in MODES[:-1]:
         if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
@@ -198,15 +192,8 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
         say("measuring the dense base")
         dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
         plain = perplexity(run, dense, {})
-    return Result(
-        bytes_bf16=size(dense),
-        bytes_packed=size(run.base),
-        wire_bf16=sum(collective.sent for collective in predict(run, state, dense).collectives),
-        wire_packed=sum(collective.sent for collective in predict(run, state, run.base).collectives),
-        perplexity_bf16=plain,
-        perplexity_packed=packed,
-        perplexity_adapted=adapted,
-    )
+    wire = lambda x: sum(collective.sent for collective in predict(run, state, x).collectives)
+    return Result(size(dense), size(run.base), wire(dense), wire(run.base), plain, packed, adapted)
 
 
 def size(placed: Any) -> int:
