@@ -166,7 +166,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def constant(lr: float, warmup: int = 0) -> Schedule:
     """Return the schedule ``lr`` after a linear warmup: step i < warmup has lr * (i + 1) / (warmup + 1)."""
-    return _after_warmup(lr, warmup, torch.ones_like)
+    return _schedule(lr, warmup, torch.ones_like)
 
 
 def linear(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
@@ -180,29 +180,25 @@ def cosine(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule
 
 
 def _decay(lr: float, total: int, warmup: int, end: float, shape: Callable[[Tensor, float], Tensor]) -> Schedule:
-    _check_rise(lr, warmup)
+    schedule = _schedule(lr, warmup, lambda i: shape((i / (total - warmup)).clamp(max=1.0), end / lr))
     if not total > warmup:
         raise ValueError(f"total: got {total} steps, wanted more than the {warmup} of warmup")
     if not 0 <= end <= lr:
         raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
-    return _after_warmup(lr, warmup, lambda i: shape((i / (total - warmup)).clamp(max=1.0), end / lr))
-
-
-def _after_warmup(lr: float, warmup: int, shape: Callable[[Tensor], Tensor]) -> Schedule:
-    _check_rise(lr, warmup)
-
-    def schedule(step: Tensor) -> Tensor:
-        i = step.float()  # exact up to 2^24 steps
-        return lr * torch.where(i < warmup, (i + 1) / (warmup + 1), shape(i - warmup))
-
     return schedule
 
 
-def _check_rise(lr: float, warmup: int) -> None:
+def _schedule(lr: float, warmup: int, after_warmup: Callable[[Tensor], Tensor]) -> Schedule:
     if not 0 < lr < math.inf:
         raise ValueError(f"lr: got {lr}, wanted a finite number above 0")
     if warmup < 0:
         raise ValueError(f"warmup: got {warmup} steps, wanted at least 0")
+
+    def schedule(step: Tensor) -> Tensor:
+        i = step.float()  # exact up to 2^24 steps
+        return lr * torch.where(i < warmup, (i + 1) / (warmup + 1), after_warmup(i - warmup))
+
+    return schedule
 
 
 def _debias(b: float, step: Tensor) -> Tensor:

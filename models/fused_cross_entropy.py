@@ -102,27 +102,18 @@ class _Head(NamedTuple):
         return zip(*(t.split(self.chunk) if len(t) else (t,) for t in rows), strict=True)
 
 
-class _TokenLoss(NamedTuple):
-    """The loss of logits [c v] and targets [c], and the loss with its gradient."""
-
-    nll: Callable[..., Tensor]
-    nll_backward: Callable[..., tuple[Tensor, Tensor]]
-
-
-_KERNEL, _REFERENCE = _TokenLoss(nll.nll, nll.nll_backward), _TokenLoss(reference.nll, reference.nll_backward)
-
-
 def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 0) -> Implementations:
-    return Implementations(partial(verb, *static, _KERNEL), partial(verb, *static, _REFERENCE), num_batched)
+    """Call ``verb`` with the module of the ops, or of the reference, as the loss of logits [c v] and targets [c]."""
+    return Implementations(partial(verb, *static, nll), partial(verb, *static, reference), num_batched)
 
 
-def _nll(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(head.weight(leaves), x.dtype)
     return (torch.cat([loss.nll(linear(some, weight), chosen, IGNORE) for some, chosen in head.split(x, targets)]),)
 
 
-def _nll_and_dx(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(head.weight(leaves), x.dtype)
     parts = [_chunk_nll_and_dx(loss, weight, chosen, some) for some, chosen in head.split(x, targets)]
@@ -130,7 +121,7 @@ def _nll_and_dx(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leav
     return torch.cat(losses), torch.cat(dx)
 
 
-def _chunk_nll_and_dx(loss: _TokenLoss, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_nll_and_dx(loss: Any, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
     losses, dlogits = loss.nll_backward(logits, targets, IGNORE)
     return losses, pull(dlogits)[0]
@@ -161,7 +152,7 @@ class _LossAndGradient(KernelWithReferenceGradient):
 
 
 def _weight_gradients(
-    head: _Head, wanted: tuple[int, ...], loss: _TokenLoss, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
+    head: _Head, wanted: tuple[int, ...], loss: Any, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
     trained = [leaves[i] for i in wanted]
@@ -181,7 +172,7 @@ def _double_backward(
     sums: list[Any] = [0.0] * len(trained)
     weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
     for some, chosen, factor, direction in head.split(x, targets, g, g_dx):
-        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(_REFERENCE, weight(trained), chosen, x)
+        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(reference, weight(trained), chosen, x)
         _, pull, *_ = torch.func.vjp(both, some, *trained)
         grad, *found = pull((factor, direction))
         rows.append(grad)

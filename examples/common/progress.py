@@ -67,8 +67,7 @@ class Report:
 
 def lines(folder: Path) -> list[str]:
     """Return the lines of metrics.jsonl."""
-    with open(folder / METRICS) as file:
-        return file.readlines()
+    return (folder / METRICS).read_text().splitlines(keepends=True)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

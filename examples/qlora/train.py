@@ -27,7 +27,7 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import base, data, machine, pricing, runs, training_step
+from ..common import base, data, launch, pricing, runs, training_step
 from ..common.training_step import DONATED, MODES, Checkpoint, Measured, Micro, Setup, State
 from .options import Options
 
@@ -109,7 +109,7 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     axes = options.axes(int(os.environ.get("WORLD_SIZE", "1")))
-    torch.set_num_threads(machine.threads())
+    torch.set_num_threads(launch.threads())
     mode = options.checkpoint or choose_checkpoint(options, axes)
     mesh, rules = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1)), shard.Rules()
     chosen = all_gather_text(mode)
@@ -141,7 +141,7 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     ranks = max(1, axes.get("dp", 1) * axes.get("fsdp", 1))
     sizes = options.rank, -(-options.batch // ranks), options.seq
     job = pricing.Job(cfg, fmt, targets, *sizes, stream=options.stream(), accumulate=options.accumulate)
-    room = ROOM * machine.available_memory()
+    room = ROOM * launch.available_memory()
     for mode in MODES[:-1]:
         if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
             return mode
@@ -178,7 +178,7 @@ def take(run: Run, local: Any, state: State) -> tuple[State, Step]:
     if not torch.isfinite(found.loss):
         raise ValueError(f"step {step}: the loss is {value}; use a smaller --lr")
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
-    return state, Step(step, value, lr, norm, int(count), through, machine.resident(), training_step.sent(run.step))
+    return state, Step(step, value, lr, norm, int(count), through, launch.resident(), training_step.sent(run.step))
 
 
 def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
