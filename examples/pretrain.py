@@ -2,15 +2,9 @@
 
     python -m examples.pretrain --out DIR --minutes 30
 
-The corpus is the documentation of the Python standard library. It has the docstring of every module, class and function
-under its name and signature, and the language reference of ``help()`` (``pydoc_data.topics``). ``ast`` parses the
-sources; nothing is imported or run. A byte-level BPE tokenizer is trained first, then the model, in float32 on packed
-documents: one stream
-
-    <|endoftext|> first document <|endoftext|> second document ...
-
-cut into sequences, in which tokens attend within their own document only. Every epoch shuffles and cuts anew. One
-document in ``--held-out`` is kept away from training. The weights are saved in bfloat16.
+The corpus is the documentation of the Python standard library: the docstring of every module, class and function under
+its name and signature, and the language reference of ``help()``. A byte-level BPE tokenizer is trained first, then the
+model, in float32 on packed documents. The weights are saved in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import json
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -172,13 +166,14 @@ def main(options: Options) -> None:
     source = batches(encoded, options)
     # Captured, because eager torch.func.grad keeps every intermediate for a second derivative.
     step = jit(torch.func.grad_and_value(loss))
-    steps = options.steps
-    if steps is None:
-        steps = _num_affordable(options.minutes, lambda: step(params, *next(source)))
+    if (steps := options.steps) is None:
+        trials, start = 10, time.monotonic()
+        for _ in range(trials):
+            step(params, *next(source))
+        steps = max(1, int(options.minutes * 60 * trials / (time.monotonic() - start)))
     schedule = optim.cosine(options.lr, steps, options.warmup)
-    optimizer = optim.chain(
-        optim.clip_by_global_norm(1.0), optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
-    )
+    adamw = optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), adamw)
     state = optimizer.init(params)
     start = time.monotonic()
     with bar(console) as progress:
@@ -202,21 +197,10 @@ def main(options: Options) -> None:
         console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)
 
 
-def _num_affordable(minutes: float, run: Callable[[], object], trials: int = 10) -> int:
-    start = time.monotonic()
-    for _ in range(trials):
-        run()
-    return max(1, int(minutes * 60 * trials / (time.monotonic() - start)))
-
-
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers needs, each atomically."""
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
-        "eos_token": END,
-        "model_max_length": CONFIG.max_positions,
-    }
+    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    about["model_max_length"] = CONFIG.max_positions
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("tokenizer.json", tokenizer.to_str()), ("tokenizer_config.json", json.dumps(about, indent=2))):
         with safetensors.replacing(folder / name) as file:

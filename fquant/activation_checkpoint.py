@@ -6,10 +6,7 @@
 Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks, which torch.func rejects; this is an
 autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
 create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
-saves the memory. Differentiating it again would give silent zeros, so it raises.
-
-Every tensor that the function uses must be an argument. A tensor in its closure would get a silent zero gradient, so it
-raises with the name.
+saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure.
 """
 
 from __future__ import annotations
@@ -24,21 +21,18 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .autodiff import forward_mode, unwrap_dead
+from .autodiff import pull_back, push_forward, replace_at, unwrap_dead
 
 
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
 
-    ``order`` 1 allows one reverse derivative (and any number of forward ones before it). 2 allows any, and keeps the
-    recomputed results if they are differentiated.
-
-    Raises TypeError if ``f`` closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is
-    differentiated twice.
+    ``order`` 1 allows one reverse derivative, and any number of forward ones before it; 2 allows any. Raises TypeError
+    if ``f`` closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is differentiated
+    twice.
     """
     if order not in (1, 2):
         raise ValueError(f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
-
     _check_closure(f)
 
     @wraps(f)
@@ -99,31 +93,15 @@ class _Remat(torch.autograd.Function):
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         first = spec.order == 1
         with torch.no_grad() if first else nullcontext():
-            outputs, pull, *_ = torch.func.vjp(partial(_run_at, spec, tensors, wanted), *[tensors[i] for i in wanted])
-            cotangents = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outputs, strict=True)]
-            found = pull(tuple(cotangents))
+            found = pull_back(spec.run, tensors, wanted, grads)
         if first:
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
             found = _FirstOrderOnly.apply(_name(spec.f), len(found), *found, *inputs)
-        slots: list[Any] = [None] * len(tensors)
-        for i, g in zip(wanted, found, strict=True):
-            slots[i] = g
-        return None, *slots
+        return None, *replace_at([None] * len(tensors), wanted, found)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        moving = [i for i, t in enumerate(tangents) if t is not None]
-        with forward_mode(ctx.saved_tensors) as tensors:
-            f = partial(_run_at, ctx.spec, tensors, moving)
-            return torch.func.jvp(f, tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving))[1]
-
-
-def _run_at(spec: _Spec, tensors: list[Tensor], places: list[int], *variables: Tensor) -> tuple[Tensor, ...]:
-    """Call the function with ``variables`` at these places and the other ``tensors`` as constants."""
-    args = list(tensors)
-    for i, t in zip(places, variables, strict=True):
-        args[i] = t
-    return spec.run(*args)
+        return push_forward(ctx.spec.run, ctx.saved_tensors, tangents)
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -140,15 +118,11 @@ class _FirstOrderOnly(torch.autograd.Function):
         ctx.name = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(_FIRST_ORDER.format(ctx.name))
+    def backward(ctx: Any, *_: Any) -> Any:
+        fault = "gives first derivatives only and was differentiated twice"
+        raise RuntimeError(f"remat({ctx.name}) {fault}; use remat(f, order=2)")
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(_FIRST_ORDER.format(ctx.name))
-
-
-_FIRST_ORDER = "remat({}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
+    jvp = backward
 
 
 def _name(f: Any) -> str:
@@ -163,7 +137,5 @@ def _check_closure(f: Any) -> None:
         bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
     for name, x in bound.items():
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
-            raise TypeError(
-                f"remat({_name(f)}) closes over the tensor {name!r}, whose gradient would silently be zero; "
-                "pass it as an argument"
-            )
+            fault = f"closes over the tensor {name!r}, whose gradient would silently be zero"
+            raise TypeError(f"remat({_name(f)}) {fault}; pass it as an argument")

@@ -6,19 +6,16 @@ An array is divided by its scales, the root mean squares of its blocks. The quot
 elements along a row. A group becomes the sum of one vector of each stage:
 
 1. *Stages by k-means.* Lloyd's iterations for the groups, then for the residuals of the first stage, and so on.
-2. *Beam search.* The nearest vector of a stage is not always the best one beside those of later stages. So ``BEAM``
-   candidates are kept from stage to stage, and the best sum is taken at the end.
-3. *Joint refinement.* A few rounds search all groups and move each stage's vectors to the means of the other stages'
-   residuals.
+2. *Beam search* keeps ``BEAM`` candidates from stage to stage. The nearest vector of a stage is not always the best
+   one beside those of later stages.
+3. *Joint refinement.* Rounds of search move each stage's vectors to the means of the other stages' residuals.
 4. The same search gives the codes of all groups.
 
 Steps 1 to 3 see up to ``SAMPLE`` groups, one of each stratum of the array. They minimise the squared error of the
-array, so groups of large rows weigh more in means. *Importance*, one number an element or a column, weighs the squared
-error of an element in searches and means. The mean square of a column's inputs is, up to a factor, the diagonal of the
-Hessian of the squared error of outputs.
+array, so groups of large rows weigh more in means. *Importance* weighs the squared error of an element or a column. The
+mean square of a column's inputs is, up to a factor, the diagonal of the Hessian of the squared error of outputs.
 
-Randomness comes from a key that the format's text gives: on CPUs the same array gives the same codes. On GPUs sums run
-in any order, in float64.
+The format's text gives the random key: on CPUs the same array gives the same codes. GPUs sum in any order, in float64.
 
 Source: additive quantisation by k-means and beam search, Babenko & Lempitsky 2014; of weights, Egiazarian et al. 2024
 (AQLM), whose 2x8 codes equal those of AQ_2X8 but for scales.
@@ -165,9 +162,9 @@ def _means(codes: Tensor, x: Tensor, mass: Tensor, table: Tensor) -> tuple[Tenso
 
 def _search(groups: _Groups, vectors: Tensor) -> Tensor:
     """Return the codes u8[n S] of the best sums of vectors f32[S 256 D] that a beam finds for groups."""
-    parts = [slice(start, start + CHUNK) for start in range(0, len(groups.x), CHUNK)]
-    near = lambda part: None if groups.near is None else groups.near[part]
-    return torch.cat([_beam(groups.x[part], near(part), vectors) for part in parts]).to(torch.uint8)
+    xs = groups.x.split(CHUNK)
+    nears = [None] * len(xs) if groups.near is None else groups.near.split(CHUNK)
+    return torch.cat([_beam(x, near, vectors) for x, near in zip(xs, nears, strict=True)]).to(torch.uint8)
 
 
 def _beam(x: Tensor, near: Tensor | None, vectors: Tensor) -> Tensor:

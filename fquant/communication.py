@@ -1,19 +1,14 @@
 """Comm: the six places where a forward pass may communicate.
 
-A model never sees a mesh. It is written once, against these six functions, and gets other ones if its weights are
-sharded over ranks:
+A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded:
 
     load(subtree)      called by a block on its parameters first: gathers the sharded ones
     rows(table, ids)   called by an embedding on its table: gathers only the rows that the ids need
     part(block, x)     called by the loss of a head: the table may stay sharded if the rows of ``x`` travel instead
     enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
-    wrap(block)        calls a block: plainly, or with recomputation in the backward, so that gathered parameters
-                       are not kept (see fquant.remat)
+    wrap(block)        calls a block, perhaps with recomputation in the backward (see fquant.remat)
 
 ``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
-
-A subtree that only ``load`` can open derives from :class:`Loadable`, and its inner paths are invisible until then. An
-:class:`AfterLoad` holds work to be done on it once it is open, such as attaching adapters; ``load`` does that work.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from .tree import node, static
 
 
 class Loadable:
-    """Base of nodes whose content is invisible until a Comm loads them."""
+    """Base of nodes whose content, and so whose inner paths, are invisible until a Comm loads them."""
 
 
 @node
@@ -45,7 +40,7 @@ class LookedUpRows:
     """The rows of a table of ``size`` rows that some ids ask for, in the order of the ids.
 
     ``table`` is the weight [size dim], except that dim 0 of its tensors is that of the ids. It replaces the weight in a
-    lookup of these very ids only (see ``fquant.embedding``).
+    lookup of these very ids only.
     """
 
     table: Any
@@ -56,10 +51,9 @@ class LookedUpRows:
 class VocabShard:
     """This process's rows of a vocabulary-parallel table of ``size`` rows, from row ``first`` on.
 
-    ``table`` is the weight [size dim], except that dim 0 of its tensors counts these rows. The tokens of all n
-    processes meet every shard: ``gather`` concatenates [k ...] of each to [n·k ...], in which this process is at
-    ``place``; ``scatter`` sums [n·k ...] over processes, and each keeps its own [k ...]. A process has at most ``most``
-    tokens. ``whole(closed)`` is the full weight.
+    Dim 0 of the tensors of ``table`` counts these rows. ``gather`` concatenates the tokens [k ...] of n processes to
+    [n·k ...], in which this process is at ``place``; ``scatter`` sums [n·k ...] over processes, and each keeps its own
+    [k ...]. A process has at most ``most`` tokens. ``whole(closed)`` is the full weight.
     """
 
     table: Any

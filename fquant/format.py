@@ -1,14 +1,13 @@
 """Quantisation formats: the meaning of the codes of a quantised array, as frozen values.
 
-A format gives the bits and the value of each code, the elements that share a scale, and the format of the scales.
-Values come from a table in the format, from the integers themselves, or from vectors that are learned and kept for each
-array. A new format is a line in this file, and a variation is ``dataclasses.replace(NF4,
-block=128)``. Double quantisation is a format whose ``scale`` is another format.
+Values of codes come from a table in the format, from the integers themselves, or from vectors that are learned and kept
+for each array. A new format is a line in this file, and a variation is ``dataclasses.replace(NF4, block=128)``. Double
+quantisation is a format whose ``scale`` is another format.
 
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
 optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables equal those
-of bitsandbytes bit for bit, so codes and scales are interchangeable with it. Sums of learned vectors: Babenko &
-Lempitsky 2014 (additive quantization); of weights, Egiazarian et al. 2024 (AQLM).
+of bitsandbytes bit for bit. Sums of learned vectors: Babenko & Lempitsky 2014; of weights, Egiazarian et al. 2024
+(AQLM).
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ _NAMES: dict[str, Format] = {}  # the formats of this file; their text is short
 @value
 @dataclass(frozen=True)
 class Vectors:
-    """The sizes of learned vectors: ``dim`` elements along a row are the sum of ``stages`` vectors.
-
-    Each stage has 256 vectors of its own, so an element takes 8 · stages / dim bits.
-
-    Raises ValueError for sizes below 1.
-    """
+    """The sizes of learned vectors: ``dim`` elements along a row are the sum of ``stages`` vectors, each one of 256."""
 
     dim: int
     stages: int
@@ -63,7 +57,7 @@ class Format:
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
         plain    this format with its scales in float32
 
-    Raises ValueError for a block size, a table or another field that the format cannot have.
+    Raises ValueError for a field that the format cannot have.
     """
 
     name: str
@@ -85,25 +79,15 @@ class Format:
             raise ValueError(f"{self.name}: block is {self.block}; wanted one of {', '.join(map(str, BLOCKS))}")
         if self.block is None and self.bits == 4:
             raise ValueError(f"{self.name}: a 4-bit format needs a block; use one of {', '.join(map(str, BLOCKS))}")
-        if self.table is not None and len(self.table) != 2**self.bits:
-            size = len(self.table)
+        if self.table is not None and (size := len(self.table)) != 2**self.bits:
             raise ValueError(f"{self.name}: the table has {size} values; {self.bits} bits need {2**self.bits}")
         if self.table is None and self.bits != 8:
             raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
         if self.vectors is not None:
-            self._check_vectors(self.vectors)
+            _check_vectors(self, self.vectors)
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
-
-    def _check_vectors(self, vectors: Vectors) -> None:
-        for name in ("table", "scale", "flat", "center"):
-            if getattr(self, name):
-                raise ValueError(f"{self.name}: learned vectors do not combine with {name}; leave it out")
-        if self.bits != 8:
-            raise ValueError(f"{self.name}: bits is {self.bits}; a code of {CODES} vectors has 8")
-        if self.block is not None and self.block % vectors.dim:
-            raise ValueError(f"{self.name}: block is {self.block}; wanted whole vectors of {vectors.dim} elements")
 
     def __hash__(self) -> int:
         return hash(self.text)  # strings cache their hash; tuples, here of hundreds of values, do not
@@ -112,16 +96,23 @@ class Format:
         return f"Format({self.name!r}, block={self.block})"
 
 
+def _check_vectors(format: Format, vectors: Vectors) -> None:
+    for name in ("table", "scale", "flat", "center"):
+        if getattr(format, name):
+            raise ValueError(f"{format.name}: learned vectors do not combine with {name}; leave it out")
+    if format.bits != 8:
+        raise ValueError(f"{format.name}: bits is {format.bits}; a code of {CODES} vectors has 8")
+    if format.block is not None and format.block % vectors.dim:
+        raise ValueError(f"{format.name}: block is {format.block}; wanted whole vectors of {vectors.dim} elements")
+
+
 def _spell(format: Format) -> str:
     known = _NAMES.get(format.name)
     lost_block = known is not None and format.block is None and known.block is not None  # short text has no "none"
-    if known is None or lost_block or _all_but_block(known) != _all_but_block(format):
+    rest = lambda x: [getattr(x, f.name) for f in fields(x) if f.name != "block"]
+    if known is None or lost_block or rest(known) != rest(format):
         return json.dumps(asdict(format), separators=(",", ":"))
     return format.name if known.block == format.block else f"{format.name}:{format.block}"
-
-
-def _all_but_block(format: Format) -> tuple[object, ...]:
-    return tuple(getattr(format, f.name) for f in fields(format) if f.name != "block")
 
 
 def _dynamic_map() -> tuple[float, ...]:
@@ -179,10 +170,7 @@ def _from_dict(parts: dict[str, Any]) -> Format:
 
 
 def parse(name: str, block: int | None = None) -> Format:
-    """Return the format called ``name``, with another block size if ``block`` is given.
-
-    Raises ValueError for an unknown name, or a block size that the format cannot have.
-    """
+    """Return the format called ``name``, with another ``block`` if given; raise ValueError if there is none such."""
     name = FORMER_NAMES.get(name, name)
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")

@@ -18,25 +18,37 @@ from . import tree
 Argnums = int | tuple[int, ...]
 
 
-def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Return ``torch.func.grad`` of ``f`` with checked arguments."""
-    return _checked(torch.func.grad(f, argnums, has_aux), argnums)
+def _checked(transform: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(transform)
+    def checked(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+        transformed = transform(f, argnums, has_aux)
+
+        @wraps(transformed)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for i in (argnums,) if isinstance(argnums, int) else argnums:
+                check(args[i], f"argument {i}")
+            return transformed(*args, **kwargs)
+
+        return call
+
+    return checked
 
 
-def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Return ``torch.func.grad_and_value`` of ``f`` with checked arguments."""
-    return _checked(torch.func.grad_and_value(f, argnums, has_aux), argnums)
+grad = _checked(torch.func.grad)
+grad_and_value = _checked(torch.func.grad_and_value)
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Call ``torch.func.vjp`` on checked primals."""
-    _check_all(primals)
+    for i, primal in enumerate(primals):
+        check(primal, f"argument {i}")
     return torch.func.vjp(f, *primals, has_aux=has_aux)
 
 
 def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False) -> Any:
     """Call ``torch.func.jvp`` on checked primals."""
-    _check_all(primals)
+    for i, primal in enumerate(primals):
+        check(primal, f"argument {i}")
     return torch.func.jvp(f, primals, tangents, has_aux=has_aux)
 
 
@@ -47,21 +59,6 @@ def check(x: Any, where: str = "") -> None:
             continue
         got = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
         name = ".".join(part for part in (where.replace(" ", "_") if path else where, path) if part)
-        raise TypeError(
-            f"{name} is {got} and cannot be differentiated; differentiate a tree of floats "
-            "(adapters from fquant.lora.init) and pass quantised weights as another argument"
-        )
-
-
-def _check_all(args: tuple[Any, ...], argnums: Argnums | None = None) -> None:
-    for i in range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums:
-        check(args[i], f"argument {i}")
-
-
-def _checked(transformed: Callable[..., Any], argnums: Argnums) -> Callable[..., Any]:
-    @wraps(transformed)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _check_all(args, argnums)
-        return transformed(*args, **kwargs)
-
-    return call
+        fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
+        fix += " and pass quantised weights as another argument"
+        raise TypeError(f"{name} is {got} and cannot be differentiated; {fix}")

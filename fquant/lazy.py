@@ -1,10 +1,7 @@
 """Lazy leaves: tensors or nodes that have not been read yet.
 
-A checkpoint is opened as a tree of Lazy leaves. Each knows its shape and format as meta tensors (``like``), for
-planning, and how to load its values (``read``). Verbs pass over it: quantising a Lazy gives a Lazy that reads and
-quantises. So a model that does not fit on any device is quantised, placed and sharded one tensor at a time.
-
-To torch's pytree a Lazy is an opaque leaf.
+Verbs pass over a Lazy, an opaque leaf: quantising one gives a Lazy that reads and quantises. So a model that does not
+fit on any device is quantised, placed and sharded one tensor at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from . import tree
 class Lazy:
     """A tensor or node that ``read()`` loads; ``like`` is the same with meta tensors.
 
-    ``stamp()`` is a short text that identifies the content of the source without reading all of it. Ranks that read
-    parts of the same source compare it.
+    ``stamp()`` is a short text that identifies the content of the source; ranks that read parts of it compare it.
     """
 
     read: Callable[[], Any]

@@ -11,8 +11,7 @@ The keys of ``adapters`` are the paths of the weights that they adapt. ``attach`
 inside the differentiated function; ``linear`` then adds the product with ``s · b · a``.
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
-are constants (their section 4.3) and are computed in factored form. Scaling, initialisation and the place of
-dropout are those of PEFT.
+are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor
 
 from . import random, tree
-from .adapter import Adapted, Lora
 from .communication import AfterLoad, Loadable, LookedUpRows
 from .lazy import Lazy
 from .packed import Packed, dequantize
-from .packed_linear import row_norms, scaling, square_norms
+from .packed_linear import Adapted, Lora, row_norms, scaling, square_norms
 
 __all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
 
@@ -53,9 +51,7 @@ def init(
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
     depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
-    except for ``dora``.
-
-    Raises ValueError if nothing matches, a match is not a weight [out in], or an option is out of range.
+    except for ``dora``. Raises ValueError if nothing matches, or a match is not a weight [out in].
     """
     if init not in ("kaiming", "gaussian"):
         raise ValueError(f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
@@ -74,12 +70,11 @@ def init(
     def adapter(path: str, w: Any) -> Lora:
         with tree.at(path):
             out, width = _shape(w)
-            own_key = random.fold(key, path)
-            if init == "kaiming":
-                a = random.kaiming_uniform(own_key, (rank, width), fan_in=width)
-            else:
-                a = random.normal(own_key, (rank, width)) / rank
-            magnitude = _magnitude(w).to(dtype) if dora else None
+            own, shape = random.fold(key, path), (rank, width)
+            a = random.kaiming_uniform(own, shape, width) if init == "kaiming" else random.normal(own, shape) / rank
+            if dora and (isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w))):
+                raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
+            magnitude = square_norms(w).sqrt().to(dtype) if dora else None
             b = a.new_zeros(out, rank, dtype=dtype)
             return Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
 
@@ -90,9 +85,7 @@ def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
     """Attach each adapter to its weight of ``base``; a subtree that is not loaded keeps its adapters for ``load``.
 
     ``key`` i64[] or i64[batch] enables dropout; with one key an example, masks do not depend on the rank that computes.
-
-    Raises TypeError for adapters that are not a dict of Lora. Raises ValueError for an adapter whose path is not in
-    ``base`` or whose shape does not fit.
+    Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path or shape does not fit.
     """
     if not _is_adapters(adapters):
         fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
@@ -113,7 +106,12 @@ class _Attach:
             return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
             with tree.at(self.path):
-                return _adapted(x, adapters[""], keys.get(""))
+                lora, (out, width) = adapters[""], _shape(x)
+                a, b = tuple(lora.a.shape), tuple(lora.b.shape)
+                if (b[-2], a[-1]) != (out, width) or a[-2] != b[-1]:
+                    fault = f"an adapter a {a}, b {b} does not fit a weight {(out, width)}"
+                    raise ValueError(f"{fault}; wanted a [rank {width}], b [{out} rank]")
+                return Adapted(x, lora, keys.get(""))
         left = set(adapters)
 
         def visit(name: str, child: Any) -> Any:
@@ -132,21 +130,9 @@ class _Attach:
         return out
 
 
-def _adapted(w: Any, lora: Lora, key: Tensor | None) -> Adapted:
-    out, width = _shape(w)
-    got = (lora.b.shape[-2], lora.a.shape[-1])
-    if got != (out, width) or lora.a.shape[-2] != lora.b.shape[-1]:
-        raise ValueError(
-            f"an adapter a {tuple(lora.a.shape)}, b {tuple(lora.b.shape)} does not fit a weight {(out, width)}; "
-            f"wanted a [rank {width}], b [{out} rank]"
-        )
-    return Adapted(w, lora, key)
-
-
 def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> Any:
-    """Replace every adapted weight of ``base`` by the dense sum of the weight and its update.
+    """Replace every adapted weight of ``base`` by the dense sum of the weight and its update; keep the others.
 
-    Weights without an adapter stay as they are, packed ones too; ``fquant.dequantize`` of the result makes all dense.
     A sum is rounded once, to ``dtype`` (the base weight's own if None). Merge into 16 or 32 bits: quantising the sum
     again mostly rounds a small update away.
     """
@@ -183,18 +169,10 @@ def _shape(w: Any) -> tuple[int, int]:
             return _shape(base)
         case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]
-        case Packed():
-            shape = w.shape
-        case Tensor():
+        case Packed() | Tensor():
             shape = tuple(w.shape)
         case _:
             raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")
     if len(shape) != 2:
         raise ValueError(f"a weight of shape {shape} cannot be adapted; wanted [out in]")
     return shape[0], shape[1]
-
-
-def _magnitude(w: Any) -> Tensor:
-    if isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w)):
-        raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
-    return square_norms(w).sqrt()

@@ -5,9 +5,8 @@
     updates, state = opt.update(grads, state, params)
     params = apply_updates(params, updates)
 
-An update is *added* to a parameter: sign and learning rate are already in it. A state is a node whose moments have the
-structure of the parameters. Everything is computed in float32, for parameters of any dtype; ``apply_updates`` casts
-once, to the parameter's own.
+An update is *added* to a parameter: sign and learning rate are already in it. Moments have the structure of the
+parameters. Everything is computed in float32; ``apply_updates`` casts once, to the parameter's dtype.
 
 The arithmetic is torch's. AdamW (Loshchilov & Hutter 2019) and Lion (Chen et al. 2023) decay weights beside the
 gradient; SGD adds the decay to the gradient. A schedule gets the number of updates made before, so the first is step 0.
@@ -65,11 +64,10 @@ def adamw(
 ) -> Optimizer[AdamState]:
     """Return AdamW as in ``torch.optim.AdamW``."""
     rate = lr if callable(lr) else constant(lr)
-    _check_fractions(b1=b1, b2=b2)
-    _check_not_negative(eps=eps, weight_decay=weight_decay)
+    _check_range(1, "in [0, 1)", b1=b1, b2=b2)
+    _check_range(math.inf, "a finite number of at least 0", eps=eps, weight_decay=weight_decay)
 
-    def init(params: Any) -> AdamState:
-        return AdamState(_zero_step(params), _zeros(params), _zeros(params))
+    init = lambda params: AdamState(_zero_step(params), _zeros(params), _zeros(params))
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_like(grads, params)
@@ -77,10 +75,7 @@ def adamw(
         mean = tree.map(lambda m, g: b1 * m + (1 - b1) * g.float(), state.mean, grads)
         square = tree.map(lambda v, g: b2 * v + (1 - b2) * g.float() ** 2, state.square, grads)
         debias1, debias2, factor = _debias(b1, step), _debias(b2, step), -rate(state.step)
-
-        def change(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            return factor * ((m / debias1) / ((v / debias2).sqrt() + eps) + weight_decay * p.float())
-
+        change = lambda m, v, p: factor * ((m / debias1) / ((v / debias2).sqrt() + eps) + weight_decay * p.float())
         return tree.map(change, mean, square, params), AdamState(step, mean, square)
 
     return Optimizer(init, update)
@@ -91,13 +86,12 @@ def sgd(
 ) -> Optimizer[MomentumState]:
     """Return gradient descent with momentum as in ``torch.optim.SGD`` without dampening."""
     rate = lr if callable(lr) else constant(lr)
-    _check_fractions(momentum=momentum)
-    _check_not_negative(weight_decay=weight_decay)
+    _check_range(1, "in [0, 1)", momentum=momentum)
+    _check_range(math.inf, "a finite number of at least 0", weight_decay=weight_decay)
     if nesterov and momentum == 0.0:
         raise ValueError("nesterov: got momentum 0.0, wanted one above 0; use momentum=0.9")
 
-    def init(params: Any) -> MomentumState:
-        return MomentumState(_zero_step(params), _zeros(params) if momentum else None)
+    init = lambda params: MomentumState(_zero_step(params), _zeros(params) if momentum else None)
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
@@ -116,19 +110,15 @@ def lion(
 ) -> Optimizer[MomentumState]:
     """Return Lion, whose update is the sign of a mean that leans towards the newest gradient."""
     rate = lr if callable(lr) else constant(lr)
-    _check_fractions(b1=b1, b2=b2)
-    _check_not_negative(weight_decay=weight_decay)
-
-    def init(params: Any) -> MomentumState:
-        return MomentumState(_zero_step(params), _zeros(params))
+    _check_range(1, "in [0, 1)", b1=b1, b2=b2)
+    _check_range(math.inf, "a finite number of at least 0", weight_decay=weight_decay)
+    init = lambda params: MomentumState(_zero_step(params), _zeros(params))
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
         factor = -rate(state.step)
 
-        def change(m: Tensor, g: Tensor, p: Tensor) -> Tensor:
-            return factor * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
-
+        change = lambda m, g, p: factor * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
         mean = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
         return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, mean)
 
@@ -136,11 +126,7 @@ def lion(
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
-    """Scale all gradients in float32 so that their global norm is at most ``max_norm``.
-
-    The factor is that of torch's ``clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)). One gradient that is not finite
-    makes all of them so.
-    """
+    """Scale all gradients in float32 by min(1, max_norm / (norm + 1e-6)), as torch's ``clip_grad_norm_`` does."""
     if not max_norm > 0:
         raise ValueError(f"max_norm: got {max_norm}, wanted above 0")
 
@@ -154,9 +140,6 @@ def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
 def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
     """Compose optimisers: the updates of each are the gradients of the next; the state is a tuple of their states."""
 
-    def init(params: Any) -> tuple[Any, ...]:
-        return tuple(each.init(params) for each in optimizers)
-
     def update(grads: Tree, state: tuple[Any, ...], params: Tree) -> tuple[Tree, tuple[Any, ...]]:
         states = []
         for each, old in zip(optimizers, state, strict=True):
@@ -164,7 +147,7 @@ def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
             states.append(new)
         return grads, tuple(states)
 
-    return Optimizer(init, update)
+    return Optimizer(lambda params: tuple(each.init(params) for each in optimizers), update)
 
 
 def global_norm(x: Any) -> Tensor:
@@ -183,49 +166,39 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def constant(lr: float, warmup: int = 0) -> Schedule:
     """Return the schedule ``lr`` after a linear warmup: step i < warmup has lr * (i + 1) / (warmup + 1)."""
-    return _after_warmup(lr, warmup, torch.ones_like)
+    return _schedule(lr, warmup, torch.ones_like)
 
 
 def linear(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
     """Return a warmup as in :func:`constant`, then a line from ``lr`` at ``warmup`` to ``end`` from ``total`` on."""
-    low = _check_end(lr, total, warmup, end)
-    return _after_warmup(lr, warmup, lambda i: 1 - (1 - low) * (i / (total - warmup)).clamp(max=1.0))
+    return _decay(lr, total, warmup, end, lambda t, low: 1 - (1 - low) * t)
 
 
 def cosine(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule:
     """Return a schedule as :func:`linear` that falls along half a cosine (Loshchilov & Hutter 2017)."""
-    low = _check_end(lr, total, warmup, end)
-
-    def fall(i: Tensor) -> Tensor:
-        return low + (1 - low) * 0.5 * (1 + torch.cos(math.pi * (i / (total - warmup)).clamp(max=1.0)))
-
-    return _after_warmup(lr, warmup, fall)
+    return _decay(lr, total, warmup, end, lambda t, low: low + (1 - low) * 0.5 * (1 + torch.cos(math.pi * t)))
 
 
-def _after_warmup(lr: float, warmup: int, shape: Callable[[Tensor], Tensor]) -> Schedule:
-    _check_rise(lr, warmup)
-
-    def schedule(step: Tensor) -> Tensor:
-        i = step.float()  # exact up to 2^24 steps
-        return lr * torch.where(i < warmup, (i + 1) / (warmup + 1), shape(i - warmup))
-
+def _decay(lr: float, total: int, warmup: int, end: float, shape: Callable[[Tensor, float], Tensor]) -> Schedule:
+    schedule = _schedule(lr, warmup, lambda i: shape((i / (total - warmup)).clamp(max=1.0), end / lr))
+    if not total > warmup:
+        raise ValueError(f"total: got {total} steps, wanted more than the {warmup} of warmup")
+    if not 0 <= end <= lr:
+        raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
     return schedule
 
 
-def _check_rise(lr: float, warmup: int) -> None:
+def _schedule(lr: float, warmup: int, after_warmup: Callable[[Tensor], Tensor]) -> Schedule:
     if not 0 < lr < math.inf:
         raise ValueError(f"lr: got {lr}, wanted a finite number above 0")
     if warmup < 0:
         raise ValueError(f"warmup: got {warmup} steps, wanted at least 0")
 
+    def schedule(step: Tensor) -> Tensor:
+        i = step.float()  # exact up to 2^24 steps
+        return lr * torch.where(i < warmup, (i + 1) / (warmup + 1), after_warmup(i - warmup))
 
-def _check_end(lr: float, total: int, warmup: int, end: float) -> float:
-    _check_rise(lr, warmup)
-    if not total > warmup:
-        raise ValueError(f"total: got {total} steps, wanted more than the {warmup} of warmup")
-    if not 0 <= end <= lr:
-        raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
-    return end / lr
+    return schedule
 
 
 def _debias(b: float, step: Tensor) -> Tensor:
@@ -261,13 +234,7 @@ def _check_like(grads: Any, params: Any) -> None:
             raise ValueError(f"{path}: gradient of shape {tuple(g.shape)}, wanted the parameter's {tuple(p.shape)}")
 
 
-def _check_fractions(**given: float) -> None:
+def _check_range(end: float, wanted: str, **given: float) -> None:
     for name, x in given.items():
-        if not 0 <= x < 1:
-            raise ValueError(f"{name}: got {x}, wanted in [0, 1)")
-
-
-def _check_not_negative(**given: float) -> None:
-    for name, x in given.items():
-        if not 0 <= x < math.inf:
-            raise ValueError(f"{name}: got {x}, wanted a finite number of at least 0")
+        if not 0 <= x < end:
+            raise ValueError(f"{name}: got {x}, wanted {wanted}")

@@ -12,13 +12,12 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 * So dim i of every buffer is dim i of the weight, and sharding code cuts buffers without knowledge of bits.
 * In a format that learns vectors ``codes`` is u8[out, in·stages/dim], rows padded to whole groups; the codes of all
   stages of a group of ``dim`` elements are adjacent. ``vectors`` is f32[stages·256·dim], one flat list for the whole
-  array, which travels whole because it has no rows of the weight. ``scale`` is a root mean square a block.
+  array. ``scale`` is a root mean square a block.
 * In a *flat* format blocks run over the flattened array instead: ``scale`` is f32[blocks], and 4-bit ``codes`` are
   u8[bytes]. Nested scales are flat, as are imported weights whose blocks straddle rows.
 * ``offset`` f32[] exists only in a centred format, and is added after decoding.
 * ``shape`` and ``dtype`` are those of the array that was quantised. Buffers may have further dims in front, the same
   for each (a stack of weights); ``shape`` does not count them.
-* Codes are never a float, never differentiated and never cast.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Packed:
     vectors: Tensor | None = None
 
     # Errors of code that takes a Packed for a tensor name the function to call instead.
-
     def __matmul__(self, other: Any) -> NoReturn:
         raise TypeError("a Packed is data and has no @; multiply with fquant.linear(x, w)")
 
@@ -68,9 +66,8 @@ class Packed:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(Tensor, name):
                 raise AttributeError(f"'Packed' object has no attribute {name!r}")
-            raise AttributeError(
-                f"a Packed is data and has no {name!r}; use fquant.dequantize(w), or tree.map to move its tensors"
-            )
+            fix = "use fquant.dequantize(w), or tree.map to move its tensors"
+            raise AttributeError(f"a Packed is data and has no {name!r}; {fix}")
 
 
 @overload
@@ -82,10 +79,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
     ``importance`` f[in] or f[... out in] weighs the squared error of each column or element, in formats that learn
     vectors: use the mean square of a linear weight's inputs. Meta tensors give a Packed of meta tensors. A Lazy gives
-    one that quantises what it reads. Not differentiable.
-
-    Raises TypeError for another dtype, and RuntimeError under vmap, where values cannot be checked. Raises ValueError
-    for NaN, for infinity, for a vector unless the format is flat, and for importance that does not fit.
+    one that quantises what it reads. Not differentiable. Raises TypeError for another dtype, and RuntimeError under
+    vmap. Raises ValueError for NaN, for infinity, for a vector unless the format is flat, and for importance that does
+    not fit.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
@@ -98,10 +94,8 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     if w.ndim == 1 and not format.flat:
         raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted a matrix [out in], leave norms and biases dense")
     if is_mapped(w):
-        raise RuntimeError(
-            "quantize was called under vmap; quantize each weight before, and stack them with "
-            "tree.map(lambda *t: torch.stack(t), *packed)"
-        )
+        fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
+        raise RuntimeError(f"quantize was called under vmap; {fix}")
     if importance is not None:
         _check_importance(importance, w, format)
     return _quantize(w.detach(), format, importance)
@@ -130,7 +124,6 @@ def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any:
     """Decode ``p`` to f[... *p.shape], rounded once from f32 to ``p.dtype``, then cast to ``dtype``.
 
     In any other tree, decode every Packed and keep the other leaves. A Lazy gives one that decodes what it reads.
-
     Raises ValueError, with the path, for a subtree that is not loaded.
     """
     if isinstance(p, Packed):
@@ -146,11 +139,7 @@ def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any:
 def buffers(p: Packed) -> list[Tensor]:
     """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
-    if p.offset is not None:
-        found.append(p.offset)
-    if p.vectors is not None:
-        found.append(p.vectors)
-    return found
+    return found + [t for t in (p.offset, p.vectors) if t is not None]
 
 
 def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -188,10 +177,8 @@ def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
         top = rows.float().abs().max().item()
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
-    raise ValueError(
-        f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}; "
-        "a quantised weight must be finite"
-    )
+    count, where = f"{int(bad.sum())} of {rows.numel()} values", f"the first at row {row}, column {column}"
+    raise ValueError(f"{count} are NaN or infinite, {where}; a quantised weight must be finite")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,18 +3,16 @@
     y = linear(x, w)            # x f[... in], w [out in]  ->  f[... out], computed in x's dtype
     y = embedding(tokens, w)    # tokens i[...], w [vocab dim]  ->  f[... dim]
 
-``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update). Models call these two only.
+``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update).
 
 A packed weight is a constant: gradients pass through it to ``x`` and never to it. One autograd Function computes
 ``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``. It saves the packed buffers for
-the backward, so a dense weight never exists. Its backward and its jvp are the Function itself, so derivatives of every
-order exist. Its vmap keeps shared weights shared.
+the backward, so a dense weight never exists. Its backward and its jvp are the Function itself, at every order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,22 +22,49 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import random
-from .adapter import Adapted, Lora
+from .autodiff import to_front
 from .communication import LookedUpRows
 from .kernels import dispatch, packed_ops
 from .kernels.spec import Spec
 from .packed import Packed, buffers, dequantize
+from .tree import node, static
+
+SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
+
+
+@node
+class Lora:
+    """A low-rank update ``s · b · a`` of a weight [out in]; ``s`` is alpha / rank, or alpha / sqrt(rank).
+
+    With a ``magnitude`` it is DoRA's: the rows of the adapted weight are scaled to these norms. ``dropout`` acts on the
+    input of ``a`` if a key is attached; the input of an embedding is a token, which is never dropped.
+    """
+
+    a: Tensor  # f[rank, in]
+    b: Tensor  # f[out, rank]
+    magnitude: Tensor | None = None  # f[out]
+    alpha: float = static(default=16.0)
+    rank_stabilised: bool = static(default=False)  # s is alpha / sqrt(rank)
+    dropout: float = static(default=0.0)
+
+
+@node
+class Adapted:
+    """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
+
+    base: Any  # Tensor | Packed | Adapted
+    lora: Lora
+    key: Tensor | None = None
+
 
 Weight: TypeAlias = Tensor | Packed | Adapted
-SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """Return ``x · Wᵀ + bias``, f[... out] in x's dtype, for x f[... in], w [out in] and bias f[out].
 
-    The weight is cast to x's dtype. An adapter's product is computed in the adapter's dtype.
-
-    Raises TypeError for another kind of weight, ValueError where the sizes do not fit.
+    The weight is cast to x's dtype. An adapter's product is computed in the adapter's dtype. Raises TypeError for
+    another kind of weight, ValueError where the sizes do not fit.
     """
     match w:
         case Packed():
@@ -47,8 +72,10 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             inputs, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
             if x.ndim == 2 and dispatch.is_direct(x, *inputs):  # because dispatch takes as long as the product of a row
                 y = packed_ops.product("matmul", x, inputs, spec)
+            elif (n := len(inputs)) > SLOTS:
+                raise ValueError(f"linear got a weight of {n} buffers; wanted at most {SLOTS}, nest scales less")
             else:
-                y = _matmul(x, _Product(spec), *_slots(inputs))
+                y = _matmul(x, _Product(spec), *inputs, *[None] * (SLOTS - n))
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
@@ -65,8 +92,6 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
 
 def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
     """Look up rows f[... dim] of ``w`` [vocab dim] by ``tokens`` i[...]; decode these rows only.
-
-    A LookedUpRows holds the rows of these very tokens already.
 
     Raises TypeError for another kind of weight or of tokens, and ValueError for a flat weight or one that is not
     [vocab dim]. Raises IndexError for a token beyond the vocabulary on CPUs, outside of transforms and captures.
@@ -92,8 +117,8 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             if lora.magnitude is None:
                 return y + update.to(y.dtype)
             n = tokens.numel()
-            of_rows = replace(lora, b=b.reshape(n, b.shape[-1]), magnitude=lora.magnitude[tokens].reshape(n))
-            gain = _gain(y.reshape(n, y.shape[-1]), of_rows)
+            of_rows = replace(lora, b=b.reshape(n, b.shape[-1]))
+            gain = lora.magnitude[tokens].reshape(n) / row_norms(y.reshape(n, y.shape[-1]), of_rows)
             return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
@@ -112,16 +137,10 @@ def _adapted(x: Tensor, w: Adapted) -> Tensor:
     update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
     if lora.magnitude is None:
         return y + update.to(y.dtype)
-    gain = _gain(w.base, lora).to(y.dtype)
+    gain = (lora.magnitude / row_norms(w.base, lora)).to(y.dtype)  # f[out]
     if dropped is x:
         return gain * (y + update.to(y.dtype))
     return y + (gain - 1) * linear(dropped, w.base) + gain * update.to(y.dtype)
-
-
-def _gain(base: Weight, lora: Lora) -> Tensor:
-    """Return DoRA's magnitude over the row norms of the adapted weight, f[out]."""
-    assert lora.magnitude is not None
-    return lora.magnitude / row_norms(base, lora)
 
 
 def row_norms(base: Weight, lora: Lora) -> Tensor:
@@ -145,12 +164,6 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return dequantize(w, dtype).square().sum(-1)
         case _:
             return w.detach().to(dtype).square().sum(-1)
-
-
-def _slots(buffers: Sequence[Tensor]) -> list[Tensor | None]:
-    if len(buffers) > SLOTS:
-        raise ValueError(f"linear got a weight of {len(buffers)} buffers; wanted at most {SLOTS}, nest scales less")
-    return [*buffers, *[None] * (SLOTS - len(buffers))]
 
 
 class _Product(NamedTuple):
@@ -207,12 +220,9 @@ class _ReverseOnly(torch.autograd.Function):
         k = product.stacked
         if all(dim is None for dim in dims):  # the weight is shared: the mapped dim is one more dim of rows
             return _matmul(x.movedim(at, k), product, *buffers), k
-
-        def front(t: Tensor, dim: int | None) -> Tensor:
-            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-        stacked = [t if t is None else front(t, dim) for t, dim in zip(buffers, dims, strict=True)]
-        return _matmul(front(x, at), product._replace(stacked=k + 1), *stacked), 0
+        n = info.batch_size
+        stacked = [t if t is None else to_front(t, dim, n) for t, dim in zip(buffers, dims, strict=True)]
+        return _matmul(to_front(x, at, n), product._replace(stacked=k + 1), *stacked), 0
 
 
 class _Matmul(_ReverseOnly):
@@ -226,13 +236,11 @@ class _Matmul(_ReverseOnly):
 
 
 def _matmul(x: Tensor, *rest: Any) -> Tensor:
-    """Apply the Function; without its jvp under torch.compile, which refuses to trace one.
-
-    Outside of differentiation and vmap, call the kernel alone: applying takes as long as the product of a row.
-    """
+    """Apply the Function without its jvp under torch.compile, which refuses one; call the kernel if it suffices."""
     if torch.compiler.is_dynamo_compiling():
         x = x.view_as(x)  # because torch.compile takes grad's own x for a constant
         return _ReverseOnly.apply(x, *rest)
+    # Outside of differentiation and vmap the kernel suffices; applying takes as long as the product of a row.
     plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
     if plain and not torch._C._are_functorch_transforms_active():
         return _ReverseOnly.forward(x, *rest)

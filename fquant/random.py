@@ -1,20 +1,16 @@
 """Random numbers as a function of (key, position): no generator, no state.
 
-A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
-Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
-(key, position). A value depends on nothing else: not on the order of calls, the world size, or a recomputation in a
-backward. Folding, words and masks are one op each, a node of a trace (``fquant/kernels/ops/random_bits.py``).
-
     k = fold(key(seed), "dropout")        # a new key from a name, a step, a layer, a position ...
     k = fold(k, step)
     x = dropout(x, 0.1, k)
 
-The shape of a key leads the shape of the numbers. A key [b] gives every row of [b t d] a stream of its own, as ``vmap``
-over keys [] and shapes [t d] does:
+A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
+Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
+(key, position). So a value depends neither on the order of calls, nor on the world size, nor on a recomputation.
+
+The shape of a key leads the shape of the numbers, as ``vmap`` over keys [] and shapes [t d] does:
 
     key [b]  +  shape [b t d]  ->  stream of key[i], counter = flat position inside [t d]
-
-Rows of a batch that keep their keys keep their numbers on any mesh.
 
 Words are int64 tensors because torch has no arithmetic for uint32. Integers and uniforms are the same on every device;
 normals differ by the rounding of its log and cos.
@@ -47,18 +43,14 @@ def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
     Keys folded with different data are independent of each other, and of the numbers drawn from ``key`` itself.
     """
     _check_key(key)
-    if isinstance(data, str):
-        data = _hash(data)
-    elif isinstance(data, Tensor):
+    if isinstance(data, Tensor):
         if data.dtype is not torch.int64:
             raise TypeError(f"data: got {data.dtype}, wanted int64; use data.long()")
-    elif isinstance(data, int) and not isinstance(data, bool):
-        data = _int64("data", data)
-    else:
+        return random_bits.fold(key, data)
+    if not isinstance(data, int | str) or isinstance(data, bool):
         raise TypeError(f"data: got {type(data).__name__}, wanted an int, a str or an int64 tensor")
-    if not isinstance(data, Tensor):
-        data = torch.full((), data, dtype=torch.int64, device=key.device)
-    return random_bits.fold(key, data)
+    number = _hash(data) if isinstance(data, str) else _int64("data", data)
+    return random_bits.fold(key, torch.full((), number, dtype=torch.int64, device=key.device))
 
 
 def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:

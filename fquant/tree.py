@@ -1,7 +1,7 @@
 """Trees: frozen dataclasses of tensors, registered as pytree nodes with torch.
 
-A model, an adapter set, an optimiser state and a quantised weight are all trees. Each is built of *nodes*: frozen
-dataclasses whose fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
+A model, an adapter set, an optimiser state and a quantised weight are all trees of *nodes*: frozen dataclasses whose
+fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
 
     @node
     class Packed:
@@ -9,17 +9,13 @@ dataclasses whose fields are tensors, or lists, dicts and nodes of tensors, besi
         scale: Tensor | Packed        # a subtree
         format: Format = static()     # part of the structure, never a leaf
 
-Three rules hold for every node:
-
 * A field that is None is absent: it is not a leaf, and its absence is part of the structure. (torch's own pytree counts
   None as a leaf, and ``torch.func.grad`` rejects it.)
 * Static fields are hashable and hold no tensor. They are compared when structures are compared.
 * A node has no method that computes. Verbs are functions.
 
-The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``. Paths
-are dictionary keys of adapters, targets of regular expressions, places in error messages and names in files.
-
-No other module imports torch's pytree.
+The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``. No
+other module imports torch's pytree.
 """
 
 from __future__ import annotations
@@ -41,16 +37,12 @@ T = TypeVar("T")
 NODES: dict[str, type] = {}  # node classes by name_of, for files
 VALUES: dict[str, type] = {}  # static value classes by name_of, for files
 _CLASSES: set[type] = set()  # all node classes, including those that a later definition replaced in NODES
-FORMER_NAMES = {  # renamed classes: the name in older files -> the name now
-    "fquant.BookPart": "fquant.ShardedBook",
-    "fquant.PartStats": "fquant.ShardedStats",
-}
+# Renamed classes: the name in older files -> the name now.
+FORMER_NAMES = {"fquant.BookPart": "fquant.ShardedBook", "fquant.PartStats": "fquant.ShardedStats"}
 FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the field now
-    ("fquant.Projections", "enter"): "project_in",
-    ("fquant.Projections", "leave"): "project_out",
-    ("fquant.ShardedStats", "own"): "local",
-    ("fquant.ShardedStats", "at"): "drawn",
-}
+    ("fquant.Projections", "enter"): "project_in", ("fquant.Projections", "leave"): "project_out",
+    ("fquant.ShardedStats", "own"): "local", ("fquant.ShardedStats", "at"): "drawn",
+}  # fmt: skip
 
 
 def static(**options: Any) -> Any:
@@ -68,8 +60,8 @@ def value(cls: type[T]) -> type[T]:
 def node(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen dataclass and a pytree node.
 
-    Instances raise TypeError for a static field that is unhashable or holds a tensor. A ``__post_init__`` of the class
-    runs after that check. Transforms build nodes without either.
+    Instances raise TypeError for a static field that is unhashable or holds a tensor, then run ``__post_init__`` of the
+    class. Transforms build nodes without either.
     """
     own_post_init = cls.__dict__.get("__post_init__")
 
@@ -124,9 +116,8 @@ def name_of(cls: type) -> str:
 def _register(table: dict[str, type], cls: type) -> None:
     other = table.get(name_of(cls), cls)
     if other.__module__ != cls.__module__:  # within a module it is the same class, defined again
-        raise ValueError(
-            f"{cls.__module__}.{cls.__name__}: {other.__module__} has a class of that name; choose another"
-        )
+        name = f"{cls.__module__}.{cls.__name__}"
+        raise ValueError(f"{name}: {other.__module__} has a class of that name; choose another")
     table[name_of(cls)] = cls
 
 
@@ -166,8 +157,7 @@ def parts(structure: Structure, leaves: list[Any]) -> list[list[Any]]:
 
 def path_of(keys: Any) -> str:
     """Return the dotted path of one of torch's key paths."""
-    names = [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in keys]
-    return ".".join(str(name) for name in names)
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None)))) for k in keys)
 
 
 def items(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
@@ -193,10 +183,8 @@ def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[An
 def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
     """Replace every subtree whose whole path matches the regular expression ``pattern`` by ``f(subtree)``.
 
-    The outermost match wins, and its inside is not visited. A node is one subtree: ``map_at(r"layers\\.0\\.q",
-    dequantize, params)`` calls ``dequantize`` on the Packed and not on its buffers.
-
-    Raises ValueError if nothing matches. An error of ``f`` is raised with the path in front.
+    The outermost match wins, and its inside is not visited. Raises ValueError if nothing matches. An error of ``f`` is
+    raised with the path in front.
     """
     rule = re.compile(pattern)
     matched = False
@@ -212,7 +200,9 @@ def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
 
     out = visit((), tree)
     if not matched:
-        raise ValueError(f"{pattern!r} matches no path; the tree has {_listed(_short_paths(tree))}")
+        is_small = lambda x: is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
+        names = paths(tree, is_leaf=lambda x: x is not tree and is_small(x))
+        raise ValueError(f"{pattern!r} matches no path; the tree has {_listed(names)}")
     return out
 
 
@@ -265,12 +255,6 @@ def at(path: str) -> Iterator[None]:
         if type(error) not in (ValueError, TypeError) or not path:
             raise
         raise type(error)(f"{path}: {error}") from error
-
-
-def _short_paths(tree: Any) -> list[str]:
-    """Return the paths of leaves and of nodes that hold tensors only."""
-    is_small = lambda x: is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
-    return paths(tree, is_leaf=lambda x: x is not tree and is_small(x))
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

@@ -2,13 +2,10 @@
 
     y = attention(q, k, v, runs)        # softmax(q·kᵀ / sqrt(e)) · v over the visible tokens
 
-A token sees the tokens of its own document up to itself. Scores ``[b h t s]`` are the largest tensor of a block. The
-kernel (``fquant.kernels.ops.attention``) makes them tile by tile and keeps only their log-sum-exp, from which the
-backward recomputes them (Dao et al. 2022, "FlashAttention").
-
-*Transforms.* The ops have neither a forward derivative nor a second one. So forward and backward are two autograd
-Functions, whose derivatives are those of the dense formula (see ``models.reference_gradient``). First-order gradients
-cost what the kernels cost; forward mode and higher orders make whole scores. torch.compile traces the dense formula.
+A token sees the tokens of its own document up to itself. ``fquant.kernels.ops.attention`` makes the scores
+``[b h t s]`` tile by tile and keeps only their log-sum-exp (Dao et al. 2022, "FlashAttention"). First-order gradients
+cost what the kernels cost. Forward mode, higher orders and torch.compile use the dense formula and make whole scores
+(see ``models.reference_gradient``).
 """
 
 from __future__ import annotations
@@ -34,10 +31,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Te
     """
     alike = k.shape == v.shape and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
     if not alike or q.shape[-2] % k.shape[-2]:
-        raise ValueError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; want q [... t h e], "
-            "k and v [... t k e], h a multiple of k"
-        )
+        got = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ValueError(f"attention: {got}; want q [... t h e], k and v [... t k e], h a multiple of k")
     if runs is not None and runs.shape != q.shape[:-2]:
         raise ValueError(f"runs: shape {tuple(runs.shape)}, want the tokens' {tuple(q.shape[:-2])}")
     batch = math.prod(q.shape[:-3])

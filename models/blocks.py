@@ -1,13 +1,10 @@
 """The pieces of a decoder in plain tensor operations: packed documents, rotary embedding, SwiGLU, loss.
 
-Every function takes any leading dims, as in ``[... t d]``. vmap, grad, grad of grad, jvp and make_fx go through all of
-them. The attention (``models.attention``) and the norm (``models.norm``) have files of their own, because they are
-autograd Functions over kernels. Numerics follow transformers' eager Llama: softmax in float32 (float64 for float64
-input), cast back to the stream's dtype.
+Every function takes any leading dims, as in ``[... t d]``, and every transform of torch.func. Numerics follow
+transformers' eager Llama: softmax in float32 (float64 for float64 input), cast back to the stream's dtype.
 
-*Packed documents.* A sequence may hold several documents, one after another. ``segments`` numbers them: a document is a
-run of equal numbers. A token sees the tokens of its own document up to itself. Its position is the number of earlier
-tokens that it sees, so positions restart at every document.
+*Packed documents.* A sequence may hold several documents, one after another: runs of equal ``segments``. A token sees
+the tokens of its own document up to itself, and positions restart at every document.
 """
 
 from __future__ import annotations
@@ -19,11 +16,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from fquant.autodiff import is_mapped, layers
+
 from .config import Config
 from .reference_gradient import at_least_float32
 from .swiglu import gated
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
+swiglu = gated  # silu(gate) * up, both [... f]
 
 
 def runs(tokens: Tensor, segments: Tensor) -> Tensor:
@@ -54,23 +54,18 @@ def rope(positions: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
     The angles of the first half are repeated in the second, which is transformers' layout of a head.
     """
     even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequency = _scaled(1.0 / cfg.rope_theta ** (even / cfg.head_dim), cfg)
+    frequency, scaling = 1.0 / cfg.rope_theta ** (even / cfg.head_dim), cfg.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        frequency = frequency / scaling.factor
+    elif scaling is not None:
+        low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
+        assert low and high and length  # see RopeScaling
+        turns = length / (2 * math.pi / frequency)  # rotations within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
     angle = positions[..., None].to(torch.float32) * frequency
     angle = torch.cat([angle, angle], -1)
     return angle.cos(), angle.sin()
-
-
-def _scaled(frequency: Tensor, cfg: Config) -> Tensor:
-    scaling = cfg.rope_scaling
-    if scaling is None:
-        return frequency
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    assert scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position  # see RopeScaling
-    turns = scaling.original_max_position / (2 * math.pi / frequency)  # rotations within the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,25 +75,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` (Shazeer 2020), both ``[... f]``."""
-    return gated(gate, up)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Sum the negative log likelihoods of the targets and divide by ``count``: a float32 scalar, in nats.
 
     logits ``[... t vocab]``; targets int64 or int32 ``[... t]``, of which -100 is ignored. ``count`` is the number of
     targets of the global batch. The default is the number counted here (at least 1), which is right only for one
-    micro-batch on one process.
-
-    Raises TypeError for targets of another dtype, and ValueError for another shape or device. Raises IndexError for a
-    target that is neither -100 nor in [0, vocab); see :func:`check_range`.
+    micro-batch on one process. Raises the errors of :func:`check_ids` and :func:`check_range`.
     """
     check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
     check_range("targets", targets, logits.shape[-1], IGNORE)
-    counted = targets != IGNORE
-    wide = at_least_float32(logits)
+    counted, wide = targets != IGNORE, at_least_float32(logits)
     chosen = wide.gather(-1, torch.where(counted, targets, 0)[..., None]).squeeze(-1)
     nll = torch.where(counted, wide.logsumexp(-1) - chosen, 0.0).sum()
     return nll / (counted.sum().clamp(min=1) if count is None else count)
@@ -138,9 +124,4 @@ def _is_readable(t: Tensor) -> bool:
     """Return True if the values of ``t`` can be read at no cost and without entering a graph."""
     if t.device.type != "cpu" or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    wrappers = torch._C._functorch  # type: ignore[attr-defined]
-    while wrappers.is_functorch_wrapped_tensor(t):
-        if wrappers.is_batchedtensor(t):
-            return False
-        t = wrappers.get_unwrapped(t)
-    return type(t) is Tensor
+    return not is_mapped(t) and type([*layers(t)][-1]) is Tensor

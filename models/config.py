@@ -18,8 +18,7 @@ class RopeScaling:
     """A scaling of the rotary frequencies for long contexts.
 
     ``linear`` divides every frequency by ``factor``. ``llama3`` (Llama 3.1) divides those of wavelengths above
-    ``original_max_position / low_freq_factor``. It keeps those of wavelengths below
-    ``original_max_position / high_freq_factor``, and blends between.
+    ``original_max_position / low_freq_factor``, keeps those below the one of ``high_freq_factor``, and blends between.
     """
 
     kind: str
@@ -34,10 +33,8 @@ class RopeScaling:
         if self.kind == "llama3":
             low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_position
             if low is None or high is None or length is None:
-                raise ValueError(
-                    "rope type 'llama3' wants low_freq_factor, high_freq_factor and original_max_position, "
-                    f"got {low}, {high} and {length}; give all three"
-                )
+                wanted = "low_freq_factor, high_freq_factor and original_max_position"
+                raise ValueError(f"rope type 'llama3' wants {wanted}, got {low}, {high} and {length}; give all three")
             if not 0 < low < high:
                 raise ValueError(f"rope scaling: low_freq_factor = {low} must be in (0, high_freq_factor = {high})")
         if not self.factor > 0:
@@ -70,18 +67,12 @@ class Config:
             if (got := getattr(self, name)) < 1:
                 raise ValueError(f"{name} = {got}, want a positive integer")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}; "
-                "every key-value head must serve equally many heads"
-            )
+            fault = f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
+            raise ValueError(f"{fault}; every key-value head must serve equally many heads")
         if self.dim % self.num_heads and not self.qk_norm:
-            raise ValueError(
-                f"dim = {self.dim} is not a multiple of num_heads = {self.num_heads}; LlamaConfig wants it to be, "
-                "even if head_dim is given"
-            )
+            fault = f"dim = {self.dim} is not a multiple of num_heads = {self.num_heads}"
+            raise ValueError(f"{fault}; LlamaConfig wants it to be, even if head_dim is given")
         if self.mlp_bias and self.qk_norm:
-            raise ValueError(
-                "mlp_bias = True beside qk_norm = True; a Qwen3 has no biases in its MLP, set one to False"
-            )
+            raise ValueError("mlp_bias = True beside qk_norm = True; a Qwen3 has no MLP biases, set one to False")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its elements, use an even one")

@@ -6,11 +6,8 @@
                        config has them
       final            norm, and head unless it is tied to the embedding
 
-Weights are ``[out in]``, each a Tensor, a Packed or an Adapted; ``linear`` and ``embedding`` take all three.
-
-A block may also be a Loadable, whose content a Comm gathers. So each block begins with ``comm.load``. The embedding
-asks ``comm.rows`` for the rows of the tokens, and the loss asks ``comm.part`` for the head or a shard of it.
-Column-parallel weights sit between ``comm.enter`` and ``comm.exit``. This file knows no more of meshes.
+Weights are ``[out in]``, each a Tensor, a Packed or an Adapted. A block may also be a Loadable, whose content a Comm
+gathers (see ``fquant.communication``); column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
 
 A block gets every tensor as an argument. ``comm.wrap`` may differentiate the block by hand, and then a tensor that the
 block closed over would silently get no gradient.
@@ -38,11 +35,7 @@ INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 
 @tree.node
 class Layer:
-    """One decoder layer.
-
-    Biases are absent unless ``cfg.attention_bias`` or ``cfg.mlp_bias``, the norms of queries and keys unless
-    ``cfg.qk_norm``.
-    """
+    """One decoder layer; the config says which biases and norms of queries and keys are present."""
 
     attn_norm: Any  # [dim]
     q: Any  # [num_heads * head_dim, dim]
@@ -92,13 +85,9 @@ def forward(
     """Compute the logits of the next token: int64 or int32 tokens ``[... t]`` -> ``[... t vocab]``.
 
     ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
-    all products and of the logits; None is the embedding's.
-
-    Raises:
-        ValueError: another number of layers than the config's, a sequence longer than ``cfg.max_positions``, segments
-            of another shape than the tokens', or tensors on different devices.
-        TypeError: tokens that are neither int64 nor int32.
-        IndexError: a token outside of [0, cfg.vocab), where eager code can read it (see ``blocks.check_range``).
+    all products and of the logits; None is the embedding's. Raises ValueError for shapes, devices or a number of layers
+    that do not fit. Raises ValueError for sequences longer than ``cfg.max_positions``, TypeError for other tokens,
+    IndexError for one beyond the vocabulary.
     """
     x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
@@ -153,9 +142,8 @@ def _check_tokens(embed: Any, tokens: Tensor, cfg: Config) -> None:
     device = tree.leaves(embed)[0].device if is_open else tokens.device
     blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
     if tokens.shape[-1] > cfg.max_positions:
-        raise ValueError(
-            f"tokens: {tokens.shape[-1]} in a sequence, want at most max_positions = {cfg.max_positions}; cut them"
-        )
+        most = f"max_positions = {cfg.max_positions}"
+        raise ValueError(f"tokens: {tokens.shape[-1]} in a sequence, want at most {most}; cut them")
     if is_open:
         blocks.check_range("tokens", tokens, cfg.vocab)
 
@@ -184,8 +172,7 @@ def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Te
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:
     tied = comm.load(embed) if cfg.tied else None
     final = comm.load(final)
-    head = final.head if tied is None else tied
-    return linear(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), head)
+    return linear(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), final.head if tied is None else tied)
 
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
@@ -193,13 +180,9 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
 
-    def block(path: str) -> dict[str, Tensor]:
-        return {
-            name: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
-            for name, names in named[path].items()
-        }
-
+    empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     named = dims(cfg)
+    block = lambda path: {name: empty(names) for name, names in named[path].items()}
     layers = [Layer(**block(f"layers.{i}")) for i in range(cfg.num_layers)]
     return Params(block("embed")[""], layers, Final(**block("final")))
 

@@ -2,23 +2,21 @@
 
     loss = fused_cross_entropy.cross_entropy(x, weight, targets)   # blocks.cross_entropy(linear(x, weight), targets)
 
-Logits are a model's largest tensor: of 8192 tokens and a vocabulary of 128k they take 4 GiB in float32, and the loss
-makes several of their size. Here the rows (leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time:
+Logits are a model's largest tensor: of 8192 tokens and a vocabulary of 128k they take 4 GiB in float32. Here the rows
+(leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time:
 
     logits [c v]  ->  nll [c]  and  softmax - one-hot [c v]  ->  its product with the weight [c d]
 
 The middle is one op, ``fquant.kernels.ops.nll``, so that a chunk holds its logits and their gradient only.
 
-The cotangent of the loss enters the gradient of ``x`` as one factor a row. So the forward pass computes that gradient
-beside the loss, keeps it as [rows d], and the backward multiplies it by the factor. A frozen head takes part in two
-products in all, as with whole logits. This is the fused linear cross entropy of Liger kernel (Hsu et al. 2024). For a
-trained weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three. The
-gradients of chunks are summed in float32 at least.
+The forward pass computes the gradient of ``x`` beside the loss, and the backward multiplies it by one factor a row. A
+frozen head takes part in two products in all, as with whole logits (Liger kernel, Hsu et al. 2024). For a trained
+weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three. The gradients of
+chunks are summed in float32 at least.
 
-*Transforms.* The autograd Function returns the losses and that gradient. The gradient is hidden from the caller, but is
-a differentiable function of ``x`` and the weight, so a second derivative flows through it. Its derivative is that of
-the same chunks, recorded, with their loss in plain torch. So every order exists; orders above the first record as much
-as whole logits. Without a reverse derivative only the losses are computed.
+*Transforms.* The autograd Function also returns that gradient, hidden from the caller, as a differentiable function of
+``x`` and the weight. Its derivative is that of the same chunks, recorded, with their loss in plain torch. So every
+order exists; orders above the first record as much as whole logits.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
-from fquant.autodiff import unwrap_dead
+from fquant.autodiff import layers, replace_at, unwrap_dead
 from fquant.communication import VocabShard
 from fquant.kernels import reference
 from fquant.kernels.ops import nll
@@ -39,12 +37,11 @@ from fquant.packed_linear import Adapted, Packed, Weight, linear
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
-from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32, replace_at
+from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
 
-# A chunk holds its logits and their gradient, both in x's dtype. Each may take as much as x, which is Liger's rule:
-# about vocab / dim chunks for any number of rows, and little memory beside the activations. For a small x both together
-# may take this much, because a product of few rows is slow: every chunk reads the whole weight. More would not stay in
-# a CPU's last cache between two ops: of bf16 and 32000 words 256 rows were the fastest, 128 and 512 took a tenth more.
+# A chunk's logits and their gradient, both in x's dtype, may each take as much as x, which is Liger's rule. For a small
+# x both together may take this much, because every chunk reads the whole weight. More would not stay in a CPU's last
+# cache between two ops: of bf16 and 32000 words 256 rows were the fastest, 128 and 512 took a tenth more.
 CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 16  # a chunk of more rows has a multiple of this: products handle 16 rows, or a few times 16, at once
 
@@ -57,28 +54,27 @@ def cross_entropy(
     x f[... t d]; weight [vocab d] of any kind that ``linear`` takes, or a VocabShard of one; targets int64 or int32
     ``[... t]``, of which -100 is ignored. The sum of the negative log likelihoods is divided by ``count``, the number
     of targets of the global batch. The default is the number counted here (at least 1). float64 ``x`` gives float64.
-
-    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. Examples mapped over
-    one weight are more rows, several weights are a loop. In forward mode and above the first order, a vmap handles
-    ``chunk`` rows of each example at a time.
-
-    Raises:
-        ValueError: shapes or devices do not fit, a chunk below 1, or an adapter with dropout, whose mask depends on the
-            place of a row among all rows.
-        TypeError: targets of another dtype.
-        IndexError: a target that is neither -100 nor in [0, vocab); on CUDA an assertion on the device.
-        RuntimeError: in torch.compile.
+    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. Raises ValueError if
+    shapes or devices do not fit, and for an adapter with dropout. Raises TypeError for targets of another dtype, and
+    RuntimeError in torch.compile. Raises IndexError for a target that is neither -100 nor in [0, vocab); on CUDA it is
+    an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(_COMPILE)
+        raise RuntimeError(
+            "fused_cross_entropy.cross_entropy cannot be traced by torch.compile; compile what make_fx captured: "
+            "torch.compile(make_fx(step)(*args))"
+        )
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
     vocab = _vocab_size(weight)
     leaves, structure = tree.flatten(weight)
     rows, row_targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long()  # [n d], [n]
-    head = _Head(structure, chunk or _rows_per_chunk(x, vocab))
-    if torch.is_grad_enabled() and any(_is_differentiated(t) for t in (rows, *leaves)):
+    if not chunk:
+        chunk = max(1, max(CHUNK_BYTES, 2 * x.nbytes) // (2 * x.itemsize * max(1, vocab)))
+        chunk = chunk // ROW_MULTIPLE * ROW_MULTIPLE if chunk > ROW_MULTIPLE else chunk
+    head = _Head(structure, chunk)
+    if torch.is_grad_enabled() and any(inner.requires_grad for t in (rows, *leaves) for inner in layers(t)):
         function, verb, sharded = _LossAndGradient, _nll_and_dx, vocab_parallel.nll_and_dx
     else:
         function, verb, sharded = KernelWithReferenceGradient, _nll, vocab_parallel.nll
@@ -88,11 +84,6 @@ def cross_entropy(
         functions = functions._replace(kernel=partial(sharded, *head))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
-
-
-def _rows_per_chunk(x: Tensor, vocab: int) -> int:
-    rows = max(1, max(CHUNK_BYTES, 2 * x.nbytes) // (2 * x.itemsize * max(1, vocab)))
-    return rows // ROW_MULTIPLE * ROW_MULTIPLE if rows > ROW_MULTIPLE else rows
 
 
 class _Head(NamedTuple):
@@ -111,27 +102,18 @@ class _Head(NamedTuple):
         return zip(*(t.split(self.chunk) if len(t) else (t,) for t in rows), strict=True)
 
 
-class _TokenLoss(NamedTuple):
-    """The loss of logits [c v] and targets [c], and the loss with its gradient."""
-
-    nll: Callable[..., Tensor]
-    nll_backward: Callable[..., tuple[Tensor, Tensor]]
-
-
-_KERNEL, _REFERENCE = _TokenLoss(nll.nll, nll.nll_backward), _TokenLoss(reference.nll, reference.nll_backward)
-
-
 def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 0) -> Implementations:
-    return Implementations(partial(verb, *static, _KERNEL), partial(verb, *static, _REFERENCE), num_batched)
+    """Call ``verb`` with the module of the ops, or of the reference, as the loss of logits [c v] and targets [c]."""
+    return Implementations(partial(verb, *static, nll), partial(verb, *static, reference), num_batched)
 
 
-def _nll(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(head.weight(leaves), x.dtype)
     return (torch.cat([loss.nll(linear(some, weight), chosen, IGNORE) for some, chosen in head.split(x, targets)]),)
 
 
-def _nll_and_dx(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(head.weight(leaves), x.dtype)
     parts = [_chunk_nll_and_dx(loss, weight, chosen, some) for some, chosen in head.split(x, targets)]
@@ -139,7 +121,7 @@ def _nll_and_dx(head: _Head, loss: _TokenLoss, x: Tensor, targets: Tensor, *leav
     return torch.cat(losses), torch.cat(dx)
 
 
-def _chunk_nll_and_dx(loss: _TokenLoss, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_nll_and_dx(loss: Any, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
     losses, dlogits = loss.nll_backward(logits, targets, IGNORE)
     return losses, pull(dlogits)[0]
@@ -170,7 +152,7 @@ class _LossAndGradient(KernelWithReferenceGradient):
 
 
 def _weight_gradients(
-    head: _Head, wanted: tuple[int, ...], loss: _TokenLoss, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
+    head: _Head, wanted: tuple[int, ...], loss: Any, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
     trained = [leaves[i] for i in wanted]
@@ -186,12 +168,11 @@ def _double_backward(
     head: _Head, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the ``wanted`` leaves."""
-    trained = [leaves[i] for i in wanted]
+    trained, rows = [leaves[i] for i in wanted], []
     sums: list[Any] = [0.0] * len(trained)
-    rows = []
     weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
     for some, chosen, factor, direction in head.split(x, targets, g, g_dx):
-        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(_REFERENCE, weight(trained), chosen, x)
+        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(reference, weight(trained), chosen, x)
         _, pull, *_ = torch.func.vjp(both, some, *trained)
         grad, *found = pull((factor, direction))
         rows.append(grad)
@@ -209,7 +190,10 @@ def _vocab_size(weight: Any) -> int:
             return size
         case Adapted(base=base, lora=lora, key=key):
             if key is not None and lora.dropout > 0:
-                raise ValueError(_DROPOUT.format(lora.dropout))
+                raise ValueError(
+                    f"weight has an adapter with dropout {lora.dropout}, whose mask depends on the place of a row "
+                    "among all rows; attach it without a key, or use blocks.cross_entropy of the whole logits"
+                )
             return _vocab_size(base)
         case Tensor() | Packed() if len(weight.shape) == 2:
             return weight.shape[0]
@@ -226,24 +210,3 @@ def _cast(weight: Any, dtype: torch.dtype) -> Any:
         case Tensor():
             return weight.to(dtype)
     return weight
-
-
-def _is_differentiated(t: Tensor) -> bool:
-    """Return True if autograd or any surrounding torch.func transform differentiates ``t`` in reverse."""
-    wrappers: Any = torch._C._functorch  # type: ignore[attr-defined]
-    while not t.requires_grad:
-        if not wrappers.is_functorch_wrapped_tensor(t):
-            return False
-        t = wrappers.get_unwrapped(t)
-    return True
-
-
-_COMPILE = (
-    "fused_cross_entropy.cross_entropy cannot be traced by torch.compile; compile what make_fx captured: "
-    "torch.compile(make_fx(step)(*args))"
-)
-
-_DROPOUT = (
-    "weight has an adapter with dropout {}, whose mask depends on the place of a row among all rows; "
-    "attach it without a key, or use blocks.cross_entropy of the whole logits"
-)

@@ -39,18 +39,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Our path -> the name of Hugging Face's module. A tensor's name is its module's, then ``.weight`` or ``.bias``.
 MODEL = {"embed": "model.embed_tokens", "final.norm": "model.norm", "final.head": "lm_head"}
 LAYER = {
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+}  # fmt: skip
 MODEL_PATHS = {name: path for path, name in MODEL.items()}
 LAYER_PATHS = {name: path for path, name in LAYER.items()}
 
@@ -91,24 +84,20 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
     wanted = {tensor_name(path): path for path in tree.paths(decoder.shapes(cfg))}
     found = _headers(folder)
     if missing := [name for name in wanted if name not in found]:
-        raise ValueError(
-            f"{folder}: tensor {_first(missing)} is missing, want the {len(wanted)} that {CONFIG} asks for; "
-            "correct the config or fetch the checkpoint again"
-        )
-    if surplus := [name for name in sorted(found) if name not in wanted and not _ignorable(name, cfg)]:
-        raise ValueError(
-            f"{found[surplus[0]].path}: tensor {_first(surplus)} is not part of what {CONFIG} describes; "
-            "correct the config or remove the tensor"
-        )
+        fix = f"want the {len(wanted)} that {CONFIG} asks for; correct the config or fetch the checkpoint again"
+        raise ValueError(f"{folder}: tensor {_first(missing)} is missing, {fix}")
+    # Some versions of transformers have saved these tensors, and none uses them.
+    unused = lambda name: name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
+    if surplus := [name for name in sorted(found) if name not in wanted and not unused(name)]:
+        fault = f"tensor {_first(surplus)} is not part of what {CONFIG} describes"
+        raise ValueError(f"{found[surplus[0]].path}: {fault}; correct the config or remove the tensor")
 
     def leaf(path: str, like: Tensor) -> Lazy:
         header = found[name := tensor_name(path)]
         entry = header.tensors[name]
         if entry.shape != tuple(like.shape):
-            raise ValueError(
-                f"{name} in {header.path} has shape {entry.shape}, want {tuple(like.shape)}; "
-                f"correct {CONFIG} or fetch the checkpoint again"
-            )
+            fix = f"want {tuple(like.shape)}; correct {CONFIG} or fetch the checkpoint again"
+            raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
         like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -136,12 +125,8 @@ def save(
 
     Tensors go to shards of at most ``max_shard_bytes`` (one tensor may be larger). ``extra`` are keys to add to
     ``config.json`` that do not change the model, such as ``eos_token_id``. ``dequantize`` is the dtype in which packed
-    weights are written. They are dequantised one at a time, so a dense copy of the model never exists in memory.
-
-    Raises, before anything is written:
-        ValueError: the folder already holds a model (several files cannot be replaced at once), a shape is not the
-            config's, or an extra key changes the model.
-        TypeError: a leaf is no float tensor, or is packed without ``dequantize``.
+    weights are written, one at a time. Before anything is written, raises ValueError for a folder that holds a model,
+    another shape than the config's, or an extra key that matters. Raises TypeError for a leaf that is no float tensor.
     """
     folder = Path(folder)
     if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
@@ -154,15 +139,15 @@ def save(
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
 
-    nbytes = {name: _dense_nbytes(leaf, dequantize) for name, leaf in leaves.items()}
+    dtypes = {n: dequantize if dequantize and isinstance(w, Packed) else w.dtype for n, w in leaves.items()}
+    nbytes = {name: math.prod(leaf.shape) * dtypes[name].itemsize for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
         if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
             shards.append([])
         shards[-1].append(name)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        files = [SINGLE]
+    files = files if len(shards) > 1 else [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
         shard: Any = _Dequantized({name: leaves[name] for name in names}, dequantize)
@@ -191,10 +176,6 @@ class _Dequantized(Mapping[str, Tensor]):
         return len(self.leaves)
 
 
-def _dense_nbytes(leaf: Tensor | Packed, dtype: torch.dtype | None) -> int:
-    return math.prod(leaf.shape) * (dtype if dtype and isinstance(leaf, Packed) else leaf.dtype).itemsize
-
-
 def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:
     """Return the leaves of ``params`` by their names in a file, checked against the config."""
     out = {}
@@ -204,10 +185,8 @@ def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str
         except KeyError as error:
             raise ValueError(f"{path}: missing from the parameters, but the config asks for it") from error
         if isinstance(leaf, Packed) and dequantize is None:
-            raise TypeError(
-                f"{path} is packed ({leaf.format.name}), want a float tensor; "
-                "pass dequantize=torch.bfloat16 to write it in that dtype"
-            )
+            fix = "pass dequantize=torch.bfloat16 to write it in that dtype"
+            raise TypeError(f"{path} is packed ({leaf.format.name}), want a float tensor; {fix}")
         if not isinstance(leaf, Tensor | Packed):
             raise TypeError(f"{path} is of type {type(leaf).__name__}, want a tensor; merge or read it first")
         if leaf.dtype not in FLOATS:
@@ -241,20 +220,15 @@ def _headers(folder: Path) -> dict[str, safetensors.Header]:
             count = sum(named == file for named in weight_map.values())
             raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
         headers[file] = safetensors.header(folder / file)
-    actual = {name: file for file, header in headers.items() for name in header.tensors}
+    found = [(name, file) for file, header in headers.items() for name in header.tensors]
     for name, file in weight_map.items():
         if name not in headers[file].tensors:
-            got = f"it is in {actual[name]}" if name in actual else "no shard has it"
+            got = f"it is in {dict(found)[name]}" if name in dict(found) else "no shard has it"
             raise ValueError(f"{folder / INDEX}: {name} should be in {file}, but {got}; fetch the checkpoint again")
-    for file, name in ((file, name) for file, header in headers.items() for name in header.tensors):
+    for name, file in found:
         if weight_map.get(name) != file:
             raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
     return {name: headers[file] for name, file in weight_map.items()}
-
-
-def _ignorable(name: str, cfg: Config) -> bool:
-    """Return True for tensors that some versions of transformers have saved and none uses."""
-    return name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == "lm_head.weight")
 
 
 def read_config(folder: str | Path) -> Config:

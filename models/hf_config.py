@@ -46,19 +46,13 @@ def _boolean(raw: dict[str, Any], key: str) -> bool:
 
 # Key of config.json -> field of Config, and the function that reads and checks the value.
 KEYS: dict[str, tuple[str, Callable[[dict[str, Any], str], Any]]] = {
-    "vocab_size": ("vocab", _integer),
-    "hidden_size": ("dim", _integer),
-    "num_hidden_layers": ("num_layers", _integer),
-    "num_attention_heads": ("num_heads", _integer),
-    "num_key_value_heads": ("num_kv_heads", _integer),
-    "head_dim": ("head_dim", _integer),
-    "intermediate_size": ("hidden", _integer),
-    "rms_norm_eps": ("norm_eps", _number),
-    "max_position_embeddings": ("max_positions", _integer),
-    "tie_word_embeddings": ("tied", _boolean),
-    "attention_bias": ("attention_bias", _boolean),
+    "vocab_size": ("vocab", _integer), "hidden_size": ("dim", _integer), "num_hidden_layers": ("num_layers", _integer),
+    "num_attention_heads": ("num_heads", _integer), "num_key_value_heads": ("num_kv_heads", _integer),
+    "head_dim": ("head_dim", _integer), "intermediate_size": ("hidden", _integer),
+    "rms_norm_eps": ("norm_eps", _number), "max_position_embeddings": ("max_positions", _integer),
+    "tie_word_embeddings": ("tied", _boolean), "attention_bias": ("attention_bias", _boolean),
     "mlp_bias": ("mlp_bias", _boolean),
-}
+}  # fmt: skip
 # Rope type -> its options, in the order of RopeScaling's fields.
 ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -91,11 +85,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 
 
 def from_hf(raw: dict[str, Any]) -> Config:
-    """Convert a parsed Hugging Face ``config.json`` to a Config.
-
-    Raises ValueError with the key, its value, the wanted value and a fix. Refused are other architectures, activations
-    and rope types, missing and unknown keys, heads that do not divide, and pre-quantised checkpoints.
-    """
+    """Convert a parsed ``config.json``; raise ValueError with the key, its value, the wanted value and a fix."""
     raw = {key: item for key, item in raw.items() if item is not None}
     if (kind := raw.pop("model_type", None)) not in tuple(KINDS):
         raise ValueError(f"model_type = {kind!r}, want {' or '.join(map(repr, KINDS))}; others are not implemented")
@@ -104,36 +94,28 @@ def from_hf(raw: dict[str, Any]) -> Config:
         raise ValueError(f"architectures = {got!r}, want {[architecture]!r}; save the causal language model")
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "?"
-        raise ValueError(
-            f"quantization_config: the checkpoint is already quantised ({method}), want float weights; "
-            "use the original checkpoint and quantize it here"
-        )
+        fault = f"the checkpoint is already quantised ({method}), want float weights"
+        raise ValueError(f"quantization_config: {fault}; use the original checkpoint and quantize it here")
     for key, (wanted, fix) in _ONLY.items():
         if (got := raw.pop(key, wanted)) != wanted:
             raise ValueError(f"{key} = {got!r}, want {wanted!r}; {fix}")
     theta, scaling = _rope(raw)
-    is_qwen = kind == "qwen3"
-    if is_qwen:
+    if kind == "qwen3":
         _refuse_windows(raw)
     else:
         dim, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
         if "head_dim" not in raw and dim % num_heads:
-            raise ValueError(
-                f"hidden_size = {dim} is not a multiple of num_attention_heads = {num_heads}; correct one of them"
-            )
+            fault = f"hidden_size = {dim} is not a multiple of num_attention_heads = {num_heads}"
+            raise ValueError(f"{fault}; correct one of them")
         raw = {"num_key_value_heads": num_heads, "head_dim": dim // num_heads} | raw
     fields = {field: read(raw, key) for key, (field, read) in KEYS.items()}
-    if fields["num_heads"] % fields["num_kv_heads"]:
-        raise ValueError(
-            f"num_attention_heads = {fields['num_heads']} is not a multiple of num_key_value_heads = "
-            f"{fields['num_kv_heads']}; correct one of them"
-        )
-    cfg = Config(**fields, rope_theta=theta, rope_scaling=scaling, qk_norm=is_qwen)
+    if (heads := fields["num_heads"]) % (kv := fields["num_kv_heads"]):
+        fault = f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv}"
+        raise ValueError(f"{fault}; correct one of them")
+    cfg = Config(**fields, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3")
     if unknown := sorted(raw.keys() - KEYS - ROPE_KEYS - _HARMLESS):
-        raise ValueError(
-            f"{unknown[0]} = {raw[unknown[0]]!r} is not a key of a {name} config that is known here, and it may "
-            "change the forward pass; remove it if it does not"
-        )
+        fault = f"is not a key of a {name} config that is known here, and it may change the forward pass"
+        raise ValueError(f"{unknown[0]} = {raw[unknown[0]]!r} {fault}; remove it if it does not")
     return cfg
 
 
@@ -149,17 +131,11 @@ def to_hf(cfg: Config) -> dict[str, Any]:
         del keys["mlp_bias"]
         keys["use_sliding_window"] = False
     return {
-        "architectures": [KINDS[kind][0]],
-        "model_type": kind,
-        **keys,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "rope_theta": cfg.rope_theta,
-        "rope_scaling": scaling,
+        "architectures": [KINDS[kind][0]], "model_type": kind, **keys, "hidden_act": "silu", "attention_dropout": 0.0,
+        "rope_theta": cfg.rope_theta, "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": cfg.rope_theta, **(scaling or {"rope_type": "default"})},
-        "bos_token_id": None,  # absent would mean 1 and 2
-        "eos_token_id": None,
-    }
+        "bos_token_id": None, "eos_token_id": None,  # absent would mean 1 and 2
+    }  # fmt: skip
 
 
 def _refuse_windows(raw: dict[str, Any]) -> None:
@@ -180,23 +156,19 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         old = {"rope_theta": raw["rope_theta"]} | old
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
-            raise ValueError(
-                f"rope_parameters.{key} = {new[key]!r}, but the older spelling says {old[key]!r}; remove one of them"
-            )
+            other = f"but the older spelling says {old[key]!r}"
+            raise ValueError(f"rope_parameters.{key} = {new[key]!r}, {other}; remove one of them")
     both = old | new
     kind, theta = both.pop("rope_type", "default"), _number(both, "rope_theta", 10000.0)
     if (got := both.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"rope_parameters.partial_rotary_factor = {got}, want 1.0; whole heads are rotated here")
     if kind not in ("default", *ROPE_OPTIONS):
-        raise ValueError(
-            f"rope_parameters.rope_type = {kind!r}, want one of default, {', '.join(ROPE_OPTIONS)}; "
-            "other scalings are not implemented"
-        )
+        wanted = f"want one of default, {', '.join(ROPE_OPTIONS)}"
+        raise ValueError(f"rope_parameters.rope_type = {kind!r}, {wanted}; other scalings are not implemented")
     wanted = ROPE_OPTIONS.get(kind, ())
     if unknown := sorted(both.keys() - {"rope_theta", *wanted}):
-        raise ValueError(
-            f"rope_parameters.{unknown[0]} = {both[unknown[0]]!r} is unknown for rope type {kind!r}; remove it"
-        )
+        got = f"rope_parameters.{unknown[0]} = {both[unknown[0]]!r}"
+        raise ValueError(f"{got} is unknown for rope type {kind!r}; remove it")
     values = [(_integer if key == "original_max_position_embeddings" else _number)(both, key) for key in wanted]
     return theta, RopeScaling(kind, *values) if values else None  # type: ignore[arg-type]
 

@@ -2,14 +2,10 @@
 
     y = rms_norm(x, weight, eps)
 
-A value and its first reverse derivative, as in a training step, are the two ops of ``fquant.kernels.ops.norm``. The
-backward holds x [... d], the weight and one number a row. The gradient of the weight is computed in plain tensor
-operations, and only if it is asked for.
-
-*Transforms.* The autograd Function returns y and the scale of every row. The scale is hidden from the caller. The
-backward is a function of g, x, the weight and the scale, so a second derivative reaches x through the scale too. The
-derivatives of the backward are those of the formula in ``fquant.kernels.reference``. Forward mode and torch.compile see
-the formula alone. Examples mapped over one weight are more rows; several weights are a loop.
+A value and its first reverse derivative are the two ops of ``fquant.kernels.ops.norm``. The backward holds x [... d],
+the weight and one number a row. The autograd Function also returns that scale of every row, hidden from the caller, so
+that a second derivative reaches x through it. The derivatives of the backward are those of the formula in
+``fquant.kernels.reference``. Forward mode and torch.compile see the formula alone.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.reshape(x.shape)
 
 
-def _uses_formula() -> bool:
-    """Return True in forward mode, and in torch.compile, which refuses a Function with a jvp."""
+def _uses_formula() -> bool:  # in forward mode, and in torch.compile, which refuses a Function with a jvp
     return torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
 
 

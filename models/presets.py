@@ -1,9 +1,7 @@
-"""Published models as Configs, to plan with before their files are there.
+"""Published models as Configs, in the numbers of their ``config.json`` files, to plan with.
 
-The numbers are those of the published ``config.json`` files:
-
-* meta-llama/Llama-3.1-8B, -70B and -405B (Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3);
-* Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3 Technical Report", table 1).
+Sources: meta-llama/Llama-3.1-8B, -70B and -405B (Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3);
+Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3 Technical Report", table 1).
 """
 
 from __future__ import annotations
@@ -12,18 +10,13 @@ from .config import Config, RopeScaling
 
 
 def _llama(dim: int, num_layers: int, num_heads: int, hidden: int) -> Config:
-    return Config(
-        vocab=128256, dim=dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=8, head_dim=128, hidden=hidden,
-        norm_eps=1e-5, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
-        max_positions=131072,
-    )  # fmt: skip
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    return Config(128256, dim, num_layers, num_heads, 8, 128, hidden, 1e-5, 500000.0, scaling, max_positions=131072)
 
 
 def _qwen(dim: int, num_layers: int, num_heads: int, hidden: int, tied: bool = False) -> Config:
-    return Config(
-        vocab=151936, dim=dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=8, head_dim=128, hidden=hidden,
-        norm_eps=1e-6, rope_theta=1000000.0, max_positions=40960, tied=tied, qk_norm=True,
-    )  # fmt: skip
+    sizes = (151936, dim, num_layers, num_heads, 8, 128, hidden)
+    return Config(*sizes, norm_eps=1e-6, rope_theta=1000000.0, max_positions=40960, tied=tied, qk_norm=True)
 
 
 PRESETS: dict[str, Config] = {

@@ -4,12 +4,10 @@
     silu'(x)    s · (1 + x · (1 - s))                by a kernel too
     silu''(x)   s · (1 - s) · (2 + x · (1 - 2 s))    and higher orders in plain torch
 
-``F.silu`` has all of them. But torch.func makes every backward differentiable, and then the gradient of ``F.silu`` is a
-chain of six operations. Each walks memory and rounds to the dtype of ``x``; here the gradient is one product. And the
-ops (``fquant/kernels/ops/silu.py``) may be steps of a pointwise program in a captured graph; ``F.silu`` may not.
-
-The backward recomputes ``silu(gate)`` beside the derivative rather than keeping it. Captured, both gradients are one
-program, which reads three tensors and writes two.
+torch.func makes every backward differentiable, and then the gradient of ``F.silu`` is a chain of six operations, each
+of which walks memory and rounds; here it is one product. The ops (``fquant/kernels/ops/silu.py``) may be steps of a
+pointwise program in a captured graph, unlike ``F.silu``. The backward recomputes ``silu(gate)``. Captured, both
+gradients are one program, which reads three tensors and writes two.
 """
 
 from __future__ import annotations
@@ -20,18 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fquant.autodiff import forward_mode
+from fquant.autodiff import forward_mode, to_front
 from fquant.kernels.ops import silu as ops
 
-from .reference_gradient import at_least_float32, to_front
+from .reference_gradient import at_least_float32
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` of two tensors f[...] of one shape in f32, bf16, f16 or f64.
+    """Compute ``silu(gate) * up`` of two tensors f[...] of one shape (else ValueError) in f32, bf16, f16 or f64.
 
     torch.compile traces ``F.silu``, which is equal within rounding and which Inductor fuses with its neighbours.
-
-    Raises ValueError for different shapes, TypeError for another dtype.
     """
     if gate.shape != up.shape:
         raise ValueError(f"silu(gate) * up got gate {tuple(gate.shape)} and up {tuple(up.shape)}; wanted one shape")
@@ -96,11 +92,6 @@ class _SiluDerivative(_Elementwise):
 
     @staticmethod
     def derivative(_: int, x: Tensor) -> Tensor:
-        return _silu_second_derivative(x)
-
-
-def _silu_second_derivative(x: Tensor) -> Tensor:
-    """Compute silu'' in float32 at least, rounded once."""
-    wide = at_least_float32(x)
-    s = wide.sigmoid()
-    return (s * (1 - s) * (2 + wide * (1 - 2 * s))).to(x.dtype)
+        wide = at_least_float32(x)  # rounded once
+        s = wide.sigmoid()
+        return (s * (1 - s) * (2 + wide * (1 - 2 * s))).to(x.dtype)

@@ -8,11 +8,10 @@ o the log-sum-exp over all other rows less z. Then r has the share s = 1 / (1 + 
 
 For o the processes exchange z alone, one number a token. Chunks (see ``models.fused_cross_entropy``) exchange nothing.
 
-A chunk's logits go through the op ``fquant.kernels.ops.nll``. It returns z - logit and the gradient of the logits in
-their dtype: softmax over r, less one at the target. So the process that holds the target adds s · gradient · W less
-(1 - s) · W of t. For an almost certain prediction, whose gradient is small, that is as precise as on one process.
-Where another process holds the target, row 0 stands in for it, and its gradient is set back to its softmax,
-exp(logit - z). The addends of processes are summed in float32, like those of a product, and rounded once.
+The op ``fquant.kernels.ops.nll`` returns z - logit and the gradient of the logits: softmax over r, less one at the
+target. So the process that holds the target adds s · gradient · W less (1 - s) · W of t, which is precise for an almost
+certain prediction too. Where another process holds the target, row 0 stands in for it, and its gradient is set back to
+its softmax, exp(logit - z). The addends of processes are summed in float32 and rounded once.
 
 Forward derivatives and derivatives beyond the first gather the whole head.
 """
@@ -45,9 +44,7 @@ def nll(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leav
     """x f[n d], targets i64[n] and the leaves of a VocabShard -> nll f32[n]; n is the same on every process.
 
     ``chunk`` is the number of tokens handled at a time with a whole head; a shard handles as many times more as there
-    are processes.
-
-    Raises IndexError on every process if any has a target that is neither -100 nor in [0, shard.size).
+    are processes. Raises IndexError on every process if any has a target that is neither -100 nor in [0, shard.size).
     """
     local = _gather(structure, x, targets, leaves)
     losses, logits = _map_chunks(_local_nll, local, chunk * len(local.x) // len(x))

@@ -43,8 +43,7 @@ def parse_targets(targets: str) -> tuple[str, ...]:
 def check_blocks(fmt: Format | None, shapes: Any) -> None:
     """Raise ValueError for a weight whose width is not a multiple of the block.
 
-    fquant quantises such a weight with a short last block in each row. bitsandbytes lets blocks straddle rows instead,
-    so PEFT would load the adapter beside another base than the one it was trained with.
+    bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
     """
     if fmt is None or fmt.block is None:
         return

@@ -17,16 +17,14 @@ T = TypeVar("T")
 def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
     """Return the axes of --mesh; without one, fsdp over all ``world`` processes, or over ``alone`` local ones.
 
-    Raises ValueError for a mesh that is not of the world's size, or that :func:`axes_in` cannot read.
+    Raises ValueError for a mesh that is not of the world's size.
     """
     if mesh is None:
         return {"fsdp": world or alone}
     axes = axes_in(mesh)
-    if world is not None and math.prod(axes.values()) != world:
-        raise ValueError(
-            f"--mesh {mesh} has {math.prod(axes.values())} ranks, and there are {world} processes; "
-            f"wanted sizes that multiply to {world}, such as fsdp={world}"
-        )
+    if world is not None and (ranks := math.prod(axes.values())) != world:
+        fix = f"wanted sizes that multiply to {world}, such as fsdp={world}"
+        raise ValueError(f"--mesh {mesh} has {ranks} ranks, and there are {world} processes; {fix}")
     return axes
 
 
@@ -43,15 +41,11 @@ def axes_in(mesh: str) -> dict[str, int]:
 
 
 def command_line(default: T, args: list[str], prog: str) -> T:
-    """Return the options on the command line ``args``; others are those of ``default``, a dataclass.
-
-    Raises ValueError naming an option that is unknown.
-    """
+    """Return the options on the command line, else those of ``default``; raise ValueError for an unknown one."""
     options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
     if unknown:
         names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(type(default))]  # type: ignore
         close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
-        raise ValueError(
-            f"{unknown[0]} is no option; " + (f"did you mean {close[0]}? " if close else "") + "see --help"
-        )
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"{unknown[0]} is no option; {hint}see --help")
     return options

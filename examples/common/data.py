@@ -5,15 +5,13 @@
     train, held = data.split(data.pack(corpus, seq), holdout=16)
     rows   = data.batch(train, step, global_batch, seed)  # the Rows of a step: no state, so nothing to resume
 
-A document (examples/common/records.py) consists of pieces. A piece is a *target* if the model should learn to write it,
-an answer say, and not only read it. Each piece is tokenised by itself, as the prompt is when the model is used.
+Each piece of a document (examples/common/records.py) is tokenised by itself, as the prompt is when the model is used.
 
     stream       | bos  prompt  answer  eos | bos  prompt  answer  eos | ...     concatenated, then cut every seq tokens
     segment      | 0    0       0       0   | 1    1       1       1   | ...     attention stays within a segment
     target       | -    -       answer  eos | -    -       answer  eos | ...     predicted one position earlier
 
-A row holds t tokens, and for each the token after it; the last token of a row predicts the first of the next. So every
-target is predicted once. The last row is padded with a segment of its own and no target.
+The last token of a row predicts the first of the next. The last row is padded with a segment of its own and no target.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ def some(documents: list[Document], characters: int) -> list[Document]:
 
 
 def documents(path: str | Path | None, tokenizer: Tokenizer) -> list[Document]:
-    """Return the documents of a file, or of the standard library if None.
-
-    Chats get Llama 3's template if the tokenizer has its tokens.
-    """
+    """Return the documents of a file (chats in Llama 3's template if the tokenizer has it), or of the stdlib."""
     if path is None:
         return stdlib_sources()
     return records(path, headers=all(tokenizer.token_to_id(token) is not None for token in HEADERS))
@@ -114,24 +109,19 @@ def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int |
         raise ValueError("data: no documents; wanted at least one")
     for what, token in (("eos", eos), ("bos", bos)):
         if token is not None and tokenizer.id_to_token(token) is None:
-            raise ValueError(
-                f"{what}: the tokenizer has no token {token}; wanted one below {tokenizer.get_vocab_size()}"
-            )
+            size = tokenizer.get_vocab_size()
+            raise ValueError(f"{what}: the tokenizer has no token {token}; wanted one below {size}")
     name = documents[0].name if len(documents) == 1 else f"{documents[0].name} ... {documents[-1].name}"
     ids: list[int] = []
     flags = bytearray()
     lengths = []
     for document in documents:
         start = len(ids)
-        if bos is not None:
-            ids.append(bos)
-            flags.append(False)
-        for piece in document.pieces:
-            more = tokenizer.encode(piece.text, add_special_tokens=False).ids
+        parts = [([] if bos is None else [bos], False)]
+        parts += [(tokenizer.encode(text, add_special_tokens=False).ids, target) for text, target in document.pieces]
+        for more, is_target in [*parts, ([eos], parts[-1][1])]:
             ids += more
-            flags += bytes([piece.is_target]) * len(more)
-        ids.append(eos)
-        flags.append(bool(document.pieces) and document.pieces[-1].is_target)
+            flags += bytes([is_target]) * len(more)
         lengths.append(len(ids) - start)
     if not any(flags):
         raise ValueError(f"{name}: no targets among {len(ids)} tokens; wanted text, outputs or assistant turns")
@@ -143,16 +133,14 @@ def pack(corpus: Corpus, seq: int) -> Rows:
     """Cut a corpus into rows of ``seq`` tokens [n t]; no token is dropped.
 
     A position predicts nothing if the token after it is no target or belongs to another document.
-    Raises ValueError if there is less than one row, or nothing to predict.
     """
     if seq < 1:
         raise ValueError(f"--seq: got {seq}, wanted at least 1")
     have = corpus.tokens.numel()
     if have <= seq:
         fix = f"use --seq {have - 1} or less, or more data" if have > 1 else "use more data"
-        raise ValueError(
-            f"{corpus.name}: {have} tokens, wanted at least {seq + 1} (--seq {seq} and one to predict); {fix}"
-        )
+        wanted = f"wanted at least {seq + 1} (--seq {seq} and one to predict)"
+        raise ValueError(f"{corpus.name}: {have} tokens, {wanted}; {fix}")
     short = -(have - 1) % seq
     tokens = torch.cat([corpus.tokens, corpus.tokens.new_zeros(short)]).long()
     segments = torch.cat([corpus.segments, (corpus.segments[-1:] + 1).expand(short)]).long()
@@ -168,10 +156,8 @@ def split(rows: Rows, holdout: int) -> tuple[Rows, Rows]:
     """Return ``(train, held)``: ``holdout`` rows are taken out at even distances, so that they resemble the rest."""
     num_rows = len(rows.tokens)
     if not 0 < holdout < num_rows:
-        raise ValueError(
-            f"holdout: got {holdout} of {num_rows} rows, wanted at least 1 and some left to train on; "
-            "use a smaller --seq or more data"
-        )
+        wanted = "wanted at least 1 and some left to train on; use a smaller --seq or more data"
+        raise ValueError(f"holdout: got {holdout} of {num_rows} rows, {wanted}")
     held = torch.zeros(num_rows, dtype=torch.bool)
     held[(2 * torch.arange(holdout) + 1) * num_rows // (2 * holdout)] = True
     return tree.map(lambda t: t[~held], rows), tree.map(lambda t: t[held], rows)

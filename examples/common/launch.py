@@ -1,8 +1,4 @@
-"""Start local processes through torchrun's API, and name the rank that failed.
-
-The agent, the store and the signals are torch's. Where torchrun prints a page, this module prints one line that names
-the rank and its fate. It also removes the folder in which the agent keeps logs.
-"""
+"""Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -18,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException as Sto
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from . import machine
+from fquant.kernels.cpu import usable_cores
 
 __all__ = ["RankFailed", "Stopped", "local", "record"]
 
@@ -33,7 +30,7 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
     Raises RankFailed naming the first rank that died or raised, after the others were stopped.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads(ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads(ranks)))
     with tempfile.TemporaryDirectory(prefix="fquant-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
@@ -43,16 +40,40 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             results = elastic_launch(config, f)(*args)
         except ChildFailedError as error:
-            raise RankFailed(_story(list(error.failures.values()), error.failures)) from None
+            raise RankFailed(_story(error.failures)) from None
     return [results[rank] for rank in range(ranks)]
 
 
-def _story(failures: list[ProcessFailure], by_rank: dict[int, ProcessFailure]) -> str:
+def _story(failures: dict[int, ProcessFailure]) -> str:
     # A killed rank makes its peers fail too; the signal is the cause, and the earliest otherwise.
-    killed = [f for f in failures if f.exitcode < 0 and f.signal_name() != "SIGTERM"]
-    first = min(killed or failures, key=lambda f: f.timestamp)
-    rank = next(rank for rank, f in by_rank.items() if f is first)
+    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
+    rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     message = str(first.message).strip().splitlines()
     return f"rank {rank} (pid {first.pid}) failed with exit status {first.exitcode}: {message[-1] if message else ''}"
+
+
+def local_ranks() -> int:
+    """Return the number of ranks that share this machine, by torchrun's environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def threads(ranks: int | None = None) -> int:
+    """Return the threads of one of ``ranks`` processes here (default: torchrun's), at least 1."""
+    return usable_cores(ranks or local_ranks())
+
+
+def resident() -> int:
+    """Return the bytes of memory resident in this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that one rank may still take: this machine's free memory, within its cgroup, over its ranks."""
+    lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return max(0, free) // local_ranks()

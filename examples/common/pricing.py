@@ -2,14 +2,11 @@
 
     price(job, {"fsdp": 8})     # a Price: bytes by kind, FLOPs, bytes moved and sent
 
-The step is ``training_step.train_step`` whole, as the job runs it: gradients of adapters beside the base, their sum
-over ranks, clipping, AdamW, and the new adapters written over the old. It is traced on meta tensors over an abstract
-mesh, and its graph is read (fquant.compile.cost).
+``training_step.train_step`` is traced whole on meta tensors over an abstract mesh, and its graph is read
+(fquant.compile.cost).
 
-*Layers.* The layers of a model are alike. So a step of four layers and one of five tell the cost of each further layer:
-every figure is extrapolated linearly. Counts allow that at once. For memory, the peak of each phase and op is
-extrapolated, and the highest is the peak of the step. The phases are the forward, the head, the backward of the last,
-a middle or the first layer, and the update.
+*Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
+of each phase and op is extrapolated, and the highest is the peak of the step.
 
 *Left out* are the libraries' own memory and the scratch memory of kernels. The trace is for the CPU, where attention is
 one op. A node that reads a few rows of a table, an embedding say, counts as if it read the whole table.
@@ -122,12 +119,9 @@ def figures(job: Job, axes: Mapping[str, int]) -> Figures:
 
 def traced(job: Job, mesh: DeviceMesh) -> trace.Captured:
     """Return ``train_step`` traced on the arguments of ``job``."""
-    args = arguments(job, mesh)
-    setup: Setup = args["setup"]
-    selective = setup.checkpoint == "selective"
-    return trace.trace(
-        partial(trace.apply, train_step), args, written_over(args, DONATED), setup.passes(), recompute=selective
-    )
+    args, step = arguments(job, mesh), partial(trace.apply, train_step)
+    passes, selective = args["setup"].passes(), job.checkpoint == "selective"
+    return trace.trace(step, args, written_over(args, DONATED), passes, recompute=selective)
 
 
 def total(found: Figures) -> Price:
@@ -140,15 +134,10 @@ def total(found: Figures) -> Price:
         payload, n = found[name, ranks, "payload"], int(ranks)
         sent = (2 if name == "all_reduce" else 1) * payload * (n - 1) // n
         collectives.append(Collective(name, "", n, found[name, ranks, "count"], payload, sent))
+    counts = {name: found[name,] for name in ("flops", "read", "written")}
+    activations = peak - gathered - sum(kinds.values())
     return Price(
-        **kinds,
-        gathered=gathered,
-        activations=peak - gathered - sum(kinds.values()),
-        phase=where[0],
-        flops=found["flops",],
-        read=found["read",],
-        written=found["written",],
-        collectives=tuple(collectives),
+        **kinds, **counts, gathered=gathered, activations=activations, phase=where[0], collectives=tuple(collectives)
     )
 
 
@@ -174,7 +163,7 @@ def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
     """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
     phase, phases = "start", _phases(captured, leaves, num_layers)
-    paths = dict(zip(_given(captured), captured.paths, strict=True))
+    paths = _paths(captured)
     size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":
@@ -189,8 +178,9 @@ def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
     return out
 
 
-def _given(captured: trace.Captured) -> list[Node]:
-    return [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+def _paths(captured: trace.Captured) -> dict[Node, str]:
+    inputs = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+    return dict(zip(inputs, captured.paths, strict=True))
 
 
 def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
@@ -199,7 +189,7 @@ def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node
     The update begins with the reduction over ranks, which concatenates all gradients.
     """
     nodes = list(captured.module.graph.nodes)
-    paths = dict(zip(_given(captured), captured.paths, strict=True))
+    paths = _paths(captured)
     summed = next(n for n in nodes if n.target is torch.ops.aten.cat.default and len(n.all_input_nodes) > leaves)
     out = {min(summed.all_input_nodes, key=nodes.index): "update"}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -25,15 +24,13 @@ def bar(console: Console, shown: bool = True) -> Progress:
 
 
 class Report:
-    """The steps of a run on the terminal and in ``folder``; silent on every rank but the first.
+    """The steps of a run, dataclasses with a ``step``, on the terminal and in ``folder``; silent but on the first rank.
 
-    A step is a dataclass whose ``step`` is its number, of ``total``; ``summary`` makes a line of it. A resumed run
-    keeps the lines of its first ``done`` steps.
+    ``summary`` makes a line of a step. A resumed run keeps the lines of its first ``done`` steps.
     """
 
     def __init__(self, folder: Path, first: bool, total: int, done: int, summary: Callable[[Any], str]) -> None:
-        self.folder, self.first, self.total, self.done = folder, first, total, done
-        self.summary = summary
+        self.folder, self.first, self.total, self.done, self.summary = folder, first, total, done, summary
         self.console = Console(quiet=not first)
         self.every = max(1, total // LINES)
         self.progress = bar(self.console, first and self.console.is_terminal)
@@ -62,9 +59,7 @@ class Report:
         """Print a line about the phase of the run."""
         self.console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
         if self.first:
             self.metrics.close()
@@ -72,8 +67,7 @@ class Report:
 
 def lines(folder: Path) -> list[str]:
     """Return the lines of metrics.jsonl."""
-    with open(folder / METRICS) as file:
-        return file.readlines()
+    return (folder / METRICS).read_text().splitlines(keepends=True)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ Files are UTF-8. A file named *.jsonl has a record a line, each of one kind and 
     {"messages": [{"role": ..., "content": ...}, ...]}       the assistant's turns are targets
     {"conversations": [{"from": ..., "value": ...}, ...]}    the same in ShareGPT's words
 
-Any other file is one document of plain text. Alpaca records get the template of github.com/tatsu-lab/stanford_alpaca,
-with a line break after "### Response:". Chats get Llama 3's headers, without the dates of 3.1's system turn, or
-headings like "### User".
+Any other file is one document of plain text. Alpaca records get the template of github.com/tatsu-lab/stanford_alpaca.
+Chats get Llama 3's headers, without the dates of 3.1's system turn, or headings like "### User".
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ def records(path: str | Path, headers: bool = False) -> list[Document]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {error.start} is not UTF-8; convert it, for example with iconv -t utf-8"
-        ) from None
+        fix = "convert it, for example with iconv -t utf-8"
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {fix}") from None
     if not text.strip():
         raise ValueError(f"{path}: is empty; wanted text or JSONL records")
     if path.suffix != ".jsonl":
@@ -146,10 +144,9 @@ def _chat(turns: Any, kind: str, headers: bool) -> list[Piece]:
             raise ValueError(f"{kind}.{i}.{speaker}: got {turn[speaker]!r}, wanted one of {', '.join(ROLES)}")
         if headers and (marks := [token for token in HEADERS if token in text]):
             raise ValueError(f"{kind}.{i}.{content}: holds the control token {marks[0]}; remove it")
+        head, body = f"### {role.title()}\n\n", text + "\n\n"
         if headers:
             head, body = f"{HEADERS[0]}{role}{HEADERS[1]}\n\n", text.strip() + HEADERS[2]
-        else:
-            head, body = f"### {role.title()}\n\n", text + "\n\n"
         pieces += [Piece(head, False), Piece(body, role == "assistant")]
     if not any(piece.is_target for piece in pieces):
         raise ValueError(f"{kind}: no turn is the assistant's; wanted at least one turn to learn from")

@@ -5,12 +5,13 @@
     state.safetensors     the state, every so many steps and at the end
     result.json           the results
 
-Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder.
-On the same mesh the bits are the same, because randomness is a function of the seed and the step.
+Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder,
+and on the same mesh to the bit.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -49,17 +50,9 @@ class Options(Protocol):
     @property
     def resume(self) -> Path | None: ...
 
-    def check(self) -> None:
-        """Raise ValueError for values out of range, before anything is started or read."""
-        ...
-
-    def axes(self, world: int | None) -> dict[str, int]:
-        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this program starts them."""
-        ...
-
-    def shared(self) -> dict[str, Any]:
-        """Return the options that must be equal on every rank and in a resumed run: all that change the result."""
-        ...
+    def check(self) -> None: ...  # raises ValueError for values out of range
+    def axes(self, world: int | None) -> dict[str, int]: ...  # axis -> size; no ``world``: this program starts it
+    def shared(self) -> dict[str, Any]: ...  # must be equal on every rank and in a resumed run
 
 
 T = TypeVar("T", bound=Options)
@@ -69,8 +62,7 @@ def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any],
     """Run the command line ``args`` of examples.``name`` and return its exit status.
 
     The status is 0, 1 if a rank failed, or 2 for bad input, which one line names. ``prepare`` checks all input before
-    processes start and anything is written. ``work`` runs on each rank, decorated with ``launch.record``; it returns a
-    message in place of a result if the input was at fault.
+    processes start. ``work`` runs on each rank, decorated with ``launch.record``; it returns a message for bad input.
     """
     try:
         options = parse(default, args, f"python -m examples.{name}")
@@ -84,8 +76,8 @@ def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any],
             _check_resumed(options.resume, options)
         if not under_torchrun:
             prepare(options)
-        if not under_torchrun or os.environ["RANK"] == "0":
-            options = _with_folder(options, f"runs/{name}")
+        if options.resume is None and os.environ.get("RANK", "0") == "0":
+            options = replace(options, out=free_folder(options.out, f"runs/{name}"))
         ranks = math.prod(axes.values())
         if under_torchrun or ranks == 1:
             outcome = work(options)
@@ -104,10 +96,7 @@ def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any],
 
 
 def parse(default: T, args: list[str], prog: str) -> T:
-    """Return the options on the command line; others are those of the run to resume, or of ``default``.
-
-    Raises ValueError naming an option that is unknown.
-    """
+    """Return the options on the command line; others are those of the run to resume, or of ``default``."""
     options = command_line(default, args, prog)
     if options.resume is None or not (options.resume / RUN).is_file():
         return options
@@ -182,14 +171,11 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def free_folder(out: Path | None, default: str) -> Path:
     """Return ``out``, or the first free of ``default``, ``default``-2, ...; raise ValueError if ``out`` has files."""
-    if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {out}: is not empty; choose another folder, or --resume {out}")
-        return out
-    out, n = Path(default), 1
-    while out.exists():
-        n += 1
-        out = Path(f"{default}-{n}")
+    if out is None:
+        names = (Path(default if n == 1 else f"{default}-{n}") for n in itertools.count(1))
+        return next(name for name in names if not name.exists())
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: is not empty; choose another folder, or --resume {out}")
     return out
 
 
@@ -202,15 +188,8 @@ def _check_resumed(resume: Path, options: Options) -> None:
     was = _upgraded(type(options), json.loads((resume / RUN).read_text())["options"])
     for name, now in options.shared().items():
         if was.get(name) != now:
-            raise ValueError(
-                f"{resume}: --{name.replace('_', '-')} was {was.get(name)} and is now {now}; "
-                "resume with the options that the run was started with"
-            )
-
-
-def _with_folder(options: T, default: str) -> T:
-    """Return ``options`` with a folder to write to."""
-    return options if options.resume is not None else replace(options, out=free_folder(options.out, default))
+            fault = f"--{name.replace('_', '-')} was {was.get(name)} and is now {now}"
+            raise ValueError(f"{resume}: {fault}; resume with the options that the run was started with")
 
 
 def _fail(name: str, message: str, status: int) -> int:

@@ -4,10 +4,8 @@
     state, measured = step(state, base, micros, count, setup)
 
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
-and the new adapters, which are written over the old ones. Ranks therefore compare what they run once a step.
-
-A ``Setup`` holds everything static: sizes, mesh, optimiser, checkpointing mode and dtype. Adapters are kept in float32
-and computed with in ``Setup.dtype``, the dtype of the residual stream.
+and the new adapters, which are written over the old ones. Adapters are kept in float32 and computed with in
+``Setup.dtype``, the dtype of the residual stream.
 
 Checkpointing modes:
 

@@ -46,9 +46,8 @@ WIDTH = 48  # of a bar, in characters
 class Options:
     """Predict memory, traffic and time of a step of examples.qlora from shapes alone, on machines you need not have.
 
-    The smallest machine that trains Llama 3 70B: --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8
-
-    What one RTX 4090 can do: --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
+    The smallest machine that trains Llama 3 70B: --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8 What one RTX
+    4090 can do: --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     """
 
     model: str
@@ -102,10 +101,8 @@ class Options:
         if self.model in PRESETS:
             return PRESETS[self.model], torch.bfloat16
         if not (Path(self.model) / hf.CONFIG).is_file():
-            raise ValueError(
-                f"--model {self.model}: no preset, and no folder with a {hf.CONFIG}; wanted one or the other, "
-                f"presets are {', '.join(PRESETS)}"
-            )
+            fix = f"wanted one or the other, presets are {', '.join(PRESETS)}"
+            raise ValueError(f"--model {self.model}: no preset, and no folder with a {hf.CONFIG}; {fix}")
         cfg = hf.read_config(self.model)
         raw = json.loads((Path(self.model) / hf.CONFIG).read_bytes())
         name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
@@ -152,10 +149,8 @@ def main(args: list[str] | None = None) -> int:
         return 2
     console = Console()
     rows = []
-    shown = TextColumn("tracing [bold]{task.fields[mesh]}[/]")
-    with Progress(
-        shown, BarColumn(), MofNCompleteColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    columns = TextColumn("tracing [bold]{task.fields[mesh]}[/]"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=2 * len(meshes), mesh="")
         for mesh, axes in meshes.items():
             progress.update(task, mesh=mesh)
@@ -235,7 +230,3 @@ def answer(options: Options, rows: list[Row]) -> str:
         f"{found}: {best.mesh}, {best.ranks} x {options.device}; {best.price.peak / GIB:.2f} GiB a rank, "
         f"at its peak in the {best.price.phase}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,8 @@
 """Devices as four figures a rank: memory, memory bandwidth, arithmetic rate and link to the other ranks.
 
-Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X), not that of the product's name. Rates are the
-makers' peaks: dense bfloat16 with float32 sums, and bytes in one direction, half of NVLink's advertised figure. So a
-time computed from them is a lower bound. Sources are NVIDIA's data sheets of A10, A100, H100, H200, L4, L40S, B200.
-Further sources are its white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
+Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X). Rates are the makers' peaks: dense bfloat16 with
+float32 sums, and bytes in one direction, half of NVLink's advertised figure. Sources are NVIDIA's data sheets, its
+white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 """
 
 from __future__ import annotations

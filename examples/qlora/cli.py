@@ -52,9 +52,8 @@ def work(options: Options) -> Result | str:
         with Report(folder, first, total, int(state.done), report.summary) as shown:
             adapters = f"{len(state.adapters)} adapters of rank {options.rank}"
             how = f"{run.setup.checkpoint} checkpointing, {options.dtype}"
-            shown.say(
-                f"{ranks} ranks, mesh {options.mesh}; {how}; base in {options.format}, {adapters}; writing {folder}"
-            )
+            what = f"{how}; base in {options.format}, {adapters}"
+            shown.say(f"{ranks} ranks, mesh {options.mesh}; {what}; writing {folder}")
             base = shard.local(run.base)
             while (done := int(state.done)) < total:
                 state, step = train.take(run, base, state)
@@ -73,7 +72,3 @@ def work(options: Options) -> Result | str:
         return result
     except ValueError as error:
         return str(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,9 +25,8 @@ class Options:
     """Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
 
     Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
-    local processes. It trains on the standard library's source and writes an adapter that PEFT loads.
-
-    Start it under torchrun to use more machines: torchrun --nproc-per-node 8 -m examples.qlora --model DIR --data FILE
+    local processes. It trains on the standard library's source and writes an adapter that PEFT loads. Start it under
+    torchrun to use more machines: torchrun --nproc-per-node 8 -m examples.qlora --model DIR --data FILE
     """
 
     model: Path = HERE / "model"

@@ -28,12 +28,11 @@ def table(result: Result, options: Any, ranks: int) -> Table:
     for name in names:
         out.add_column(name, justify="right")
     smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller"
+    perplexities = result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted
     rows = {
         "bytes of the base": (f"{result.bytes_bf16:,}", f"{result.bytes_packed:,}", smaller),
         "bytes a rank sends in a step": (f"{result.wire_bf16:,}", f"{result.wire_packed:,}", ""),
-        "held-out perplexity": tuple(
-            f"{p:.2f}" for p in (result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted)
-        ),
+        "held-out perplexity": tuple(f"{p:.2f}" for p in perplexities),
     }
     for name, (dense, quantised, adapted) in rows.items():
         out.add_row(name, dense, *((quantised, adapted) if packed else (adapted.replace(smaller, ""),)))

@@ -1,11 +1,8 @@
 """The training that every rank runs: quantise, place, take steps, measure.
 
-Everything is a function of a frozen ``Run`` and a ``State``, which is a tree. The step itself is
-``examples.common.training_step.train_step``, captured whole. One process and many differ in ``place``, ``local`` and
-``share`` alone.
-
-A batch is a function of the step's number, and dropout of (key, row). The token count is that of the global batch. So a
-run on any mesh computes the same sums, and a resumed run continues to the bit.
+Everything is a function of a frozen ``Run`` and a ``State``, which is a tree. A batch is a function of the step's
+number, and dropout of (key, row). The token count is that of the global batch. So a run on any mesh computes the same
+sums, and a resumed run continues to the bit.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import base, data, machine, pricing, runs, training_step
+from ..common import base, data, launch, pricing, runs, training_step
 from ..common.training_step import DONATED, MODES, Checkpoint, Measured, Micro, Setup, State
 from .options import Options
 
@@ -93,9 +90,8 @@ def prepare(options: Options) -> Work:
     fmt = base.parse_format(options.format, options.block)
     base.check_blocks(fmt, decoder.shapes(cfg))
     if options.seq > cfg.max_positions:
-        raise ValueError(
-            f"--seq is {options.seq}; wanted at most {cfg.max_positions}, the positions of {options.model}"
-        )
+        wanted = f"wanted at most {cfg.max_positions}, the positions of {options.model}"
+        raise ValueError(f"--seq is {options.seq}; {wanted}")
     packed = base.quantised(dense, fmt)
     targets = base.pattern(base.parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
@@ -113,7 +109,7 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     axes = options.axes(int(os.environ.get("WORLD_SIZE", "1")))
-    torch.set_num_threads(machine.threads())
+    torch.set_num_threads(launch.threads())
     mode = options.checkpoint or choose_checkpoint(options, axes)
     mesh, rules = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1)), shard.Rules()
     chosen = all_gather_text(mode)
@@ -143,11 +139,9 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     cfg = hf.read_config(options.model)
     fmt, targets = base.parse_format(options.format, options.block), base.parse_targets(options.targets)
     ranks = max(1, axes.get("dp", 1) * axes.get("fsdp", 1))
-    job = pricing.Job(
-        cfg, fmt, targets, options.rank, -(-options.batch // ranks), options.seq,
-        stream=options.stream(), accumulate=options.accumulate,
-    )  # fmt: skip
-    room = ROOM * machine.available_memory()
+    sizes = options.rank, -(-options.batch // ranks), options.seq
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=options.stream(), accumulate=options.accumulate)
+    room = ROOM * launch.available_memory()
     for mode in MODES[:-1]:
         if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
             return mode
@@ -184,7 +178,7 @@ def take(run: Run, local: Any, state: State) -> tuple[State, Step]:
     if not torch.isfinite(found.loss):
         raise ValueError(f"step {step}: the loss is {value}; use a smaller --lr")
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
-    return state, Step(step, value, lr, norm, int(count), through, machine.resident(), training_step.sent(run.step))
+    return state, Step(step, value, lr, norm, int(count), through, launch.resident(), training_step.sent(run.step))
 
 
 def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
@@ -198,15 +192,8 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
         say("measuring the dense base")
         dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
         plain = perplexity(run, dense, {})
-    return Result(
-        bytes_bf16=size(dense),
-        bytes_packed=size(run.base),
-        wire_bf16=sum(collective.sent for collective in predict(run, state, dense).collectives),
-        wire_packed=sum(collective.sent for collective in predict(run, state, run.base).collectives),
-        perplexity_bf16=plain,
-        perplexity_packed=packed,
-        perplexity_adapted=adapted,
-    )
+    wire = lambda x: sum(collective.sent for collective in predict(run, state, x).collectives)
+    return Result(size(dense), size(run.base), wire(dense), wire(run.base), plain, packed, adapted)
 
 
 def size(placed: Any) -> int:

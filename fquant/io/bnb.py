@@ -34,6 +34,7 @@ from .safetensors import unique
 _STATE = "quant_state.bitsandbytes__"
 _PLAIN = {"nf4": NF4, "fp4": FP4}
 _NESTED = {"nf4": NF4_DQ, "fp4": replace(FP4, name="fp4_dq", scale=DYNAMIC8)}
+_BESIDE = ("SCB", "weight_format")
 _STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
@@ -41,10 +42,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 def load(tensors: Mapping[str, Tensor], name: str) -> Packed:
     """Return the weight ``name`` (``"model.layers.0.self_attn.q_proj.weight"``) of the ``tensors`` of a checkpoint.
 
-    The file of an 8-bit weight does not hold its dtype; the result's is float32, which loses nothing.
-
-    Raises ValueError, with the name in front, for anything that bitsandbytes does not write: missing or unknown
-    tensors, another table, a shape or dtype that does not fit, an unknown key in the JSON.
+    The file of an 8-bit weight does not hold its dtype; the result's is float32, which loses nothing. Raises
+    ValueError, with the name in front, for anything that bitsandbytes does not write.
     """
     inside = {key[len(name) + 1 :]: t for key, t in tensors.items() if key.startswith(name + ".")}
     with tree.at(name):
@@ -73,15 +72,12 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
             raise ValueError(f"bitsandbytes has no {format.name}; wanted nf4 or fp4, with scales in f32 or dynamic8")
         assert format.block is not None  # 4-bit formats have one
         if not format.flat and shape[-1] % format.block:
-            raise ValueError(
-                f"width {shape[-1]} is not a multiple of the block {format.block}, and bitsandbytes has no short block "
-                "at the end of a row; dequantize it and quantize it with replace(format, flat=True)"
-            )
+            fault = "bitsandbytes has no short block at the end of a row"
+            fix = "dequantize it and quantize it with replace(format, flat=True)"
+            raise ValueError(f"width {shape[-1]} is not a multiple of the block {format.block}, and {fault}; {fix}")
         _check_size("codes", packed.codes, -(-math.prod(shape) // 2))
-        state: dict[str, Any] = {
-            "quant_type": kinds[0], "blocksize": format.block, "dtype": str(packed.dtype).removeprefix("torch."),
-            "shape": list(shape),
-        }  # fmt: skip
+        state: dict[str, Any] = {"quant_type": kinds[0], "blocksize": format.block}
+        state |= {"dtype": str(packed.dtype).removeprefix("torch."), "shape": list(shape)}
         out = {"": packed.codes.reshape(-1, 1), "absmax": packed.scale, "quant_map": _table(format)}
         if isinstance(packed.scale, Packed):
             nested, offset = packed.scale, packed.scale.offset
@@ -93,11 +89,8 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
         return {f"{name}.{part}".rstrip("."): t for part, t in out.items()}
 
 
-_BESIDE = ("SCB", "weight_format")
-
-
 def _wanted(inside: Mapping[str, Tensor]) -> set[str]:
-    """Return the full set of keys of which ``inside`` has one; check the key of the JSON."""
+    """Return all keys that a weight with those ``inside`` must have; check the key of the JSON."""
     states = [key for key in inside if key.startswith("quant_state.")]
     if len(states) != 1 or states[0].removeprefix(_STATE) not in _PLAIN:
         got = ", ".join(states) or "none"
@@ -107,30 +100,25 @@ def _wanted(inside: Mapping[str, Tensor]) -> set[str]:
 
 
 def _load4(weight: Tensor, inside: Mapping[str, Tensor]) -> Packed:
-    key = next(key for key in inside if key.startswith(_STATE))
-    nested = "nested_absmax" in inside
+    key, nested = next(key for key in inside if key.startswith(_STATE)), "nested_absmax" in inside
     with tree.at(key):
         state = _parse(inside[key], key.removeprefix(_STATE), nested)
     format = replace((_NESTED if nested else _PLAIN)[state["quant_type"]], block=state["blocksize"])
     shape = tuple(state["shape"])
     count = math.prod(shape)
-    straddles = bool(shape[-1] % state["blocksize"])
-    format = replace(format, flat=straddles)
+    format = replace(format, flat=bool(shape[-1] % state["blocksize"]))
     blocks = num_blocks(format, count)
     if weight.dtype not in _STORAGE:
         raise ValueError(f"got {weight.dtype} for the codes; wanted one of {', '.join(map(str, _STORAGE))}")
     if weight.ndim != 2 or weight.shape[1] != 1:
-        raise ValueError(
-            f"got codes of shape {tuple(weight.shape)}; wanted [bytes 1], not the [1 bytes] of old releases"
-        )
+        got = tuple(weight.shape)
+        raise ValueError(f"got codes of shape {got}; wanted [bytes 1], not the [1 bytes] of old releases")
     codes = weight.contiguous().view(torch.uint8).reshape(-1)  # codes are bytes in any storage dtype
     _check_size("codes", codes, -(-count // 2))
     _check_table(inside, "quant_map", format)
     absmax = _take(inside, "absmax", torch.uint8 if nested else torch.float32, (blocks,))
-    rows = () if straddles else shape[:-1]
-    if not straddles:
-        codes = codes.reshape(*rows, -1)
-        absmax = absmax.reshape(*rows, -1)
+    if not format.flat:
+        codes, absmax = (t.reshape(*shape[:-1], -1) for t in (codes, absmax))
     scale: Tensor | Packed = absmax
     if nested:
         _check_table(inside, "nested_quant_map", DYNAMIC8)
@@ -157,11 +145,7 @@ def _save8(packed: Packed, name: str) -> dict[str, Tensor]:
         raise ValueError(f"bitsandbytes keeps 8-bit weights as int8 [out in] with one scale a row; got {got}")
     assert isinstance(packed.scale, Tensor)
     kind = torch.tensor(0, dtype=torch.uint8, device="cpu")
-    return {
-        name: packed.codes,
-        _sibling(name, "SCB"): packed.scale.reshape(-1),
-        _sibling(name, "weight_format"): kind,
-    }
+    return {name: packed.codes, _sibling(name, "SCB"): packed.scale.reshape(-1), _sibling(name, "weight_format"): kind}
 
 
 def _parse(blob: Tensor, kind: str, nested: bool) -> dict[str, Any]:

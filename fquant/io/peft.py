@@ -9,8 +9,7 @@
 
 In PEFT one rank and one alpha hold for all modules, and ``rank_pattern`` and ``alpha_pattern`` hold exceptions. Their
 keys are regular expressions for the end of a module's name, and the first that fits counts. Dropout, rank stabilisation
-and DoRA hold for the whole adapter. Reading is strict: an unknown setting that may change the adapter's results raises.
-Settings of initialisation and of module selection are ignored, because the tensors are there.
+and DoRA hold for the whole adapter. An unknown setting that may change the adapter's results raises.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..adapter import Lora
+from ..packed_linear import Lora
 from . import safetensors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,10 +54,8 @@ def save(
 ) -> None:
     """Write adapters as a PEFT directory, tensors in float32.
 
-    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
-
-    Raises ValueError, before anything is written, if PEFT cannot express the adapters: dropout, rank stabilisation
-    or DoRA differ between them, or two have the same module.
+    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base. Raises
+    ValueError, before anything is written, if PEFT cannot express the adapters.
     """
     if not adapters:
         raise ValueError(f"{folder}: got no adapters, wanted at least one")
@@ -87,9 +84,8 @@ def save(
 def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, Lora]:
     """Read the adapters of a PEFT directory, tensors in the stored dtype.
 
-    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown.
-
-    Raises ValueError that names the file, and the setting, module or tensor that cannot be read.
+    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. Raises ValueError that names the
+    file, and the setting, module or tensor that cannot be read.
     """
     folder = Path(folder)
     config = _read_config(folder / CONFIG)
@@ -110,10 +106,9 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, 
 
 
 def _config(by_module: dict[str, Lora], base_model: str) -> dict[str, Any]:
-    ranks = {module: lora.a.shape[0] for module, lora in by_module.items()}
-    alphas = {module: _number(lora.alpha) for module, lora in by_module.items()}
-    rank, rank_pattern = _pattern(ranks)
-    alpha, alpha_pattern = _pattern(alphas)
+    whole = lambda x: int(x) if float(x).is_integer() else x
+    rank, rank_pattern = _pattern({module: lora.a.shape[0] for module, lora in by_module.items()})
+    alpha, alpha_pattern = _pattern({module: whole(lora.alpha) for module, lora in by_module.items()})
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "inference_mode": True,
         "bias": "none", "r": rank, "rank_pattern": rank_pattern, "lora_alpha": alpha, "alpha_pattern": alpha_pattern,
@@ -126,7 +121,7 @@ def _config(by_module: dict[str, Lora], base_model: str) -> dict[str, Any]:
 
 def _shared(by_module: dict[str, Lora], name: str, option: Callable[[Lora], Any]) -> Any:
     """Return the value that all modules share; raise ValueError if they differ."""
-    first, *_ = by_module
+    first = next(iter(by_module))
     shared = option(by_module[first])
     for module, lora in by_module.items():
         if (got := option(lora)) != shared:
@@ -214,10 +209,10 @@ def _lora(found: safetensors.Header, module: str, names: dict[str, str], config:
     if len(names) > len(wanted):
         raise ValueError(f"{names['magnitude']}: got a magnitude, wanted none, use_dora of {CONFIG} is false")
     rank = _resolve(config["rank_pattern"], config["r"], module)
+    alpha = float(_resolve(config["alpha_pattern"], config["lora_alpha"], module))
     with tree.at(module):
         _check_shapes(rank, *(found.tensors[names[field]].shape if field in names else None for field in FIELDS))
     tensors = {field: safetensors.read(found, name) for field, name in names.items()}
-    alpha = float(_resolve(config["alpha_pattern"], config["lora_alpha"], module))
     lora = Lora(**tensors, alpha=alpha, rank_stabilised=config["use_rslora"], dropout=float(config["lora_dropout"]))
     with tree.at(module):
         _check(lora)
@@ -240,22 +235,6 @@ def _check_shapes(rank: int, a: Any, b: Any, magnitude: Any) -> None:
         raise ValueError(f"got a {a}, b {b}, magnitude {magnitude}, wanted {wanted}")
 
 
-def _number(x: float) -> float | int:
-    return int(x) if float(x).is_integer() else x
-
-
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
-
-
-def _is_rank(x: Any) -> bool:
-    return type(x) is int and x > 0
-
-
-def _is_pattern(x: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(x, dict) and all(map(_compiles, x)) and all(map(fits, x.values()))
-
-
 def _compiles(pattern: str) -> bool:
     try:
         return bool(re.compile(pattern))
@@ -263,6 +242,9 @@ def _compiles(pattern: str) -> bool:
         return False
 
 
+_is_number = lambda x: type(x) in (int, float) and math.isfinite(x)
+_is_rank = lambda x: type(x) is int and x > 0
+_is_pattern = lambda x, fits: isinstance(x, dict) and all(map(_compiles, x)) and all(map(fits, x.values()))
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a number above 0"),
     "lora_alpha": (_is_number, "a number"),

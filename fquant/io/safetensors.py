@@ -3,12 +3,10 @@
     u64 n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {...}} | data
 
 All is little-endian. Offsets count from the end of the JSON, and the tensors cover the data without holes. (The format
-is https://github.com/huggingface/safetensors; files are interchangeable.) :func:`header` reads and checks the JSON
-only. :func:`read` reads one tensor, or some of its rows, into memory of that size; nothing is mapped. :func:`write`
-streams to a temporary file, which then replaces the target.
-
-:func:`save` and :func:`load` put a tree into such a file: each leaf under its path, and the structure with all static
-fields as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing from a file is executed.
+is https://github.com/huggingface/safetensors; files are interchangeable.) Nothing is mapped, and :func:`write` streams
+to a temporary file, which then replaces the target. :func:`save` and :func:`load` put a tree into such a file: each
+leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing
+from a file is executed.
 """
 
 from __future__ import annotations
@@ -65,11 +63,7 @@ class Header:
 
 
 def header(path: str | Path) -> Header:
-    """Read and check the header of a file.
-
-    Raises ValueError that names the file and the fault: a missing or short file, a header that is not JSON, an unknown
-    dtype, a shape that does not fit its bytes, overlaps or holes.
-    """
+    """Read and check the header of a file; raise ValueError that names the file and the fault."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: got no such file, wanted a safetensors file; check the name")
@@ -79,10 +73,8 @@ def header(path: str | Path) -> Header:
             raise ValueError(f"got {size} bytes, wanted at least 8; the file is cut short, fetch it again")
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size - 8:
-            raise ValueError(
-                f"got a header of {length} bytes, wanted at most the {size - 8} that follow; the file is cut short or "
-                "no safetensors file, fetch it again"
-            )
+            fault = "the file is cut short or no safetensors file, fetch it again"
+            raise ValueError(f"got a header of {length} bytes, wanted at most the {size - 8} that follow; {fault}")
         try:
             content = json.loads(file.read(length).decode(), object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
@@ -97,9 +89,9 @@ def header(path: str | Path) -> Header:
 
 
 def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
-    """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 within bounds, without step), to the CPU.
+    """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 without step), to the CPU, and no other bytes.
 
-    No other bytes are read. Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
+    Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
     """
     with at(str(header.path)):
         if name not in header.tensors:
@@ -108,7 +100,11 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
         entry = header.tensors[name]
         shape, start = entry.shape, entry.start
         if rows is not None:
-            first, last = _bounds(name, rows, shape)
+            _expect(bool(shape), f"{name}: got rows of a scalar, wanted a tensor of at least one dim; leave rows out")
+            first, last = rows.start or 0, shape[0] if rows.stop is None else rows.stop
+            got = f"{name}: got rows {first}:{last}:{rows.step or 1}"
+            fits = rows.step in (None, 1) and 0 <= first <= last <= shape[0]
+            _expect(fits, f"{got}, wanted rows within 0:{shape[0]} and no step")
             start += first * math.prod(shape[1:]) * entry.dtype.itemsize
             shape = (last - first, *shape[1:])
         out = torch.empty(shape, dtype=entry.dtype, device="cpu")
@@ -140,10 +136,10 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
     Raises TypeError or ValueError, before anything is written, for tensors that the format cannot hold.
     """
     content: dict[str, Any] = {}
+    for key, text in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps")
     if metadata:
-        for key, text in metadata.items():
-            if not isinstance(key, str) or not isinstance(text, str):
-                raise TypeError(f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps")
         content["__metadata__"] = metadata
     for name, tensor in tensors.items():
         _check_writable(name, tensor)
@@ -152,9 +148,8 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     for name in order:
         t = tensors[name]
-        stop = offset + t.numel() * t.itemsize
-        content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, stop]}
-        offset = stop
+        start, offset = offset, offset + t.numel() * t.itemsize
+        content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, offset]}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
@@ -166,8 +161,7 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 def save(path: str | Path, tree: Any) -> None:
     """Write a tree of nodes, dicts with str keys, lists, tuples, tensors and plain scalars to one file.
 
-    Leaves that share memory are written separately. Raises TypeError, with the path, for anything else in the tree or
-    in a static field, and ValueError if two leaves have the same path.
+    Raises TypeError, with the path, for anything else, and ValueError if two leaves have the same path.
     """
     text, tensors = tree_json.encode(tree)
     with at(str(path)):
@@ -175,10 +169,7 @@ def save(path: str | Path, tree: Any) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """Read the tree that :func:`save` wrote, to the CPU.
-
-    Raises ValueError for any other file: unknown classes or fields, missing or surplus tensors.
-    """
+    """Read the tree that :func:`save` wrote, to the CPU; raise ValueError for any other file."""
     found = header(path)
     names: list[str] = []
     with at(str(path)):
@@ -224,10 +215,8 @@ def _entry(name: str, item: Any, data: int) -> Entry:
         _expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
         start, stop = offsets
         wanted = math.prod(shape) * DTYPES[dtype].itemsize
-        _expect(
-            stop - start == wanted,
-            f"got bytes {start} to {stop}, wanted {wanted} bytes for {dtype} of shape {shape}; the file is damaged",
-        )
+        fault = f"got bytes {start} to {stop}, wanted {wanted} bytes for {dtype} of shape {shape}; the file is damaged"
+        _expect(stop - start == wanted, fault)
         return Entry(DTYPES[dtype], tuple(shape), data + start, data + stop)
 
 
@@ -235,22 +224,10 @@ def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
     end = data
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         fault = "overlaps what is before it" if entry.start < end else "leaves a hole before it"
-        _expect(
-            entry.start == end, f"{name}: got data at byte {entry.start}, wanted {end}, it {fault}; the file is damaged"
-        )
+        got = f"{name}: got data at byte {entry.start}, wanted {end}"
+        _expect(entry.start == end, f"{got}, it {fault}; the file is damaged")
         end = entry.stop
     _expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
-
-
-def _bounds(name: str, rows: slice, shape: tuple[int, ...]) -> tuple[int, int]:
-    _expect(bool(shape), f"{name}: got rows of a scalar, wanted a tensor of at least one dim; leave rows out")
-    first = 0 if rows.start is None else rows.start
-    last = shape[0] if rows.stop is None else rows.stop
-    _expect(
-        rows.step in (None, 1) and 0 <= first <= last <= shape[0],
-        f"{name}: got rows {first}:{last}:{rows.step or 1}, wanted rows within 0:{shape[0]} and no step",
-    )
-    return first, last
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:

@@ -3,10 +3,9 @@
     Lora(a=t, b=t, magnitude=None, alpha=16.0, ...)
     {"node": "Lora", "fields": {"a": "tensor", "b": "tensor", "magnitude": null}, "static": {"alpha": 16.0, ...}}
 
-A tree is a tensor, a node, a dict with str keys, a list, a tuple, or a plain value as in static fields. Plain values
-are None, bool, int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered with ``tree.value``.
-Classes are looked up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by
-field. No text of a file is ever evaluated.
+A tree is a tensor, a node, a dict with str keys, a list, a tuple, or a plain value as in static fields: None, bool,
+int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered with ``tree.value``. Classes are looked
+up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field.
 """
 
 from __future__ import annotations
@@ -63,12 +62,9 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
         return "tensor"
     if is_node(x):
         fields, statics = _fields(type(x))
-        children = [(name, getattr(x, name)) for name in fields]
-        return {
-            "node": name_of(type(x)),
-            "fields": dict(zip(fields, inner(children), strict=True)),
-            "static": {name: _encode_value(getattr(x, name), _join(path, name)) for name in statics},
-        }
+        children = inner((name, getattr(x, name)) for name in fields)
+        values = {name: _encode_value(getattr(x, name), _join(path, name)) for name in statics}
+        return {"node": name_of(type(x)), "fields": dict(zip(fields, children, strict=True)), "static": values}
     if type(x) is dict:
         for key in x:
             if type(key) is not str:
@@ -117,10 +113,9 @@ def _encode_value(x: Any, path: Path) -> Any:
     if VALUES.get(name_of(type(x))) is type(x):
         parts = {f.name: _encode_value(getattr(x, f.name), _join(path, f.name)) for f in dataclasses.fields(x)}
         return {"value": name_of(type(x)), "fields": parts}
-    raise TypeError(
-        f"{_dots(path)}: got {type(x).__module__}.{type(x).__qualname__}, wanted something a file can hold; use a node,"
-        " a plain value, or a frozen dataclass registered with tree.value"
-    )
+    fix = "use a node, a plain value, or a frozen dataclass registered with tree.value"
+    got = f"{type(x).__module__}.{type(x).__qualname__}"
+    raise TypeError(f"{_dots(path)}: got {got}, wanted something a file can hold; {fix}")
 
 
 def _decode_value(spec: Any, path: Path) -> Any:
@@ -143,10 +138,8 @@ def _decode_value(spec: Any, path: Path) -> Any:
 
 def _fields(cls: type) -> tuple[list[str], list[str]]:
     """Return the names of a node's children and of its static fields."""
-    split: tuple[list[str], list[str]] = ([], [])
-    for field in dataclasses.fields(cls):
-        split[bool(field.metadata.get("static"))].append(field.name)
-    return split
+    named = lambda static: [f.name for f in dataclasses.fields(cls) if bool(f.metadata.get("static")) == static]
+    return named(False), named(True)
 
 
 def _lookup(table: dict[str, type], name: str, path: Path) -> type:

@@ -168,7 +168,7 @@ def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
     peaks = dict(none=300, selective=200, full=100)
     monkeypatch.setattr(train.pricing, "price", lambda job, axes: SimpleNamespace(peak=peaks[job.checkpoint]))
     for room, mode in ((400, "none"), (300, "selective"), (150, "full"), (0, "full")):
-        monkeypatch.setattr(train.machine, "available_memory", lambda room=room: room)
+        monkeypatch.setattr(train.launch, "available_memory", lambda room=room: room)
         assert train.choose_checkpoint(options, {"fsdp": 2}) == mode
 
 

@@ -141,11 +141,8 @@ LINES = {
         "messages.0.role: got 'bot', wanted one of system",
     ),
     "content is no text": ({"messages": [SAID, {**SAID, "content": []}]}, "messages.1.content: got list, wanted text"),
-    "nobody": ({"messages": []}, "messages: no turn is the assistant"),
-    "no assistant": (
-        {"conversations": [{"from": "human", "value": "x"}]},
-        "conversations: no turn is the assis",
-    ),
+    "nobody": ({"messages": []}, "messages: no turn is the assistant's"),
+    "no assistant": ({"conversations": [{"from": "human", "value": "x"}]}, "conversations: no turn is the assistant's"),
     "a control token": (
         {"messages": [{**SAID, "content": "x<|eot_id|>"}]},
         r"holds the control token <\|eot_id\|>; remove",

@@ -10,12 +10,11 @@ from torch import nn
 from torch.func import grad, vmap
 
 from fquant import lora, random, tree
-from fquant.adapter import Adapted, Lora
 from fquant.communication import LOCAL, AfterLoad, Comm, Loadable
 from fquant.format import INT8, NF4, NF4_DQ
 from fquant.lazy import Lazy
 from fquant.packed import dequantize, quantize
-from fquant.packed_linear import embedding, linear, row_norms
+from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms
 from fquant.tree import node
 
 

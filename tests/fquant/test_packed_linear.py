@@ -7,11 +7,10 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from fquant import jit, lora, random, tree
-from fquant.adapter import Adapted, Lora
 from fquant.communication import LookedUpRows
 from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
 from fquant.packed import dequantize, quantize
-from fquant.packed_linear import embedding, linear, row_norms, scaling, square_norms
+from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms, scaling, square_norms
 from tests.helpers.kernels.rounding import assert_product
 from tests.helpers.live_memory import Live
 

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from fquant import random, tree
-from fquant.adapter import Lora
 from fquant.io import peft
+from fquant.packed_linear import Lora
 
 # PEFT 0.21 asks transformers 5 for a property by its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
