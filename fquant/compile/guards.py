@@ -72,7 +72,15 @@ class Key(NamedTuple):
 
 def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """Return the key of a call in torch's present state."""
-    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient(), closure)
+    devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
+    ambient = (
+        torch.get_default_dtype(),
+        torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
+        torch.are_deterministic_algorithms_enabled(),
+        tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
+    )
+    return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
 
 
 def wants_gradient(t: Tensor) -> bool:
@@ -107,14 +115,3 @@ def _text(kind: Any) -> str:
     if issubclass(kind[0], Tensor):
         return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
     return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])
-
-
-def _ambient() -> tuple[Any, ...]:
-    devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
-    )

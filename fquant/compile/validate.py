@@ -1,6 +1,6 @@
 """The first replay of a captured graph, which checks the result of every node against the trace.
 
-The memory plan relies on the trace, and the trace on torch's description of each op for fake tensors, which is wrong
+The memory plan relies on the trace. The trace relies on torch's description of each op for fake tensors, which is wrong
 for some ops (fake_tensor.py). If a result differs in strides, or is lazily negated or zero, this replay and all later
 ones use a copy in the traced layout. If it differs in dtype or shape, or is a view with other strides, the first replay
 raises. One replay is enough, because the layout of a result does not depend on values.

@@ -4,10 +4,9 @@ The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QL
 tenth, and more if gathered weights come and go. There are two kinds of memory:
 
 * Planned results (``plan.py``) are in one private mapping that all replays of the process share.
-* Other tensors come from malloc. glibc maps large ones separately, unmaps them when they are freed, and returns the end
-  of its heap when much of that is free. ``enable_reuse`` turns this off for the whole process. Only tensors of 32 MiB
-  and more are still mapped separately. glibc takes no higher threshold, and a few huge tensors would fragment the heap.
-  Other C libraries, and allocators loaded in place of malloc, lack these options and stay as they are.
+* Other tensors come from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
+  ``enable_reuse`` turns this off for the whole process, except for tensors of 32 MiB and more. glibc takes no higher
+  threshold, and a few huge tensors would fragment the heap. Other allocators lack these options and stay as they are.
 
 Resident memory stays at its highest, which a step reaches in any case; ``release`` returns the free part.
 ``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
@@ -49,10 +48,7 @@ def enable_reuse() -> bool:
 
 
 def acquire(nbytes: int) -> mmap.mmap:
-    """Return the mapping for replays, of at least ``nbytes`` bytes; the caller holds ``IN_USE`` while it computes.
-
-    The mapping is the same for all replays of the process until one needs a larger one.
-    """
+    """Return the mapping of all replays, of ``nbytes`` bytes or more; the caller holds ``IN_USE`` while it computes."""
     global _memory
     if _memory is None or len(_memory) < nbytes:
         _drop_pages()
@@ -66,10 +62,7 @@ def acquire(nbytes: int) -> mmap.mmap:
 
 
 def release() -> bool:
-    """Return free memory to the system, after a replay of another thread; return True if there was any.
-
-    Memory that is freed later is kept again.
-    """
+    """Return free memory to the system, after a replay of another thread; return True if there was any."""
     with IN_USE:
         libc, dropped = _glibc(), _drop_pages()
     return bool(libc is not None and libc.malloc_trim(0)) or dropped

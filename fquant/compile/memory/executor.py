@@ -1,8 +1,7 @@
 """The executor of a memory plan: binds its tensors to the memory of replays, then replays its graph.
 
 A replay takes the memory only if it is free. While another thread replays, the unplanned graph runs, whose bits are the
-same. It also runs under a dispatch mode of torch, e.g. one that counts the memory of tensors, which has to see them
-allocated.
+same. It also runs under a dispatch mode of torch, e.g. one that counts memory, which has to see tensors allocated.
 """
 
 from __future__ import annotations
