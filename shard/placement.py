@@ -122,10 +122,9 @@ def replicate(x: Any) -> Any:
 
 
 def local(x: Any) -> Any:
-    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor: the argument of a step.
+    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor, for a step; no copy.
 
-    No collective; the bytes are not copied. Raises RuntimeError inside a transform of torch.func, which cannot trace
-    through a DTensor.
+    Raises RuntimeError inside a transform of torch.func, which cannot trace through a DTensor.
     """
 
     def one(b: Bundle) -> Bundle:
@@ -142,10 +141,9 @@ def local(x: Any) -> Any:
 
 
 def collect(x: Any) -> Any:
-    """Return the placed tree ``x`` whole, on every rank: the inverse of :func:`place`.
+    """Return the placed tree ``x`` whole, on every rank, by one all-gather for each block.
 
-    One all-gather for each block; on one device views of the bytes. It is called outside of steps and has no backward.
-    Raises ValueError for the result of :func:`local`.
+    It is called outside of steps and has no backward. Raises ValueError for the result of :func:`local`.
     """
 
     def one(b: Bundle) -> Any:

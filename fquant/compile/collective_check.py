@@ -56,7 +56,7 @@ def all_gather_text(text: str) -> list[str]:
 def collectives(g: Graph) -> tuple[str, ...]:
     """Return the collectives of a graph, in order, by what ranks have in common: ``all_reduce sum float32[64] over 2``.
 
-    Raises TypeError for those of torch.distributed itself, because a replay would read their results too early.
+    Raises TypeError for those of torch.distributed itself, which a replay would not wait for.
     """
     for node in g.nodes:
         if str(node.target).startswith("c10d."):

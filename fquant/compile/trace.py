@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import tree
 from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import Fake
-from .memory import executor, plan
+from .memory import allocator, plan
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
@@ -48,7 +48,7 @@ class Captured:
     def __call__(self, *tensors: Tensor) -> Any:
         """Replay the graph, and retire the donated tensors."""
         with self._retire_on_failure(tensors):
-            out = executor.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
+            out = allocator.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
         return self._result(donation.take_over(self.donations, tensors, out))
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ..kernels.dispatch_bypass import is_lazy
 from . import graph as graphs
-from .memory import executor, plan
+from .memory import allocator, plan
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # they raise instead of casting
@@ -39,7 +39,7 @@ def run(module: GraphModule, placed: plan.MemoryPlan | None, tensors: Sequence[T
         result = _First(module, {}, wrong).run(*tensors)
     else:
         origin = placed.origin
-        result = executor.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
+        result = allocator.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
     for node in wrong:
         _use_copy(node)
     if wrong:

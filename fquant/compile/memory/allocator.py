@@ -1,4 +1,4 @@
-"""The allocator of replays: memory that one replay frees stays in the process for the next.
+"""The memory of replays: what one replay frees stays in the process for the next.
 
 The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
 tenth, and more if gathered weights come and go. There are two kinds of memory:
@@ -7,6 +7,9 @@ tenth, and more if gathered weights come and go. There are two kinds of memory:
 * Other tensors come from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
   ``enable_reuse`` turns this off for the whole process, except for tensors of 32 MiB and more. glibc takes no higher
   threshold, and a few huge tensors would fragment the heap. Other allocators lack these options and stay as they are.
+
+A replay takes the mapping only if it is free. While another thread replays, the unplanned graph runs, whose bits are
+the same. It also runs under a dispatch mode, e.g. one that counts memory, which has to see tensors allocated.
 
 Resident memory stays at its highest, which a step reaches in any case; ``release`` returns the free part.
 ``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
@@ -20,7 +23,16 @@ import mmap
 import os
 import platform
 import threading
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
 IN_USE = threading.Lock()  # held by the replay that computes in the mapping
@@ -45,6 +57,42 @@ def enable_reuse() -> bool:
     """
     libc = _glibc() if reuses_memory() else None
     return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
+
+
+def run_planned(
+    plan: MemoryPlan,
+    unplanned: GraphModule,
+    tensors: Sequence[Tensor],
+    interpret: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
+) -> Any:
+    """Run the memory-planned graph; run ``unplanned`` if a dispatch mode is active or the memory is in use.
+
+    ``interpret`` returns the function that runs a module, by default the module itself.
+    """
+    if torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
+        return interpret(unplanned)(*tensors)
+    try:
+        memory = acquire(plan.nbytes)
+        if plan.memory is not memory:
+            _bind(plan, memory)
+        return interpret(plan.module)(*tensors)
+    finally:
+        IN_USE.release()
+
+
+def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
+    """Make the tensors of a plan in ``memory``."""
+    bound = dict[str, Any]()
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
+        for name, value in plan.tensors.items():
+            if isinstance(value, Slot):
+                raw = torch.frombuffer(memory, dtype=torch.uint8, count=value.nbytes, offset=value.offset)
+                bound[name] = raw.view(value.dtype).as_strided(value.shape, value.stride)
+            else:
+                args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
+                bound[name] = value.target(*args, **kwargs)
+    plan.module.__dict__.update(bound)
+    plan.memory = memory
 
 
 def acquire(nbytes: int) -> mmap.mmap:
