@@ -1,12 +1,8 @@
 """Agreement: all ranks compare their inputs, and all raise the same error if these differ.
 
 Ranks that start with different configurations, checkpoints or adapters do not fail by themselves. They wait for each
-other, or train different models. So all ranks exchange a fingerprint before anything is placed. All then raise the same
-error, which names the first difference and the ranks that have it. Every rank takes part in the same collectives, and
-decides nothing by what it alone knows.
-
-A rank that fails alone would leave the others waiting. ``attempt`` runs a function that may fail, and every rank learns
-which ranks failed and why.
+other, or train different models. So all ranks exchange a fingerprint before anything is placed. Every rank takes part
+in the same collectives, and decides nothing by what it alone knows.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
-from fquant.compile import all_gather_text
+from fquant.compile import all_gather_text, graph
 from fquant.lazy import Lazy
 
 from .bundle import raw
@@ -30,10 +26,9 @@ T = TypeVar("T")
 
 
 def same(what: str, facts: Mapping[str, str]) -> None:
-    """Check that all ranks have the same ``facts`` (name -> short text).
+    """Check that all ranks have the same ``facts`` (name -> short text); an empty text agrees with every other.
 
-    A fact with an empty text is unknown on that rank and agrees with every other. Raises ValueError on every rank,
-    naming the first difference.
+    Raises ValueError on every rank, naming the first difference and the ranks that have it.
     """
     mine = json.dumps(dict(facts))
     if len(set(all_gather_text(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
@@ -42,8 +37,7 @@ def same(what: str, facts: Mapping[str, str]) -> None:
     for name in dict.fromkeys(name for table in tables for name in table):
         seen: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
-            text = table.get(name, "nothing")
-            if text:
+            if text := table.get(name, "nothing"):
                 seen.setdefault(text, []).append(rank)
         if len(seen) > 1:
             common = sorted(seen.items(), key=lambda item: -len(item[1]))
@@ -52,10 +46,9 @@ def same(what: str, facts: Mapping[str, str]) -> None:
 
 
 def attempt(what: str, f: Callable[[], T]) -> T:
-    """Return ``f()``; if it fails on any rank, raise on every rank.
+    """Return ``f()``, which uses no collectives; if it fails on any rank, raise on every rank.
 
-    A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors. ``f`` must
-    not use collectives.
+    A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors.
     """
     result: Any = None
     error: Exception | None = None
@@ -66,9 +59,8 @@ def attempt(what: str, f: Callable[[], T]) -> T:
     texts = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = {rank: text for rank, text in enumerate(texts) if text}
-    if failed:
-        raise ValueError(f"{what} failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+        raise ValueError(f"{what} failed on {'; '.join(failed)}")
     return result
 
 
@@ -76,7 +68,6 @@ def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
     """Describe the tree ``x`` by path: a node's class and static fields, a tensor's dtype and shape.
 
     With ``content`` also give a digest of a tensor's values, unless it is a meta tensor, and a Lazy leaf's stamp.
-
     Raises TypeError, by path, for a leaf that is neither a plain tensor nor Lazy.
     """
     facts: dict[str, str] = {}
@@ -87,14 +78,15 @@ def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
             visit(path, x.like, "lazy ")
             facts[f"{name} (content)"] = x.stamp() if content else ""
         elif type(x) in (Tensor, torch.nn.Parameter):
-            facts[name] = f"{kind}{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            facts[name] = kind + graph.describe(x)
             if not kind:
                 facts[f"{name} (content)"] = "" if x.is_meta or not content else _digest(x)
         else:
             inner = tree.children(x)
             if inner is None:
                 raise TypeError(f"{name} is a {type(x).__name__}; wanted a plain tensor or a Lazy")
-            facts[name] = f"{kind}{type(x).__name__}{_statics(x)}"
+            statics = [f for f in dataclasses.fields(x) if f.metadata.get("static")] if tree.is_node(x) else []
+            facts[name] = kind + type(x).__name__ + "".join(f" {f.name}={getattr(x, f.name)!r}" for f in statics)
             for key, child in inner:
                 visit(f"{path}.{key}" if path else key, child, kind)
 
@@ -106,14 +98,7 @@ def fields(name: str, x: Any) -> dict[str, str]:
     """Describe every field of the dataclass ``x``, or ``x`` itself if it is another object, by repr."""
     if not dataclasses.is_dataclass(x) or isinstance(x, type):
         return {name: repr(x)}
-    found = {f"{name}.{f.name}": repr(getattr(x, f.name)) for f in dataclasses.fields(x)}
-    return {name: type(x).__name__} | found
-
-
-def _statics(x: Any) -> str:
-    if not tree.is_node(x):
-        return ""
-    return "".join(f" {f.name}={getattr(x, f.name)!r}" for f in dataclasses.fields(x) if f.metadata.get("static"))
+    return {name: type(x).__name__} | {f"{name}.{f.name}": repr(getattr(x, f.name)) for f in dataclasses.fields(x)}
 
 
 def _digest(t: Tensor) -> str:
@@ -121,5 +106,5 @@ def _digest(t: Tensor) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    one = len(ranks) == 1
-    return f"{'rank' if one else 'ranks'} {', '.join(map(str, ranks))} {'has' if one else 'have'}"
+    named = ", ".join(map(str, ranks))
+    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"

@@ -1,7 +1,6 @@
 """Collectives as pure functions that every transform of torch.func accepts.
 
-Each has a dual, and the backward of a collective is its dual. The transpose of a gather, for example, is a sum that is
-scattered:
+Each has a dual, which is its backward. On one device all are the identity.
 
     all_gather      [n ...]        ->  [ranks·n ...]    dual  reduce_scatter
     reduce_scatter  [ranks·n ...]  ->  [n ...]          dual  all_gather
@@ -9,12 +8,9 @@ scattered:
     enter           identity                            dual  exit
     exit            the sum over ranks                  dual  enter
 
-They are one autograd Function over torch's functional collectives, with setup_context, a vmap rule and a jvp. So grad,
-vmap, jvp, their compositions and make_fx pass through. A backward calls the dual *Function*, because a raw collective
-there gives silent zeros. Groups are arguments; no function reads global state. Over gloo the gathers and the scattered
-sums are the ops of shard/transport/gloo.py.
-
-:func:`traffic` counts the collectives that run while it is open.
+They are one autograd Function over torch's functional collectives. grad, vmap, jvp, their compositions and make_fx pass
+through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments;
+no function reads global state. Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py.
 """
 
 from __future__ import annotations
@@ -44,9 +40,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         rank 0  [a]  ->  [a b]
         rank 1  [b]  ->  [a b]
 
-    Along the group's axis: sharded by dim 0 in, replicated out. On one device: the identity. Backward: reduce_scatter.
-
-    Raises ValueError for a scalar.
+    Along the group's axis: sharded by dim 0 in, replicated out. Raises ValueError for a scalar.
     """
     if x.ndim == 0:
         raise ValueError("all_gather got a scalar; wanted at least one dim to gather along")
@@ -59,9 +53,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         rank 0  [a b]  ->  [a + c]
         rank 1  [c d]  ->  [b + d]
 
-    Along the group's axis: a partial sum in, sharded by dim 0 out. On one device: the identity. Backward: all_gather.
-
-    Raises ValueError for a scalar, and if the number of ranks does not divide dim 0.
+    Along the group's axis: a partial sum in, sharded by dim 0 out. Raises ValueError for a scalar, and if the number of
+    ranks does not divide dim 0.
     """
     if x.ndim == 0:
         raise ValueError("reduce_scatter got a scalar; wanted at least one dim to scatter along")
@@ -73,11 +66,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of ``x`` over ranks, each of which has a loss of its own; the losses of all ranks add up.
 
-        rank 0  a  ->  a + b
-        rank 1  b  ->  a + b
-
-    Along the group's axis: a partial sum in, replicated out. On one device: the identity. Backward: all_reduce,
-    because every rank's loss depends on every rank's ``x``.
+    Along the group's axis: a partial sum in, replicated out. Backward: all_reduce, because every rank's loss depends on
+    every rank's ``x``.
     """
     return _Collective.apply(x, "all_reduce", group.group_name)
 
@@ -88,7 +78,7 @@ def enter(x: Tensor, group: Group) -> Tensor:
         rank 0  a  ->  a          backward   g + h  <-  g
         rank 1  a  ->  a                     g + h  <-  h
 
-    Along the group's axis: replicated in and out. On one device: the identity. Backward: exit, the sum over ranks.
+    Along the group's axis: replicated in and out.
     """
     return _Collective.apply(x, "enter", group.group_name)
 
@@ -99,8 +89,8 @@ def exit(x: Tensor, group: Group) -> Tensor:
         rank 0  a  ->  a + b      backward   g  <-  g
         rank 1  b  ->  a + b                 g  <-  g
 
-    Along the group's axis: a partial sum in, replicated out. On one device: the identity. Backward: enter, because all
-    ranks have the same loss from here on, which counts once.
+    Along the group's axis: a partial sum in, replicated out. All ranks have the same loss from here on, which counts
+    once.
     """
     return _Collective.apply(x, "exit", group.group_name)
 
@@ -119,11 +109,10 @@ class _Collective(torch.autograd.Function):
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
-        if name == "all_gather":
-            issue = gloo.all_gather if gloo.is_used(x, over) else _ops.all_gather_into_tensor
-            out = issue(x, over.size(), group)
-        elif name == "reduce_scatter" and gloo.is_used(x, over):
-            out = gloo.reduce_scatter(x, over.size(), group)
+        if name in ("all_gather", "reduce_scatter") and gloo.is_used(x, over):
+            out = getattr(gloo, name)(x, over.size(), group)
+        elif name == "all_gather":
+            out = _ops.all_gather_into_tensor(x, over.size(), group)
         elif name == "reduce_scatter":
             out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
         else:
@@ -178,8 +167,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = graph.issued(func)
-        if name is not None:
+        if (name := graph.issued(func)) is not None:
             whole = out if name.startswith("all_gather") else args[0]
             self.traffic.calls.append((name, whole.numel() * whole.element_size(), resolve(args[-1]).size()))
         return out

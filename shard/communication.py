@@ -4,14 +4,12 @@
     logits = decoder.forward(params, tokens, cfg, comm)
 
 ``open`` gathers a block's bytes in one all-gather and views its buffers out of the result. ``wrap`` recomputes a block
-in the backward, so that gathered bytes are not kept but gathered again. There is no collective for a block that is not
-split, and no recomputation of a block whose result is not differentiated. A captured step need not recompute: see
-shard/passes/regather.py.
+in the backward, so that gathered bytes are not kept but gathered again. A block that is not split needs no collective.
+A captured step need not recompute: see shard/passes/regather.py.
 
-``pick`` brings the rows of an embedding that are looked up (shard/sharded_embedding.py). ``cut`` leaves the rows of a
-head in place and brings the tokens to them (shard/vocab_parallel.py). Each does so if that is fewer bytes than the
-table. Code that computes logits gathers the head. If the head is the embedding too, it is so gathered once instead of
-twice. A step with ``deduplicate_gathers`` would have gathered it once anyway; there the rows come on top.
+``pick`` brings the rows of an embedding that are looked up (sharded_embedding.py). ``cut`` leaves the rows of a head in
+place and brings the tokens to them (vocab_parallel.py). Each does so if that is fewer bytes than the table. Code that
+computes logits gathers the head, once if it is the embedding too. With ``deduplicate_gathers`` the rows come on top.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
         rank 0  first half of a block's bytes   -> comm.load ->  the block
         rank 1  second half                     -> comm.load ->  the block
 
-    Along ``rules.block``: sharded in, replicated out. On one device nothing communicates. Blocks are constants and have
-    no gradient; the backward gathers them again.
-
-    Without ``recompute`` blocks are not recomputed, for a step that is captured with ``regather_blocks``. Uncaptured,
-    such a step keeps every gathered block until its backward.
+    Blocks are constants and have no gradient; the backward gathers them again. Without ``recompute`` blocks are not
+    recomputed, for a step that is captured with ``regather_blocks``; uncaptured, it keeps every gathered block.
 
     ``tokens`` is the maximum over ranks of the tokens that are looked up, or have a loss, at once. It is the same
     number on every rank; for shares of a batch see ``shard.max_local_rows``. Under vmap it counts one example, and

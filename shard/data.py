@@ -1,12 +1,9 @@
-"""The batch over ranks: the share of each rank, and sums over ranks.
+"""The batch over ranks: the share of each rank, and sums over ranks. On one device all are the identity.
 
 Every rank computes gradients of its share of the batch. They are summed, never averaged. A loss divides by the *global*
 number of tokens, which is known beforehand (``psum`` of the counts). So shares may differ in size and in the number of
-tokens that count. The sum over ranks is the gradient of one process on the whole batch.
-
-Sums are taken outside autodiff, on one flat buffer for each dtype.
-
-Rows have numbers in the whole batch. Random draws use them, and ``rows`` returns those of this rank.
+tokens that count. The sum over ranks is the gradient of one process on the whole batch. Sums are taken outside
+autodiff, on one flat buffer for each dtype. Random draws use the numbers of rows in the whole batch (``rows``).
 """
 
 from __future__ import annotations
@@ -25,12 +22,10 @@ from .rules import Rules
 
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
-    """Return this rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row.
+    """Return this rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row. No collective.
 
-        rank 0  [a b c]  ->  [a b]
-        rank 1  [a b c]  ->  [c]
-
-    Along the axes of the batch: replicated in, sharded by dim 0 out. On one device: the identity. No collective.
+    rank 0  [a b c]  ->  [a b]
+    rank 1  [a b c]  ->  [c]
     """
     index, parts = position(mesh, rules.batch)
     return tree.map(lambda t: t.tensor_split(parts)[index], x)
@@ -48,8 +43,8 @@ def rows(n: int | Tensor, mesh: DeviceMesh, axes: Axes) -> tuple[Tensor, Tensor]
         rank 1  n = 3  ->  2, 5
 
     ``n`` is the number of rows here; of rows with a mask, the number that it keeps. Ranks are in the order of
-    :func:`share`. On one device: 0 and ``n``. One all-reduce; no derivative. If every rank knows the number of rows of
-    the others, use two plain numbers instead.
+    :func:`share`. One all-reduce; no derivative. If every rank knows the numbers of the others, use plain numbers
+    instead.
     """
     index, parts = position(mesh, axes)
     here = torch.arange(parts, device=mesh.device_type) == index
@@ -63,15 +58,14 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
         rank 0  {"n": a}  ->  {"n": a + b}
         rank 1  {"n": b}  ->  {"n": a + b}
 
-    Along the axes: a partial sum in, replicated out. On one device: the identity. Backward: psum.
+    Backward: psum.
     """
-    over = groups(mesh, axes)
     leaves, structure = tree.flatten(x)
     out: list[Any] = list(leaves)
     for dtype in dict.fromkeys(t.dtype for t in leaves):
         which = [i for i, t in enumerate(leaves) if t.dtype == dtype]
         flat = torch.cat([leaves[i].reshape(-1) for i in which])
-        for group in over:
+        for group in groups(mesh, axes):
             flat = all_reduce(flat, group)
         for i, part in zip(which, flat.split([leaves[i].numel() for i in which]), strict=True):
             out[i] = part.reshape(leaves[i].shape)
@@ -80,11 +74,6 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
 
 def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
     """Return the gradients of the whole batch: the sum, over its axes, of those of every rank's share.
-
-        rank 0  gradient of [a b]  ->  gradient of [a b c]
-        rank 1  gradient of [c]    ->  gradient of [a b c]
-
-    Along the axes of the batch: a partial sum in, replicated out. On one device: the identity. Backward: psum.
 
     Raises TypeError, by path, for a leaf that is not a float.
     """

@@ -7,18 +7,14 @@
     with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
 
 ``dp`` replicates weights and splits the batch. ``fsdp`` splits the bytes of weights, and the batch too. The result is
-torch's DeviceMesh.
+torch's DeviceMesh. ``mesh`` starts the process group unless it runs already, and adds five things to torch:
 
-``mesh`` starts the process group unless it runs already, and adds five things to torch:
-
-* A collective that does not complete fails after 60 seconds, not 30 minutes, along every axis. Groups that a DeviceMesh
-  makes itself have torch's default time-out instead of the job's.
+* A collective that does not complete fails after 60 seconds along every axis, not after torch's default 30 minutes.
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
-* The store is prefixed with torchrun's restart count. Otherwise restarted workers find in it the gloo addresses of dead
-  ones.
+* The store is prefixed with torchrun's restart count. Otherwise restarted workers find gloo addresses of dead ones.
 * ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
-* An exit leaves gloo's threads a moment. They release the last tensors after a collective is done, and need the
-  interpreter for it. A thread that finds the interpreter ending aborts the process and replaces its exit status.
+* An exit leaves gloo's threads a moment to release the last tensors, for which they need the interpreter. A thread that
+  finds the interpreter ending aborts the process and replaces its exit status.
 """
 
 from __future__ import annotations
@@ -48,17 +44,16 @@ SETTLE = 0.1  # seconds that an exit gives to gloo's threads, which need microse
 def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
     """Return the ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
 
-    Axes left out have size 1. Ranks compute on the CPU and communicate over gloo.
-
-    Raises ValueError on every rank for an unknown axis, for sizes whose product is not the number of processes, and if
-    ranks have different sizes.
+    Axes left out have size 1. Ranks compute on the CPU and communicate over gloo. Raises ValueError on every rank for
+    an unknown axis, for sizes whose product is not the number of processes, and if ranks have different sizes.
     """
     start(timeout)
-    agree.same("mesh", {"axes": ", ".join(f"{name}={size}" for name, size in axes.items()) or "no axes"})
+    shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+    agree.same("mesh", {"axes": shown or "no axes"})
     check_axes(axes)
-    world, sizes = dist.get_world_size(), _sizes(axes)
+    world, sizes = dist.get_world_size(), tuple(axes.get(name, 1) for name in AXES)
     if math.prod(sizes) != world:
-        shown = ",".join(f"{name}={size}" for name, size in axes.items()) or "(no axes)"
+        shown = shown.replace(" ", "") or "(no axes)"
         raise ValueError(
             f"mesh {shown} has {math.prod(sizes)} ranks, and this job has {world}; "
             f"wanted sizes that multiply to {world}, such as fsdp={world}"
@@ -76,16 +71,12 @@ def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
     check_axes(axes)
     if dist.is_initialized():
         raise RuntimeError("abstract_mesh: this process has a process group already; use shard.close() first")
-    sizes = _sizes(axes)
+    sizes = tuple(axes.get(name, 1) for name in AXES)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
         yield _grid(sizes, TIMEOUT)
     finally:
         dist.destroy_process_group()
-
-
-def _sizes(axes: dict[str, int]) -> tuple[int, ...]:
-    return tuple(axes.get(name, 1) for name in AXES)
 
 
 def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
@@ -168,15 +159,11 @@ def position(mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
 
 
 def groups(mesh: DeviceMesh, axes: Axes) -> list[dist.ProcessGroup]:
-    """Return the groups whose sums, taken one after the other, are the sum over ``axes``.
-
-    Axes that span all ranks have one group. Axes of size 1 have none.
-    """
+    """Return the groups whose sums, one after the other, are the sum over ``axes``: one if they span all ranks."""
     sizes = {name: _size(mesh, name) for name in as_axes(axes, mesh)}
     used = [name for name, size in sizes.items() if size > 1]
-    if len(used) > 1 and math.prod(sizes.values()) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
+    world = dist.group.WORLD
+    if len(used) > 1 and world is not None and math.prod(sizes.values()) == world.size():
         return [world]
     return [mesh.get_group(name) for name in used]
 

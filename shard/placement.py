@@ -10,20 +10,19 @@ Parameters come from one of two sources, and the bytes are the same:
 
 * Tensors: those of rank 0 count, and are sent to all, with one broadcast for each block. Other ranks may hold meta
   tensors; if they hold real ones, these must be equal.
-* Lazy leaves, opened on every rank from the same files: each is read, and quantised, by exactly one rank. Its packed
-  bytes are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
+* Lazy leaves, opened on every rank from the same files: exactly one rank reads, and quantises, each. Its packed bytes
+  are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
 
-The second tree of a pair, what is trained, is small and replicated: rank 0's values are sent in one broadcast.
-
-All ranks first compare their arguments (see shard.agree).
+The second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +53,8 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
         rank 0  {"w": w}  ->  {"w": Bundle(first half of the bytes of w)}
         rank 1  {"w": w}  ->  {"w": Bundle(second half)}
 
-    On one device a part is the whole. There is no backward: placed bytes are constants of a step. ``config`` is an
-    object that all ranks must share, compared by repr, and of a dataclass field by field.
+    There is no backward: placed bytes are constants of a step. ``config`` is an object that all ranks must share,
+    compared by repr, and of a dataclass field by field.
 
     Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
     only some leaves of a tree are Lazy; or if a rank fails to read.
@@ -110,10 +109,7 @@ def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, L
 def replicate(x: Any) -> Any:
     """Return rank 0's tree ``x`` on every rank, with one broadcast of all tensors. Other ranks may hold meta tensors.
 
-        rank 0  {"a": a}  ->  {"a": a}
-        rank 1  {"a": b}  ->  {"a": a}
-
-    Along every axis: replicated out. On one device: a copy. It is called outside of steps and has no backward.
+    It is called outside of steps and has no backward. On one device: a copy.
 
     Raises ValueError on every rank if the trees differ in more than their values.
     """
@@ -126,9 +122,7 @@ def replicate(x: Any) -> Any:
 
 
 def local(x: Any) -> Any:
-    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor: the argument of a step.
-
-    No collective; the bytes are not copied. Along the axis of the blocks: sharded in and out.
+    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor, for a step; no copy.
 
     Raises RuntimeError inside a transform of torch.func, which cannot trace through a DTensor.
     """
@@ -147,15 +141,9 @@ def local(x: Any) -> Any:
 
 
 def collect(x: Any) -> Any:
-    """Return the placed tree ``x`` whole, on every rank: the inverse of :func:`place`.
+    """Return the placed tree ``x`` whole, on every rank, by one all-gather for each block.
 
-        rank 0  {"w": Bundle(first half of the bytes of w)}  ->  {"w": w}
-        rank 1  {"w": Bundle(second half)}                   ->  {"w": w}
-
-    Along the axis of the blocks: sharded in, replicated out, with one all-gather for each block. On one device: views
-    of the bytes. It is called outside of steps and has no backward.
-
-    Raises ValueError for the result of :func:`local`.
+    It is called outside of steps and has no backward. Raises ValueError for the result of :func:`local`.
     """
 
     def one(b: Bundle) -> Any:
@@ -173,8 +161,7 @@ def collect(x: Any) -> Any:
 def _send(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
     """Broadcast rank 0's bytes, a block at a time."""
     for path, layout in layouts.items():
-        read = lambda path=path, layout=layout: _root_bytes(tree.get(base, path), path, layout)
-        block = agree.attempt("place", read)
+        block = agree.attempt("place", partial(_root_bytes, tree.get(base, path), path, layout))
         if layout.size:
             dist.broadcast(block, 0)
         keep(path, 0, block)
@@ -184,15 +171,12 @@ def _root_bytes(x: Any, path: str, layout: Layout) -> Tensor:
     """Return the bytes of ``x`` on rank 0, and an empty buffer for them on the others."""
     if dist.get_rank():
         return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
-    for name, leaf in tree.items(x):
-        if leaf.is_meta:
-            at = join(path, name)
-            raise ValueError(f"{at} is a meta tensor on rank 0, whose values are the ones that count; read it there")
+    if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
+        raise ValueError(f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count; read it there")
     return bundle.write(x, layout)
 
 
-@dataclass(frozen=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     """A leaf of a block, and its buffers: one of a tensor, and of a Lazy leaf as many as it will have tensors."""
 
     block: str
@@ -229,11 +213,9 @@ def _read_turn(turn: list[_Leaf], keep: Keep) -> None:
     for owner, leaf in enumerate(turn):
         begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
         for offset in range(begin, end, PIECE):
-            size = min(PIECE, end - offset)
+            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device="cpu")
             if owner == rank and own is not None:
-                piece = own[offset - begin : offset - begin + size]
-            else:
-                piece = torch.empty(size, dtype=torch.uint8, device="cpu")
+                piece = own[offset - begin :][: piece.numel()]
             dist.broadcast(piece, owner)
             keep(leaf.block, offset, piece)
 
@@ -248,8 +230,7 @@ def _leaves(block: str, x: Any, layout: Layout) -> Iterator[_Leaf]:
 def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
     """Return the bytes of ``x``, from the first of its first buffer to the last of its last."""
     leaves, first = tree.leaves(x), buffers[0].offset
-    got = [(t.dtype, tuple(t.shape)) for t in leaves]
-    wanted = [(buffer.dtype, buffer.shape) for buffer in buffers]
+    got, wanted = [(t.dtype, tuple(t.shape)) for t in leaves], [(b.dtype, b.shape) for b in buffers]
     if got != wanted:
         raise ValueError(f"read {got}; wanted {wanted} as announced")
     if len(leaves) == 1:

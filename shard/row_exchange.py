@@ -8,14 +8,11 @@ With n rows on this rank, at most ``max_rows`` on any, and ``ranks`` along the a
     largest   i64[N]                ->  i64[N]                the maximum over ranks
     sum       a tree                ->  a tree                the sum over ranks
 
-Two ranks with max_rows = 2, of which the first has one row, a, and the second has b and c:
-
-    rank 0  [a]    -> gather ->  [a nan b c]  -> mine ->  [a]
+    rank 0  [a]    -> gather ->  [a nan b c]  -> mine ->  [a]        with max_rows = 2
     rank 1  [b c]  -> gather ->  [a nan b c]  -> mine ->  [b c]
 
-Each except ``mine`` is one collective for each axis with more than one rank. All except ``largest`` have derivatives:
-gather and scatter are each other's backward, as all_gather and reduce_scatter are. No rank knows how many rows another
-has, so buffers have room for ``max_rows`` of each. ``fquant.vq.sharded`` takes these functions as values.
+Each except ``mine`` is one collective for each axis with more than one rank. All except ``largest`` have derivatives;
+gather and scatter are each other's backward. ``fquant.vq.sharded`` takes these functions as values.
 """
 
 from __future__ import annotations
@@ -49,14 +46,9 @@ def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
     if ranks == 1:
         return ONE_PROCESS
     over = tuple(mesh.get_group(axis) for axis in as_axes(axes) if position(mesh, axis)[1] > 1)
-    return RowExchange(
-        partial(_gather, over=over, max_rows=max_rows),
-        lambda t, n: t.narrow(0, here * max_rows, n),
-        partial(_scatter, over=over),
-        partial(_largest, over=over),
-        partial(psum, mesh=mesh, axes=axes),
-        (here, ranks),
-    )
+    gather, mine = partial(_gather, over=over, max_rows=max_rows), lambda t, n: t.narrow(0, here * max_rows, n)
+    scatter, largest = partial(_scatter, over=over), partial(_largest, over=over)
+    return RowExchange(gather, mine, scatter, largest, partial(psum, mesh=mesh, axes=axes), (here, ranks))
 
 
 def local_range(size: int, mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
@@ -74,10 +66,8 @@ def local_range(size: int, mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
 
 def _gather(x: Tensor, over: tuple[dist.ProcessGroup, ...], max_rows: int) -> Tensor:
     if x.shape[0] > max_rows:
-        raise ValueError(
-            f"exchange_rows: got {x.shape[0]} rows; wanted at most max_rows={max_rows}; "
-            f"use max_rows={x.shape[0]} on every rank"
-        )
+        wanted = f"wanted at most max_rows={max_rows}; use max_rows={x.shape[0]} on every rank"
+        raise ValueError(f"exchange_rows: got {x.shape[0]} rows; {wanted}")
     fill = math.nan if x.is_floating_point() else 0
     x = F.pad(x, (*[0, 0] * (x.ndim - 1), 0, max_rows - x.shape[0]), value=fill)
     for group in reversed(over):  # the innermost axis first, so that rows are in the order of ranks

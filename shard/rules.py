@@ -25,16 +25,12 @@ Dims = dict[str, dict[str, str]]  # path of a block -> path in it -> names of th
 
 @dataclass(frozen=True)
 class Rules:
-    """The axes that split the ``batch``, and the axis that splits the bytes of each ``block``.
-
-    ``batch`` is one axis or a tuple of axes, and is kept as a tuple: ``Rules("dp") == Rules(("dp",))``.
-    """
+    """The axes that split the ``batch``, kept as a tuple, and the axis that splits the bytes of each ``block``."""
 
     batch: Axes = ("dp", "fsdp")
     block: str | None = "fsdp"
 
     def __post_init__(self) -> None:
-        """Make ``batch`` a tuple; raise TypeError for a ``block`` that is neither one axis nor None."""
         with tree.at("rule batch"):
             object.__setattr__(self, "batch", as_axes(self.batch))
         if self.block is not None and not isinstance(self.block, str):
@@ -73,8 +69,7 @@ def check_dims(dims: Dims, params: Any) -> None:
             named.add(at)
     for path in tree.paths(params):
         if not any(_is_inside(path, weight) for weight in named):
-            block = next((block for block in dims if _is_inside(path, block)), None)
-            if block is None:
+            if (block := next((block for block in dims if _is_inside(path, block)), None)) is None:
                 raise ValueError(f"{path}: no block of dims has it; the blocks are {_some(dims)}; add its block")
             raise ValueError(f"{path}: dims[{block!r}] does not name its dims; it names {_some(dims[block])}; add it")
 

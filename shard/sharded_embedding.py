@@ -9,13 +9,10 @@ asks for. Here the ids travel and the rows come back, in two collectives whose s
         rank 0  holds rows 0 and 1, asks for 3  ->  row 3
         rank 1  holds rows 2 and 3, asks for 0  ->  row 0
 
-A bundle's bytes are cut into equal parts, so one row may be on several ranks. Each rank gives its bytes at their place
-in the row. At most one term of each byte's sum is not zero, so the sum is the row, bit for bit. A row of a packed table
-is the rows of its buffers side by side; the rank that asked decodes it.
-
-Ranks may ask for different numbers of rows, which they do not know of each other. ``max_tokens`` bounds all of them,
-and messages are padded to it. The bound and the layout decide whether rows are fewer bytes than the table. Both are the
-same on every rank: see :func:`is_less`.
+A bundle's bytes are cut into equal parts, so one row may be on several ranks. Each gives its bytes at their place in
+the row, and at most one term of each byte's sum is not zero. A row of a packed table is the rows of its buffers side by
+side; the rank that asked decodes it. Ranks may ask for different numbers of rows, and messages are padded to the bound
+``max_tokens``.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ _ID = torch.int32
 def is_less(layout: Layout, ranks: int, max_tokens: int) -> bool:
     """Return True if ``max_tokens`` rows for each rank are fewer bytes on the wire than the block of ``layout``.
 
-    False if the table has no separate rows, that is if a buffer does not have one row for each row of the table. Flat
-    formats, such as the nested scales of double quantisation, have none.
+    False if the table has no separate rows, as in flat formats such as the nested scales of double quantisation.
     """
     row = sum(buffer.width for buffer in layout.buffers) if num_rows(layout.buffers) else math.inf
     return ranks * max_tokens * (_ID.itemsize + row) < layout.size
@@ -57,11 +53,8 @@ def num_rows(buffers: Sequence[Buffer]) -> int:
 def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> LookedUpRows:
     """Return the rows of the table ``x`` for ``ids`` i[...], in their order; ``x`` has this rank's part of the bytes.
 
-    Along the group's axis: a sharded table and this rank's ids in, this rank's rows out. On one device
-    :func:`is_less` is False, and this is not used. There is no backward, because the table is a constant.
-
-    Raises ValueError for more than ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any
-    rank is outside of the table.
+    It is not used on one device, and has no backward, because the table is a constant. Raises ValueError for more than
+    ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is outside of the table.
     """
     if ids.numel() > max_tokens:
         raise ValueError(

@@ -1,8 +1,7 @@
 """Vocabulary-parallel loss: each rank keeps some rows of a head, and the tokens of all ranks come to them.
 
 The loss of a token needs all rows of the head, but its results are small: a number, and a gradient as wide as the
-token. A table of 32000 rows has 31 times the bytes of 1024 tokens. Here the tokens travel and the table stays. With up
-to m tokens on each rank:
+token. A table of 32000 rows has 31 times the bytes of 1024 tokens. With up to m tokens on each rank:
 
     missing bytes      u8[ranks·room]                 see below; if any rank misses bytes: one reduce-scatter
     x, targets         f[ranks·m dim], i64[ranks·m]   of every rank to all: two all-gathers
@@ -15,13 +14,10 @@ to m tokens on each rank:
 The computation between is in models/vocab_parallel.py. Sums, losses and gradients travel at least in float32, because
 in bfloat16 a sum over ranks would be rounded once for each rank.
 
-The rows of two ranks differ in number by at most one. A bundle's bytes are cut into equal parts, so a rank has most
-bytes of its rows already, and misses some. It may miss those of a row that is cut, and those of a packed table's
-scales, which are behind all codes. It misses other buffers of the block, too, which every rank needs whole. The layout
-determines who misses what. Each rank gives its part of the missing bytes, zero elsewhere, and the sum completes them.
-
-The layout, m and the shape of a token decide whether this is fewer bytes than the block. They are the same on every
-rank: see :func:`is_less`.
+A bundle's bytes are cut into equal parts, so a rank has most bytes of its rows already. It may miss those of a row that
+is cut, and those of a packed table's scales, which are behind all codes. It misses other buffers of the block, too,
+which every rank needs whole. The layout determines who misses what. Each rank gives its part of the missing bytes, zero
+elsewhere, and the sum completes them.
 """
 
 from __future__ import annotations
@@ -50,8 +46,7 @@ Span = tuple[int, int]  # a range of bytes of a bundle: the first, and the end
 def is_less(layout: Layout, path: str, ranks: int, max_tokens: int, x: Tensor) -> bool:
     """Return True if the losses of ``max_tokens`` tokens ``x`` f[... dim] for each rank are fewer bytes than the block.
 
-    The table is at ``path`` in the block of ``layout``. False if it has no separate rows (see
-    ``sharded_embedding.is_less``), or fewer rows than there are ranks.
+    The table is at ``path`` in the block of ``layout``. False if it has no separate rows, or fewer rows than ranks.
     """
     if sharded_embedding.num_rows(_table(layout, path)) < ranks:
         return False
@@ -65,11 +60,8 @@ def cut(
 ) -> Any:
     """Return the block ``x`` with a VocabShard in place of the table at ``path``; ``x`` has this rank's bytes.
 
-    ``rows`` f[... dim] are the tokens of the loss; ``whole(x)`` opens all of the block. Along the group's axis: bytes
-    in equal parts in, this rank's rows of the table and all other buffers out. On one device :func:`is_less` is False,
-    and this is not used. The table is a constant and has no backward.
-
-    Raises ValueError for more than ``max_tokens`` tokens.
+    ``rows`` f[... dim] are the tokens of the loss; ``whole(x)`` opens all of the block. It is not used on one device.
+    The table is a constant and has no backward. Raises ValueError for more than ``max_tokens`` tokens.
     """
     if (n := math.prod(rows.shape[:-1])) > max_tokens:
         raise ValueError(
@@ -112,10 +104,9 @@ def _row_range(total: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def _own(layout: Layout, path: str, rank: int, ranks: int) -> list[Buffer]:
     """Return the part of each buffer that ``rank`` needs: its rows of the table, and all of the other buffers."""
-    table = _table(layout, path)
 
     def own(buffer: Buffer) -> Buffer:
-        if buffer not in table:
+        if buffer not in _table(layout, path):
             return buffer
         first, stop = _row_range(buffer.shape[0], rank, ranks)
         return replace(buffer, shape=(stop - first, *buffer.shape[1:]), offset=buffer.offset + first * buffer.width)

@@ -1,11 +1,12 @@
 """Guards on the Python values that a captured function reads and is not given.
 
 A trace freezes every Python value: ``lr`` of an enclosing function, a global ``CONFIG.lr``, ``self.rates[0]``. So each
-call compares these values with those of the trace, and a change of one retraces the function.
+call compares these values with those of the trace, and a change of one retraces the function. A call costs one identity
+comparison for each name. Only if one differs are the values searched and compared.
 
-The bytecode of the function gives the names that it reads: globals, variables of enclosing functions, and the
-attributes that follow them. The functions that it names are searched too. Among them are nested functions, methods of
-an object, ``functools.partial``, and functions that a library's function holds, as ``grad(loss)`` does.
+The bytecode of the function gives the names that it reads, and the attributes that follow them (user_code.py). The
+functions that it names are searched too: nested ones, methods of an object, ``functools.partial``, and functions that a
+library's function holds, as ``grad(loss)`` does.
 
 Guarded are
 
@@ -20,11 +21,7 @@ Not guarded are
 * larger containers, and what is nested deeper than 5 levels;
 * attributes of an ``nn.Module``, or of another object of a library, that the function does not name;
 * names that are computed, by ``getattr`` for instance;
-* values that change while the function is traced, such as a list of its calls.
-
-The trace itself refuses tensors among these values.
-
-A call costs one identity comparison for each name. Only if one differs are the values searched and compared.
+* tensors, which the trace refuses, and values that change while it runs, such as a list of the function's calls.
 """
 
 from __future__ import annotations
@@ -80,20 +77,19 @@ class Closure:
         """Stop guarding what has changed since the version ``before``, and return the version without it."""
         if (now := self.version(objects)) == before:
             return now
-        self._ignored |= self._changed(before, now)
+        self._ignored |= self._changed(before, now).keys()
         self._latest.clear()
         return self.version(objects)
 
     def changes(self, before: int, now: int) -> list[str]:
         """Return the differences of two versions, as "`lr` was 0.5, is 0.25"."""
-        old, new = self._versions[before], self._versions[now]
-        names = sorted(self._changed(before, now))
-        deepest = [name for name in names if not any(other.startswith((name + ".", name + "[")) for other in names)]
-        return [f"`{name}` was {_text(old.get(name))}, is {_text(new.get(name))}" for name in deepest]
+        found = sorted(self._changed(before, now).items(), key=lambda item: item[0])
+        deepest = [name for name, _ in found if not any(x.startswith((name + ".", name + "[")) for x, _ in found)]
+        return [f"`{name}` was {_text(old)}, is {_text(new)}" for name, (old, new) in found if name in deepest]
 
-    def _changed(self, before: int, now: int) -> set[str]:
+    def _changed(self, before: int, now: int) -> dict[str, tuple[Value | None, Value | None]]:
         old, new = self._versions[before], self._versions[now]
-        return {name for name in {**old, **new} if old.get(name) != new.get(name)}
+        return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
 def freeze(x: Any) -> Value:
@@ -111,8 +107,7 @@ class _Search:
 
     def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]], ignored: frozenset[str]) -> None:
         self.values = dict[str, Value]()
-        self._bindings = list[tuple[Mapping[str, Any], str, Any]]()
-        self._cells = list[tuple[types.CellType, Any]]()
+        self._bindings = list[tuple[Callable[[], Any], Any]]()  # what returns the object of a name, and that object
         self._contents = list[tuple[Any, list[Any]]]()  # what may be written, and its elements
         self._ignored, self._seen, self._owners = ignored, dict[Any, Any](), dict[str, Any]()
         self._function(fn, {})
@@ -122,17 +117,10 @@ class _Search:
 
     def holds(self) -> bool:
         """Return True if every name is bound to the same object, and what may be written has the same elements."""
-        for mapping, name, x in self._bindings:
-            if mapping.get(name, _ABSENT) is not x:
-                return False
-        for cell, x in self._cells:
-            if _content(cell) is not x:
-                return False
-        for owner, elements in self._contents:
-            now = _elements(owner)
-            if len(now) != len(elements) or not all(map(operator.is_, now, elements)):
-                return False
-        return True
+        if not all(get() is x for get, x in self._bindings):
+            return False
+        elements = ((_elements(owner), before) for owner, before in self._contents)
+        return all(len(now) == len(before) and all(map(operator.is_, now, before)) for now, before in elements)
 
     def _function(self, f: Any, bound: Mapping[str, Any]) -> None:
         """Search a callable, of whose parameters those in ``bound`` are known."""
@@ -146,13 +134,11 @@ class _Search:
                 self._value(name, x)
             self._function(f.func, {**bound, **given})
         elif isinstance(f, types.MethodType):
-            self._function(f.__func__, {**bound, **dict.fromkeys(parameters(f.__func__)[:1], f.__self__)})
+            self._function(f.__func__, dict.fromkeys(parameters(f.__func__)[:1], f.__self__))
         elif isinstance(f, types.FunctionType):
             cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
             if not is_users(f.__code__.co_filename):
-                for cell in cells.values():
-                    self._functions_in(_content(cell))
-                return
+                return self._functions_in([_content(cell) for cell in cells.values()])
             defaults = dict(zip(reversed(parameters(f)), reversed(f.__defaults__ or ()), strict=False))
             for name, x in (defaults | (f.__kwdefaults__ or {})).items():
                 self._value(name, x)
@@ -174,11 +160,10 @@ class _Search:
             return
         if read.kind == "parameter":
             x = bound.get(name, _ABSENT)
-        elif read.kind == "cell" and name in cells:
-            x = _content(cells[name])
-            self._cells.append((cells[name], x))
-        elif read.kind == "global" and name in names:
-            x = self._bind(names, name)
+        elif read.kind == "cell":
+            x = self._bind(_content, cells[name])
+        elif name in names:
+            x = self._bind(names.get, name)
         for attribute in read.attributes:
             if x is _ABSENT or isinstance(x, types.ModuleType) and not is_users(getattr(x, "__file__", None) or ""):
                 return
@@ -193,14 +178,15 @@ class _Search:
             if is_method and hasattr(raw, "__get__"):
                 break
             if attribute not in getattr(x, "__dict__", (attribute,)):
-                self._bindings.append((x.__dict__, attribute, _ABSENT))  # where an assignment would hide it
-            name, x = f"{name}.{attribute}", self._bind(mapping, attribute)
+                self._bind(x.__dict__.get, attribute, _ABSENT)  # where an assignment would hide it
+            name, x = f"{name}.{attribute}", self._bind(mapping.get, attribute)
         if x is not _ABSENT:
             self._value(name, x)
 
-    def _bind(self, mapping: Mapping[str, Any], name: str) -> Any:
-        self._bindings.append((mapping, name, mapping[name]))
-        return mapping[name]
+    def _bind(self, get: Callable[..., Any], *args: Any) -> Any:
+        bound = functools.partial(get, *args)
+        self._bindings.append((bound, bound()))
+        return bound()
 
     def _value(self, name: str, x: Any, depth: int = 0) -> None:
         """Guard ``x`` and its elements or attributes."""
@@ -216,8 +202,7 @@ class _Search:
         elif type(x) in (set, frozenset):
             self.values[name] = (type(x), frozenset(freeze(each) for each in x if isinstance(each, _ATOMS)))
             self._contents.append((x, _elements(x)))
-        elif isinstance(x, _CONTAINERS) or fields(x) is not None:
-            inner = x if isinstance(x, _CONTAINERS) else fields(x) or {}
+        elif (inner := x if isinstance(x, _CONTAINERS) else fields(x)) is not None:
             self.values[name] = (type(x), len(inner))
             if depth == _DEPTH or len(inner) > LIMIT or (id(x), "elements") in self._seen:
                 return
@@ -233,11 +218,10 @@ class _Search:
 
     def _functions_in(self, x: Any, depth: int = 0) -> None:
         """Search the functions that a value of a library holds."""
-        if isinstance(x, tuple | list) and depth < _DEPTH and len(x) <= LIMIT:
-            for each in x:
-                self._functions_in(each, depth + 1)
-        elif dataclasses.is_dataclass(x) and not isinstance(x, type) and depth < _DEPTH:
-            for each in (fields(x) or {}).values():
+        is_record = dataclasses.is_dataclass(x) and not isinstance(x, type)
+        inner = list((fields(x) or {}).values()) if is_record else x
+        if isinstance(inner, tuple | list) and depth < _DEPTH and len(inner) <= LIMIT:
+            for each in inner:
                 self._functions_in(each, depth + 1)
         elif callable(x):
             self._function(x, {})

@@ -1,16 +1,14 @@
 """Check that all ranks are about to run the same captured function, and raise instead of waiting for each other.
 
 Every rank of the default process group calls a captured function that communicates, in the same order. If the order
-differs, ranks wait in collectives that others never enter, or one rank's gradients meet another's logits in one sum.
+differs, ranks wait in collectives that others never enter, or sum one rank's gradients with another's logits.
 
 So before each replay all ranks exchange eight bytes, in one all-gather: a digest of the function's name and of its
 collectives. A collective counts by what ranks have in common: op, options, dtype and shape of the gathered or summed
-buffer, and size of the group. Names of groups may differ, and so may shapes that do not travel. If digests differ, all
-ranks raise one error, which says what each was about to run.
+buffer, and size of the group. If digests differ, all ranks raise one error, which says what each was about to run.
 
-A rank that does not come (tracing failed there, or it has ended) is waited for as in any collective: until its
-connections close, or until the group's time-out. The error then names the function. Two cases are not detected: a rank
-in a collective outside of any capture, and two functions of one name with the same collectives.
+A rank that does not come is waited for until its connections close, or until the group's time-out. The error then names
+the function. Not detected are a collective outside of any capture, and two functions of one name and collectives.
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
     """
     if not collectives or not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
+    text = "\n".join([name, *collectives])
     with _disable_current_modes():  # a mode that counts ops must count those of the function only
         try:
-            digests = _gather([_digest(name, tuple(collectives))], torch.int64)
+            digests = _gather([_digest(text)], torch.int64)
             if all(digest == digests[0] for digest in digests):
                 return
-            runs = [text.split("\n") for text in all_gather_text("\n".join([name, *collectives]))]
+            runs = [each.split("\n") for each in all_gather_text(text)]
         except RuntimeError as error:
             raise RuntimeError(f"jit({name}): not every rank came to run it: {error}") from error
     raise RuntimeError(_difference(runs))
@@ -57,11 +56,14 @@ def all_gather_text(text: str) -> list[str]:
 def collectives(g: Graph) -> tuple[str, ...]:
     """Return the collectives of a graph, in order, by what ranks have in common: ``all_reduce sum float32[64] over 2``.
 
-    Raises TypeError for those of torch.distributed itself, because a replay would read their results too early.
+    Raises TypeError for those of torch.distributed itself, which a replay would not wait for.
     """
     for node in g.nodes:
         if str(node.target).startswith("c10d."):
-            raise TypeError(_IN_PLACE.format(str(node.target).rpartition(".")[0]))
+            raise TypeError(
+                f"jit: the function uses {str(node.target).rpartition('.')[0]}, a collective in place, which a replay "
+                "would not wait for; use a functional one, such as shard.all_reduce"
+            )
     return tuple(_description(node) for node in g.nodes if graph.collective(node))
 
 
@@ -80,8 +82,7 @@ def _description(node: Node) -> str:
 
 
 @functools.lru_cache
-def _digest(name: str, collectives: tuple[str, ...]) -> int:
-    text = "\n".join([name, *collectives])
+def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -107,9 +108,3 @@ def _difference(runs: list[list[str]]) -> str:
         f"jit: ranks are about to run different things: {'; '.join(text)}; "
         "call captured functions that communicate on every rank, in the same order"
     )
-
-
-_IN_PLACE = (
-    "jit: the function uses {}, a collective in place, which a replay would not wait for; "
-    "use a functional one, such as shard.all_reduce"
-)

@@ -3,13 +3,12 @@
     c = cost(step, adapters, state, base, tokens)       # tensors may be of the device meta: shapes suffice
     print(c.peak, c.flops, c.read + c.written, c.collectives)
 
-The step is captured as ``jit`` captures it, on fake tensors, and one walk over its graph gives
+The step is captured as ``jit`` captures it. One walk over its graph gives
 
-* *Memory*, by liveness: an argument is held throughout, a result until the last node that uses it or a view of it. The
-  peak is the most that is held at once; ``holding`` lists it.
-* *FLOPs* of matrix products, convolutions and attention; a multiply-add is two, and elementwise work is bytes. torch's
-  own formulas count (``torch.utils.flop_counter``). Those for packed products are registered by fquant.kernels. Those
-  for torch's fused attention on CPUs, which torch does not count, are below; causal attention counts half.
+* *Memory*, by liveness (liveness.py): the most that is held at once; ``holding`` lists it.
+* *FLOPs* of matrix products, convolutions and attention, by torch's formulas (``torch.utils.flop_counter``); a
+  multiply-add is two, and elementwise work none. fquant.kernels registers those of packed products. Those of torch's
+  fused attention on CPUs are below; causal attention counts half.
 * *Bytes read and written* by every node but views, as if there were no cache and no fusion.
 * *Collectives* by op and group: their number, their payload (the whole gathered or summed buffer), and the bytes that
   one rank sends when each goes around a ring.
@@ -83,8 +82,8 @@ def cost(
     Tensors may be real, fake or of the device meta. Raises the errors of a capture.
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
-    donated = written_over(bound, donate)
-    return of(trace.trace(functools.partial(trace.apply, fn), bound, donated, passes, recompute, fuse))
+    call = functools.partial(trace.apply, fn)
+    return of(trace.trace(call, bound, written_over(bound, donate), passes, recompute, fuse))
 
 
 def of(captured: trace.Captured) -> Cost:
@@ -112,8 +111,7 @@ def of(captured: trace.Captured) -> Cost:
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     found: dict[tuple[str, str, int], list[int]] = {}
     for node in calls:
-        name = graph.collective(node)
-        if name is None:
+        if (name := graph.collective(node)) is None:
             continue
         (out,) = graph.tensors(node)
         (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))
@@ -130,11 +128,9 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
 
 def flops(node: Node) -> int:
     """Return the FLOPs of a node; 0 if its op has no formula, as elementwise ops."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
+    if (formula := flop_registry.get(getattr(node.target, "overloadpacket", None))) is None:
         return 0
-    value = lambda x: x.meta["val"] if isinstance(x, Node) else x
-    args, kwargs = map_arg((node.args, node.kwargs), value)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
@@ -153,10 +149,9 @@ def _product(q: Any, k: Any, causal: bool) -> int:
     return 2 * b * h * e * (t * (t + 1) // 2 if causal else t * k[2])
 
 
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-for _op, _formula in _FORMULAS.items():
+for _op, _formula in (
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _attention),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward),
+):
     if _op not in flop_registry:  # a later torch may count them
-        register_flop_formula(_op)(_formula)
+        register_flop_formula(_op)(_formula)  # type: ignore[arg-type]

@@ -1,11 +1,9 @@
 """Donated tensors: a result takes the memory of an argument, and the argument raises from then on.
 
 As in JAX, a donated array is gone after the call. The tensor object that the caller passed exchanges its C++ tensor
-with a fresh object: the fresh object is the result, and the old object becomes a ``Donated``. So every other reference
-to the old object, as in ``best = adapters``, raises on use instead of changing its value.
-
-A ``Donated`` refuses Python calls and attributes by ``__torch_function__``. It refuses ops inside transforms, which
-unwrap tensors in C++, by ``__torch_dispatch__``.
+with a fresh object: the fresh object is the result, and the old one becomes a ``Donated``. So every other reference to
+the old object raises on use instead of changing its value. A ``Donated`` refuses Python calls and attributes by
+``__torch_function__``, and ops inside transforms, which unwrap tensors in C++, by ``__torch_dispatch__``.
 
 A replay that fails before it writes a donated tensor leaves all arguments as they were. If it fails later, the values
 of the donated tensors are lost, and they raise as well. The traceback gives the node that failed.
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,27 +72,23 @@ def retire_on_failure(
     try:
         yield
     except BaseException as error:
-        if donations and _may_have_written(error, (module, *others), lambda: _writers(module, donations)):
+        if donations and _may_have_written(error, donations, (module, *others)):
             for i, text in donations.items():
                 retire(tensors[i], f"{text}, {_FAILED}; {_FIX}")
         raise
 
 
-def _writers(module: GraphModule, donations: Donations) -> set[str]:
-    """Return the names of the nodes that write donated tensors."""
-    given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    memory = {storage for i in donations for storage in graph.storages(given[i])}
-    return {node.name for node in module.graph.nodes if graph.written_storages(node) & memory}
-
-
-def _may_have_written(error: BaseException, modules: Sequence[GraphModule], writers: Callable[[], set[str]]) -> bool:
-    """Return False if the traceback shows that no writing node has run; the node that failed counts as run."""
+def _may_have_written(error: BaseException, donations: Donations, modules: Sequence[GraphModule]) -> bool:
+    """Return False if the traceback shows that no node has run, or failed, that writes a donated tensor."""
+    nodes = list(modules[0].graph.nodes)
+    given = [node for node in nodes if node.op == "placeholder"]
+    memory = graph.all_storages(given[i] for i in donations)
+    writers = {node.name for node in nodes if graph.written_storages(node) & memory}
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is Interpreter.run.__code__ and isinstance(node := frame.f_locals.get("node"), Node):
-            names = {each.name for each in node.graph.nodes if each <= node}
-            return not names.isdisjoint(writers())
+            return not writers.isdisjoint(each.name for each in node.graph.nodes if each <= node)
         for module in modules:
             if frame.f_code is getattr(type(module).forward, "__code__", None):
                 lines = module.code.splitlines()[:line]  # a line assigns the result of one node
-                return not writers().isdisjoint(text.partition("=")[0].strip() for text in lines)
+                return not writers.isdisjoint(text.partition("=")[0].strip() for text in lines)
     return True

@@ -34,8 +34,8 @@ _HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 def translate_errors() -> Iterator[None]:
     """Raise an error of tracing as a TypeError that names cause and place; raise any other error as it is.
 
-    When the frames of such an error are freed, torch sets its dispatcher to the state within the trace. Every later jvp
-    of the process would fail. So the frames are cleared here, and the dispatcher's state is restored.
+    When the frames of such an error are freed, torch sets its dispatcher to the state within the trace, in which every
+    later jvp fails. So the frames are cleared here, and the dispatcher's state is restored.
     """
     with torch._C._PreserveDispatchKeyGuard():  # type: ignore[attr-defined]
         try:
@@ -63,23 +63,20 @@ def _translated(error: BaseException) -> TypeError | None:
         return TypeError(_DRAWS.format(where(error)))
     if ".numpy() is not supported" in str(error):
         return TypeError(_DATA.format(where(error), "numpy"))
-    outside = "convert all Tensors to FakeTensors" in str(error) or _DUAL in str(error)
-    if isinstance(error, RuntimeError) and not outside:
-        mixed = "FakeTensor" in repr(error) or "devices" in str(error)
-        return TypeError(_MAPPED.format(where(error))) if mixed and "meta" in str(error) else None
-    return TypeError(_CLOSED.format(closed_over(error))) if outside else None
+    if "convert all Tensors to FakeTensors" in str(error) or _DUAL in str(error):
+        return TypeError(_CLOSED.format(closed_over(error)))
+    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in str(error))
+    return TypeError(_MAPPED.format(where(error))) if mixed and "meta" in str(error) else None
 
 
 def _called(error: BaseException) -> str:
     """Return the name of the torch function that the innermost place calls; "item" if it cannot be found."""
     places = _places(error)
     inner = places[-1].tb_next if places else None
-    if inner is None or inner.tb_frame.f_code.co_name == "__torch_dispatch__":
-        return _ASKS[0]
-    frame = inner.tb_frame
-    if frame.f_code.co_name != "__torch_function__":
-        return frame.f_code.co_name
-    return getattr(frame.f_locals.get("func"), "__name__", _ASKS[0])
+    name = inner.tb_frame.f_code.co_name if inner else "__torch_dispatch__"
+    if inner and name == "__torch_function__":
+        return getattr(inner.tb_frame.f_locals.get("func"), "__name__", _ASKS[0])
+    return _ASKS[0] if name == "__torch_dispatch__" else name
 
 
 def check_result(x: Any) -> None:
@@ -98,29 +95,24 @@ def check_result(x: Any) -> None:
 def _held(x: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that an object has as attributes, or a function closes over, with their names."""
     if isinstance(x, torch.nn.Module):
-        yield from (*x.named_parameters(), *x.named_buffers())
-        return
+        return (yield from (*x.named_parameters(), *x.named_buffers()))
     own = dict(getattr(x, "__dict__", {}))
     if isinstance(code := getattr(x, "__code__", None), CodeType):
         for name, cell in zip(code.co_freevars, x.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # of a cell that is empty
                 own[name] = cell.cell_contents
-    for path, leaf in tree.items(own):
-        if isinstance(leaf, Tensor):
-            yield path, leaf
+    yield from ((path, leaf) for path, leaf in tree.items(own) if isinstance(leaf, Tensor))
 
 
 def check_draws(draws: Graph) -> None:
     """Raise TypeError for a graph that draws from a generator, because its state is no argument of a replay."""
-    for node in draws.nodes:
-        if node.kwargs.get("generator") is not None:
-            raise TypeError(_DRAWS.format(node.target))
+    if found := [node.target for node in draws.nodes if node.kwargs.get("generator") is not None]:
+        raise TypeError(_DRAWS.format(found[0]))
 
 
 def where(error: BaseException) -> str:
     """Return the innermost place in the user's code, as ``name (file:line)``."""
-    places = _places(error)
-    if not places:
+    if not (places := _places(error)):
         return "the function"
     code = places[-1].tb_frame.f_code
     return f"{code.co_name} ({code.co_filename}:{places[-1].tb_lineno})"
@@ -128,11 +120,13 @@ def where(error: BaseException) -> str:
 
 def closed_over(error: BaseException) -> str:
     """Return the name, dtype, shape and place of the outermost real tensor in a trace of fake ones."""
-    known = [_known(place.tb_frame) for place in _places(error, modules=True)]
-    plain = [item for names in known for item in tree.items(names)]
+    plain = [item for place in _places(error, modules=True) for item in tree.items(_known(place.tb_frame))]
     held = [(f"{path}.{name}", t) for path, x in plain for name, t in _held(x)]
     for path, t in plain + held:
-        if isinstance(t, Tensor) and not isinstance(_inner(t), FakeTensor):
+        inner = t
+        while isinstance(t, Tensor) and _is_wrapped(inner):  # by a transform
+            inner = _unwrapped(inner)
+        if isinstance(t, Tensor) and not isinstance(inner, FakeTensor):
             return f"{path} {graph.describe(t)} in {where(error)}"
     return f"a tensor in {where(error)}"
 
@@ -143,13 +137,6 @@ def _known(frame: FrameType) -> dict[str, Any]:
     read = {each.argval for each in code if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     known = frame.f_locals | {name: frame.f_globals[name] for name in read if name in frame.f_globals}
     return {name: x for name, x in known.items() if not isinstance(x, ModuleType)}
-
-
-def _inner(t: Tensor) -> Tensor:
-    """Return the tensor inside the wrappers of transforms."""
-    while _is_wrapped(t):
-        t = _unwrapped(t)
-    return t
 
 
 def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:

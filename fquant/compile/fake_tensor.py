@@ -1,18 +1,18 @@
 """Fake tensors with the layouts and dtypes that ops really give, where torch's own fake tensors are wrong.
 
-A trace runs on tensors that have a shape, a dtype and strides, and no memory. torch describes the results of an op on
-them by a second implementation, which differs from the op in places:
+torch describes the results of an op on fake tensors by a second implementation, which differs from the op in places:
 
 * the product of a sum's gradient with a transposed tensor is described as contiguous, and is transposed;
 * a view of one row is described with other strides, by which BLAS chooses how to multiply;
 * ``mse_loss`` of bfloat16 and float32 is described with float32 gradients, and has bfloat16 ones.
 
 Memory that is planned, viewed or written as the trace describes would then be wrong. The ops that are known to differ
-are corrected here. The first replay finds any others (fquant/compile/validate.py).
+are corrected here. The first replay finds any others (validate.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +29,6 @@ class Fake(FakeTensorMode):
     """A FakeTensorMode that corrects the results of the ops in ``_RULES``."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of ``func``, with the strides and the dtype of the real one."""
         out = self._described(func, types, args, kwargs)
         if func in _VIEWS and isinstance(out, FakeTensor):  # torch takes a shortcut for a view in its own shape
             (t, *_) = args
@@ -69,19 +68,11 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the layout that torch's TensorIterator gives: that of the operands after casts, the first before others.
-
-    The strides of dims of size one do not matter to elements, but ``matmul`` chooses its algorithm by them.
-    """
+    """Return the layout that TensorIterator gives: that of the operands after casts, the first before others."""
     read = [t if out.dtype in (t.dtype, torch.bool) else torch.empty_like(t) for t in args if isinstance(t, Tensor)]
     if all(t.shape == out.shape and t.is_contiguous() for t in read):
-        return torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype
+        return _contiguous(out, args)
     return compute_elementwise_output_strides(*(t.expand(out.shape) for t in read)), out.dtype
-
-
-def _second_first(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the layout for two operands, the second before the first."""
-    return _elementwise(out, args[1::-1])
 
 
 def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
@@ -92,36 +83,15 @@ def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
     return _elementwise(out, [x if isinstance(x, Tensor) else number for x in args[:2]])
 
 
-def _like(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the layout of the first operand, if it is dense and does not overlap."""
-    return (args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype
+def _loss_gradient(out: Tensor, args: Sequence[Any], memory_format: Any = torch.preserve_format) -> Kind:
+    """Return the layout and dtype of the loss's input, the second operand."""
+    return torch.empty_like(args[1], memory_format=memory_format).stride(), args[1].dtype
 
 
-def _contiguous(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the contiguous layout."""
-    return torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype
-
-
-def _loss(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the kind of a loss: the dtype of its input, and the input's layout unless it is reduced."""
-    return torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype
-
-
-def _loss_gradient(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the kind of a loss's gradient: the dtype of the input, which is the second operand."""
-    return out.stride(), args[1].dtype
-
-
-def _loss_gradient_like(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the kind of a loss's gradient, in the layout of the input."""
-    return torch.empty_like(args[1]).stride(), args[1].dtype
-
-
-def _loss_gradient_contiguous(out: Tensor, args: Sequence[Any]) -> Kind:
-    """Return the kind of a loss's gradient, contiguous."""
-    return torch.empty_like(args[1], memory_format=torch.contiguous_format).stride(), args[1].dtype
-
-
+_second_first = lambda out, args: _elementwise(out, args[1::-1])
+_like = lambda out, args: ((args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype)
+_contiguous = lambda out, args: (torch.empty(out.shape, device="meta").stride(), out.dtype)
+_loss = lambda out, args: (torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype)  # reduced: no dims
 _RULES: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
     op: rule
     for rule, ops in {
@@ -151,12 +121,10 @@ _RULES: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
             _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.tril.default, _aten.triu.default,
             _aten._log_softmax.default, _aten.index_add.default,
         ),
-        _loss: (
-            _aten.binary_cross_entropy.default, _aten.huber_loss.default, _aten.soft_margin_loss.default,
-        ),
-        _loss_gradient: (_aten.soft_margin_loss_backward.default,),
-        _loss_gradient_like: (_aten.binary_cross_entropy_backward.default,),
-        _loss_gradient_contiguous: (
+        _loss: (_aten.binary_cross_entropy.default, _aten.huber_loss.default, _aten.soft_margin_loss.default),
+        lambda out, args: (out.stride(), args[1].dtype): (_aten.soft_margin_loss_backward.default,),
+        _loss_gradient: (_aten.binary_cross_entropy_backward.default,),
+        functools.partial(_loss_gradient, memory_format=torch.contiguous_format): (
             _aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
         ),
     }.items()

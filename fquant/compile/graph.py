@@ -1,8 +1,7 @@
 """The memory of a captured graph: what each node reads, writes and shares, and how passes change it.
 
-Nodes of a ``torch.fx.Graph`` are in execution order, each a call of one op on results of earlier nodes. A node's
-``meta["val"]`` is a fake tensor, or a list of them. Two nodes share memory exactly if their fake tensors share a
-storage, as a view and its base do. Nothing here runs an op.
+A node's ``meta["val"]`` is a fake tensor, or a list of them. Two nodes share memory exactly if their fake tensors share
+a storage, as a view and its base do. Nothing here runs an op.
 
 A collective is two nodes, one that issues it and one that waits for it. Between them it is in flight, and reads the
 inputs of the first while other nodes run. So a wait counts as a reader of these inputs.
@@ -48,8 +47,7 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
     """
     check(passes)
     for i, change in enumerate(passes):
-        returned: object = change(graph)
-        if returned is not None:
+        if (returned := change(graph)) is not None:  # type: ignore[func-returns-value]
             kind = type(returned).__name__
             raise TypeError(f"passes[{i}] returned a {kind}; wanted None, the graph being changed in place")
         graph.lint()

@@ -2,18 +2,15 @@
 
 A captured function takes plain tensors: dense, without scales of their own, of no subclass, and without a gradient to
 record. A tensor that is not plain may look like one that is (a sparse tensor like an expanded number), so every call
-checks for it. Any other argument must be hashable.
-
-A trace is valid for one key, and a call with another key is traced again. The key has
+checks for it. Any other argument must be hashable. The key has
 
 * of each tensor: type, dtype, shape, strides, device, and whether it records a gradient, but not its values;
 * every other argument itself, and the structure of the arguments;
 * the tensors that results are written over (fquant.compile.donation);
 * the version of the Python values that the function closes over (fquant.compile.closure);
-* torch's state, as far as it decides what a function computes.
+* torch's default dtype and device, autocast, determinism, and the kinds of attention that are allowed.
 
-That state is the default dtype and device, autocast, determinism, and the kinds of attention that are allowed. Gradient
-recording and inference mode are not part of it, because a captured function has its gradients inside.
+Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return True for a dense tensor without scales, whose memory is described by its shape and strides."""
+    """Return True for a dense tensor without scales, which its shape and strides describe."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized)
 
 
@@ -63,29 +60,27 @@ def unhashable(name: str, bound: Any) -> TypeError:
     return TypeError(f"{name}: the structure of the arguments is not hashable")
 
 
-class Ambient(NamedTuple):
-    """The state of torch for which a trace is valid."""
-
-    dtype: torch.dtype
-    device: torch.device | None
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    deterministic: bool
-    attention: tuple[bool, ...]
-
-
 class Key(NamedTuple):
     """The guards of a trace; hashable if the leaves are."""
 
     structure: tree.Structure
     kinds: tuple[Any, ...]  # of the leaves
     donated: tuple[bool, ...]  # for each tensor
-    ambient: Ambient
+    ambient: tuple[Any, ...]  # the state of torch, in the order of _AMBIENT_NAMES
     closure: int  # version of the values that the function closes over
 
 
 def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """Return the key of a call in torch's present state."""
-    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient(), closure)
+    devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
+    ambient = (
+        torch.get_default_dtype(),
+        torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
+        torch.are_deterministic_algorithms_enabled(),
+        tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
+    )
+    return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
 
 
 def wants_gradient(t: Tensor) -> bool:
@@ -120,14 +115,3 @@ def _text(kind: Any) -> str:
     if issubclass(kind[0], Tensor):
         return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
     return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])
-
-
-def _ambient() -> Ambient:
-    devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
-    return Ambient(
-        torch.get_default_dtype(),
-        torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
-    )

@@ -12,29 +12,23 @@ and Python runs once. The graph has everything that happens to tensors: transfor
 optimiser, dropout. Results equal those of the function in every bit.
 
 Arguments and results are trees. Tensors are the inputs of a replay. Everything else (structure, static fields, numbers,
-configurations, functions) is frozen in the trace and must be hashable. A trace is valid for one key: structure, static
-parts, shapes, dtypes, strides, devices, torch's state (fquant.compile.guards), and the Python values that the function
-closes over (fquant.compile.closure). A call with a new key is traced again, up to ``max_traces`` times. One thread
-traces at a time; others wait.
+configurations, functions) is frozen in the trace. A trace is valid for one key: these, shapes, dtypes, strides,
+devices, torch's state (guards.py), and the Python values that the function closes over (closure.py). A call with a new
+key is traced again. One thread traces at a time; others wait.
 
 The function must be pure. It may not use a tensor that is not an argument, nor ask for a tensor's value. Its side
-effects happen only while it is traced.
+effects happen only while it is traced. Inside another capture or transform, and while autograd detects anomalies, it is
+called as it is.
 
-*Donated* arguments give their memory to results, which are new tensor objects. A donated tensor whose memory was taken
-raises RuntimeError on any later use (fquant.compile.donation). Memory that another tensor, an argument, a view or an
-array from ``t.numpy()`` shares is not taken. An array that lends its memory to ``torch.from_numpy`` is not seen. If a
-replay fails before it writes a donated tensor, all arguments stay usable; if it fails later, the donated ones raise.
+*Donated* arguments give their memory to results, and raise on any later use (donation.py). Memory that another tensor,
+an argument, a view or an array from ``t.numpy()`` shares is not taken. An array that lends its memory to
+``torch.from_numpy`` is not seen.
 
-On CPUs, results of ops share one planned piece of memory (fquant.compile.memory.plan), which stays for the next replay
-(fquant.compile.memory.allocator). Under a dispatch mode, such as a counter of FLOPs, each result has memory of its own.
-The first replay runs node by node and checks every op against the trace (fquant.compile.validate).
+On CPUs, results of ops share one planned piece of memory (memory/plan.py), which stays for the next replay
+(memory/allocator.py). Under a dispatch mode, such as a counter of FLOPs, each result has memory of its own. The first
+replay checks every op against the trace (validate.py).
 
-*Passes* are functions that change the graph after it is traced; shard.passes has some that move collectives.
-
-Inside another capture or transform, and while autograd detects anomalies, a captured function is the function itself.
-
-Every rank calls a captured function that communicates, in the same order. Ranks compare what they are about to run
-before each replay, and raise rather than wait for each other (fquant.compile.collective_check).
+Every rank calls a captured function that communicates, in the same order (collective_check.py).
 """
 
 from __future__ import annotations
@@ -101,21 +95,14 @@ def jit(
         fuse        run chains of elementwise operations as one (passes/fuse_pointwise.py), unless Inductor does
         max_traces  traces to make before giving up
 
-    Numbers and other Python values that ``fn`` closes over are guarded: a change of one retraces.
-    :mod:`fquant.compile.closure` lists the values that are guarded, and those that are not.
+    A change of a Python value that ``fn`` closes over retraces (see :mod:`fquant.compile.closure`). A call raises
 
-    A call raises TypeError for
-
-    * a tensor that ``fn`` uses and is not given (naming it), or whose value it asks for (naming the line);
-    * an argument that is neither a dense tensor nor hashable, or that requires a gradient;
-    * a result that is no tree, a torch.Generator, or a collective in place.
-
-    It raises ValueError for a donated tensor that no result fits. It raises RuntimeError for
-
-    * more than ``max_traces`` traces (naming what changed);
-    * a tensor that was donated before;
-    * ranks that are about to run different functions;
-    * an op whose result contradicts torch's own description of it.
+    * TypeError for a tensor that ``fn`` is not given (naming it), or whose value it asks for (naming the line);
+    * TypeError for an argument that is neither a dense tensor nor hashable, or that requires a gradient;
+    * TypeError for a result that is no tree, a torch.Generator, or a collective in place;
+    * ValueError for a donated tensor that no result fits;
+    * RuntimeError for more than ``max_traces`` traces (naming what changed), or a tensor that was donated before;
+    * RuntimeError for ranks that are about to run different functions, or an op that contradicts its trace.
     """
     if fn is None:
         return functools.partial(
@@ -161,20 +148,16 @@ def jit(
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
             return run(found, *tensors)
 
-    def first_call(
-        bound: dict[str, Any],
-        tensors: list[Tensor],
-        donated: Collection[int],
-        key: Key,
-        objects: Sequence[tuple[str, Any]],
-    ) -> Any:
+    def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:
         guards.check(name, bound)
         if len(traced) == max_traces:
             raise RuntimeError(errors.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
         captured = trace(functools.partial(apply, fn), bound, donated, passes, recompute, fuse and not compile, name)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
-            traced[key] = _compiled(captured, "inductor" if compile is True else compile)
+            backend = "inductor" if compile is True else compile
+            module = torch.compile(captured.module, backend=backend, fullgraph=True)
+            traced[key] = dataclasses.replace(captured, module=module)
             return replay(traced[key], tensors)
         if allocator.reuses_memory() and all(t.device.type == "cpu" for t in tensors):
             captured = captured.laid_out()
@@ -187,15 +170,10 @@ def jit(
     return call
 
 
-def _compiled(captured: Captured, backend: str) -> Captured:
-    return dataclasses.replace(captured, module=torch.compile(captured.module, backend=backend, fullgraph=True))
-
-
 def _open_objects(bound: dict[str, Any], leaves: list[Any]) -> Sequence[tuple[str, Any]]:
     """Return the paths and values of the arguments whose attributes a trace would freeze."""
-    if not any(may_change(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
-        return ()
-    return [(path, leaf) for path, leaf in tree.items(bound) if not isinstance(leaf, Tensor) and may_change(leaf)]
+    freezes = lambda leaf: not isinstance(leaf, Tensor) and may_change(leaf)
+    return [item for item in tree.items(bound) if freezes(item[1])] if any(map(freezes, leaves)) else ()
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:

@@ -23,10 +23,7 @@ def last_uses(graph: Graph) -> dict[int, int]:
 
 
 def walk_memory(graph: Graph) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
-    """Yield each node in execution order, the bytes that are live while it runs, and their makers by storage.
-
-    The mapping belongs to the walk and changes as it goes on.
-    """
+    """Yield each node in order, the bytes live while it runs, and their makers by storage, which the walk changes."""
     last, live, size, total = last_uses(graph), dict[int, Node](), dict[int, int](), 0
     for place, node in enumerate(graph.nodes):
         for storage, nbytes in sizes(node).items():

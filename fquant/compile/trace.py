@@ -2,7 +2,7 @@
 
 The tensors of the argument tree are the inputs of the graph, in the order of :func:`fquant.tree.flatten`. Structure and
 static leaves are constants of the trace. Passes run in the order: tidying, the caller's, rematerialisation, donation,
-fusion. A ``Captured`` is the graph with the trees around it, and with its memory plan once it has one.
+fusion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import tree
 from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import Fake
-from .memory import executor, plan
+from .memory import allocator, plan
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
@@ -48,7 +48,7 @@ class Captured:
     def __call__(self, *tensors: Tensor) -> Any:
         """Replay the graph, and retire the donated tensors."""
         with self._retire_on_failure(tensors):
-            out = executor.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
+            out = allocator.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
         return self._result(donation.take_over(self.donations, tensors, out))
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
@@ -64,8 +64,8 @@ class Captured:
             return dataclasses.replace(self, placed=plan.plan_memory(self.module.graph))
 
     def _retire_on_failure(self, tensors: Sequence[Tensor]) -> Any:
-        others = [self.placed.module] if self.placed else []
-        return donation.retire_on_failure(self.donations, tensors, self.module, *others)
+        planned = [self.placed.module] if self.placed else []
+        return donation.retire_on_failure(self.donations, tensors, self.module, *planned)
 
     def _result(self, tensors: Sequence[Tensor]) -> Any:
         found = iter(tensors)
@@ -102,16 +102,11 @@ def trace(
 
     mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or Fake()
     # A mode that counts ops must not count those of a trace; in inference mode torch 2.11's gradients are zero.
-    with (
-        _TRACING,
-        errors.translate_errors(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        fakes = [_fake(t, mode) for _, t in named]
-        with mode:
-            module = make_fx(flat)(*fakes)
+    with _TRACING, errors.translate_errors(), _disable_current_modes():
+        with torch.inference_mode(False), torch.enable_grad():
+            fakes = [_fake(t, mode) for _, t in named]
+            with mode:
+                module = make_fx(flat)(*fakes)
     errors.check_draws(module.graph)
     with _disable_current_modes():
         simplify(module.graph)
@@ -145,12 +140,10 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    if isinstance(t, FakeTensor):
-        return t
-    if t.is_meta:
+    if t.is_meta and not isinstance(t, FakeTensor):
         with mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
-    return mode.from_tensor(t.detach())
+    return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
 
 
 def fn_name(fn: Any) -> str:

@@ -39,42 +39,29 @@ class Read(NamedTuple):
 def reads(code: types.CodeType) -> tuple[Read, ...]:
     """Return the names that ``code`` reads, and the code within it."""
     found, given = list[Read](), code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    kind, name, attributes = "", "", list[str]()
-
-    def end() -> None:
-        if kind and (kind != "parameter" or name in given):
-            found.append(Read(kind, name, tuple(attributes)))
-
     for each in dis.get_instructions(code):
+        name = each.argval
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.append(each.argval)
-            continue
-        end()
-        kind, attributes = "", []
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            kind, name = "global", each.argval
+            found[-1] = found[-1]._replace(attributes=(*found[-1].attributes, name))
+        elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found.append(Read("global", name, ()))
         elif each.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
-            kind, name = "cell" if each.argval in code.co_freevars else "parameter", each.argval
+            found.append(Read("cell" if name in code.co_freevars else "parameter", name, ()))
         elif each.opname.startswith("LOAD_FAST"):
-            *others, name = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            found += [Read("parameter", other, ()) for other in others if other in given]
-            kind = "parameter"
-    end()
+            found += [Read("parameter", one, ()) for one in (name if isinstance(name, tuple) else (name,))]
+        else:
+            found.append(Read("value", "", ()))  # on top of the stack, where the next attribute is read
     for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
-        for read in reads(inner):
-            if read.kind == "global" or read.kind == "cell" and read.name in code.co_freevars:
-                found.append(read)
-            elif read.kind == "cell" and read.name in given:
-                found.append(read._replace(kind="parameter"))
-    return tuple(dict.fromkeys(found))
+        for read in [read for read in reads(inner) if read.kind != "parameter"]:
+            is_local = read.kind == "cell" and read.name not in code.co_freevars
+            found.append(read._replace(kind="parameter") if is_local else read)
+    return tuple(dict.fromkeys(x for x in found if x.kind in ("global", "cell") or x.name in given))
 
 
 def mapping_of(x: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the dictionary of an object, or of one of its classes, that has the attribute ``name``."""
-    classes = type.mro(x) if isinstance(x, type) else [x, *type(x).__mro__]
-    if isinstance(x, Tensor):
-        return None
-    return next((names for each in classes if name in (names := getattr(each, "__dict__", {}))), None)
+    """Return the dictionary of an object, or of one of its classes, that has ``name``; None of a tensor."""
+    owners = type.mro(x) if isinstance(x, type) else [] if isinstance(x, Tensor) else [x, *type(x).__mro__]
+    return next((names for each in owners if name in (names := getattr(each, "__dict__", {}))), None)
 
 
 def fields(x: Any) -> dict[str, Any] | None:
@@ -91,11 +78,9 @@ def slots_of(cls: type) -> tuple[str, ...] | None:
     """Return the slots of a class whose objects have fields in the sense of :func:`fields`, None for another."""
     if issubclass(cls, torch.nn.Module | Tensor | type | types.FunctionType | enum.Enum):
         return None
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or (
-        "" if cls.__module__ == "__main__" else "<frozen"
-    )
     known = dataclasses.is_dataclass(cls) or issubclass(cls, types.SimpleNamespace | argparse.Namespace)
-    if not known and not is_users(file or ""):
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if not known and not (is_users(file) if file else cls.__module__ == "__main__"):
         return None
     slots = [vars(each).get("__slots__", ()) for each in cls.__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]

@@ -1,13 +1,12 @@
 """The first replay of a captured graph, which checks the result of every node against the trace.
 
-The memory plan relies on the trace, and the trace on torch's description of each op for fake tensors. For some ops the
-description is wrong (fquant/compile/fake_tensor.py). If a result differs in strides, or is lazily negated or zero, this
-replay and all later ones use a copy in the traced layout. If it differs in dtype or shape, or is a view with other
-strides, the first replay raises.
+The memory plan relies on the trace. The trace relies on torch's description of each op for fake tensors, which is wrong
+for some ops (fake_tensor.py). If a result differs in strides, or is lazily negated or zero, this replay and all later
+ones use a copy in the traced layout. If it differs in dtype or shape, or is a view with other strides, the first replay
+raises. One replay is enough, because the layout of a result does not depend on values.
 
-It runs node by node, in the planned memory (fquant/compile/memory/plan.py) if there is a plan. An op that writes into a
-given tensor would cast its result silently, so it is computed in its traced form and copied. One replay is enough,
-because the layout of a result does not depend on values.
+It runs node by node, in the planned memory if there is a plan. An op that writes into a given tensor would cast its
+result silently, so it is computed in its traced form and copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ..kernels.dispatch_bypass import is_lazy
 from . import graph as graphs
-from .memory import executor, plan
+from .memory import allocator, plan
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # they raise instead of casting
@@ -40,7 +39,7 @@ def run(module: GraphModule, placed: plan.MemoryPlan | None, tensors: Sequence[T
         result = _First(module, {}, wrong).run(*tensors)
     else:
         origin = placed.origin
-        result = executor.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
+        result = allocator.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
     for node in wrong:
         _use_copy(node)
     if wrong:
@@ -58,7 +57,6 @@ class _First(Interpreter):
         self.origin, self.wrong = origin, wrong
 
     def run_node(self, node: Node) -> Any:
-        """Return the result of ``node`` in the traced layout."""
         result, traced = super().run_node(node), node.meta.get("val")
         if node.op not in ("call_function", "get_attr") or not isinstance(traced, Tensor) or result is None:
             return result  # None: our out variants return nothing
@@ -77,12 +75,10 @@ class _First(Interpreter):
                 "let its arguments be of one dtype and contiguous"
             )
         self.wrong.append(node)
-        return torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=result.device).copy_(
-            result
-        )
+        copy = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=result.device)
+        return copy.copy_(result)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the traced form of ``target``, which allocates its result."""
         if target in _TRACED:
             target, kwargs = _TRACED[target], {name: value for name, value in kwargs.items() if name != "out"}
         return super().call_function(target, args, kwargs)
@@ -91,10 +87,9 @@ class _First(Interpreter):
 def _use_copy(node: Node) -> None:
     """Replace uses of ``node`` with a copy in the traced layout."""
     graph, traced, users = node.graph, node.meta["val"], list(node.users)
-    with graph.inserting_after(node):
-        kind = {"dtype": traced.dtype, "device": traced.device}
+    kind = {"dtype": traced.dtype, "device": traced.device}
+    with graph.inserting_before(node.next):
         empty = graph.call_function(_aten.empty_strided.default, (list(traced.shape), list(traced.stride())), kind)
-    with graph.inserting_after(empty):
         copy = graph.call_function(_aten.copy_.default, (empty, node))
     for new in (empty, copy):
         new.meta["val"] = traced

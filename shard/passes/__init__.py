@@ -3,13 +3,12 @@
     step = jit(step, passes=(regather_blocks(), deduplicate_gathers(budget=64 << 20), prefetch_gathers(depth=1)))
     print(schedule_text(schedule(captured, mesh)))
 
-Ranks that issue collectives in different orders wait for each other forever. Their graphs need not be equal, because
-shares of a batch differ in size. So the passes decide only by what is the same on every rank: the order of the gathers
-of arguments, their sizes and their uses. They ignore the computation between. Time is counted in waits.
+Ranks that issue collectives in different orders wait for each other forever. Shares of a batch differ in size, and so
+may graphs. So the passes decide only by what is the same on every rank: the order of the gathers of arguments, their
+sizes and their uses. Time is counted in waits.
 
 A pass moves, copies or removes gathers of arguments, with the views and copies that lead from the argument to them.
-Gathers of computed values, sums and scatters stay in place. No gather passes a node that writes what it reads. Results
-stay the same, bit for bit.
+Other collectives stay. No gather passes a node that writes what it reads. Results stay the same, bit for bit.
 """
 
 from .deduplicate import deduplicate_gathers

@@ -22,7 +22,6 @@ class Deduplicate:
     budget: int | None
 
     def __call__(self, g: Graph) -> None:
-        """Remove repeated gathers of ``g``."""
         found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
         latest: dict[object, int] = {}
         pairs = []  # (distance, first, second) of gathers with equal results
@@ -37,9 +36,8 @@ class Deduplicate:
             memory = graph.storages(first.wait) | graph.storages(second.wait)
             if self.budget is not None and max(held[i:k]) + first.nbytes > self.budget:
                 continue
-            if written(first.reads, at[first.issue], at[second.wait]) or written(memory, 0, len(at)):
-                continue
-            if memory & returned:
+            changed = written(first.reads, at[first.issue], at[second.wait]) or written(memory, 0, len(at))
+            if changed or memory & returned:
                 continue
             held[i:k] = [n + first.nbytes for n in held[i:k]]
             graph.replace_uses(second.wait, result[i])

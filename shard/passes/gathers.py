@@ -43,7 +43,7 @@ class Gather:
     @property
     def reads(self) -> set[int]:
         """The memory that must not be written between issue and wait."""
-        return {storage for node in (self.source, *self.chain) for storage in graph.storages(node)}
+        return graph.all_storages((self.source, *self.chain))
 
 
 def gathers(g: Graph) -> list[Gather]:
@@ -93,7 +93,7 @@ def positions(g: Graph) -> dict[Node, int]:
 
 def returned_storages(g: Graph) -> set[int]:
     """Return the memory of the results of ``g``."""
-    return {storage for node in graph.outputs(g) for storage in graph.storages(node)}
+    return graph.all_storages(graph.outputs(g))
 
 
 def writers(g: Graph) -> Callable[[set[int], int, int], bool]:

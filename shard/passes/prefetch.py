@@ -1,8 +1,7 @@
 """Prefetch: issue each gather before an earlier one is waited for, so that it travels while earlier blocks compute.
 
-As traced, a block is gathered where it begins and waited for at once, so nothing overlaps with it. This pass overlaps
-gathers with the blocks before, in the forward, and in the backward if that gathers again. It costs the memory of the
-gathers under way. A gather that is issued before wait i holds its memory while blocks i, i+1 ... compute.
+As traced, a block is gathered where it begins and waited for at once, so nothing overlaps with it. This pass costs the
+memory of the gathers under way: one issued before wait i holds its memory while blocks i, i+1 ... compute.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class Prefetch:
     budget: int | None
 
     def __call__(self, g: Graph) -> None:
-        """Move the gathers of ``g``."""
         found, written, at = gathers(g), writers(g), positions(g)
         waits = [at[x.wait] for x in found]
         early = [0] * len(found)  # bytes held by early issue, from wait i to the next

@@ -5,59 +5,51 @@
 
 A backward needs its block's weights once more. Recomputing the block gathers them again, but computes the block again
 too. Without recomputation the gathered bytes stay, which is the whole model on every rank. A captured step can gather
-again without recomputing. The pass copies the gather, with the views of its result, to the first use in the backward.
-The first result is freed after the forward. FSDP does the same in hooks (Zhao et al. 2023).
+again without recomputing: the pass copies the gather, with the views of its result, to the first use in the backward.
+FSDP does the same in hooks (Zhao et al. 2023).
 
-A graph does not mark the backward. But a block's uses come in runs, with gathers of other blocks between. A use is the
-first of a new run if the wait for another gather comes between it and the use before. The order of gathers and of their
-uses, which alone decides this, is the same on every rank.
+A graph does not mark the backward. But a block's uses come in runs: a use begins a new run if the wait for another
+gather comes between it and the use before. The order of gathers and uses is the same on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch.fx import Graph, Node
 
-from fquant.compile import graph
+from fquant.compile import Pass, graph
 
 from .gathers import Gather, gathers, positions, returned_storages, writers
 
 
-@dataclass(frozen=True)
-class Regather:
-    """The pass of :func:`regather_blocks`."""
-
-    def __call__(self, g: Graph) -> None:
-        """Gather again in ``g``."""
-        found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
-        waits, uses = [at[x.wait] for x in found], _uses(g, found)
-        for x in found:
-            (memory,) = graph.storages(x.wait)
-            runs: list[list[Node]] = [[]]
-            for node in uses[memory]:
-                if runs[-1] and any(at[runs[-1][-1]] < wait < at[node] for wait in waits):
-                    runs.append([])
-                runs[-1].append(node)
-            last = at[runs[-1][-1]] if runs[1:] else 0
-            if memory in returned or written(x.reads | {memory}, at[x.issue], last):
-                continue  # it is kept anyway, or a second gather would have another result
-            for run in runs[1:]:
-                _gather_again(g, x, memory, run)
-
-
-def regather_blocks() -> Regather:
+def regather_blocks() -> Pass:
     """Return a pass that gathers a shard once for each run of uses. The pass raises the errors of ``gathers``."""
-    return Regather()
+    return _regather
+
+
+def _regather(g: Graph) -> None:
+    found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
+    waits, uses = [at[x.wait] for x in found], _uses(g, found)
+    for x in found:
+        (memory,) = graph.storages(x.wait)
+        runs: list[list[Node]] = [[]]
+        for node in uses[memory]:
+            if runs[-1] and any(at[runs[-1][-1]] < wait < at[node] for wait in waits):
+                runs.append([])
+            runs[-1].append(node)
+        last = at[runs[-1][-1]] if runs[1:] else 0
+        if memory in returned or written(x.reads | {memory}, at[x.issue], last):
+            continue  # it is kept anyway, or a second gather would have another result
+        for run in runs[1:]:
+            _gather_again(g, x, memory, run)
 
 
 def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
     """Return the nodes that read or view the result of each gather, in order, by its memory."""
-    uses: dict[int, list[Node]] = {storage: [] for x in found for storage in graph.storages(x.wait)}
+    uses: dict[int, list[Node]] = {storage: [] for storage in graph.all_storages(x.wait for x in found)}
     own = {node for x in found for node in (x.issue, x.wait)}
     for node in g.nodes:
         if node not in own and node.op != "output":
-            for storage in {storage for near in node.all_input_nodes for storage in graph.storages(near)} & uses.keys():
+            for storage in graph.all_storages(node.all_input_nodes) & uses.keys():
                 uses[storage].append(node)
     return uses
 
@@ -65,20 +57,19 @@ def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
 def _gather_again(g: Graph, x: Gather, memory: int, run: list[Node]) -> None:
     """Copy the gather ``x`` to the first node of ``run``, and let the nodes of ``run`` use the copy."""
     copies: dict[Node, Node] = {x.source: x.source}
-    inside = set(run)
 
     def copy(node: Node) -> Node:
         if node not in copies:
             args = {near: copy(near) for near in node.all_input_nodes}
             with g.inserting_before(run[0]):
-                new = g.node_copy(node, lambda near: args[near])
+                new = g.node_copy(node, args.__getitem__)
             graph.refresh_value(new)
             copies[node] = new
         return copies[node]
 
     for node in run:
         for near in node.all_input_nodes:
-            if memory in graph.storages(near) and near not in inside:
+            if memory in graph.storages(near) and near not in run:
                 node.replace_input_with(near, copy(near))
         if memory in graph.storages(node):  # a view, whose storage is now that of the copy
             graph.refresh_value(node)

@@ -52,11 +52,9 @@ def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
 
 def _axes(mesh: DeviceMesh | None) -> dict[str, str]:
     """Return the axis of each group by the group's name; the group of all ranks has all axes."""
-    if mesh is None:
+    if mesh is None or (world := dist.group.WORLD) is None:
         return {}
     used = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1]
-    world = dist.group.WORLD
-    assert world is not None
     return {str(world.group_name): "*".join(used)} | {str(mesh.get_group(name).group_name): name for name in used}
 
 
@@ -71,8 +69,5 @@ def schedule_text(rows: list[Row]) -> str:
         for row in rows
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = 3  # columns of words; the others are numbers
-    return "\n".join(
-        "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(line)).rstrip()
-        for line in lines
-    )
+    formats = [f"{'<' if i < 3 else '>'}{width}" for i, width in enumerate(widths)]  # three columns of words come first
+    return "\n".join("  ".join(map(format, line, formats)).rstrip() for line in lines)

@@ -1,22 +1,19 @@
 """All-gather and reduce-scatter over gloo that move every part once, to its place in the result.
 
-Ranks of one machine use shared memory (shard/transport/shared_memory.py). Each writes its part there and reads the
-others. A gather copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of
-ranks.
+Ranks of one machine use shared memory (shared_memory.py). Each writes its part there and reads the others. A gather
+copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of ranks.
 
 Otherwise parts travel. torch's own gather receives into one buffer and copies to another, both new at each call, which
 takes most of the time of large parts. Here the result is the only buffer. A rank copies its part to its place in the
-result, sends it from there to every other rank, and receives theirs in place. The argument may be written or freed at
-once. Every rank begins with its neighbour, so that not all send to the same rank first. A part goes over the wire once
-to each rank, and no rank waits for another, as in a tree of broadcasts. The order of gathers tells those apart that are
-under way together; it is the same on every rank. Sums that travel are torch's.
+result, sends it from there to every other rank, and receives theirs in place. Every rank begins with its neighbour, so
+that not all send to the same rank first. A part goes over the wire once to each rank, and no rank waits for another.
+The order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are
+torch's.
 
-The ops ``fquant::all_gather`` and ``fquant::reduce_scatter`` issue, and torch's ``wait_tensor`` waits, because pending
-work is registered with the result, as torch does. They fail as gloo's do: at the wait, if a rank has gone or the
-group's time-out has passed; in shared memory also if ranks are in different collectives.
-
-``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured graphs call it for
-results that they neither write nor return (see fquant.compile.memory.plan).
+The ops ``fquant::all_gather`` and ``fquant::reduce_scatter`` issue, and torch's ``wait_tensor`` waits. They fail as
+gloo's do: at the wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in
+different collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured
+graphs call it for results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
 from __future__ import annotations
@@ -45,8 +42,7 @@ def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
     """Return shard.all_gather of ``x`` [n ...], contiguous and of any dtype: [ranks·n ...], complete after a wait.
 
-    On one device: a copy. It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or
-    is late.
+    It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or is late.
     """
     return _ALL_GATHER(x, ranks, group)
 
@@ -54,7 +50,7 @@ def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     """Return shard.reduce_scatter of ``x`` [ranks·n ...], contiguous numbers: [n ...], complete after a wait.
 
-    On one device: a copy. It has no derivative. Raises the errors of :func:`all_gather`.
+    It has no derivative. Raises the errors of :func:`all_gather`.
     """
     return _REDUCE_SCATTER(x, ranks, group)
 
@@ -73,10 +69,6 @@ def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor
     if memory is not None:
         memory.publish(f"all_gather {graph.describe(x)}", out, finish)
     return out
-
-
-def _lent(x: Tensor, ranks: int, group: str) -> Tensor:
-    return _all_gather(x, ranks, group, lent=True)
 
 
 def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
@@ -124,18 +116,12 @@ def resolve(group: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 
-def _fake_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    return x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-
-
-def _fake_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    return x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-
-
+_fake_gather = lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+_fake_scatter = lambda x, ranks, group: x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
 _LIBRARY = torch.library.Library("fquant", "FRAGMENT")
 for _name, _compute, _fake in (
     ("all_gather", _all_gather, _fake_gather),
-    ("all_gather.lent", _lent, _fake_gather),
+    ("all_gather.lent", partial(_all_gather, lent=True), _fake_gather),
     ("reduce_scatter", _reduce_scatter, _fake_scatter),
 ):
     _LIBRARY.define(f"{_name}(Tensor x, int ranks, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

@@ -6,17 +6,15 @@
     memory.publish("all_gather", x)               # a wait for x then waits until all ranks have published
 
 A gather over TCP between processes of one machine copies every byte into the kernel and out of it again. Its threads
-compete with those that compute. Here each rank writes its part where the others read it. Only a message of a few bytes
-travels, which says that the part is there. The computing thread sends it through a local socket. So a wait fails as any
-other if a rank has gone, because its sockets are closed then, or if a rank is late.
+compete with those that compute. Here only a message of a few bytes travels, which says that a part is there. The
+computing thread sends it through a local socket. So a wait fails if a rank has gone or is late.
 
-A rank alone does not know if a slot may be written again. A rank releases a slot when the last tensor in it is gone,
-and says so in its next message. The messages of all ranks, up to the one before the last, determine which slots are
-free. Every rank has waited for these, so all ranks reach the same answer without asking.
+A rank releases a slot when the last tensor in it is gone, and says so in its next message. The messages of all ranks,
+up to the one before the last, determine which slots are free. Every rank has waited for these, so all ranks reach the
+same answer without asking.
 
-The memory is a file without a name (see shard.transport.rendezvous). It is not in /dev/shm, which is small in many
-containers. Slots are kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers
-(see fquant.compile.memory.allocator).
+The memory is a file without a name (rendezvous.py). It is not in /dev/shm, which is small in many containers. Slots are
+kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers.
 """
 
 from __future__ import annotations
@@ -69,8 +67,8 @@ class SharedMemory:
     def acquire(self, nbytes: int) -> Slot | None:
         """Return a free slot of at least ``nbytes``, or None if too many are in use.
 
-        Every rank acquires the same slots in the same order. Waits for all publications except the last, and raises
-        the errors of :meth:`wait`.
+        Every rank acquires the same slots in the same order. Waits for all publications except the last; see
+        :meth:`wait`.
         """
         while len(self._pending) >= MAX_PENDING:
             self.wait(self._pending[0])
@@ -84,9 +82,9 @@ class SharedMemory:
         return slot
 
     def publish(self, what: str, out: Tensor, then: Callable[[], None] | None = None) -> None:
-        """Tell all ranks that this rank's part, which is ``what`` on every rank, is in the slot acquired last, if any.
+        """Send that this rank's part of ``what`` is in the slot acquired last, if any.
 
-        A wait for ``out`` then waits until all ranks have published, and calls ``then``.
+        A wait for ``out`` then waits until all ranks have published ``what``, and calls ``then``.
         """
         released = bytes(self._released.pop() for _ in range(len(self._released)))
         for rank, peer in self._peers.items():

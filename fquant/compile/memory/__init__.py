@@ -1,1 +1,1 @@
-"""The memory of a replay: ``plan`` assigns offsets, ``executor`` replays into them, ``allocator`` holds the pages."""
+"""The memory of a replay: ``plan`` assigns offsets; ``allocator`` holds the pages and replays into them."""

@@ -1,13 +1,15 @@
-"""The allocator of replays: memory that one replay frees stays in the process for the next.
+"""The memory of replays: what one replay frees stays in the process for the next.
 
 The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
 tenth, and more if gathered weights come and go. There are two kinds of memory:
 
 * Planned results (``plan.py``) are in one private mapping that all replays of the process share.
-* Other tensors come from malloc. glibc maps large ones separately, unmaps them when they are freed, and returns the end
-  of its heap when much of that is free. ``enable_reuse`` turns this off for the whole process. Only tensors of 32 MiB
-  and more are still mapped separately. glibc takes no higher threshold, and a few huge tensors would fragment the heap.
-  Other C libraries, and allocators loaded in place of malloc, lack these options and stay as they are.
+* Other tensors come from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
+  ``enable_reuse`` turns this off for the whole process, except for tensors of 32 MiB and more. glibc takes no higher
+  threshold, and a few huge tensors would fragment the heap. Other allocators lack these options and stay as they are.
+
+A replay takes the mapping only if it is free. While another thread replays, the unplanned graph runs, whose bits are
+the same. It also runs under a dispatch mode, e.g. one that counts memory, which has to see tensors allocated.
 
 Resident memory stays at its highest, which a step reaches in any case; ``release`` returns the free part.
 ``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
@@ -21,7 +23,16 @@ import mmap
 import os
 import platform
 import threading
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
 IN_USE = threading.Lock()  # held by the replay that computes in the mapping
@@ -48,11 +59,44 @@ def enable_reuse() -> bool:
     return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
-def acquire(nbytes: int) -> mmap.mmap:
-    """Return the mapping for replays, of at least ``nbytes`` bytes; the caller holds ``IN_USE`` while it computes.
+def run_planned(
+    plan: MemoryPlan,
+    unplanned: GraphModule,
+    tensors: Sequence[Tensor],
+    interpret: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
+) -> Any:
+    """Run the memory-planned graph; run ``unplanned`` if a dispatch mode is active or the memory is in use.
 
-    The mapping is the same for all replays of the process until one needs a larger one.
+    ``interpret`` returns the function that runs a module, by default the module itself.
     """
+    if torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
+        return interpret(unplanned)(*tensors)
+    try:
+        memory = acquire(plan.nbytes)
+        if plan.memory is not memory:
+            _bind(plan, memory)
+        return interpret(plan.module)(*tensors)
+    finally:
+        IN_USE.release()
+
+
+def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
+    """Make the tensors of a plan in ``memory``."""
+    bound = dict[str, Any]()
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
+        for name, value in plan.tensors.items():
+            if isinstance(value, Slot):
+                raw = torch.frombuffer(memory, dtype=torch.uint8, count=value.nbytes, offset=value.offset)
+                bound[name] = raw.view(value.dtype).as_strided(value.shape, value.stride)
+            else:
+                args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
+                bound[name] = value.target(*args, **kwargs)
+    plan.module.__dict__.update(bound)
+    plan.memory = memory
+
+
+def acquire(nbytes: int) -> mmap.mmap:
+    """Return the mapping of all replays, of ``nbytes`` bytes or more; the caller holds ``IN_USE`` while it computes."""
     global _memory
     if _memory is None or len(_memory) < nbytes:
         _drop_pages()
@@ -66,10 +110,7 @@ def acquire(nbytes: int) -> mmap.mmap:
 
 
 def release() -> bool:
-    """Return free memory to the system, after a replay of another thread; return True if there was any.
-
-    Memory that is freed later is kept again.
-    """
+    """Return free memory to the system, after a replay of another thread; return True if there was any."""
     with IN_USE:
         libc, dropped = _glibc(), _drop_pages()
     return bool(libc is not None and libc.malloc_trim(0)) or dropped

@@ -1,13 +1,9 @@
 """The memory plan of a captured graph: an offset in one piece of memory for every result, assigned before it runs.
 
 A graph says when each result is made and when it is last read. So memory is assigned once, as a compiler assigns
-registers: results that are never live together may share a place. Allocated one by one, as tensors are, the results of
-a step fragment the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few
-hundredths more than the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net
-inference".)
-
-    plan = plan_memory(graph)                            # a copy of the graph that computes into the memory
-    outs = executor.run_planned(plan, module, tensors)
+registers: results that are never live together may share a place. Allocated one by one, the results of a step fragment
+the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few hundredths more than
+the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net inference".)
 
 An op is planned through its out variant, if that has the same bits: ops of torch that compute directly into ``out``,
 our own, pointwise programs, and casts, which become copies. A view of a planned result is always the same tensor, and
@@ -66,7 +62,7 @@ class Slot(NamedTuple):
 
 
 class View(NamedTuple):
-    """A call that views planned tensors; a node among its arguments stands for the tensor of its name."""
+    """A call that views planned tensors, for which the nodes of their names stand."""
 
     target: Callable[..., Any]
     args: Any
@@ -200,8 +196,7 @@ def _can_write_to(node: Node) -> bool:
 def _lending_nodes(graph: Graph) -> set[Node]:
     """Return the nodes whose op has an overload ``lent``, if nothing writes or returns their result."""
     fixed = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
-    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    lent = [node for node in calls if "lent" in node.target.overloadpacket.overloads()]
+    lent = [node for node in graph.nodes if hasattr(getattr(node.target, "overloadpacket", None), "lent")]
     return {node for node in lent if not fixed & graphs.all_storages((node, *node.users))}
 
 
@@ -218,8 +213,6 @@ def _fills_storage(t: Tensor) -> bool:
 
 def _external_storages(graph: Graph) -> set[int]:
     """Return the storages that the caller owns, or a collective sends or receives, and that are not planned."""
-    external = [*graph.find_nodes(op="placeholder"), *graphs.outputs(graph)]
-    for node in graph.nodes:
-        if node.op == "call_function" and (graphs.collective(node) or graphs.is_wait(node)):
-            external += [node, *graphs.read_nodes(node)]
-    return graphs.all_storages(external)
+    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
+    in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
+    return graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))

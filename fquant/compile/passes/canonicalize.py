@@ -1,14 +1,12 @@
 """Canonicalisation for pointwise fusion: rewrites that remove what keeps elementwise nodes from being one program.
 
-Each keeps every bit; ``fuse_pointwise.py`` comes next.
-
     cat([-x[..., h:], x[..., :h]], -1)        # becomes turn(x, h), x f[... 2h]: rotary embeddings
     cat([x[..., h:], -x[..., :h]], -1)        # becomes turn(x, -h), its transpose, which gradients have
     x.mul_(y)                                 # becomes x * y, if only this node uses x
     wide = x.float(); a * wide; b * wide      # becomes a cast per step, because a program then reads the narrow x
     (a * b).view(shape) + c                   # becomes a.view(shape) * b.view(shape) + c
 
-Halves are recognised by their memory offsets, so x may be sliced, split or chunked.
+Each keeps every bit. Halves are recognised by their memory offsets, so x may be sliced, split or chunked.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A new value of a parameter, or of an optimiser's moment, takes the memory of the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import tree
-from ..graph import describe, outputs, replace_uses, storages, tensor_layouts, tensors, written_storages
+from ..graph import all_storages, describe, outputs, replace_uses, storages, tensor_layouts, tensors, written_storages
 from ..liveness import last_uses
 
 
@@ -32,16 +32,15 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
     """Write a result over every donated placeholder, of its shape, dtype, strides and device.
 
     Results are matched in order. One is copied in after its own last write and the last read of the old value. Later
-    uses of the result read the placeholder instead, so that the result is not kept beside it.
-
-    Return the placeholders that are written over; one that the graph returns, itself or as a view, is not. Raises
-    ValueError, naming the input, if no result is left that fits.
+    uses of the result read the placeholder instead, so that the result is not kept beside it. Return the placeholders
+    that are written over; one that the graph returns, itself or as a view, is not. Raises ValueError if no result is
+    left.
     """
     nodes, last, returned = list(graph.nodes), last_uses(graph), outputs(graph)
     place = {node: i for i, node in enumerate(nodes)}
     last_writes = {storage: i for i, node in enumerate(nodes) for storage in written_storages(node)}
-    kept = {storage for node in returned for storage in storages(node)}
-    inputs = {storage for node in nodes if node.op == "placeholder" for storage in storages(node)}
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs, kept = all_storages(placeholders), all_storages(returned)
     free: dict[object, deque[Node]] = {}
     taken = list[Node]()
     for node in dict.fromkeys(returned):
@@ -49,7 +48,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
             free.setdefault(tensor_layouts(node), deque()).append(node)
     for path, placeholder in donated.items():
         if storages(placeholder) & kept:
-            continue  # it is returned itself, or a view of it
+            continue
         if not (fitting := free.get(tensor_layouts(placeholder))):
             (t,) = tensors(placeholder)
             raise ValueError(
@@ -60,16 +59,12 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
         ends = [last[storage] for storage in storages(placeholder)]
         after = nodes[max(place[result], *ends, *(last_writes.get(storage, 0) for storage in storages(result)))]
         users = [node for node in result.users if node in place and place[node] > place[after]]
-        with graph.inserting_after(after if after.op != "placeholder" else _last_placeholder(nodes)):
+        with graph.inserting_after(after if after.op != "placeholder" else placeholders[-1]):
             copy = graph.call_function(torch.ops.aten.copy_.default, (placeholder, result))
         copy.meta["val"] = placeholder.meta["val"]
         replace_uses(result, copy, users)
         taken.append(placeholder)
     return taken
-
-
-def _last_placeholder(nodes: Iterable[Node]) -> Node:
-    return [node for node in nodes if node.op == "placeholder"][-1]
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -78,5 +73,4 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _holders(t: Tensor) -> int:
     """Return the number of tensors that share the memory of ``t``, itself included."""
-    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return count - 1  # less the storage object of this call
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1  # type: ignore[attr-defined]  # less this call's

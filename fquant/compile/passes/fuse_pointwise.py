@@ -1,9 +1,8 @@
 """Pointwise fusion: chains of elementwise nodes of a captured graph become one node each, with the same bits.
 
-A step has few matrix products and hundreds of elementwise nodes: norms, activations, rotations, casts, sums of
-gradients, the optimiser. Each reads and writes memory, though most results are read once, by the next node. A fused
-chain is a program (``fquant/kernels/ops/pointwise.py``), which traverses memory once and keeps intermediate values in
-the nearest cache. ``canonicalize.py`` first removes what stands between such nodes.
+A step has few matrix products and hundreds of elementwise nodes. Each reads and writes memory, though most results are
+read once, by the next node. A fused chain is a program (``fquant/kernels/ops/pointwise.py``), which traverses memory
+once and keeps intermediate values in the nearest cache. ``canonicalize.py`` first removes what is between such nodes.
 
 A group of nodes may run as one, at the place of its last member, if no other node uses a member before. So nodes are
 visited in order: each joins the groups of its arguments if it has their shape, and a group that another node reads is

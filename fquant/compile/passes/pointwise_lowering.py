@@ -1,7 +1,7 @@
 """Lowering of graph nodes to steps of a pointwise program (``fquant/kernels/ops/pointwise.py``).
 
-A node is a step only if the C kernels return its bits. Such are the operations of torch that IEEE 754 defines, and our
-own ops. They must be on the CPU, with dtypes and arguments for which the step means the same.
+A node is a step only if the C kernels return its bits: operations of torch that IEEE 754 defines, and our own ops, on
+the CPU, with dtypes and arguments for which the step means the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reinplacing: results of pointwise programs written over their dead arguments.
+"""Reinplacing: results of pointwise programs (``fuse_pointwise.py``) written over their dead arguments.
 
-Behind a program (``fuse_pointwise.py``) one of its arguments is often dead: nothing needs the terms of a sum of
-gradients any more. A result of the same layout takes its memory. Thus less is held, and the memory that is written is
-in the cache already.
+Behind a program one of its arguments is often dead, such as the terms of a sum of gradients. A result of the same
+layout takes its memory, so that less is held, and the memory that is written is in the cache already.
 """
 
 from __future__ import annotations

@@ -5,16 +5,13 @@ products, collectives and attention are worth their bytes. Norms, activations, c
 their arguments computes them again. Of a gated MLP this keeps two products, where autograd holds two more tensors of
 that size. The pass repeats the ops of such tensors before their first use behind the peak, so results keep every bit.
 If no node waits for that use, e.g. for an adapter's gradient, it is delayed to the last use of the same sources. Then
-one pass over memory computes both. Of the three choices that a block has, any model gets the second from this pass:
-
-    save everything      jit(step, recompute=False)
-    save selected        jit(step)
-    save inputs          comm.wrap = remat, which repeats matrix products too
+one pass over memory computes both. Without it (``recompute=False``) everything is saved; with ``comm.wrap = remat``
+only a block's inputs are.
 
 The sources of a repeated tensor must be live: a norm, for instance, then holds its input instead. The pass compares the
-bytes, down to results of ops that are not cheap. To keep or to recompute is a minimum cut of the graph. Chen et al.
-2016, "Training deep nets with sublinear memory cost", and torch's partitioner solve it for a forward and a backward
-traced apart; here one graph has both, and its peak divides them.
+bytes, down to results of ops that are not cheap. To keep or to recompute is a minimum cut of the graph (Chen et al.
+2016, "Training deep nets with sublinear memory cost"; torch's partitioner). Here one graph has both forward and
+backward, and its peak divides them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
 
-A trace makes the same view many times and reads tensors of which only the shape matters. It multiplies by 1 if the
-alpha of an adapter is its rank.
+A trace multiplies by 1 if the alpha of an adapter is its rank.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ def _deduplicate_views(graph: Graph) -> None:
 def remove_products_with_one(graph: Graph) -> None:
     """Replace products with the number 1 by their factor, unless its memory is written, or an input's or a result's.
 
-    Call this pass last: examples/plan infers the cost of many layers from that of a few. The layers must be fused and
-    rematerialised alike, whether or not a factor is 1.
+    Call this pass last: examples/plan infers the cost of many layers from that of a few, which must be fused alike.
     """
     fixed = graphs.all_storages([*graph.find_nodes(op="placeholder"), *graphs.outputs(graph)])
     fixed |= graphs.all_written_storages(graph)
