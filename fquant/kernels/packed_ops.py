@@ -1,8 +1,7 @@
 """The four ops of packed arrays: encode, decode, and the products with a packed weight in both orientations.
 
-A function takes the buffers of a Packed and its Spec; the op of torch takes the fields of the Spec, because an op's
-arguments are tensors, numbers and strings. A call that needs no dispatcher (``dispatch.is_direct``) bypasses torch.
-Arrays of learned vectors are computed by ``additive_codebooks.py`` on every device, all others by the backend.
+A function takes the buffers of a Packed and its Spec; the op of torch takes the fields of the Spec. A call that needs
+no dispatcher (``dispatch.is_direct``) bypasses torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Quantisation and dequantisation on the CPU, by csrc/quantize.h and csrc/dequantize.h.
 
-Most of the description of a format or of a packed array is the same at each call and kept; the pointers of the buffers
-are filled in.
+Most of the description of a format or of a packed array is kept between calls; pointers of buffers are filled in.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from .library import DTYPES, Encoding, Packed, call, empty
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     x = rows.reshape(-1, width).contiguous()
     codes = empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
@@ -36,7 +34,6 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
     if out not in DTYPES:
         return decode(buffers, spec, spec.dtype).to(out)
     stack = buffers[0].shape[: buffers[0].ndim - code_dims(spec)]

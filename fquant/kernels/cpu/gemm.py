@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import sum_dtype
+from ..arguments import multiply_tiles
 from ..spec import Spec
 from .codec import packed_array
 from .library import DTYPES, Packed, call, result
@@ -17,12 +17,10 @@ ALIGNED = 32  # columns: a decoded part starts at a multiple of this
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul``."""
     return _product("matmul", x, buffers, spec, out)
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
     return _product("matmul_t", g, buffers, spec, out)
 
 
@@ -43,15 +41,8 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         if size := call(name, *args, None):
             room = torch.empty(size, dtype=torch.uint8, device="cpu")
             call(name, *args, room.data_ptr())
-    elif name == "matmul":
-        for start, stop, tile in _tiles(w, spec, x.dtype):
-            torch.mm(x, tile.mT, out=y[:, start:stop])
     else:
-        wide = sum_dtype(x)
-        total = torch.zeros(y.shape, dtype=wide, device="cpu")
-        for start, stop, tile in _tiles(w, spec, x.dtype):
-            total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
-        y.copy_(total)
+        multiply_tiles(x, _tiles(w, spec, x.dtype), y, name == "matmul_t")
     del keep
     return y
 
