@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,21 +37,16 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     return values
 
 
-def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    return _product(x, buffers, spec, out, by_columns=False)
-
-
-def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    return _product(g, buffers, spec, out, by_columns=True)
-
-
-def _product(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None, by_columns: bool) -> Tensor:
+def _product(by_columns: bool, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
     shape = (*x.shape[:-1], spec.shape[by_columns])
     y = x.new_empty(shape) if out is None else check_out(out, shape, x.dtype)
     matrices = (t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:]) for t in (x, y))
     for x_, y_, rows in zip(*matrices, _stacked(buffers, x.ndim - 2), strict=True):
         multiply_tiles(x_, _tiles(rows, spec, x.dtype), y_, by_columns)
     return y
+
+
+matmul, matmul_t = partial(_product, False), partial(_product, True)
 
 
 def look_up(codes: Tensor, vectors: Tensor, format: Format) -> Tensor:

@@ -45,7 +45,6 @@ def check_beside(
     op: str, name: str, x: Tensor, /, **others: tuple[Tensor | None, tuple[int, ...], torch.dtype]
 ) -> None:
     """Check arguments (tensor or None, shape, dtype) beside ``x``, called ``name``, on whose device they have to be.
-
     Raises TypeError for another dtype, ValueError for another shape or device.
     """
     for other, (t, shape, dtype) in others.items():

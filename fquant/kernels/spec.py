@@ -76,7 +76,6 @@ def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], 
 
 def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Check ``buffers`` against the layout, and return the dims of their stack, which must equal ``stack`` if given.
-
     Raises ValueError for another count, shape or device than the layout's, TypeError for another dtype.
     """
     if spec.dtype not in FLOATS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -36,21 +36,16 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
     return new
 
 
-def silu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    return _alone("silu", x, out)
-
-
-def silu_derivative(x: Tensor, out: Tensor | None = None) -> Tensor:
-    return _alone("silu_derivative", x, out)
-
-
-def _alone(op: str, x: Tensor, out: Tensor | None) -> Tensor:
+def _alone(op: str, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Run the program of one step on contiguous memory, which merges to one dim."""
     step, read = f"{op}.{str(x.dtype).removeprefix('torch.')} 0", [x.contiguous()]
     if out is None:
         return pointwise(read, [], f"{step}; new 1; over")[0]
     pointwise(read, [result(out, *x.shape, dtype=x.dtype)], f"{step}; new; over 1")
     return out
+
+
+silu, silu_derivative = partial(_alone, "silu"), partial(_alone, "silu_derivative")
 
 
 class _Plan(NamedTuple):

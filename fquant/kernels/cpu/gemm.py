@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,14 +15,6 @@ from .library import DTYPES, Packed, call, result
 
 TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
-
-
-def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    return _product("matmul", x, buffers, spec, out)
-
-
-def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    return _product("matmul_t", g, buffers, spec, out)
 
 
 def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
@@ -45,6 +38,9 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         multiply_tiles(x, _tiles(w, spec, x.dtype), y, name == "matmul_t")
     del keep
     return y
+
+
+matmul, matmul_t = partial(_product, "matmul"), partial(_product, "matmul_t")
 
 
 def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:

@@ -96,8 +96,7 @@ def load() -> ctypes.CDLL:
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
         "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
-        "norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Pointer],
-        "norm_backward": [Pointer, Int, Long, Long, Long, Pointer, Pointer, Pointer, Long, Pointer],
+        "norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Long, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }

@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Sequence = (None, None)
     scale = result(out[1], len(x), dtype=torch.float32)
     if len(x):
         rows = dense_rows(x)
-        call("norm", *_described(rows), weight.data_ptr(), eps, y.data_ptr(), scale.data_ptr())
+        call("norm", *_described(rows), weight.data_ptr(), eps, None, 0, y.data_ptr(), scale.data_ptr())
     return y, scale
 
 
@@ -50,8 +50,8 @@ def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, out: 
     dx, weight = result(out, *x.shape, dtype=x.dtype), weight.to(x.dtype).contiguous()
     if dx.numel():
         g, rows, scale = dense_rows(g), dense_rows(x), scale.contiguous()
-        given = weight.data_ptr(), scale.data_ptr(), g.data_ptr(), g.stride(0)
-        call("norm_backward", *_described(rows), *given, dx.data_ptr())
+        given = weight.data_ptr(), 0.0, g.data_ptr(), g.stride(0)
+        call("norm", *_described(rows), *given, dx.data_ptr(), scale.data_ptr())
     return dx
 
 

@@ -31,7 +31,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tu
     """Return y [b h t e] in q's dtype, and the log-sum-exp of the scores, f32[b h t] (f64 for f64).
 
     q [b h t e], k and v [b k t e] in f32, bf16, f16 or f64, one dtype, h a multiple of k; runs i64[b t].
-
     Raises TypeError for other dtypes, ValueError for other shapes or devices.
     """
     return _ATTENTION(q, k, v, runs)

@@ -33,7 +33,6 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
     """Return indices i64[s n top] and scores [s n top] of the ``top`` codes of largest ``x·c - half``, best first.
 
     x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, the dtype of the scores.
-
     Raises TypeError for other dtypes, ValueError for other shapes or devices, or for ``top`` above k.
     """
     return _OP(x, codes, half, top)

@@ -26,7 +26,6 @@ def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     """Return the negative log likelihood of each row's target, f32[c] in nats, zero in rows whose target is ``ignore``.
 
     logits [c v] in f32, bf16, f16 or f64 (the result is then f64); targets i64[c].
-
     Raises TypeError for another dtype, ValueError for other shapes or devices. Raises IndexError for a target that is
     neither in [0, v) nor ``ignore``; on CUDA that is an assertion on the device, which stops the program, as in torch.
     """

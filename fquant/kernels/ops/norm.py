@@ -34,7 +34,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return ``round(x · scale) · weight`` [n d] in x's dtype, and the scale of each row, f32[n].
 
     x [n d] in f32, bf16, f16 or f64 (the scale is then f64); weight [d] in any of these, which is cast to x's.
-
     Raises TypeError for another dtype, ValueError for other shapes or devices.
     """
     if not is_direct(x, weight):

@@ -22,7 +22,6 @@ from ..registry import register
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
     """Return keys i64[...] from ``key`` and ``data``, i64 that broadcast; either may be a number on the CPU.
-
     Raises TypeError for another dtype, ValueError for different devices.
     """
     if key.device != data.device:  # as in torch, a number on the CPU goes with any device
@@ -35,7 +34,6 @@ def fold(key: Tensor, data: Tensor) -> Tensor:
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Return words in [0, 2^32), i64[*key *shape]: for each key i64, those at the flat positions of ``shape``.
-
     Raises TypeError for another dtype.
     """
     return _BITS(key, shape)
@@ -43,7 +41,6 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
     """Return bool[*key *shape], True for the words of :func:`bits` below ``threshold``.
-
     Raises TypeError for another dtype, ValueError for a threshold outside of [0, 2^32].
     """
     return _BERNOULLI(key, threshold, shape)

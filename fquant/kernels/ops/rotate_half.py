@@ -23,7 +23,6 @@ from .pointwise_program import PIECE, is_turned
 
 def turn(x: Tensor, half: int) -> Tensor:
     """Rotate the halves of x f[... 2|half|], or rotate back if half < 0; contiguous, x's dtype.
-
     Raises TypeError for another dtype than f32, bf16, f16 and f64. Raises ValueError if 2|half| is not the last dim, or
     does not divide ``pointwise_program.PIECE``.
     """

@@ -31,26 +31,10 @@ from torch import Tensor
 
 from ..arguments import dense_rows, multiply_tiles
 from ..spec import Spec
-from .dequantize import (
-    DTYPES,
-    EXACT,
-    INTERPRETED,
-    Rows,
-    constants,
-    cut,
-    decode_into,
-    load,
-    look_up,
-    narrow,
-    on,
-    rows_of,
-    scaled,
-    tensors,
-    tl,
-    triton,
-    unpack,
-    widen,
-    words,
+
+from .dequantize import (  # isort: skip
+    DTYPES, EXACT, INTERPRETED, Rows, constants, cut, decode_into, load, look_up, narrow, on, rows_of, scaled, tensors,
+    tl, triton, unpack, widen, words,
 )  # fmt: skip
 
 FEW = 64  # rows of x up to which a product is one pass over packed bytes; there it costs as much as decoding once
@@ -59,11 +43,11 @@ TILE = 32 << 20  # bytes of a decoded tile
 
 
 class Few(NamedTuple):
-    """One pass over the weight: rows of x at a time, warps that share 16 rows of the weight, pipeline stages."""
+    """One pass over the weight."""
 
-    rows: int
-    parts: int
-    stages: int
+    rows: int  # of x at a time
+    parts: int  # warps that share 16 rows of the weight
+    stages: int  # of the pipeline
 
 
 class Tiled(NamedTuple):

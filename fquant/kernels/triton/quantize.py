@@ -2,7 +2,8 @@
 
 A program holds whole blocks of a row. If the row is the block, it reads the row twice. A 4-bit code is found by a
 binary search among the 15 midpoints of the table's values: some 40 instructions an element in all, where comparing with
-each of the 15 took 70. The absmax is the greatest bit pattern of ``|x|`` as an integer, so NaN exceeds infinity. Nothing is fused and denormals are kept, so codes equal the reference's.
+each of the 15 took 70. The absmax is the greatest bit pattern of ``|x|`` as an integer, so NaN exceeds infinity.
+Nothing is fused and denormals are kept, so codes equal the reference's.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:

@@ -5,7 +5,7 @@
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
    Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
 
-typedef struct { /* the scratch of a unit; the last ones are for the gradient */
+typedef struct { /* the scratch of a unit; the last two lines are for the gradient */
     uint32_t *rows, *k_rows, *v_down, *q_across, *words, *turned;
     float *scores, *sums, *most, *total;
     uint32_t *v_rows, *k_down, *g_across, *q_down, *g_down, *p_rows, *s_rows;
@@ -226,8 +226,7 @@ INLINE void NAME(attend_backward)(const Attention *a, int64_t unit, void *scratc
 }
 
 static void NAME(attention)(void *work, int64_t unit, void *scratch) {
-    BY_HALF(((const Attention *)work)->half, NAME(attend), work, unit, scratch)
-}
-static void NAME(attention_backward)(void *work, int64_t unit, void *scratch) {
-    BY_HALF(((const Attention *)work)->half, NAME(attend_backward), work, unit, scratch)
+    const Attention *a = work;
+    if (a->g) { BY_HALF(a->half, NAME(attend_backward), work, unit, scratch) }
+    else { BY_HALF(a->half, NAME(attend), work, unit, scratch) }
 }

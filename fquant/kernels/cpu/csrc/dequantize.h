@@ -66,11 +66,8 @@ INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
 INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
     if (own == BF16 && dtype != BF16) v = (NAME(Lanes))(NAME(to_bf16)(v) << 16);
     if (own == F16 && dtype != F16) v = NAME(from_f16)(NAME(to_f16)(v));
-    if (dtype == F32) {
-        memcpy(out, &v, sizeof v);
-    } else {
-        NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
-    }
+    if (dtype == F32) memcpy(out, &v, sizeof v);
+    else NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
 }
 
 /* Decode a block of n 4-bit codes: its 16 values first, then a look-up an element. */

@@ -3,9 +3,8 @@
 
    The inner dimension is in words of 32 bits: a float32, or two bf16. One operand is in panels, [words][PANEL], which
    are loaded as vectors. The other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay in
-   registers for STEPS words, while a panel stays in the first cache, and then go to scratch in the second. x · wᵀ has
-   x in panels and rows of the weight as slivers, w's own layout. g · w has g's rows as slivers and stripes of the
-   weight's columns in panels. A unit decodes only its part of the weight. */
+   registers for STEPS words, while a panel stays in the first cache. x · wᵀ has x in panels and rows of the weight as
+   slivers. g · w has g's rows as slivers and stripes of the weight's columns in panels. */
 
 enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
 

@@ -1,7 +1,5 @@
 /* Fork-join loops over units of work, on the threads of the OpenMP runtime that torch has loaded (GOMP_parallel),
-   because two pools would spin against each other. Without that runtime, threads are created for each call.
-
-   Nothing here spins. The runtime does, before and after a loop; see threads.py. */
+   because two pools would spin against each other. Without that runtime, threads are created for each call. */
 
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
