@@ -22,6 +22,7 @@ PANEL = 64  # tokens after the last that an instruction set may read
 def attention(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, out: Sequence = (None, None)
 ) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.ops.attention.attention``."""
     b, heads, t, e = q.shape
     y, lse = _by_tokens(out[0], q), result(out[1], b, heads, t, dtype=torch.float32)
     if y.numel():
@@ -39,6 +40,7 @@ def attention_backward(
     runs: Tensor | None = None,
     out: Sequence = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``fquant.kernels.ops.attention.attention_backward``."""
     dq, dk, dv = map(_by_tokens, out, (q, k, v))
     if q.numel():
         _call(runs, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)

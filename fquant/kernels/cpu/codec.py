@@ -20,6 +20,7 @@ from .library import DTYPES, Encoding, Packed, call, empty
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     x = rows.reshape(-1, width).contiguous()
     codes = empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
@@ -34,6 +35,7 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """See ``fquant.kernels.decode``."""
     if out not in DTYPES:
         return decode(buffers, spec, spec.dtype).to(out)
     stack = buffers[0].shape[: buffers[0].ndim - code_dims(spec)]

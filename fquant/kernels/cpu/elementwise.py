@@ -23,6 +23,7 @@ _KINDS = {**DTYPES, torch.bool: 3}
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
+    """See ``fquant.kernels.ops.pointwise.pointwise``."""
     plan = _plan(text, _kinds(read))
     if plan is None:
         shape = torch.broadcast_shapes(*(t.shape for t in read))

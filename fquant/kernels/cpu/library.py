@@ -31,10 +31,9 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-# The structures of csrc/work.h:
-
-
 class Packed(ctypes.Structure):
+    """``Packed`` of csrc/work.h."""
+
     _fields_ = [
         *_fields(Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table"),
         *_fields(Long, "rows width block nested_block"),
@@ -44,6 +43,8 @@ class Packed(ctypes.Structure):
 
 
 class Encoding(ctypes.Structure):
+    """``Encoding`` of csrc/work.h."""
+
     _fields_ = [*_fields(Pointer, "middles order grid"), ("block", Long), *_fields(ctypes.c_int32, "bits sorted")]
 
 
@@ -61,16 +62,22 @@ class Step(ctypes.Structure):
 
 
 class Read(ctypes.Structure):
+    """``Read`` of csrc/work.h."""
+
     _fields_ = [("stride", Long * DIMS), *_fields(ctypes.c_int32, "dtype whole")]
 
 
 class Pointwise(ctypes.Structure):
+    """``Pointwise`` of csrc/work.h."""
+
     _fields_ = [
         *_fields(Pointer, "steps reads at"), *_fields(Long, "count total dims registers"), ("size", Long * DIMS)
     ]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
+    """``Attention`` of csrc/work.h."""
+
     _fields_ = [
         *_fields(Pointer, "q k v g y dq dk dv lse labels"),
         *_fields(Long * 3, "qs ks vs gs ys dqs dks"),
@@ -96,7 +103,7 @@ def load() -> ctypes.CDLL:
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
         "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
-        "norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Long, Pointer, Pointer],
+        "rms_norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Long, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }

@@ -18,6 +18,7 @@ TINY = 1e-38  # keeps the reciprocal of an all-zero block finite
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     parts = rows.reshape(-1, width).split(max(1, CHUNK // max(width, 1)))
     codes, absmax = zip(*[_encode_rows(part, format) for part in parts], strict=True)
@@ -56,6 +57,7 @@ def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """See ``fquant.kernels.decode``."""
     format, shape, dtype = spec
     codes, scale, offset, _ = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
@@ -70,10 +72,12 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """See ``fquant.kernels.matmul``."""
     return x @ decode(buffers, spec, x.dtype).mT
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
+    """See ``fquant.kernels.matmul_t``."""
     return g @ decode(buffers, spec, g.dtype)
 
 

@@ -64,6 +64,7 @@ class Rows(NamedTuple):
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
+    """See ``fquant.kernels.decode``."""
     stack = _stack(buffers, spec)
     values = buffers[0].new_empty(*stack, *spec.shape, dtype=out if out in DTYPES else _rounded_to(spec))
     if values.numel():

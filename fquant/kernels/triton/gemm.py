@@ -18,7 +18,6 @@ are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each giv
 All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES``.
 """
 
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
@@ -83,6 +82,7 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None =
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Tiled | None = None) -> Tensor:
+    """See ``fquant.kernels.matmul_t``."""
     y = g.new_empty(*g.shape[:-1], spec.shape[1])
     if not g.numel() or not y.numel():
         return y.zero_()

@@ -6,7 +6,6 @@ each of the 15 took 70. The absmax is the greatest bit pattern of ``|x|`` as an 
 Nothing is fused and denormals are kept, so codes equal the reference's.
 """
 
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     codes = rows.new_empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
     absmax = rows.new_empty(*outer, num_blocks(format, width), dtype=torch.float32)

@@ -136,8 +136,7 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int ha
         }
 }
 
-/* Turn tiles of scores and of gradients of weights into weights and gradients of scores: as rows, the latter also as
-   words of two keys. */
+/* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
 INLINE void NAME(slopes)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     int masked = labels || k + n > q, each = half ? 2 : 1;

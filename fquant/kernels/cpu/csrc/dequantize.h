@@ -154,8 +154,7 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
     }
 }
 
-/* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. The
-   dtypes are constants where this is inlined. */
+/* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
     int64_t size = dtype == F32 ? 4 : 2, blocks = blocks_of(w), block = column / w->block;
@@ -205,8 +204,7 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 #undef AS
 }
 
-/* Decode n elements of a row from `column`, a multiple of 32, for a product with x of dtype: rounded to dtype, as bf16
-   if half, else as floats. */
+/* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
     if (half) {
         NAME(span)(w, row, column, n, 0, BF16, out);

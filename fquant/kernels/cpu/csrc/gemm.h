@@ -8,8 +8,7 @@
 
 enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
 
-/* sums [rows][vecs] += a sliver of `rows` rows with stride `apart`, times a panel of `vecs` vectors, for n words; = if
-   `fresh`. rows, vecs, half and fresh are constants. */
+/* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
     NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;

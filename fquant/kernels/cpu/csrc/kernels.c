@@ -56,8 +56,8 @@ enum { PAST = 8 << 20 }; /* bytes of a result from which stores are non-temporal
 enum { GROUP = 16 };     /* rows of a weight in a unit of `gemv` */
 enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay in registers */
 
-/* For gemm.h, in words of 32 bits: the inner dimension that is decoded at a time, that is multiplied at a time, and
-   the row stride of a sliver, a cache line more than a slab lest rows use the same cache sets. */
+/* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
+   sliver, a cache line more than a slab lest rows use the same cache sets. */
 enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
 enum { LEAST_ROWS = 24, MOST_ROWS = 144 }; /* rows of a weight in a unit of matmul: multiples of all slivers */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
@@ -182,8 +182,7 @@ EXPORT void fquant_large_pages(void *p, size_t n) {
 #endif
 }
 
-/* Decode the part of w from (row, column), rows x width, to out of dtype with row stride `stride`; column is a
-   multiple of 32. */
+/* Decode the part rows x width of w from (row, column), a multiple of 32, to out of dtype with row stride `stride`. */
 EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
                          int64_t width, int dtype, void *out, int64_t stride) {
     int64_t size = dtype == F32 ? 4 : 2, aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
@@ -193,8 +192,7 @@ EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row,
 
 #include "matmul.h"
 
-/* x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in], of dtype. If `room` is NULL but needed, they do
-   nothing and return its bytes. */
+/* x [m, in] · wᵀ to y [m, out], or x [m, out] · w to y [m, in]. If `room` is NULL but needed, return its bytes only. */
 EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                              void *room) {
     return product(isa, threads, 0, w, x, m, y, dtype, room);
@@ -245,7 +243,7 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
 
 /* x [rows, width] / sqrt(mean of squares + eps) * weight [width] to out [rows, width], of dtype, and 1 / that root to
    scale [rows]; or with g [rows, width], the gradient of that to out. Units are groups of rows of about a PIECE. */
-EXPORT int64_t fquant_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width, int64_t apart,
+EXPORT int64_t fquant_rms_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width, int64_t apart,
                            const void *weight, double eps, const void *g, int64_t apart_g, void *out, float *scale) {
     int64_t group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, width)));
     Norm work = {g, x, weight, out, scale, eps, rows, width, apart, apart_g, group, dtype};

@@ -9,19 +9,14 @@
 
 enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the partial sums */
 
-/* The terms of LANES elements: x * x, or for the gradient g * w * (x * scale). `slope` is a constant where inlined. */
-INLINE NAME(Lanes) NAME(term)(const char *g, const char *x, const char *w, int64_t at, float scale, const int dtype,
-                              const int slope) {
-    NAME(Lanes) v = NAME(wide)(x + at, dtype);
-    return slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (v * scale) : v * v;
-}
-
-/* Add the terms of ABREAST elements to the partial sums. */
+/* Add the terms of ABREAST elements to the partial sums: x * x, or for the gradient g * w * (x * scale). */
 INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *w, int64_t at, float scale,
                       const int dtype, const int slope) {
-    const int64_t bytes = NAME(LANES) * (dtype == F32 ? 4 : 2);
 #pragma GCC unroll 16
-    for (int k = 0; k < NAME(VECTORS); k++) v[k] += NAME(term)(g, x, w, at + k * bytes, scale, dtype, slope);
+    for (int k = 0; k < NAME(VECTORS); k++, at += NAME(LANES) * (dtype == F32 ? 4 : 2)) {
+        NAME(Lanes) a = NAME(wide)(x + at, dtype);
+        v[k] += slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (a * scale) : a * a;
+    }
 }
 
 /* Add the partial sums in pairs, in the same order for vectors of any length. */

@@ -16,8 +16,7 @@ INLINE NAME(Sizes) NAME(sizes)(const Attention *a) {
     return (NAME(Sizes)){words, padded_to(words, NAME(LANES)), padded_to(a->e, NAME(LANES)), padded_to(a->t, KEYS), each};
 }
 
-/* sums [count][vecs] += `count` rows of words times a panel, or = if fresh; `count` is a multiple of SIX. Not inlined,
-   because each call would compile all these products again. */
+/* sums [count][vecs] += (= if fresh) `count` rows, a multiple of SIX, times a panel. Not inlined: it would be long. */
 #define PRODUCT(name, half, fresh)                                                                                     \
     static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,       \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
@@ -40,8 +39,7 @@ INLINE void NAME(scores)(const uint32_t *rows, int64_t apart, int64_t count, con
     (half ? NAME(set_halves) : NAME(set_floats))(rows, apart, count, across, NAME(VECS), n, sums);
 }
 
-/* sums [high][columns] from `row` on += rows times the words [tall][columns] of tokens, down, from `from` on; panel by
-   panel. */
+/* sums [high][columns] from `row` on += rows times the words [tall][columns] of tokens, down, from `from` on. */
 INLINE void NAME(columns)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *down, int64_t tall,
                           int64_t from, int64_t n, int64_t columns, int half, float *sums, int64_t high, int64_t row) {
     for (int64_t c = 0; c < columns; c += NAME(PANEL)) {
