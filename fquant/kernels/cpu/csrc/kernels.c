@@ -243,8 +243,9 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
 
 /* x [rows, width] / sqrt(mean of squares + eps) * weight [width] to out [rows, width], of dtype, and 1 / that root to
    scale [rows]; or with g [rows, width], the gradient of that to out. Units are groups of rows of about a PIECE. */
-EXPORT int64_t fquant_rms_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width, int64_t apart,
-                           const void *weight, double eps, const void *g, int64_t apart_g, void *out, float *scale) {
+EXPORT int64_t fquant_rms_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
+                               int64_t apart, const void *weight, double eps, const void *g, int64_t apart_g, void *out,
+                               float *scale) {
     int64_t group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, width)));
     Norm work = {g, x, weight, out, scale, eps, rows, width, apart, apart_g, group, dtype};
     threads = (int)MIN((int64_t)threads, rows * width / ALONE + 1);
