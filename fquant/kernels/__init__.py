@@ -6,20 +6,17 @@
     matmul_t(g, buffers, spec)         g · W, its transpose: f[*stack m out] to f[*stack m in]
 
 ``buffers`` are the leaves of a Packed, and ``spec`` is its static half (``spec.py``). These four ops are defined in
-``packed_ops.py``; ``ops/`` has one file for each other op: attention, norms, the loss of logits, random bits, silu,
-rotary embedding, elementwise programs, nearest codes.
+``packed_ops.py``, and each other one in a file of ``ops/``. ``registry.py`` registers them with torch under
+``fquant::``. An op has a fake implementation and no autograd, so capture and compile see one node. One that is
+asked for a derivative raises TypeError. Derivatives are autograd Functions that call the op (``packed_linear.py``).
 
-``registry.py`` registers each op with torch under ``fquant::``. An op has a fake implementation and no autograd, so
-capture and compile see one node. Derivatives are written once, in autograd Functions that call the op
-(``fquant/packed_linear.py``). An op that is asked for a derivative raises TypeError.
-
-``dispatch.py`` picks the backend by device. The environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces
-one, and ``FQUANT_KERNELS=cpu:avx2`` one instruction set of it.
+``dispatch.py`` picks the backend by device. A function of a backend is the op of its name, on checked arguments. The
+environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and ``cpu:avx2`` one instruction set of it.
 
 * ``cpu``: the C kernels of ``cpu/csrc``, for CPU tensors.
 * ``triton``: for CUDA tensors.
-* ``reference``: plain torch, which defines the results. It serves every other device. It also replaces a backend that
-  is not available, with one warning.
+* ``reference``: plain torch, which defines the results. It serves float64 and every other device. It also replaces a
+  backend that is not available, with one warning.
 
 Two modules are torch's matrix product in tiles on every device: ``ops/nearest.py``, and ``additive_codebooks.py`` for
 arrays of learned vectors.

@@ -5,23 +5,21 @@
     vectors  f32[*stack stages·256·dim]      one list for the whole array
 
 An element is the sum of its stages' vectors, the first stage first, in float32, times its scale, rounded once to the
-array's dtype. The list of vectors is small, 16 KiB for two stages of 8 elements, and stays in a core's cache.
-
-A product decodes ``TILE`` bytes of float32 rows and lets torch multiply, so a dense weight never exists. Sums over
-tiles are kept in float32 at least.
+array's dtype. A product decodes ``TILE`` bytes of float32 rows and lets torch multiply, so a dense weight never exists.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..format import CODES, Format
-from .arguments import check_out, sum_dtype
+from .arguments import check_out, multiply_tiles
 from .reference import times_scale
 from .spec import Spec
 
@@ -40,25 +38,16 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     return values
 
 
-def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul``."""
-    y = _result(out, x, spec.shape[0])
-    for x_, y_, rows in zip(_matrices(x), _matrices(y), _stacked(buffers, x.ndim - 2), strict=True):
-        for start, stop, tile in _tiles(rows, spec, x.dtype):
-            torch.mm(x_, tile.mT, out=y_[:, start:stop])
+def _product(by_columns: bool, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
+    shape = (*x.shape[:-1], spec.shape[by_columns])
+    y = x.new_empty(shape) if out is None else check_out(out, shape, x.dtype)
+    matrices = (t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:]) for t in (x, y))
+    for x_, y_, rows in zip(*matrices, _stacked(buffers, x.ndim - 2), strict=True):
+        multiply_tiles(x_, _tiles(rows, spec, x.dtype), y_, by_columns)
     return y
 
 
-def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
-    y = _result(out, g, spec.shape[1])
-    wide = sum_dtype(g)
-    for g_, y_, rows in zip(_matrices(g), _matrices(y), _stacked(buffers, g.ndim - 2), strict=True):
-        total = y_.new_zeros(y_.shape, dtype=wide)
-        for start, stop, tile in _tiles(rows, spec, g.dtype):
-            total.addmm_(g_[:, start:stop].to(wide), tile.to(wide))
-        y_.copy_(total)
-    return y
+matmul, matmul_t = partial(_product, False), partial(_product, True)
 
 
 def look_up(codes: Tensor, vectors: Tensor, format: Format) -> Tensor:
@@ -91,13 +80,3 @@ def _stacked(buffers: Sequence[Tensor], dims: int) -> Iterator[tuple[Tensor, ...
     num, rows = math.prod(codes.shape[:dims]), math.prod(codes.shape[dims:-1])
     by_rows = (t.reshape(num, rows, t.shape[-1]) for t in (codes, scale))
     return zip(*by_rows, vectors.reshape(num, vectors.shape[-1]), strict=True)
-
-
-def _matrices(t: Tensor) -> Tensor:
-    """Return ``t`` [*stack m n] as [stack m n]."""
-    return t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:])
-
-
-def _result(out: Tensor | None, x: Tensor, width: int) -> Tensor:
-    shape = (*x.shape[:-1], width)
-    return x.new_empty(shape) if out is None else check_out(out, shape, x.dtype)

@@ -1,6 +1,8 @@
-"""Dtypes and memory layouts of the tensors that kernels read and write."""
+"""Checks of arguments and results, and products with tiles of a weight, for all backends."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -31,3 +33,40 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
         got = f"{out.dtype} {tuple(out.shape)} of strides {out.stride()}"
         raise ValueError(f"a result was to go into {got}; wanted contiguous {dtype} {shape}")
     return out
+
+
+def check_floats(op: str, x: Tensor, name: str = "x") -> None:
+    """Raise TypeError if kernels do not compute with the dtype of the argument ``name``."""
+    if x.dtype not in COMPUTED:
+        raise TypeError(f"{op} got {name} {x.dtype} {tuple(x.shape)}; wanted f32, bf16, f16 or f64")
+
+
+def check_beside(
+    op: str, name: str, x: Tensor, /, **others: tuple[Tensor | None, tuple[int, ...], torch.dtype]
+) -> None:
+    """Check arguments (tensor or None, shape, dtype) beside ``x``, called ``name``, on whose device they have to be.
+    Raises TypeError for another dtype, ValueError for another shape or device.
+    """
+    for other, (t, shape, dtype) in others.items():
+        if t is None:
+            continue
+        if t.dtype is not dtype:
+            raise TypeError(f"{op} got {other} {t.dtype} beside {name} {x.dtype}; wanted {dtype}")
+        if t.shape != shape:
+            got = f"{other} {tuple(t.shape)} and {name} {tuple(x.shape)}"
+            raise ValueError(f"{op} got {got}; wanted {other} {tuple(shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{op} got {name} on {x.device} and {other} on {t.device}; move one")
+
+
+def multiply_tiles(x: Tensor, tiles: Iterable[tuple[int, int, Tensor]], y: Tensor, by_columns: bool) -> None:
+    """Write ``x · Wᵀ`` to ``y``, or ``x · W`` if by columns, for ``tiles`` (start, stop, these rows of W)."""
+    if not by_columns:
+        for start, stop, tile in tiles:
+            torch.mm(x, tile.mT, out=y[:, start:stop])
+        return
+    wide = sum_dtype(x)
+    total = torch.zeros_like(y, dtype=wide)
+    for start, stop, tile in tiles:
+        total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
+    y.copy_(total)

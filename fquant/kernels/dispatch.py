@@ -45,7 +45,6 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[at
 
 def backend(device: str) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for tensors on ``device``.
-
     Raises ValueError if FQUANT_KERNELS names no backend, or one that cannot compute there; RuntimeError if the backend
     it names is not available.
     """

@@ -2,12 +2,9 @@
 
     call = dispatch_bypass.of(torch.ops.fquant.matmul.out)    # same bits, a third of the time beside the work
 
-Torch dispatches an op by device, tests for derivatives, and checks its arguments again. In a replayed graph, whose ops
-may be an optimiser's few thousand elements, that is a hundredth of the time.
-
-The caller of a direct function guarantees three things. The call has been checked, for instance when it was traced.
-All tensors are plain CPU tensors whose values are in their memory. No mode or transform has to see the call. While a
-profiler runs, calls go through torch.
+The caller guarantees three things. The call has been checked, for instance when it was traced. All tensors are plain
+CPU tensors whose values are in their memory. No mode or transform has to see the call. While a profiler runs, calls go
+through torch.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ def add(name: str, function: Callable[..., Any]) -> None:
 
 
 def is_lazy(t: Tensor) -> bool:
-    """Return True if the memory of ``t`` does not hold its values, so that only torch's dispatcher can read them.
-
-    These are tensors that are negated or conjugated when read, and the zero tensors of some second derivatives.
-    """
+    """Return True if the memory of ``t`` does not hold its values, as of negated and conjugated tensors."""
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 

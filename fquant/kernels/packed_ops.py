@@ -1,8 +1,7 @@
 """The four ops of packed arrays: encode, decode, and the products with a packed weight in both orientations.
 
-A function takes the buffers of a Packed and its Spec; the op of torch takes the fields of the Spec, because an op's
-arguments are tensors, numbers and strings. A call that needs no dispatcher (``dispatch.is_direct``) bypasses torch.
-Arrays of learned vectors are computed by ``additive_codebooks.py`` on every device, all others by the backend.
+A function takes the buffers of a Packed and its Spec; the op of torch takes the fields of the Spec. A call that needs
+no dispatcher (``dispatch.is_direct``) bypasses torch.
 """
 
 from __future__ import annotations
@@ -23,14 +22,6 @@ from .arguments import COMPUTED
 from .dispatch import backend, is_direct
 from .registry import LIBRARY, define_out, refuse_derivatives
 from .spec import FLOATS, Spec, check, code_dtype
-
-_PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
-SCHEMAS = {
-    "encode": "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)",
-    "decode": f"({_PACKED}, ScalarType out) -> Tensor",
-    "matmul": f"(Tensor x, {_PACKED}) -> Tensor",
-    "matmul_t": f"(Tensor g, {_PACKED}) -> Tensor",
-}
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -57,8 +48,12 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     return _OPS["matmul_t"](g, buffers, spec.format.text, spec.shape, spec.dtype)
 
 
-def _backend(format: Format, device: torch.device) -> ModuleType:
-    return backend(device.type)[1] if format.vectors is None else additive_codebooks
+def _backend(spec: Spec, device: torch.device) -> ModuleType:
+    return backend(device.type)[1] if spec.format.vectors is None else additive_codebooks
+
+
+def _spec(format: str, shape: list[int], dtype: torch.dtype) -> Spec:
+    return Spec(read(format), tuple(shape), dtype)
 
 
 def _encode(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -69,40 +64,35 @@ def _encode(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def _encode_fake(rows: Tensor, format: str) -> tuple[Tensor, Tensor]:
     _check_rows(rows, kind := read(format))
     *outer, width = rows.shape
-    return (
-        rows.new_empty(*outer, num_bytes(kind, width), dtype=code_dtype(kind)),
-        rows.new_empty(*outer, num_blocks(kind, width), dtype=torch.float32),
-    )
+    codes = rows.new_empty(*outer, num_bytes(kind, width), dtype=code_dtype(kind))
+    return codes, rows.new_empty(*outer, num_blocks(kind, width), dtype=torch.float32)
 
 
-def _decode(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    spec = Spec(read(format), tuple(shape), dtype)
-    _check_decode(spec, buffers, out)
-    return _backend(spec.format, buffers[0].device).decode(buffers, spec, out)
+def _decode(buffers: list[Tensor], *static: Any) -> Tensor:
+    *fields, out = static
+    _check_decode(spec := _spec(*fields), buffers, out)
+    return _backend(spec, buffers[0].device).decode(buffers, spec, out)
 
 
-def _decode_fake(buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    stack = _check_decode(Spec(read(format), tuple(shape), dtype), buffers, out)
-    return buffers[0].new_empty(*stack, *shape, dtype=out)
+def _decode_fake(buffers: list[Tensor], *static: Any) -> Tensor:
+    *fields, out = static
+    stack = _check_decode(spec := _spec(*fields), buffers, out)
+    return buffers[0].new_empty(*stack, *spec.shape, dtype=out)
 
 
-def _product(
-    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype, **out: Tensor
-) -> Tensor:
-    return product(name, x, buffers, Spec(read(format), tuple(shape), dtype), **out)
+def _product(name: str, x: Tensor, buffers: list[Tensor], *fields: Any, **out: Tensor) -> Tensor:
+    return product(name, x, buffers, _spec(*fields), **out)
 
 
 def product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out: Tensor) -> Tensor:
     """Compute the product ``name`` without torch's dispatcher, for arguments of which :func:`is_direct` is true."""
     _check_product(name, x, buffers, spec)
-    return getattr(_backend(spec.format, x.device), name)(x, buffers, spec, **out)
+    return getattr(_backend(spec, x.device), name)(x, buffers, spec, **out)
 
 
-def _product_fake(
-    name: str, x: Tensor, buffers: list[Tensor], format: str, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    _check_product(name, x, buffers, Spec(read(format), tuple(shape), dtype))
-    return x.new_empty(*x.shape[:-1], shape[name == "matmul_t"])
+def _product_fake(name: str, x: Tensor, buffers: list[Tensor], *fields: Any) -> Tensor:
+    _check_product(name, x, buffers, spec := _spec(*fields))
+    return x.new_empty(*x.shape[:-1], spec.shape[name == "matmul_t"])
 
 
 def _check_rows(rows: Tensor, format: Format) -> None:
@@ -120,9 +110,8 @@ def _check_decode(spec: Spec, buffers: list[Tensor], out: torch.dtype) -> tuple[
 
 def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> None:
     if len(spec.shape) != 2 or x.dtype not in COMPUTED or x.ndim < 2:
-        raise TypeError(
-            f"{name} got x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}; wanted f[*stack m n], 2 dims"
-        )
+        got = f"x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}"
+        raise TypeError(f"{name} got {got}; wanted f[*stack m n], 2 dims")
     check(spec, buffers, tuple(x.shape[:-2]))
     inner = spec.shape[name == "matmul"]
     if x.shape[-1] != inner:
@@ -133,11 +122,8 @@ def _check_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) 
 
 def _decode_vmap(info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> tuple[Tensor, int]:
     """Map decode: a mapped dim of a packed array becomes the first dim of a stack."""
-    mapped = [
-        b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
-        for b, at in zip(buffers, in_dims[0], strict=True)
-    ]
-    return _OPS["decode"](mapped, *rest), 0
+    front = lambda b, at: b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
+    return _OPS["decode"](list(map(front, buffers, in_dims[0])), *rest), 0
 
 
 _FIX = (
@@ -146,26 +132,26 @@ _FIX = (
 )
 
 
-def _product_flops(x: Any, buffers: Any, format: str, shape: list[int], *rest: Any, **kwargs: Any) -> int:
-    """Count those of the dense weight; torch's counter gives shapes for tensors."""
-    return 2 * math.prod(x[:-1]) * math.prod(shape)
+def _register(name: str, schema: str, real: Any, fake: Any) -> Callable[..., Any]:
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, real, key)
+    refuse_derivatives(name, _FIX)
+    torch.library.register_fake(f"fquant::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fquant, name).default
 
 
-def _register() -> dict[str, Callable[..., Any]]:
-    real: dict[str, Any] = {"encode": _encode, "decode": _decode}
-    fake: dict[str, Any] = {"encode": _encode_fake, "decode": _decode_fake}
-    for name in ("matmul", "matmul_t"):
-        real[name], fake[name] = partial(_product, name), partial(_product_fake, name)
-        define_out(name, SCHEMAS[name], real[name])
-    for name, schema in SCHEMAS.items():
-        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, real[name], key)
-        refuse_derivatives(name, _FIX)
-        torch.library.register_fake(f"fquant::{name}", fake[name], lib=LIBRARY)
-    register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(_product_flops)
-    torch.library.register_vmap("fquant::decode", _decode_vmap, lib=LIBRARY)
-    return {name: getattr(torch.ops.fquant, name).default for name in SCHEMAS}
-
-
-_OPS = _register()
+_PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
+_OPS = {
+    "encode": _register("encode", "(Tensor rows, str format) -> (Tensor codes, Tensor absmax)", _encode, _encode_fake),
+    "decode": _register("decode", f"({_PACKED}, ScalarType out) -> Tensor", _decode, _decode_fake),
+}
+for _name, _x in (("matmul", "x"), ("matmul_t", "g")):
+    _schema, _real = f"(Tensor {_x}, {_PACKED}) -> Tensor", partial(_product, _name)
+    _OPS[_name] = _register(_name, _schema, _real, partial(_product_fake, _name))
+    define_out(_name, _schema, _real)
+torch.library.register_vmap("fquant::decode", _decode_vmap, lib=LIBRARY)
+# those of the dense weight; torch's counter gives shapes for tensors
+register_flop_formula([torch.ops.fquant.matmul, torch.ops.fquant.matmul_t])(
+    lambda x, buffers, format, shape, *_, **__: 2 * math.prod(x[:-1]) * math.prod(shape)
+)

@@ -14,33 +14,56 @@ import torch
 from torch import Tensor
 
 from ..autodiff import is_dual
-from . import dispatch_bypass
+from . import dispatch_bypass, reference
 from .dispatch import backend
 
 LIBRARY = torch.library.Library("fquant", "DEF")
+Function = Callable[..., Any]
 
 
-def define(name: str, schema: str, real: Any, fake: Any, vmap: Any, *tags: torch.Tag) -> Callable[..., Any]:
-    """Define an op without an autograd rule, for results that have no derivative, and return it.
+def by_backend(name: str, *args: Any, **out: Any) -> Any:
+    """Call the function ``name`` of the backend of the first argument, or in float64 of the reference."""
+    module = reference if args[0].dtype is torch.float64 else backend(args[0].device.type)[1]
+    return getattr(module, name)(*args, **out)
 
-    ``fake`` and ``vmap`` are as torch.library wants them; with ``vmap`` None the op has no rule.
-    """
+
+def register(
+    name: str,
+    schema: str,
+    check: Function,
+    empty: Function,
+    vmap: Function | None,
+    fix: str | None = None,
+    *tags: torch.Tag,
+    real: Function | None = None,
+) -> Function:
+    """Define an op, and return it.
+
+    ``check(name, *args)`` raises the errors of a call. Then ``empty(*args)`` returns results for fake tensors, and
+    ``real(*args)`` computes (default: :func:`by_backend`). ``vmap`` is the rule of torch.library with the op in front.
+
+    With ``fix`` a call that needs a derivative raises a TypeError that ends in it. The op then has an ``out`` overload,
+    for which ``real`` takes the results as ``out``.
+    """  # fmt: skip
+    real = real or partial(by_backend, name)
+
+    def checked(*args: Any, **out: Any) -> Any:
+        check(name, *args)
+        return real(*args, **out)
+
+    def fake(*args: Any) -> Any:
+        check(name, *args)
+        return empty(*args)
+
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fquant::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.fquant, name).default
     if vmap is not None:
-        torch.library.register_vmap(f"fquant::{name}", vmap, lib=LIBRARY)
-    return getattr(torch.ops.fquant, name).default
-
-
-def register(name: str, schema: str, real: Any, fake: Any, vmap: Any, fix: str, *tags: torch.Tag) -> Callable[..., Any]:
-    """Define an op that refuses derivatives and has an ``out`` overload, and return it.
-
-    A call that needs a derivative raises a TypeError that ends in ``fix``.
-    """
-    op = define(name, schema, real, fake, vmap, *tags)
-    refuse_derivatives(name, fix)
-    define_out(name, schema, real)
+        torch.library.register_vmap(f"fquant::{name}", partial(vmap, op), lib=LIBRARY)
+    if fix is not None:
+        refuse_derivatives(name, fix)
+        define_out(name, schema, checked)
     return op
 
 
@@ -59,10 +82,10 @@ def _without_derivatives(name: str, fix: str, keys: Any, *args: Any) -> Any:
         return getattr(torch.ops.fquant, name).default.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def define_out(name: str, schema: str, real: Callable[..., Any]) -> None:
+def define_out(name: str, schema: str, real: Function) -> None:
     """Define ``name.out`` on CPUs, which writes the results of the op ``name`` into given tensors.
 
-    ``real`` takes them as ``out``, one or a tuple, and C writes there directly; results of other backends are copied.
+    ``real`` takes them as ``out``, one or a list, and C writes there directly; results of other backends are copied.
     They may not share memory with an argument, which is not checked.
     """
     arguments, _, results = schema.rpartition(" -> ")
@@ -82,7 +105,7 @@ def define_out(name: str, schema: str, real: Callable[..., Any]) -> None:
     dispatch_bypass.add(f"fquant::{name}.out", compute)
 
 
-def map_rows(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any, shared: Collection[int] = ()) -> Any:
+def map_rows(op: Function, info: Any, in_dims: Any, *args: Any, shared: Collection[int] = ()) -> Any:
     """Map an op of rows: merge the mapped dim of each tensor into its first dim, and split the results.
 
     The rest of the arguments is as for a vmap rule of torch.library. Arguments whose places are in ``shared`` have no

@@ -1,8 +1,6 @@
 """The layout of the buffers of a packed array.
 
-A kernel takes the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, its static half. ``layout`` lists
-name, shape and dtype of every buffer. ``check`` compares buffers with it before a kernel takes a pointer. ``split``
-names the parts.
+A kernel takes the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, its static half.
 """
 
 from __future__ import annotations
@@ -38,19 +36,13 @@ class Leaf(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
-    """Return the buffers of ``spec``, with names that begin with ``name``.
-
-    They are the codes, the scale or the buffers of a nested scale, and then what the whole array has once: the vectors
-    of a format that learns them, and the offset of a centred one.
-    """
+    """Return the buffers of ``spec``, with names that begin with ``name``: codes, scale(s), vectors, offset."""
     format, shape, _ = spec
-    codes = code_dtype(format)
     if not format.flat:
-        leaves = (Leaf(f"{name}codes", (*shape[:-1], num_bytes(format, shape[-1])), codes),)
-    elif format.bits == 8:
-        leaves = (Leaf(f"{name}codes", shape, codes),)
-    else:
-        leaves = (Leaf(f"{name}codes", (num_bytes(format, math.prod(shape)),), codes),)
+        shape = *shape[:-1], num_bytes(format, shape[-1])
+    elif format.bits != 8:
+        shape = (num_bytes(format, math.prod(shape)),)
+    leaves = (Leaf(f"{name}codes", shape, code_dtype(format)),)
     nested = scales(spec)
     if format.scale is None:
         leaves += (Leaf(f"{name}scale", nested.shape, torch.float32),)
@@ -84,7 +76,6 @@ def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], 
 
 def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Check ``buffers`` against the layout, and return the dims of their stack, which must equal ``stack`` if given.
-
     Raises ValueError for another count, shape or device than the layout's, TypeError for another dtype.
     """
     if spec.dtype not in FLOATS:

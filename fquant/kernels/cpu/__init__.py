@@ -1,3 +1,4 @@
+# ruff: noqa: F401  (a face)
 """The backend for CPU tensors: it describes tensors to the C kernels of csrc/, and leaves a few products to torch.
 
 A product never makes a dense weight. C decodes what it multiplies with next. The room that it needs for that and for a
@@ -11,15 +12,8 @@ from .codec import decode, encode
 from .elementwise import pointwise, silu, silu_derivative
 from .gemm import matmul, matmul_t
 from .library import isas, load
-from .losses import nll, nll_backward
-from .norms import rms_norm, rms_norm_backward
 from .random_bits import bernoulli, bits, fold
+from .rows import nll, nll_backward, rms_norm, rms_norm_backward
 from .threads import usable_cores
-
-__all__ = [
-    "DEVICES", "attention", "attention_backward", "bernoulli", "bits", "decode", "encode", "fold", "isas", "load",
-    "matmul", "matmul_t", "nll", "nll_backward", "pointwise", "rms_norm", "rms_norm_backward", "silu",
-    "silu_derivative", "usable_cores",
-]  # fmt: skip
 
 DEVICES = ("cpu",)

@@ -20,7 +20,7 @@ PANEL = 64  # tokens after the last that an instruction set may read
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, out: Sequence[Tensor | None] = (None, None)
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, out: Sequence = (None, None)
 ) -> tuple[Tensor, Tensor]:
     """See ``fquant.kernels.ops.attention.attention``."""
     b, heads, t, e = q.shape
@@ -31,7 +31,14 @@ def attention(
 
 
 def attention_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, out: Sequence = (None,) * 3
+    g: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: Tensor | None = None,
+    out: Sequence = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``fquant.kernels.ops.attention.attention_backward``."""
     dq, dk, dv = map(_by_tokens, out, (q, k, v))

@@ -1,7 +1,6 @@
 """Quantisation and dequantisation on the CPU, by csrc/quantize.h and csrc/dequantize.h.
 
-Most of the description of a format or of a packed array is the same at each call and kept; the pointers of the buffers
-are filled in.
+Most of the description of a format or of a packed array is kept between calls; pointers of buffers are filled in.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
         return decode(buffers, spec, spec.dtype).to(out)
     stack = buffers[0].shape[: buffers[0].ndim - code_dims(spec)]
     values = empty(*stack, *spec.shape, dtype=out)
-    if stack and (
-        spec.format.flat or spec.format.center
-    ):  # the arrays of the stack have scales or offsets of their own
+    if stack and (spec.format.flat or spec.format.center):  # each array has scales or offsets of its own
         flat = [b.flatten(0, len(stack) - 1) for b in buffers]
         for i, array in enumerate(values.flatten(0, len(stack) - 1)):
             array.copy_(decode([b[i] for b in flat], spec, out))

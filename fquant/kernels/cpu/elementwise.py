@@ -1,8 +1,8 @@
 """Elementwise programs on the CPU, by csrc/pointwise.h: register allocation, and strides of the tensors that are read.
 
 A tensor is read where it is first needed. A value stays in a register until its last use, and is written as soon as it
-is computed. A tensor that broadcasts, or whose strides are not those of the result, is read by its strides. Dims that
-are one dim in memory, in all tensors, are merged.
+is computed. A tensor whose strides are not those of the result is read by its strides. Dims that are one dim in memory,
+in all tensors, are merged.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..ops.pointwise_program import OWN, Program, dtypes, parse
 from .library import DIMS, DTYPES, OPS, Pointwise, Read, Step, call, empty, result
 
@@ -24,7 +23,7 @@ _KINDS = {**DTYPES, torch.bool: 3}
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
-    """See ``fquant.kernels.ops.pointwise``."""
+    """See ``fquant.kernels.ops.pointwise.pointwise``."""
     plan = _plan(text, _kinds(read))
     if plan is None:
         shape = torch.broadcast_shapes(*(t.shape for t in read))
@@ -38,23 +37,16 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
     return new
 
 
-def silu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.ops.silu``."""
-    return _alone("silu", x, out) if x.dtype in DTYPES else reference.silu(x)
-
-
-def silu_derivative(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.ops.silu``."""
-    return _alone("silu_derivative", x, out) if x.dtype in DTYPES else reference.silu_derivative(x)
-
-
-def _alone(op: str, x: Tensor, out: Tensor | None) -> Tensor:
+def _alone(op: str, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Run the program of one step on contiguous memory, which merges to one dim."""
     step, read = f"{op}.{str(x.dtype).removeprefix('torch.')} 0", [x.contiguous()]
     if out is None:
         return pointwise(read, [], f"{step}; new 1; over")[0]
     pointwise(read, [result(out, *x.shape, dtype=x.dtype)], f"{step}; new; over 1")
     return out
+
+
+silu, silu_derivative = partial(_alone, "silu"), partial(_alone, "silu_derivative")
 
 
 class _Plan(NamedTuple):
@@ -129,9 +121,7 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
     for place, value in enumerate(program.new):
         places.setdefault(value, []).append(first + place)
     last = {value: i for i, step in enumerate(program.steps) for value in step.args if isinstance(value, int)}
-    last |= dict.fromkeys(
-        program.over, len(program.steps)
-    )  # kept to the end: the tensors that they overwrite are read before
+    last |= dict.fromkeys(program.over, len(program.steps))  # the tensors that they overwrite are read before
     steps, held, free = list[Step](), dict[int, int](), list[int]()
     decays = dict[str, int]()
     most = 0

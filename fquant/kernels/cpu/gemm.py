@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..arguments import sum_dtype
+from ..arguments import multiply_tiles
 from ..spec import Spec
 from .codec import packed_array
 from .library import DTYPES, Packed, call, result
 
 TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
-
-
-def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul``."""
-    return _product("matmul", x, buffers, spec, out)
-
-
-def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
-    return _product("matmul_t", g, buffers, spec, out)
 
 
 def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: Tensor | None = None) -> Tensor:
@@ -43,17 +34,13 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         if size := call(name, *args, None):
             room = torch.empty(size, dtype=torch.uint8, device="cpu")
             call(name, *args, room.data_ptr())
-    elif name == "matmul":
-        for start, stop, tile in _tiles(w, spec, x.dtype):
-            torch.mm(x, tile.mT, out=y[:, start:stop])
     else:
-        wide = sum_dtype(x)
-        total = torch.zeros(y.shape, dtype=wide, device="cpu")
-        for start, stop, tile in _tiles(w, spec, x.dtype):
-            total.addmm_(x[:, start:stop].to(wide), tile.to(wide))
-        y.copy_(total)
+        multiply_tiles(x, _tiles(w, spec, x.dtype), y, name == "matmul_t")
     del keep
     return y
+
+
+matmul, matmul_t = partial(_product, "matmul"), partial(_product, "matmul_t")
 
 
 def _tiles(w: Packed, spec: Spec, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:

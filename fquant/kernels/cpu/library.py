@@ -1,8 +1,8 @@
 """The C library of csrc/: its location, the structures and signatures of its functions, and its instruction sets.
 
-It contains the instruction sets that the compiler could build. The best that this machine has is used, or the one that
-``FQUANT_KERNELS=cpu:avx2`` names. Its loops run on the threads of the OpenMP runtime that torch has loaded, because two
-thread pools would compete for the cores; ``threads.py`` says on how many.
+The best instruction set that this machine has is used, or the one that ``FQUANT_KERNELS=cpu:avx2`` names. Loops run on
+the threads of the OpenMP runtime that torch has loaded, because two thread pools would compete for the cores;
+``threads.py`` says on how many.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ class Packed(ctypes.Structure):
 class Encoding(ctypes.Structure):
     """``Encoding`` of csrc/work.h."""
 
-    _fields_ = [
-        *_fields(Pointer, "middles order grid"),
-        ("block", Long),
-        *_fields(ctypes.c_int32, "bits sorted"),
-    ]
+    _fields_ = [*_fields(Pointer, "middles order grid"), ("block", Long), *_fields(ctypes.c_int32, "bits sorted")]
 
 
 DIMS = 6  # of a tensor that an elementwise program reads, after dims with a common stride are merged
@@ -60,7 +56,7 @@ OPS = (
 
 
 class Step(ctypes.Structure):
-    """``Step`` of csrc/work.h; its ``op`` is an index into ``OPS``."""
+    """An operation, ``op`` being an index into ``OPS``, on registers."""
 
     _fields_ = [*_fields(ctypes.c_int32, "op dtype to a b c"), ("value", ctypes.c_float)]
 
@@ -75,10 +71,8 @@ class Pointwise(ctypes.Structure):
     """``Pointwise`` of csrc/work.h."""
 
     _fields_ = [
-        *_fields(Pointer, "steps reads at"),
-        *_fields(Long, "count total dims registers"),
-        ("size", Long * DIMS),
-    ]
+        *_fields(Pointer, "steps reads at"), *_fields(Long, "count total dims registers"), ("size", Long * DIMS)
+    ]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
@@ -104,14 +98,12 @@ def load() -> ctypes.CDLL:
     functions = {  # all return 0, or the bytes of room that they need; below 0, memory ran out
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
-        "matmul": [packed, Pointer, Long, Pointer, Int, Pointer],
-        "matmul_t": [packed, Pointer, Long, Pointer, Int, Pointer],
+        **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
         "fold": [Pointer, Pointer, Long, Pointer],
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
         "nll": [Pointer, Int, Long, Long, Long, Pointer, Long, Pointer, Pointer, Pointer],
-        "norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Pointer],
-        "norm_backward": [Pointer, Int, Long, Long, Long, Pointer, Pointer, Pointer, Long, Pointer],
+        "rms_norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Long, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
     }

@@ -1,6 +1,6 @@
 """The number of cores that a process may use, which bounds the threads of the C kernels.
 
-``torch.get_num_threads()`` alone is no bound. A program may set it from ``os.cpu_count()``, which counts the cores of
+``torch.get_num_threads()`` alone is no bound: a program may set it from ``os.cpu_count()``, which counts the cores of
 the machine. Three limits of the process are smaller where a machine is shared:
 
 * ``OMP_NUM_THREADS``, if it is set.
@@ -8,10 +8,9 @@ the machine. Three limits of the process are smaller where a machine is shared:
 * The CPU quota of the process's cgroup and of its parents: ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1.
 
 More threads than cores are slow, because the OpenMP runtime of torch waits actively: a thread spins for milliseconds
-before it sleeps, both between calls and at the end of one. Take a product of one row with NF4 [4096 4096] on two
-threads, with another process busy on one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with
-``OMP_WAIT_POLICY=passive``. The runtime reads that variable when torch is imported. Set it where other processes share
-the cores, because affinity and quotas do not show them.
+before it sleeps. Take a product of one row with NF4 [4096 4096] on two threads, with another process busy on
+one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with ``OMP_WAIT_POLICY=passive``. The runtime
+reads that variable when torch is imported. Set it where other processes share the cores.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def num_threads() -> int:
 
 @cache
 def limit() -> int:
-    """Return :func:`usable_cores`, read at the first kernel of the process and kept: a small product takes 10 µs.
-
-    A launcher sets all three limits before the process starts. After a later change call ``limit.cache_clear()``.
-    """
+    """Return :func:`usable_cores`, kept because a small product takes 10 µs; ``limit.cache_clear()`` after a change."""
     return usable_cores()
 
 
@@ -43,9 +39,8 @@ def usable_cores(processes: int = 1, root: Path = Path("/")) -> int:
     """Return how many threads each of ``processes`` processes on this machine may run, at least 1.
 
     That is the minimum of OMP_NUM_THREADS, which counts for each process, and of affinity and cgroup quota (rounded
-    up), which the processes divide. ``root`` is the folder that holds ``proc`` and ``sys``.
-
-    Raises ValueError if OMP_NUM_THREADS is set to anything but a positive integer, or a list that begins with one.
+    up), which the processes divide. ``root`` holds ``proc`` and ``sys``. Raises ValueError if OMP_NUM_THREADS is
+    neither a positive integer nor a list that begins with one.
     """
     cores = max(1, math.ceil(min(_affinity(), _quota(root))) // processes)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()

@@ -3,13 +3,11 @@
     nearest(x, codes, half, top)     x [s n d], codes [s k d], half [s k] to indices i64[s n top], scores [s n top]
 
 The score of row x and code c is ``x·c - half``. With half the square of a code's length, the best score is the smallest
-euclidean distance. With zeros it is the largest inner product, which for unit codes is the largest cosine. The best
-come first; of equal scores, the lowest index comes first. A row has no nearest code if it is not finite, or so large
-that no score of it is finite: its indices are -1 and its scores -inf.
+euclidean distance; with zeros it is the largest inner product. The best come first; of equal scores, the lowest index
+comes first. A row without a finite score has the indices -1 and the scores -inf.
 
-Scores are computed a tile at a time by the matrix product of the device, in float32 (float64 for float64). Only the
-best so far are kept. A tile of ``TILE`` bytes stays in a core's cache; on GPUs it is large enough to keep all
-multiprocessors busy. The tiles depend on shapes alone.
+Scores are computed a tile at a time by the matrix product of the device, in float32 (float64 for float64). A tile of
+``TILE`` bytes stays in a core's cache, or keeps all multiprocessors of a GPU busy. The tiles depend on shapes alone.
 
 The op has no derivatives. Under vmap, mapped rows are more rows of the same codes; mapped codes are merged into ``s``.
 """
@@ -26,7 +24,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ..arguments import COMPUTED
 from ..registry import map_rows, register
 
-SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
 TILE = {"cpu": 2 << 20, "cuda": 128 << 20}  # bytes of scores
 WIDEST = 2048  # codes of a tile: more of them leave fewer rows, whose product is slower
 BLOCK = 64  # scores whose largest is found first
@@ -36,14 +33,12 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
     """Return indices i64[s n top] and scores [s n top] of the ``top`` codes of largest ``x·c - half``, best first.
 
     x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, the dtype of the scores.
-
     Raises TypeError for other dtypes, ValueError for other shapes or devices, or for ``top`` above k.
     """
     return _OP(x, codes, half, top)
 
 
 def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    _check(x, codes, half, top)
     (s, n, _), k = x.shape, codes.shape[1]
     index = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
     score = codes.new_empty(s, n, top)
@@ -101,12 +96,11 @@ def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
     return max(1, min(n, size // wide)), wide
 
 
-def _fake(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    _check(x, codes, half, top)
+def _empty(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:2], top, dtype=torch.int64), codes.new_empty(*x.shape[:2], top)
 
 
-def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
+def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
     if x.dtype not in COMPUTED or codes.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
     if half.dtype != codes.dtype:
@@ -120,18 +114,15 @@ def _check(x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
         raise ValueError(f"nearest got x on {x.device}, codes on {codes.device}, half on {half.device}; move some")
 
 
-def _vmap(info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
+def _vmap(op: Any, info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
     if in_dims[1] is None and in_dims[2] is None:
         rows = x.movedim(in_dims[0], 1)  # [s b n d]
-        return tuple(t.unflatten(1, rows.shape[1:3]) for t in _OP(rows.flatten(1, 2), codes, half, top)), (1, 1)
-    return map_rows(_OP, info, in_dims, x, codes, half, top)
-
-
-def _flops(x: Any, codes: Any, *_: Any, **__: Any) -> int:
-    """Count one product of rows and codes; torch's counter gives shapes for tensors."""
-    return 2 * math.prod(x) * codes[1]
+        return tuple(t.unflatten(1, rows.shape[1:3]) for t in op(rows.flatten(1, 2), codes, half, top)), (1, 1)
+    return map_rows(op, info, in_dims, x, codes, half, top)
 
 
 _FIX = "it computes values only, and an index has no derivative; detach its arguments, as fquant.vq.encode does"
-_OP = register("nearest", SCHEMA, _nearest, _fake, _vmap, _FIX)
-register_flop_formula(torch.ops.fquant.nearest)(_flops)
+_SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
+_OP = register("nearest", _SCHEMA, _check, _empty, _vmap, _FIX, real=_nearest)
+# one product of rows and codes; torch's counter gives shapes for tensors
+register_flop_formula(torch.ops.fquant.nearest)(lambda x, codes, *_, **__: 2 * math.prod(x) * codes[1])

@@ -2,17 +2,15 @@
 
     pointwise(read, write, program)    new tensors f[*shape]; other results are written over ``write``
 
-A norm, an activation or an optimiser is a chain of additions, products and casts of large tensors. One by one, each
-reads and writes memory and computes next to nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
+One by one, the additions, products and casts of a norm or an optimiser each read and write memory and compute next to
+nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
 
 Every step is rounded to its dtype, so a chain gives the same bits as its steps one by one. There are two kinds:
 
-* Steps named like operations of torch have their bits. IEEE 754 defines these operations to the last bit. It does not
-  define exponentials, and torch's square roots come from libraries that need not round correctly. (``turn`` is a
-  ``neg`` and a ``cat``.)
-* ``silu`` and ``silu_derivative`` are the ops of ``silu.py``, which states their error. Such an op is the program of
-  that one step, so its bits are those of the step in any program on the machine. They never replace an operation of
-  torch.
+* Steps named like operations of torch have their bits, which IEEE 754 defines. It does not define exponentials, and
+  torch's square roots come from libraries that need not round correctly. (``turn`` is a ``neg`` and a ``cat``.)
+* ``silu`` and ``silu_derivative`` are the ops of ``silu.py``, which states their error. They never replace an operation
+  of torch.
 
 On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last. Elsewhere
 the reference, which defines the op, runs the steps one after another in torch.
@@ -28,10 +26,10 @@ from torch import Tensor
 
 from .. import dispatch_bypass
 from ..dispatch import backend
-from ..registry import define, refuse_derivatives
+from ..registry import refuse_derivatives, register
 from .pointwise_program import DTYPES, PIECE, Program, dtypes, is_turned, parse
 
-SCHEMA = "(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
+_SCHEMA = "(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program) -> list[Tensor]:
@@ -44,32 +42,24 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program)
     return OP(list(read), list(write), program.text)
 
 
-def _pointwise(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
-    _check(read, write, text)
-    return _compute(read, write, text)
-
-
 def _compute(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
     return backend(read[0].device.type)[1].pointwise(read, write, text)
 
 
-def _fake(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
-    _check(read, write, text)
+def _empty(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
     program, shape = parse(text), torch.broadcast_shapes(*(t.shape for t in read))
     kinds = dtypes([t.dtype for t in read], program)
     return [read[0].new_empty(shape, dtype=kinds[i]) for i in program.new]
 
 
-def _check(read: list[Tensor], write: list[Tensor], text: str) -> None:
-    if len({t.device for t in (*read, *write)}) > 1:
-        raise ValueError(
-            f"pointwise got tensors on {' and '.join({str(t.device) for t in (*read, *write)})}; move some"
-        )
+def _check(op: str, read: list[Tensor], write: list[Tensor], text: str) -> None:
+    if len(devices := {str(t.device) for t in (*read, *write)}) > 1:
+        raise ValueError(f"pointwise got tensors on {' and '.join(devices)}; move some")
     given = tuple((t.dtype, t.shape) for t in read)
     _check_kinds(text, given, tuple((t.dtype, t.shape, t.is_contiguous()) for t in write))
     for t in write:
-        memory, place = t.untyped_storage()._cdata, _place(t)
-        if any(_place(other) != place for other in read if other.untyped_storage()._cdata == memory):
+        memory, place = t.untyped_storage()._cdata, lambda t: (t.storage_offset(), t.shape, t.stride(), t.dtype)
+        if any(place(other) != place(t) for other in read if other.untyped_storage()._cdata == memory):
             raise ValueError("pointwise: what is written over shares its memory with another tensor that is read")
 
 
@@ -90,17 +80,13 @@ def _check_kinds(
         name = f"step {i} of {text!r}"
         _check_step(name, op, dtype, args, kinds[: len(read) + i])
         if op == "turn" and not (isinstance(args[0], int) and isinstance(args[1], float) and is_turned(shape, args[1])):
-            raise ValueError(
-                f"pointwise: {name} turns what is {tuple(shape)}; wanted a value, and half of a last dim by which "
-                f"{PIECE} can be divided"
-            )
+            wanted = f"a value, and half of a last dim by which {PIECE} can be divided"
+            raise ValueError(f"pointwise: {name} turns what is {tuple(shape)}; wanted {wanted}")
     if not all(0 <= i < len(kinds) for i in (*program.new, *program.over)):
         raise ValueError(f"pointwise: {text!r} wants a value that is not there")
     if write != (wanted := tuple((kinds[i], shape, True) for i in program.over)):
-        raise ValueError(
-            f"pointwise got {[(kind, tuple(shape)) for kind, shape, _ in write]} to write over; "
-            f"wanted contiguous {[(kind, tuple(shape)) for kind, shape, _ in wanted]}"
-        )
+        got, want = ([(kind, tuple(shape)) for kind, shape, _ in kinds] for kinds in (write, wanted))
+        raise ValueError(f"pointwise got {got} to write over; wanted contiguous {want}")
 
 
 def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], kinds: Sequence[torch.dtype]) -> None:
@@ -113,12 +99,7 @@ def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], k
         raise TypeError(f"pointwise: {name} takes {given}; wanted {dtype}, or cast before")
 
 
-def _place(t: Tensor) -> object:
-    return t.storage_offset(), t.shape, t.stride(), t.dtype
-
-
-OP = define("pointwise", SCHEMA, _pointwise, _fake, None)
-refuse_derivatives(
-    "pointwise", "it is what a captured graph runs; differentiate the function, and capture its gradient"
-)
+FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
+OP = register("pointwise", _SCHEMA, _check, _empty, None, real=_compute)
+refuse_derivatives("pointwise", FIX)
 dispatch_bypass.add("fquant::pointwise", _compute)

@@ -4,9 +4,8 @@
     silu_derivative(x)    f[...] to f[...]: s · (1 + x · (1 - s))
 
 Torch's own has two disadvantages. Its exponentials differ between builds, but a program (``pointwise.py``) has to give
-the bits of the ops that it replaces; so ``F.silu`` would cut every chain of a captured graph in two. And its backward
-under torch.func, which can be differentiated again, is six steps that each round to the dtype of ``x``. Here it is a
-product with the derivative, which is rounded once.
+the bits of the ops that it replaces. And its backward under torch.func is six steps that each round to the dtype of
+``x``. Here it is a product with the derivative, which is rounded once.
 
 The reference defines both in torch. The C kernels compute in float32 and round once, to the dtype of ``x``. Before
 that, in units in the last place of float32,
@@ -15,9 +14,8 @@ that, in units in the last place of float32,
     silu_derivative    is within 5 units of s + |x| s (1 - s), the sizes of its two terms, which cancel near x = -1.28
 
 plus 2^-142 below x = -87, where the exponential is denormal. Infinities and NaN give the results of torch: silu(-inf)
-is NaN, and so is the derivative at both infinities. An op is the program of one step: the bits of an element depend on
-that element only. They are the same on all instruction sets with fused multiply-adds; those of plain C may differ by a
-few units of float32, and differ for no bf16.
+is NaN, and so is the derivative at both infinities. The bits of an element depend on that element only. They are the
+same on all instruction sets with fused multiply-adds; those of plain C may differ by a few units of float32.
 
 float64 and devices without a kernel, CUDA among them, take the reference. The ops have no derivatives; models/swiglu.py
 has an autograd Function of them.
@@ -25,14 +23,10 @@ has an autograd Function of them.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..arguments import COMPUTED
-from ..dispatch import backend
+from ..arguments import check_floats
 from ..registry import register
 from .pointwise_program import OWN
 
@@ -47,33 +41,12 @@ def silu_derivative(x: Tensor) -> Tensor:
     return OPS["silu_derivative"](x)
 
 
-def _real(name: str, x: Tensor, **out: Tensor) -> Tensor:
-    _check(name, x)
-    return getattr(backend(x.device.type)[1], name)(x, **out)
-
-
-def _fake(name: str, x: Tensor) -> Tensor:
-    _check(name, x)
-    return x.new_empty(x.shape)
-
-
-def _check(name: str, x: Tensor) -> None:
-    if x.dtype not in COMPUTED:
-        raise TypeError(f"{name} got {x.dtype} {tuple(x.shape)}; wanted f32, bf16, f16 or f64")
-
-
-def _vmap(name: str, info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-    return OPS[name](x), in_dims[0]
-
-
-_POINTWISE = torch.Tag.pointwise
 _FIX = (
     "it computes values only: differentiate torch.nn.functional.silu, or call this one inside an autograd Function "
     "whose backward multiplies by the slope, as models.swiglu.gated does"
 )
+_vmap = lambda op, info, in_dims, x: (op(x), in_dims[0])
+_empty = lambda x: x.new_empty(x.shape)
 OPS = {
-    name: register(
-        name, "(Tensor x) -> Tensor", partial(_real, name), partial(_fake, name), partial(_vmap, name), _FIX, _POINTWISE
-    )
-    for name in OWN
+    name: register(name, "(Tensor x) -> Tensor", check_floats, _empty, _vmap, _FIX, torch.Tag.pointwise) for name in OWN
 }

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  (a face)
 """Every kernel in plain torch, on every device: the definition of the results of all backends.
 
 Other backends equal it bit for bit in quantising and dequantising. That arithmetic is bitsandbytes' to the bit:
@@ -7,21 +8,10 @@ Other backends equal it bit for bit in quantising and dequantising. That arithme
 * The dynamic 8-bit map is looked up on a grid of 65536 points. (bitsandbytes on CUDA takes the exact nearest instead,
   which moves about one code in a thousand by one step.)
 * Codes without a table are those of LLM.int8(): rounded to float16 first, then ``round(x * (127 / absmax))``.
-
-Random bits are those of Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011). A counter gives two words: elements 2j and 2j + 1 are the words of counter j. They are int64 tensors here,
-because torch has no arithmetic for uint32.
 """
 
 from .causal_attention import attention, attention_backward
 from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoints, times_scale
 from .elementwise import pointwise, silu, silu_derivative, turn
-from .losses import nll, nll_backward
-from .norms import rms_norm, rms_norm_backward
 from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry
-
-__all__ = [
-    "CHUNK", "FOLDED", "MASK", "PARITY", "TINY", "attention", "attention_backward", "bernoulli", "bits", "decode",
-    "encode", "fold", "grid", "matmul", "matmul_t", "midpoints", "nll", "nll_backward", "pointwise", "rms_norm",
-    "rms_norm_backward", "silu", "silu_derivative", "threefry", "times_scale", "turn",
-]  # fmt: skip
+from .rows import nll, nll_backward, rms_norm, rms_norm_backward

@@ -26,7 +26,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[
     return mixed(scores.softmax(-1), v), scores.logsumexp(-1).flatten(1, 2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute :func:`dense` in chunks of queries."""
     parts = []
     for at in _chunks(q):
@@ -38,7 +38,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> tuple[Ten
 
 
 def attention_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of k and v are summed over chunks in float32 at least."""
     dq: list[Tensor] = []

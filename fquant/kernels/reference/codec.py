@@ -115,9 +115,7 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
     """Return the u8 index of the table value nearest to ``x`` f32 in [-1, 1]."""
     if format.bits == 8:
         at = (x + 1.0) * 0.5 * 65535.0 + 0.5
-        return grid(format).to(x.device)[
-            at.nan_to_num().int()
-        ]  # NaN is no index; quantize refuses it later, by its absmax
+        return grid(format).to(x.device)[at.nan_to_num().int()]  # quantize refuses NaN later, by its absmax
     order, middles = midpoints(format)
     index = torch.bucketize(x.contiguous(), middles.to(x.device), out_int32=True)
     if order != sorted(order):

@@ -31,7 +31,7 @@ _OWN = {"silu": silu, "silu_derivative": silu_derivative}
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
-    """See ``fquant.kernels.ops.pointwise``."""
+    """See ``fquant.kernels.ops.pointwise.pointwise``."""
     program = parse(text)
     values, shape = list(read), torch.broadcast_shapes(*(t.shape for t in read))
     for op, dtype, args in program.steps:

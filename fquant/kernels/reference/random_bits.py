@@ -1,4 +1,8 @@
-"""Random bits of Threefry-2x32-20 in int64 tensors."""
+"""Random bits of Threefry-2x32-20 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+A counter gives two words: elements 2j and 2j + 1 are the words of counter j. They are int64 tensors, because torch has
+no arithmetic for uint32.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ FOLDED = 0x243F6A8885A308D3  # added to keys that are folded, or a folded key wo
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """Return keys i64[...] from ``key`` and ``data``, i64 that broadcast."""
+    """See ``fquant.kernels.ops.random_bits.fold``."""
     high, low = threefry(_halves(key ^ FOLDED), _halves(data))
     return ((high << 32) | low).contiguous()  # type: ignore[union-attr]
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return words in [0, 2^32), i64[*key *shape]: for each key i64, those at the flat positions of ``shape``."""
+    """See ``fquant.kernels.ops.random_bits.bits``."""
     n = math.prod(shape)
     counter = torch.arange((n + 1) // 2, device=key.device)
     pairs = torch.stack(threefry(_halves(key[..., None]), _halves(counter)), -1)  # type: ignore[arg-type]
@@ -30,15 +34,12 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """Return bool[*key *shape], True for the words of :func:`bits` below ``threshold``."""
+    """See ``fquant.kernels.ops.random_bits.bernoulli``."""
     return bits(key, shape) < threshold
 
 
 def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
-    """Return two 32-bit words from a key and a counter of two 32-bit words each.
-
-    Words are int64 tensors that broadcast, or integers, in [0, 2^32).
-    """
+    """Return two words from a key and a counter of two words each: int64 tensors or integers in [0, 2^32)."""
     k0, k1 = key
     keys = (k0, k1, k0 ^ k1 ^ PARITY)
     x0, x1 = counter[0] + k0, (counter[1] + k1) & MASK

@@ -1,7 +1,8 @@
+# ruff: noqa: F401  (a face)
 """The backend for CUDA tensors: kernels in Triton.
 
-Triton's interpreter runs them on CPU tensors without a GPU, thousands of times slower, so their arithmetic is tested
-anywhere. Set ``TRITON_INTERPRET=1`` before anything imports triton.
+Triton's interpreter runs them on CPU tensors, thousands of times slower, so their arithmetic is tested anywhere. Set
+``TRITON_INTERPRET=1`` before anything imports triton.
 """
 
 from __future__ import annotations
@@ -13,21 +14,15 @@ try:
     from ..reference import attention, attention_backward, pointwise, silu, silu_derivative
     from .dequantize import INTERPRETED, decode
     from .gemm import matmul, matmul_t
-    from .losses import nll, nll_backward
-    from .norms import rms_norm, rms_norm_backward
     from .quantize import encode
     from .random_bits import bernoulli, bits, fold
+    from .rows import nll, nll_backward, rms_norm, rms_norm_backward
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
     raise ImportError(
         "triton is not installed; pip install triton, or a CUDA build of torch, which brings it"
     ) from error
-
-__all__ = [
-    "DEVICES", "attention", "attention_backward", "bernoulli", "bits", "decode", "encode", "fold", "load", "matmul",
-    "matmul_t", "nll", "nll_backward", "pointwise", "rms_norm", "rms_norm_backward", "silu", "silu_derivative",
-]  # fmt: skip
 
 DEVICES = ("cuda", "cpu") if INTERPRETED.value else ("cuda",)
 

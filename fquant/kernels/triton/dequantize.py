@@ -3,17 +3,16 @@
 A kernel gets a packed array as :class:`Rows`: rows of *units* beside rows of scales. A unit is a 32-bit word of 8 or 4
 codes, or a byte if the rows are not aligned for words. Rows without gaps are one long row.
 
-* A thread decodes two words, and stores 16 bytes of bf16 for each. All that it loads stays with it. From NF4 to bf16
-  are 2.5 bytes an element, for which an H200 has time for 20 instructions (4.3 TB/s; 132 multiprocessors, 128 lanes,
-  1.98 GHz). The kernel has 8, or 10 with packed scales (counted in its machine code, Triton 3.6 and 3.9 alike).
-* A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. A load from
-  global memory takes two more for its 64-bit address, and Triton 3.6 first moves the codes to other threads for it.
+* A thread decodes two words, and stores 16 bytes of bf16 for each. From NF4 to bf16 an H200 has time for 20
+  instructions an element (4.3 TB/s). The kernel has 8, or 10 with packed scales (counted, Triton 3.6 and 3.9 alike).
+* A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. For a load
+  from global memory Triton 3.6 first moves the codes to other threads.
 * Unpacking is ``tl.join`` of a word with itself shifted: codes come out in order, in registers of the same thread.
 * Scales that are packed themselves are decoded in the same pass, once a block.
 
-The results equal the reference to the bit: products and sums are not fused, denormals are not flushed, and float32 is
-rounded once to the array's dtype. Triton's interpreter truncates to bfloat16 and loses its denormals, so :func:`narrow`
-(there) and :func:`widen` (everywhere) use integers.
+The results equal the reference to the bit: nothing is fused, denormals are not flushed, and float32 is rounded once to
+the array's dtype. Triton's interpreter truncates to bfloat16 and loses its denormals, so :func:`narrow` (there) and
+:func:`widen` (everywhere) use integers.
 """
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:

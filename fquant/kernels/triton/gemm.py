@@ -7,28 +7,17 @@ as well, so that these bytes *are* the operand. Codes are unpacked, looked up, s
 registers that they were loaded to. Codes, scales and x are copied asynchronously, steps ahead.
 
 That takes 5.6 instructions an element (NF4; 6.3 with packed scales; counted in the machine code, Triton 3.6 and 3.9
-alike): shift and mask 2, look up 1, scale 1, round ½, the rest shared. An H200 has 33e12 a second (132 multiprocessors,
-128 lanes, 1.98 GHz), and 8.4e12 look-ups in shared memory, part of which loads of x take. The limit is 5.3e12 elements,
-or 2.7 TB/s of packed bytes. That is 64 % of a copy, and less than half the time of reading a bf16 weight. A cheaper
-look-up would be needed for 75 %, but 16 float32 values that are scaled before they are rounded have none. 8 rows cost
-as much as one, and 32 a fifth more.
+alike). By the look-ups in shared memory, 8.4e12 a second on an H200, the limit is 2.7 TB/s of packed bytes: 64 % of a
+copy, and less than half the time of reading a bf16 weight. 8 rows cost as much as one, and 32 a fifth more.
 
-**Many rows.** A tile of the weight is decoded, multiplied by torch, and overwritten. Decoding an element of the weight
-takes 0.3e-12 s if the tile stays in cache (10 instructions). It takes 0.6e-12 s in memory (2.5 bytes). To multiply it
-takes 2.5e-15 s a row (790 TFLOP/s). So ``TILE`` is what 50 MB of cache hold beside x and y. The time over that of
-bf16's product, if that is no slower in tiles:
-
-    rows        512     2048    4096
-    estimate    1.23    1.06    1.03
-
-A kernel that decodes while the tensor cores multiply would decode again for every 128 rows: 6 instructions where there
-is time for 8. It needs warps of two kinds, which Triton cannot express; without overlap it takes longer than this.
-Tiles are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
+**Many rows.** A tile of the weight is decoded, multiplied by torch, and overwritten. To decode an element takes 0.3e-12
+s if the tile stays in cache, 0.6e-12 s in memory, and to multiply it 2.5e-15 s a row. So ``TILE`` is what 50 MB of
+cache hold beside x and y. By estimate that takes 1.23 (512 rows) to 1.03 (4096) times as long as bf16's product. Tiles
+are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
 
 All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES``.
 """
 
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
@@ -39,28 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import dense_rows, sum_dtype
+from ..arguments import dense_rows, multiply_tiles
 from ..spec import Spec
-from .dequantize import (
-    DTYPES,
-    EXACT,
-    INTERPRETED,
-    Rows,
-    constants,
-    cut,
-    decode_into,
-    load,
-    look_up,
-    narrow,
-    on,
-    rows_of,
-    scaled,
-    tensors,
-    tl,
-    triton,
-    unpack,
-    widen,
-    words,
+
+from .dequantize import (  # isort: skip
+    DTYPES, EXACT, INTERPRETED, Rows, constants, cut, decode_into, load, look_up, narrow, on, rows_of, scaled, tensors,
+    tl, triton, unpack, widen, words,
 )  # fmt: skip
 
 FEW = 64  # rows of x up to which a product is one pass over packed bytes; there it costs as much as decoding once
@@ -69,11 +42,11 @@ TILE = 32 << 20  # bytes of a decoded tile
 
 
 class Few(NamedTuple):
-    """One pass over the weight: rows of x at a time, warps that share 16 rows of the weight, pipeline stages."""
+    """One pass over the weight."""
 
-    rows: int
-    parts: int
-    stages: int
+    rows: int  # of x at a time
+    parts: int  # warps that share 16 rows of the weight
+    stages: int  # of the pipeline
 
 
 class Tiled(NamedTuple):
@@ -90,7 +63,7 @@ CANDIDATES: tuple[Plan, ...] = (
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul``; ``plan`` replaces the plan for x."""
+    """Compute the op with another plan than that for x."""
     y = x.new_empty(*x.shape[:-1], spec.shape[0])
     if not x.numel() or not y.numel():
         return y.zero_()
@@ -100,7 +73,7 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None =
         plan = _plan(x) if few else Tiled()
     if isinstance(plan, Tiled):
         for i in range(xs.shape[0]):
-            _by_rows(xs[i], _at(w, i), spec, ys[i], plan.size)
+            multiply_tiles(xs[i], _row_tiles(_at(w, i), spec, x.dtype, plan.size), ys[i], by_columns=False)
     elif few:
         _one_pass(xs, w, ys, plan)
     else:
@@ -141,22 +114,11 @@ def _at(w: Rows, i: int) -> Rows:
     return w._replace(codes=w.codes[at], scale=w.scale[at], nested=nested, offset=offset)
 
 
-def _by_rows(x: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
-    """Compute ``x · Wᵀ`` into y, a tile of rows of the weight at a time."""
-    for start, stop, tile in _row_tiles(w, spec, x.dtype, size):
-        torch.mm(x, tile.mT, out=y[:, start:stop])
-
-
 def _by_columns(g: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
     """Compute ``g · W`` into y, a tile of columns of the weight at a time."""
     out, width = spec.shape
     if w.width != width:  # blocks straddle rows, so no tile is columns: sum over tiles of rows, in float32 at least
-        wide = sum_dtype(g)
-        total = torch.zeros_like(y, dtype=wide)
-        for start, stop, tile in _row_tiles(w, spec, g.dtype, size):
-            total.addmm_(g[:, start:stop].to(wide), tile.to(wide))
-        y.copy_(total)
-        return
+        return multiply_tiles(g, _row_tiles(w, spec, g.dtype, size), y, by_columns=True)
     dtype = g.dtype if g.dtype in DTYPES else w.dtype
     unit = max(w.format.block or 0, 64)
     step = min(width, max(1, size // (out * dtype.itemsize) // unit) * unit)

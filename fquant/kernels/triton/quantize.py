@@ -1,15 +1,11 @@
 """Quantisation in Triton.
 
 A program holds whole blocks of a row. If the row is the block, it reads the row twice. A 4-bit code is found by a
-binary search among the 15 midpoints of the table's values, four look-ups in shared memory. That is some 40 instructions
-an element in all; comparing with each of the 15 took 70.
-
-The absmax is the greatest bit pattern of ``|x|`` as an integer. So NaN exceeds infinity, and the caller sees from the
-absmax that x was not finite. Both divisions are IEEE's, once a block or, in a short last block, once an element.
-Nothing is fused and denormals are kept, so codes equal those of the reference.
+binary search among the 15 midpoints of the table's values: some 40 instructions an element in all, where comparing with
+each of the 15 took 70. The absmax is the greatest bit pattern of ``|x|`` as an integer, so NaN exceeds infinity.
+Nothing is fused and denormals are kept, so codes equal the reference's.
 """
 
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Random bits in Triton: Threefry-2x32-20 in uint32, equal to ``reference/random_bits.py``.
+"""Random bits in Triton: Threefry-2x32-20 in uint32, equal to ``reference/random_bits.py``."""
 
-A thread computes whole counters and stores both words of each. Only the keys are read, and only the result is written.
-"""
-
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
    Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
 
-typedef struct { /* the scratch of a unit; the last ones are for the gradient */
+typedef struct { /* the scratch of a unit; the last two lines are for the gradient */
     uint32_t *rows, *k_rows, *v_down, *q_across, *words, *turned;
     float *scores, *sums, *most, *total;
     uint32_t *v_rows, *k_down, *g_across, *q_down, *g_down, *p_rows, *s_rows;
@@ -136,8 +136,7 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int ha
         }
 }
 
-/* Turn tiles of scores and of gradients of weights into weights and gradients of scores: as rows, the latter also as
-   words of two keys. */
+/* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
 INLINE void NAME(slopes)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     int masked = labels || k + n > q, each = half ? 2 : 1;
@@ -226,8 +225,7 @@ INLINE void NAME(attend_backward)(const Attention *a, int64_t unit, void *scratc
 }
 
 static void NAME(attention)(void *work, int64_t unit, void *scratch) {
-    BY_HALF(((const Attention *)work)->half, NAME(attend), work, unit, scratch)
-}
-static void NAME(attention_backward)(void *work, int64_t unit, void *scratch) {
-    BY_HALF(((const Attention *)work)->half, NAME(attend_backward), work, unit, scratch)
+    const Attention *a = work;
+    if (a->g) { BY_HALF(a->half, NAME(attend_backward), work, unit, scratch) }
+    else { BY_HALF(a->half, NAME(attend), work, unit, scratch) }
 }

@@ -66,11 +66,8 @@ INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
 INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
     if (own == BF16 && dtype != BF16) v = (NAME(Lanes))(NAME(to_bf16)(v) << 16);
     if (own == F16 && dtype != F16) v = NAME(from_f16)(NAME(to_f16)(v));
-    if (dtype == F32) {
-        memcpy(out, &v, sizeof v);
-    } else {
-        NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
-    }
+    if (dtype == F32) memcpy(out, &v, sizeof v);
+    else NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
 }
 
 /* Decode a block of n 4-bit codes: its 16 values first, then a look-up an element. */
@@ -157,8 +154,7 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
     }
 }
 
-/* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. The
-   dtypes are constants where this is inlined. */
+/* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
     int64_t size = dtype == F32 ? 4 : 2, blocks = blocks_of(w), block = column / w->block;
@@ -208,8 +204,7 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 #undef AS
 }
 
-/* Decode n elements of a row from `column`, a multiple of 32, for a product with x of dtype: rounded to dtype, as bf16
-   if half, else as floats. */
+/* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
     if (half) {
         NAME(span)(w, row, column, n, 0, BF16, out);

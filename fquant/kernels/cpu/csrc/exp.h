@@ -1,11 +1,8 @@
 /* What IEEE 754 does not define, for vectors of float32: the exponential, silu and its derivative.
 
-   They are sums, products and quotients, so an element's bits depend on that element only. They are the same on every
-   instruction set with fused multiply-adds; without them a float32 may differ by a few units. Infinities and NaN give
-   torch's results: silu(-inf) and the derivatives at both infinities are NaN. */
+   An element's bits depend on that element only. ops/silu.py states the errors. */
 
-/* exp(x) for x <= 0 or NaN: within 1.1 units in the last place, denormals included, and 0 below -104. (Cody and
-   Waite's reduction; the polynomial is that of Moshier's Cephes.) */
+/* exp(x) for x <= 0 or NaN, within 1.1 units in the last place: Cody and Waite's reduction, Cephes' polynomial. */
 INLINE NAME(Lanes) NAME(exponential)(NAME(Lanes) x) {
     const NAME(Lanes) zero = {0.0f};
     x = NAME(larger)(zero - 104.0f, x);
@@ -21,11 +18,8 @@ INLINE NAME(Lanes) NAME(exponential)(NAME(Lanes) x) {
     return p * (NAME(Lanes))(((NAME(Bits))shifted + 127 + 32) << 23) * 0x1p-32f;
 }
 
-/* x * s for the logistic function s of x, and its derivative s + x * s * (1 - s). If s or 1 - s is small, it is
-   computed from e = exp(-|x|), so that no digits cancel. */
-INLINE NAME(Lanes) NAME(decay)(NAME(Lanes) x) {
-    return NAME(exponential)((NAME(Lanes))((NAME(Bits))x | 0x80000000));
-}
+/* x * s, s = 1 / (1 + exp(-x)), and its derivative s + x * s * (1 - s), by e = exp(-|x|), so that no digits cancel. */
+INLINE NAME(Lanes) NAME(decay)(NAME(Lanes) x) { return NAME(exponential)((NAME(Lanes))((NAME(Bits))x | 0x80000000)); }
 INLINE NAME(Lanes) NAME(either)(NAME(Bits) mask, NAME(Lanes) a, NAME(Lanes) b) {
     return (NAME(Lanes))((mask & (NAME(Bits))a) | (~mask & (NAME(Bits))b));
 }

@@ -3,14 +3,12 @@
 
    The inner dimension is in words of 32 bits: a float32, or two bf16. One operand is in panels, [words][PANEL], which
    are loaded as vectors. The other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay in
-   registers for STEPS words, while a panel stays in the first cache, and then go to scratch in the second. x · wᵀ has
-   x in panels and rows of the weight as slivers, w's own layout. g · w has g's rows as slivers and stripes of the
-   weight's columns in panels. A unit decodes only its part of the weight. */
+   registers for STEPS words, while a panel stays in the first cache. x · wᵀ has x in panels and rows of the weight as
+   slivers. g · w has g's rows as slivers and stripes of the weight's columns in panels. */
 
 enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
 
-/* sums [rows][vecs] += a sliver of `rows` rows with stride `apart`, times a panel of `vecs` vectors, for n words; = if
-   `fresh`. rows, vecs, half and fresh are constants. */
+/* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
     NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;

@@ -39,9 +39,8 @@ INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, i
 #define TILES(R) switch (p->m) { TILE(R, 1); TILE(R, 2); TILE(R, 3); TILE(R, 4); TILE(R, 5); TILE(R, 6); }
 
 #ifdef LANES_BF16
-/* Decode 4-bit codes in blocks of 64 or more to bf16, interleaved. A vector of codes is 128 elements of two blocks,
-   whose two tables of 16 values form one of 32. The four codes of a word look up in four vectors. x is interleaved
-   likewise (load, form 2), so no element is moved to its place. */
+/* Decode 128 4-bit codes of two blocks, whose two tables of 16 values form one of 32, to bf16. The four codes of a word
+   look up in four vectors. x is interleaved likewise (load, form 2), so no element is moved to its place. */
 INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
     __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x1010), 1), four = _mm512_set1_epi16(0x0f0f);
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
@@ -139,8 +138,7 @@ static void NAME(gemv)(void *data, int64_t unit, void *scratch) {
         NAME(group)(p, unit, scratch, 0);
 }
 
-/* Copy n elements of x for a product: in float32 (form 0), as they are (1), or each 128 interleaved (2): each fourth
-   from the first, each fourth from the second, and so on. */
+/* Copy n elements of x: in float32 (form 0), as they are (1), or each 128 as four times each fourth element (2). */
 static void NAME(load)(const void *x, int dtype, int64_t n, int form, void *out) {
     const uint16_t *from = x;
     uint16_t *to = out;

@@ -41,3 +41,4 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #undef BY_HALF
 #undef FMA
 #undef DOT
+#undef ISA

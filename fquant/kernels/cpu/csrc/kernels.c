@@ -1,8 +1,7 @@
 /* The CPU kernels: plain C without headers of torch or Python, called through ctypes (library.py).
 
    Every kernel is written once, over the vector vocabulary of simd.h, and compiled here once for each instruction set;
-   an argument selects one. work.h has their arguments. This file has shared constants and the
-   functions that Python calls.
+   an argument selects one. work.h has their arguments.
 
    A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus the offset if there
    is one, rounded to the dtype of the array and then to that of the result. This file is compiled without contraction
@@ -43,8 +42,8 @@ enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, norm, norm_backward, pointwise;
-    Unit attention, attention_backward;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, norm, pointwise;
+    Unit attention;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -57,8 +56,8 @@ enum { PAST = 8 << 20 }; /* bytes of a result from which stores are non-temporal
 enum { GROUP = 16 };     /* rows of a weight in a unit of `gemv` */
 enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay in registers */
 
-/* For gemm.h, in words of 32 bits: the inner dimension that is decoded at a time, that is multiplied at a time, and
-   the row stride of a sliver, a cache line more than a slab lest rows use the same cache sets. */
+/* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
+   sliver, a cache line more than a slab lest rows use the same cache sets. */
 enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
 enum { LEAST_ROWS = 24, MOST_ROWS = 144 }; /* rows of a weight in a unit of matmul: multiples of all slivers */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
@@ -79,10 +78,9 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 /* The instruction sets; `isa` below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, \
-                               norm_##ISA, norm_backward_##ISA, pointwise_##ISA, attention_##ISA, \
-                               attention_backward_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, LANES_##ISA, \
-                               PANEL_##ISA, BF16}
+                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, norm_##ISA, \
+                               pointwise_##ISA, attention_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, \
+                               LANES_##ISA, PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -104,7 +102,6 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 #define ISA portable
 #include "isa.h"
-#undef ISA
 
 #if defined(__x86_64__)
 TARGET(AVX2)
@@ -112,14 +109,12 @@ TARGET(AVX2)
 #define LANES_AVX2
 #include "isa.h"
 #undef LANES_AVX2
-#undef ISA
 TARGET_END
 
 TARGET(AVX512)
 #define ISA avx512
 #define LANES_AVX512
 #include "isa.h"
-#undef ISA
 TARGET_END
 
 TARGET(AVX512 ",avx512vbmi,avx512bf16")
@@ -128,14 +123,12 @@ TARGET(AVX512 ",avx512vbmi,avx512bf16")
 #include "isa.h"
 #undef LANES_BF16
 #undef LANES_AVX512
-#undef ISA
 TARGET_END
 #elif defined(__aarch64__)
 #define ISA neon
 #define LANES_NEON
 #include "isa.h"
 #undef LANES_NEON
-#undef ISA
 #endif
 
 static const struct { const char *name; Kernels kernels; } available[] = {
@@ -151,7 +144,7 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* --- what Python calls ------------------------------------------------------------------------------------------- */
 
-/* Constants that library.py has as well, which must agree: sizes of structures, the number of operations, and TILE. */
+/* Constants that library.py has as well: sizes of structures, the number of operations, and TILE. */
 EXPORT int fquant_sizes(int which) {
     const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
                             sizeof(Attention), OPS, TILE};
@@ -179,8 +172,7 @@ EXPORT int64_t fquant_encode(int isa, int threads, const void *x, int dtype, int
     return run(available[isa].kernels.encode, &work, rows * pieces, 0, NULL, threads);
 }
 
-/* Ask for pages of 2 MiB under n untouched bytes at p, because to zero pages of 4 KiB takes several times as long as
-   to decode into them. The system may ignore it. */
+/* Ask for pages of 2 MiB under n untouched bytes at p: to zero pages of 4 KiB takes several times as long as to decode. */
 EXPORT void fquant_large_pages(void *p, size_t n) {
 #ifdef __linux__
     uintptr_t start = ((uintptr_t)p + 4095) / 4096 * 4096, end = ((uintptr_t)p + n) / 4096 * 4096;
@@ -190,8 +182,7 @@ EXPORT void fquant_large_pages(void *p, size_t n) {
 #endif
 }
 
-/* Decode the part of w from (row, column), rows x width, to out of dtype with row stride `stride`; column is a
-   multiple of 32. */
+/* Decode the part rows x width of w from (row, column), a multiple of 32, to out of dtype with row stride `stride`. */
 EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
                          int64_t width, int dtype, void *out, int64_t stride) {
     int64_t size = dtype == F32 ? 4 : 2, aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
@@ -201,8 +192,7 @@ EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row,
 
 #include "matmul.h"
 
-/* x [m, in] · wᵀ to y [m, out], and x [m, out] · w to y [m, in], of dtype. If `room` is NULL but needed, they do
-   nothing and return its bytes. */
+/* x [m, in] · wᵀ to y [m, out], or x [m, out] · w to y [m, in]. If `room` is NULL but needed, return its bytes only. */
 EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                              void *room) {
     return product(isa, threads, 0, w, x, m, y, dtype, room);
@@ -248,31 +238,18 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
     int64_t panels = (a->t + k->panel - 1) / k->panel, heads = a->batch * a->kv;
     work.half = k->bf16 && a->dtype == BF16;
     work.parts = a->g ? 1 : MAX(1, MIN(panels, 2 * threads / heads));
-    Unit unit = a->g ? k->attention_backward : k->attention;
-    return run(unit, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
+    return run(k->attention, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
 }
 
-/* Run in groups of rows of about a PIECE. */
-static int normalise(Unit unit, Norm work, int threads) {
-    work.group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, work.width)));
-    threads = (int)MIN((int64_t)threads, work.rows * work.width / ALONE + 1);
-    return run(unit, &work, (work.rows + work.group - 1) / work.group, 0, NULL, threads);
-}
-
-/* x [rows, width] / sqrt(mean of squares + eps) * weight [width] to y [rows, width], of dtype; and 1 / that root, to
-   scale [rows]. */
-EXPORT int64_t fquant_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width, int64_t apart,
-                           const void *weight, double eps, void *y, float *scale) {
-    Norm work = {NULL, x, weight, y, scale, eps, rows, width, apart, 0, 1, dtype};
-    return normalise(available[isa].kernels.norm, work, threads);
-}
-
-/* The gradient of that: g [rows, width] to dx [rows, width]. */
-EXPORT int64_t fquant_norm_backward(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
-                                 int64_t apart, const void *weight, float *scale, const void *g, int64_t apart_g,
-                                 void *dx) {
-    Norm work = {g, x, weight, dx, scale, 0.0, rows, width, apart, apart_g, 1, dtype};
-    return normalise(available[isa].kernels.norm_backward, work, threads);
+/* x [rows, width] / sqrt(mean of squares + eps) * weight [width] to out [rows, width], of dtype, and 1 / that root to
+   scale [rows]; or with g [rows, width], the gradient of that to out. Units are groups of rows of about a PIECE. */
+EXPORT int64_t fquant_rms_norm(int isa, int threads, const void *x, int dtype, int64_t rows, int64_t width,
+                               int64_t apart, const void *weight, double eps, const void *g, int64_t apart_g, void *out,
+                               float *scale) {
+    int64_t group = MAX(1, MIN(MOST_GROUPED, PIECE / MAX(1, width)));
+    Norm work = {g, x, weight, out, scale, eps, rows, width, apart, apart_g, group, dtype};
+    threads = (int)MIN((int64_t)threads, rows * width / ALONE + 1);
+    return run(available[isa].kernels.norm, &work, (rows + group - 1) / group, 0, NULL, threads);
 }
 
 /* Run a program on the tensors at the addresses `at`: those that are read, then those that are written. */

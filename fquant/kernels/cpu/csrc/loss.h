@@ -1,11 +1,8 @@
 /* The negative log likelihood of rows of logits, and its gradient.
 
    A row is read once for its maximum and its sum of exponentials, a PIECE after the other. If a piece exceeds all
-   before it, the sum so far is scaled down. For the gradient the row is read again, from the second cache. Only the
-   maximum and the sum are kept between, and only the results are written.
-
-   Elements are float32. Partial sums, and the values of a row, are added in double. So the error does not grow with
-   the vocabulary, and the difference of the maximum and the target's logit loses no digits. */
+   before it, the sum so far is scaled down. For the gradient the row is read again, from the second cache. Elements are
+   float32. Partial sums, and the values of a row, are added in double, so the error does not grow with the vocabulary. */
 
 /* OVER: run `each` for every vector x of n logits at `from`; k counts four accumulators in turn. */
 #define OVER(each)                                                                              \

@@ -3,25 +3,20 @@
    A unit is a group of rows that stay in the nearest cache, because each is read twice. Many short rows are one group,
    so that the sum of a row overlaps with the next.
 
-   Elements are float32. A row is summed SUMMED elements at a time, in ABREAST partial sums on every instruction set,
-   which are added in pairs; these results are added in double. So an element takes part in at most 22 additions in
-   float32, for rows of any length. Nothing is fused: all instruction sets give the same bits. */
+   A row is summed SUMMED elements at a time, in ABREAST partial sums in float32, which are added in pairs; these results
+   are added in double. So an element takes part in at most 22 additions in float32. Nothing is fused: all instruction
+   sets give the same bits. */
 
 enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the partial sums */
 
-/* The terms of LANES elements: x * x, or for the gradient g * w * (x * scale). `slope` is a constant where inlined. */
-INLINE NAME(Lanes) NAME(term)(const char *g, const char *x, const char *w, int64_t at, float scale, const int dtype,
-                              const int slope) {
-    NAME(Lanes) v = NAME(wide)(x + at, dtype);
-    return slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (v * scale) : v * v;
-}
-
-/* Add the terms of ABREAST elements to the partial sums. */
+/* Add the terms of ABREAST elements to the partial sums: x * x, or for the gradient g * w * (x * scale). */
 INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *w, int64_t at, float scale,
                       const int dtype, const int slope) {
-    const int64_t bytes = NAME(LANES) * (dtype == F32 ? 4 : 2);
 #pragma GCC unroll 16
-    for (int k = 0; k < NAME(VECTORS); k++) v[k] += NAME(term)(g, x, w, at + k * bytes, scale, dtype, slope);
+    for (int k = 0; k < NAME(VECTORS); k++, at += NAME(LANES) * (dtype == F32 ? 4 : 2)) {
+        NAME(Lanes) a = NAME(wide)(x + at, dtype);
+        v[k] += slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (a * scale) : a * a;
+    }
 }
 
 /* Add the partial sums in pairs, in the same order for vectors of any length. */
@@ -61,8 +56,7 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
     return total;
 }
 
-/* Round v to its dtype. A NaN has a zero lower half here, because x and its scale give no other, so it stays NaN
-   without a test. */
+/* Round v to its dtype. A NaN has a zero lower half here, so it stays NaN without a test. */
 INLINE NAME(Lanes) NAME(rounded_to)(NAME(Lanes) v, const int dtype) {
     NAME(Bits) u = (NAME(Bits))v;
     if (dtype == F32) return v;
@@ -119,10 +113,8 @@ INLINE void NAME(norms)(const Norm *w, int64_t unit, const int slope, const int 
 }
 
 static void NAME(norm)(void *work, int64_t unit, void *scratch) {
+    const Norm *w = work;
     (void)scratch;
-    BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 0)
-}
-static void NAME(norm_backward)(void *work, int64_t unit, void *scratch) {
-    (void)scratch;
-    BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 1)
+    if (w->g) { BY_DTYPE(w->dtype, NAME(norms), work, unit, 1) }
+    else { BY_DTYPE(w->dtype, NAME(norms), work, unit, 0) }
 }

@@ -46,6 +46,12 @@ static void NAME(rounded)(const float *restrict x, int64_t n, float absmax, int8
     }
 }
 
+/* Copy n elements from `at` as floats, by way of float16 for codes that are integers. */
+static void NAME(elements)(const Encode *e, int64_t at, int64_t n, int integer, float *x) {
+    NAME(floats)(e->x, e->dtype, at, n, x);
+    if (integer && e->dtype != F16) for (int64_t k = 0; k < n; k++) x[k] = from_f16(to_f16(x[k]));
+}
+
 /* Encode the blocks of one piece of a row, or of a whole row if its blocks are longer than a piece. */
 static void NAME(encode)(void *data, int64_t unit, void *scratch) {
     const Encode *e = data;
@@ -62,18 +68,14 @@ static void NAME(encode)(void *data, int64_t unit, void *scratch) {
         float absmax = integer || !is_short ? 0.0f : 1e-38f;
         for (int64_t i = at; i < end; i += PIECE) {
             int64_t n = MIN(end - i, PIECE);
-            NAME(floats)(e->x, e->dtype, from + i, n, x);
-            if (integer && e->dtype != F16) for (int64_t k = 0; k < n; k++) x[k] = from_f16(to_f16(x[k]));
+            NAME(elements)(e, from + i, n, integer, x);
             absmax = NAME(absmax)(x, n, absmax);
         }
         e->absmax[row * blocks + at / how->block] = absmax;
         float by = 1.0f / (absmax < 1e-38f ? 1e-38f : absmax);
         for (int64_t i = at; i < end; i += PIECE) {
             int64_t n = MIN(end - i, PIECE);
-            if (end - at > PIECE) {
-                NAME(floats)(e->x, e->dtype, from + i, n, x);
-                if (integer && e->dtype != F16) for (int64_t k = 0; k < n; k++) x[k] = from_f16(to_f16(x[k]));
-            }
+            if (end - at > PIECE) NAME(elements)(e, from + i, n, integer, x);
             uint8_t *codes = e->codes + row * bytes + i * how->bits / 8;
             if (integer) {
                 NAME(rounded)(x, n, absmax, (int8_t *)codes);

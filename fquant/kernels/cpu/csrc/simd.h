@@ -1,22 +1,20 @@
 /* The vector vocabulary of one instruction set, for what plain C cannot express. Included once for each.
 
-   Lanes          a vector of LANES floats; Bits, of as many u32
-   COLUMNS        rows of x whose sums with four rows of the weight fit the registers (gemv.h)
-   VECS, SUMS     vectors of a panel, and vectors of sums that fit the registers (gemm.h)
-   FMA(a, b, c)   a * b + c, fused if the instruction set can
-   DOT(a, b, c)   the same over pairs of bf16, two to a lane; only with LANES_BF16
-   larger         the larger of two; the second if either is NaN
+   Lanes, Bits        a vector of LANES floats, and one of as many u32
+   COLUMNS            rows of x whose sums with four rows of the weight fit the registers (gemv.h)
+   VECS, SUMS         vectors of a panel, and vectors of sums that fit the registers (gemm.h)
+   FMA(a, b, c)       a * b + c, fused if the instruction set can
+   DOT(a, b, c)       the same over pairs of bf16, two to a lane; only with LANES_BF16
+   larger             the larger of two; the second if either is NaN
    to_f16, from_f16   conversions, to nearest even
-   halve          stores the lower halves of Bits
-   integers       LANES bytes as signed integers, in float
-   gather         the values of LANES bytes in a table of 256
-   sum4           the sums of four vectors
-   transpose      LANES rows of LANES words, with stride `apart`, as columns
-   Table16/32     a table of 16 values of 16 or 32 bits, in registers
-   lookup16/32    the values of the 32 codes of 16 bytes, two codes a byte, the first in the high half
+   halve              stores the lower halves of Bits
+   integers, gather   LANES bytes as signed integers in float, and their values in a table of 256
+   sum4, transpose    the sums of four vectors; LANES rows of LANES words, with stride `apart`, as columns
+   Table16/32         a table of 16 values of 16 or 32 bits, in registers
+   lookup16/32        the values of the 32 codes of 16 bytes, two codes a byte, the first in the high half
 
    A look-up is one permutation of the table by the codes (AVX-512), or one byte shuffle for each byte of the value
-   (AVX2, NEON): it reads no memory but the codes. The compiler vectorises everything else. */
+   (AVX2, NEON). The compiler vectorises everything else. */
 
 #if defined(LANES_AVX512)
 enum { NAME(LANES) = 16, NAME(COLUMNS) = 6, NAME(VECS) = 4, NAME(SUMS) = 24 };
@@ -88,6 +86,16 @@ INLINE void NAME(sum4)(const NAME(Lanes) *v, float *totals) {
 
 #endif
 
+#if !defined(LANES_AVX512)
+INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) {
+    for (int k = 0; k < NAME(LANES); k++) {
+        NAME(Bits) column = {0};
+        for (int i = 0; i < NAME(LANES); i++) column[i] = in[i * apart + k];
+        out[k] = column;
+    }
+}
+#endif
+
 #if defined(LANES_AVX512)
 
 INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) {
@@ -113,20 +121,6 @@ INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) 
         out[k + 12] = (NAME(Bits))_mm512_shuffle_i32x4(odd, odd8, 0xdd);
     }
 }
-
-#else
-
-INLINE void NAME(transpose)(const uint32_t *in, int64_t apart, NAME(Bits) *out) {
-    for (int k = 0; k < NAME(LANES); k++) {
-        NAME(Bits) column = {0};
-        for (int i = 0; i < NAME(LANES); i++) column[i] = in[i * apart + k];
-        out[k] = column;
-    }
-}
-
-#endif
-
-#if defined(LANES_AVX512)
 
 INLINE NAME(Lanes) NAME(larger)(NAME(Lanes) a, NAME(Lanes) b) {
     return (NAME(Lanes))_mm512_max_ps((__m512)a, (__m512)b);

@@ -1,7 +1,5 @@
 /* Fork-join loops over units of work, on the threads of the OpenMP runtime that torch has loaded (GOMP_parallel),
-   because two pools would spin against each other. Without that runtime, threads are created for each call.
-
-   Nothing here spins. The runtime does, before and after a loop; see threads.py. */
+   because two pools would spin against each other. Without that runtime, threads are created for each call. */
 
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
@@ -19,8 +17,7 @@ typedef struct {
     int threads, entered, failed;
 } Loop;
 
-/* Take the next units, from *i: half of a thread's share of the rest. Long runs are read fast, and short ones towards
-   the end let the threads finish together. */
+/* Take the next units, from *i: half of a thread's share of the rest, so that the threads finish together. */
 static int64_t take(Loop *loop, int64_t *i) {
     int64_t start = __atomic_load_n(&loop->next, __ATOMIC_RELAXED), n;
     do {

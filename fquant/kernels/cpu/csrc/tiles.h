@@ -1,28 +1,22 @@
-/* The operands and products of attention.
-
-   Tokens are prepared for a product in one of three layouts:
+/* The operands and products of attention. Tokens are prepared for a product in one of three layouts:
 
      rows      [rows][words]       the inner dimension in words, which are broadcast
      across    [words][PANEL]      the transpose: the same words, of PANEL rows beside each other
      down      [words][columns]    tokens as words: in bf16 two tokens interleaved; in panels of columns
 
-   The products are those of gemm.h: rows of words by panels, six rows at a time. In float32 a word is an element, and
-   `half`, a constant where a function is inlined, is 0. */
+   The products are those of gemm.h, six rows at a time. `half` is a constant where a function is inlined. */
 
 enum { NAME(QUERIES) = (NAME(PANEL) + SIX - 1) / SIX * SIX }; /* rows of results for a panel */
 
-typedef struct { /* sizes of an attention, in elements and words */
-    int64_t words, inner, columns, tokens, each;
-    /* words: of e; inner: in whole vectors; columns, tokens: e and t, padded; each: elements of a word */
-} NAME(Sizes);
+/* words: of e; inner: in whole vectors; columns, tokens: e and t, padded; each: elements of a word */
+typedef struct { int64_t words, inner, columns, tokens, each; } NAME(Sizes);
 
 INLINE NAME(Sizes) NAME(sizes)(const Attention *a) {
     int64_t each = a->half ? 2 : 1, words = (a->e + each - 1) / each;
     return (NAME(Sizes)){words, padded_to(words, NAME(LANES)), padded_to(a->e, NAME(LANES)), padded_to(a->t, KEYS), each};
 }
 
-/* sums [count][vecs] += `count` rows of words times a panel, or = if fresh; `count` is a multiple of SIX. Not inlined,
-   because each call would compile all these products again. */
+/* sums [count][vecs] += (= if fresh) `count` rows, a multiple of SIX, times a panel. Not inlined: it would be long. */
 #define PRODUCT(name, half, fresh)                                                                                     \
     static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,       \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
@@ -40,14 +34,12 @@ PRODUCT(set_halves, 1, 1)
 #undef VECS
 #undef PRODUCT
 
-/* Scores: rows of tokens times a panel of others. */
 INLINE void NAME(scores)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *across, int64_t n, int half,
                          float *sums) {
     (half ? NAME(set_halves) : NAME(set_floats))(rows, apart, count, across, NAME(VECS), n, sums);
 }
 
-/* sums [high][columns] from `row` on += rows times the words [tall][columns] of tokens, down, from `from` on; panel by
-   panel. */
+/* sums [high][columns] from `row` on += rows times the words [tall][columns] of tokens, down, from `from` on. */
 INLINE void NAME(columns)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *down, int64_t tall,
                           int64_t from, int64_t n, int64_t columns, int half, float *sums, int64_t high, int64_t row) {
     for (int64_t c = 0; c < columns; c += NAME(PANEL)) {

@@ -62,10 +62,9 @@ typedef struct { /* rows [width] with strides `apart` in x and `apart_g` in g */
     int dtype;
 } Norm;
 
-/* Attention of q [b heads t e] to k and v [b kv t e]: y and lse f32[b heads t]. For the gradient, g is not NULL, y
-   and lse are given, and dq, dk and dv [like q, k, k] are results. Strides are those of b, heads and tokens, in
-   elements. For several documents `labels` i32[b labelled] is the first token of each token's document, with a panel
-   of padding. */
+/* Attention of q [b heads t e] to k and v [b kv t e]: y and lse f32[b heads t]; or if g is not NULL, the gradients dq,
+   dk and dv. Strides are those of b, heads and tokens, in elements. `labels` i32[b labelled], or NULL, is the first
+   token of each token's document, with a panel of padding. */
 enum { KEYS = 96, SIX = 6 }; /* keys of a tile, a multiple of six and of all vectors; rows of a micro-kernel */
 typedef struct {
     const void *q, *k, *v, *g;

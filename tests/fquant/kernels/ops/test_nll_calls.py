@@ -126,13 +126,13 @@ def test_the_head_computes_with_them(backend, dtype):
 
 
 MALFORMED = {
-    "integers": (lambda x, t, f: nll(x.int(), t, 0), TypeError, "nll got logits torch.int32; wanted f32, bf16, f16 or"),
+    "integers": (lambda x, t, f: nll(x.int(), t, 0), TypeError, "nll got logits torch.int32 .*; wanted f32, bf16, f16"),
     "one row": (lambda x, t, f: nll(x[0], t, 0), ValueError, r"nll got logits \(19,\); wanted \[c v\]"),
     "three dims": (lambda x, t, f: nll_backward(x[None], t, 0), ValueError, r"got logits \(1, 4, 19\); wanted \[c v\]"),
     "no columns": (lambda x, t, f: nll(x[:, :0], t, 0), ValueError, r"logits \(4, 0\); wanted \[c v\], v being"),
     "int32": (lambda x, t, f: nll(x, t.int(), 0), TypeError, "targets torch.int32 beside .*; wanted torch.int64"),
     "float": (lambda x, t, f: nll_backward(x, t.float(), 0), TypeError, "targets torch.float32 .*; wanted torch.int64"),
-    "few targets": (lambda x, t, f: nll(x, t[1:], 0), ValueError, r"targets \(3,\) and logits \(4, 19\); wanted one"),
+    "few targets": (lambda x, t, f: nll(x, t[1:], 0), ValueError, r"\(3,\) and logits \(4, 19\); wanted targets"),
     "a column": (lambda x, t, f: nll_backward(x, t[:, None], 0), ValueError, r"targets \(4, 1\) and logits \(4, 19\)"),
     "a number": (lambda x, t, f: nll_backward(x, t, 0, f[0]), ValueError, r"factor \(\) and logits \(4, 19\); wanted"),
     "a narrow factor": (lambda x, t, f: nll_backward(x, t, 0, f.half()), TypeError, "got factor torch.float16 beside"),

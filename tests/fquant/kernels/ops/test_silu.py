@@ -257,5 +257,5 @@ def test_a_fake_result_is_fake():
 @named("name", OWN)
 def test_malformed(name, device):
     for dtype in (torch.int32, torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=rf"{name} got {dtype} \(3, 4, 5\); wanted f32, bf16, f16 or f64"):
+        with pytest.raises(TypeError, match=rf"{name} got x {dtype} \(3, 4, 5\); wanted f32, bf16, f16 or f64"):
             OPS[name](X.to(device, dtype))
