@@ -61,7 +61,7 @@ class ShardedStats:
 def init(
     key: int | Tensor, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any
 ) -> ShardedBook:
-    """Create the codes ``first`` to ``stop`` (exclusive), by default all, of the book of ``vq.init`` with ``options``."""
+    """Create the codes ``first`` to ``stop`` (exclusive, default all) of the book of ``vq.init`` with ``options``."""
     book = books.init(key, num_codes, dim, **options)
     return take_codes(book, first, num_codes if stop is None else stop)
 

@@ -163,7 +163,7 @@ def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def shift(book: Book, moments: Moments, row_decay: float = 0.99, code_decay: float = 0.9) -> Book:
-    """Move the averages of ``book`` towards the moments of rows and of its codes; the first call with rows sets them."""
+    """Move the averages of ``book`` towards the moments of its codes and rows; the first call with rows sets them."""
     if book.affine is None:
         raise ValueError("the book is not affine; make one with init(..., affine=True)")
     for name, decay in (("row_decay", row_decay), ("code_decay", code_decay)):
