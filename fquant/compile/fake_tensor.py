@@ -90,7 +90,7 @@ def _loss_gradient(out: Tensor, args: Sequence[Any], memory_format: Any = torch.
 
 _second_first = lambda out, args: _elementwise(out, args[1::-1])
 _like = lambda out, args: ((args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype)
-_contiguous = lambda out, args: (torch.empty(out.shape, device="meta").stride(), out.dtype)
+_contiguous = lambda out, args: (torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype)
 _loss = lambda out, args: (torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype)  # reduced: no dims
 _RULES: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
     op: rule

@@ -139,7 +139,7 @@ def test_a_step_holds_the_two_products_and_nothing_made_of_them(recompute):
 
 MALFORMED = {
     "shapes": (lambda: gated(G, U[0]), ValueError, r"got gate \(3, 4\) and up \(4,\); wanted one shape"),
-    "integers": (lambda: gated(G.long(), U.long()), TypeError, r"silu got torch.int64 \(3, 4\); wanted f32"),
+    "integers": (lambda: gated(G.long(), U.long()), TypeError, r"silu got x torch.int64 \(3, 4\); wanted f32"),
 }
 
 
