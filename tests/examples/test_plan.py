@@ -168,8 +168,10 @@ def really(job, axes):
 @pytest.mark.parametrize(
     ("name", "count", "mesh"),
     [
-        ("head", 2, "fsdp=2"),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"))),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"), ("head", 2, "fsdp=2"))
+        ),
         pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
     ],
 )

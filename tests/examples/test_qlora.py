@@ -27,7 +27,7 @@ from tests.helpers.model_folders import TINY, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--rank", "4", "--seq", "32", "--batch", "4", "--holdout", "4", "--steps", "4"]
-STEPS = 12  # of the run that others are compared with: enough to be killed in the middle
+STEPS = 8  # of the run that others are compared with: enough to be killed in the middle
 together = pytest.mark.xdist_group("qlora")  # one worker makes that run
 
 
@@ -64,7 +64,7 @@ def wait_for(folder, count, seconds=60):
 def whole(model, text, tmp_path_factory):
     """A run on two ranks from its beginning to its end: its options, its folder and what it printed."""
     args = ["--model", model, "--data", text, *SMALL, "--steps", STEPS, "--dropout", "0.1", "--accumulate", "2"]
-    args += ["--save-every", "2", "--lr", "0.01", "--dtype", "f32"]
+    args += ["--save-every", "2", "--lr", "0.01", "--dtype", "f32", "--checkpoint", "none"]
     out = tmp_path_factory.mktemp("whole") / "run"
     status, printed, err = finish(start(*args, "--out", out))
     assert status == 0, err
@@ -153,6 +153,7 @@ def test_a_run_from_before_dtype_and_checkpoint_resumes(whole, tmp_path):
     assert Options.upgraded({"keep": "selected", "format": "vq3"})["format"] == "aq_3x8"
 
 
+@pytest.mark.slow
 def test_a_dense_base(model, text, tmp_path):
     """--format none, the baseline: the base stays in the files' dtype, and the table has no packed column."""
     args = ("--model", model, "--data", text, *SMALL, "--mesh", "fsdp=1", "--format", "none", "--out", tmp_path / "run")

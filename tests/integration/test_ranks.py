@@ -251,6 +251,7 @@ def temporary():
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, temporary, end):
     script = tmp_path / "pool.py"

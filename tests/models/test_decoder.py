@@ -77,7 +77,7 @@ def test_causal():
 
 
 @pytest.mark.parametrize("comm", COMMS)
-@pytest.mark.parametrize("name", slow_after(4, VARIANTS))
+@pytest.mark.parametrize("name", slow_after(2, VARIANTS))
 def test_first_order(name, comm):
     cfg, comm = VARIANTS[name], COMMS[comm]
     params = params_of(cfg)

@@ -125,6 +125,7 @@ def test_a_process_with_limits(launcher):
     assert (done.stdout, done.stderr) == ("1 1\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
 def test_a_process_with_bound_threads():
     code = "import os; n = len(os.sched_getaffinity(0))\nfrom fquant.kernels import cpu; print(n, cpu.usable_cores())"
