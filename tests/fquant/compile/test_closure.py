@@ -203,7 +203,7 @@ def a_class():
 
 def a_module():
     module = types.ModuleType("settings_of_a_user")
-    module.__file__, module.rate = "/home/me/settings.py", 0.5
+    module.__file__, module.rate = "/elsewhere/settings.py", 0.5
     return lambda x: x * module.rate, lambda: setattr(module, "rate", 0.25), "`module.rate` was 0.5, is 0.25"
 
 
