@@ -7,8 +7,6 @@ its name and signature, and the language reference of ``help()``. A byte-level B
 model, in float32 on packed documents. The weights are saved in bfloat16.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

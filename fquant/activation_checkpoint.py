@@ -9,8 +9,6 @@ create_graph=True, which keeps all that the recomputation computes. At first ord
 saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext

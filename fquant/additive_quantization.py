@@ -21,8 +21,6 @@ Source: additive quantisation by k-means and beam search, Babenko & Lempitsky 20
 (AQLM), whose 2x8 codes equal those of AQ_2X8 but for scales.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ silently be wrong. Every jvp therefore computes inside :func:`forward_mode`, whi
 tensors without the tangents of this jvp, and with those of the outer ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

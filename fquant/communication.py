@@ -11,8 +11,6 @@ A model never sees a mesh. It is written once, against these functions, and gets
 ``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ torch.func rejects an integer or absent leaf without naming it ("only Tensors of
 gradients"). These functions raise TypeError with its path and the fix, and are torch.func's otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -4,8 +4,6 @@ Verbs pass over a Lazy, an opaque leaf: quantising one gives a Lazy that reads a
 fit on any device is quantised, placed and sharded one tensor at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -14,8 +14,6 @@ Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ The arithmetic is torch's. AdamW (Loshchilov & Hutter 2019) and Lion (Chen et al
 gradient; SGD adds the decay to the gradient. A schedule gets the number of updates made before, so the first is step 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar

@@ -10,8 +10,6 @@ A packed weight is a constant: gradients pass through it to ``x`` and never to i
 the backward, so a dense weight never exists. Its backward and its jvp are the Function itself, at every order.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias

@@ -16,8 +16,6 @@ Words are int64 tensors because torch has no arithmetic for uint32. Integers and
 normals differ by the rounding of its log and cos.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

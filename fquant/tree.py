@@ -18,8 +18,6 @@ The *path* of a leaf is the field names, keys and indices that lead to it, joine
 other module imports torch's pytree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

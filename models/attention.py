@@ -8,8 +8,6 @@ cost what the kernels cost. Forward mode, higher orders and torch.compile use th
 (see ``models.reference_gradient``).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

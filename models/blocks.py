@@ -7,8 +7,6 @@ transformers' eager Llama: softmax in float32 (float64 for float64 input), cast 
 the tokens of its own document up to itself, and positions restart at every document.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 ``models.hf_config`` converts it from and to the ``config.json`` of a Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from fquant import tree

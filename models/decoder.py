@@ -13,8 +13,6 @@ A block gets every tensor as an argument. ``comm.wrap`` may differentiate the bl
 block closed over would silently get no gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

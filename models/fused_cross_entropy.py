@@ -19,8 +19,6 @@ chunks are summed in float32 at least.
 order exists; orders above the first record as much as whole logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ is read strictly: it must hold every tensor of the config in its shape, and no o
 ValueError that names the file and the tensor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -9,8 +9,6 @@ Both spellings of the rotary embedding are read: ``rope_theta`` and ``rope_scali
 ``rope_parameters`` of transformers 5. :func:`to_hf` writes both, so that either version loads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

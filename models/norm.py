@@ -8,8 +8,6 @@ that a second derivative reaches x through it. The derivatives of the backward a
 ``fquant.kernels.reference``. Forward mode and torch.compile see the formula alone.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Sources: meta-llama/Llama-3.1-8B, -70B and -405B (Grattafiori et al. 2024, "The 
 Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3 Technical Report", table 1).
 """
 
-from __future__ import annotations
-
 from .config import Config, RopeScaling
 
 

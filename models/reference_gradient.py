@@ -8,8 +8,6 @@ derivative the reference is never run. A Function with a cheaper first derivativ
 ``setup_context`` and ``backward``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ pointwise program in a captured graph, unlike ``F.silu``. The backward recompute
 gradients are one program, which reads three tensors and writes two.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ its softmax, exp(logit - z). The addends of processes are summed in float32 and 
 Forward derivatives and derivatives beyond the first gather the whole head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple

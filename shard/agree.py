@@ -5,8 +5,6 @@ other, or train different models. So all ranks exchange a fingerprint before any
 in the same collectives, and decides nothing by what it alone knows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

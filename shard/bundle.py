@@ -7,8 +7,6 @@ a block, and its buffers are *viewed* out of the result, not copied. Every dtype
 A bundle is a Loadable (see fquant.communication): a Comm opens it, and until then its static ``layout`` describes it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

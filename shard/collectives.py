@@ -13,8 +13,6 @@ through. A backward calls the dual *Function*, because a raw collective there gi
 no function reads global state. Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ place and brings the tokens to them (vocab_parallel.py). Each does so if that is
 computes logits gathers the head, once if it is the embedding too. With ``deduplicate_gathers`` the rows come on top.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

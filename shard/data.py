@@ -6,8 +6,6 @@ tokens that count. The sum over ranks is the gradient of one process on the whol
 autodiff, on one flat buffer for each dtype. Random draws use the numbers of rows in the whole batch (``rows``).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

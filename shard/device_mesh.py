@@ -17,8 +17,6 @@ torch's DeviceMesh. ``mesh`` starts the process group unless it runs already, an
   finds the interpreter ending aborts the process and replaces its exit status.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import math

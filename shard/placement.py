@@ -16,8 +16,6 @@ Parameters come from one of two sources, and the bytes are the same:
 The second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

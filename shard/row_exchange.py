@@ -15,8 +15,6 @@ Each except ``mine`` is one collective for each axis with more than one rank. Al
 gather and scatter are each other's backward. ``fquant.vq.sharded`` takes these functions as values.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

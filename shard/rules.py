@@ -8,8 +8,6 @@ strategy for all models:
     Rules(block=None)                           # every rank holds every block whole
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ side; the rank that asked decodes it. Ranks may ask for different numbers of row
 ``max_tokens``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -20,8 +20,6 @@ which every rank needs whole. The layout determines who misses what. Each rank g
 elsewhere, and the sum completes them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

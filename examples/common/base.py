@@ -1,7 +1,5 @@
 """The frozen base of a fine-tuning run: which of its weights are packed, in which format, and which can be adapted."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Parse command lines from dataclasses, and meshes from text."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -14,8 +14,6 @@ Each piece of a document (examples/common/records.py) is tokenised by itself, as
 The last token of a row predicts the first of the next. The last row is padded with a segment of its own and no target.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

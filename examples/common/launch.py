@@ -1,7 +1,5 @@
 """Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

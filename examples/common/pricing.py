@@ -12,8 +12,6 @@ of each phase and op is extrapolated, and the highest is the peak of the step.
 one op. A node that reads a few rows of a table, an embedding say, counts as if it read the whole table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

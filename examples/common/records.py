@@ -11,8 +11,6 @@ Any other file is one document of plain text. Alpaca records get the template of
 Chats get Llama 3's headers, without the dates of 3.1's system turn, or headings like "### User".
 """
 
-from __future__ import annotations
-
 import json
 import sysconfig
 import tokenize

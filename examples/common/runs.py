@@ -9,8 +9,6 @@ Each file is written whole, so the state of a killed run is that of one step. A 
 and on the same mesh to the bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -16,8 +16,6 @@ Checkpointing modes:
 No mode keeps gathered weights: they are gathered again, one block ahead, for the backward. Modes change no bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

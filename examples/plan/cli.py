@@ -8,8 +8,6 @@ The step is traced, not estimated (examples/common/pricing.py). A time is a lowe
 (examples/plan/devices.py): the longest of arithmetic, memory traffic and wire, as if they overlapped perfectly.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ float32 sums, and bytes in one direction, half of NVLink's advertised figure. So
 white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MIB = 2**20

@@ -9,8 +9,6 @@ Writes to a folder of its own: adapter/ for PEFT, metrics.jsonl with a line a st
 and processes, state.safetensors to resume from. The training is in examples/qlora/train.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

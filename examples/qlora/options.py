@@ -1,7 +1,5 @@
 """The options of ``python -m examples.qlora``, and the values that follow from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The output of ``python -m examples.qlora``: a line a step, one table, a loss curve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

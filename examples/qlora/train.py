@@ -5,8 +5,6 @@ number, and dropout of (key, row). The token count is that of the global batch. 
 sums, and a resumed run continues to the bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

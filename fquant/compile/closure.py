@@ -24,8 +24,6 @@ Not guarded are
 * tensors, which the trace refuses, and values that change while it runs, such as a list of the function's calls.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -11,8 +11,6 @@ A rank that does not come is waited for until its connections close, or until th
 the function. Not detected are a collective outside of any capture, and two functions of one name and collectives.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence

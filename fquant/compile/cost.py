@@ -14,8 +14,6 @@ The step is captured as ``jit`` captures it. One walk over its graph gives
   one rank sends when each goes around a ring.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

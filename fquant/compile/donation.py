@@ -9,8 +9,6 @@ A replay that fails before it writes a donated tensor leaves all arguments as th
 of the donated tensors are lost, and they raise as well. The traceback gives the node that failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Frames of torch and of this package are passed over. Frames of an ``nn.Module`` count in the search for a tensor's name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import os

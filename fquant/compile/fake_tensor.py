@@ -10,8 +10,6 @@ Memory that is planned, viewed or written as the trace describes would then be w
 are corrected here. The first replay finds any others (validate.py).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ A collective is two nodes, one that issues it and one that waits for it. Between
 inputs of the first while other nodes run. So a wait counts as a reader of these inputs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -13,8 +13,6 @@ checks for it. Any other argument must be hashable. The key has
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

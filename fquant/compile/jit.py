@@ -31,8 +31,6 @@ replay checks every op against the trace (validate.py).
 Every rank calls a captured function that communicates, in the same order (collective_check.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

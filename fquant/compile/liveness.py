@@ -4,8 +4,6 @@ A storage is live from the node that makes it to the last node that reads, views
 live throughout, because the caller holds them. A collective reads its inputs until it is waited for (``graph.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 

@@ -3,8 +3,6 @@
 Code of libraries is distinguished by its file: fquant, shard and models, installed packages, and the standard library.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import dis

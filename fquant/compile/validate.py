@@ -9,8 +9,6 @@ It runs node by node, in the planned memory if there is a plan. An op that write
 result silently, so it is computed in its traced form and copied.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ bitsandbytes' blocks run over the flattened weight. If the block size divides th
 and the buffers are reshaped only. Otherwise blocks straddle rows, and the result is flat: its rows cannot be sharded.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

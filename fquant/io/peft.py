@@ -12,8 +12,6 @@ keys are regular expressions for the end of a module's name, and the first that 
 and DoRA hold for the whole adapter. An unknown setting that may change the adapter's results raises.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

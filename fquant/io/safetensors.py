@@ -9,8 +9,6 @@ leaf under its path, and the structure as JSON in the metadata (see fquant.io.tr
 from a file is executed.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -8,8 +8,6 @@ int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered 
 up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -8,8 +8,6 @@ An element is the sum of its stages' vectors, the first stage first, in float32,
 array's dtype. A product decodes ``TILE`` bytes of float32 rows and lets torch multiply, so a dense weight never exists.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of arguments and results, and products with tiles of a weight, for all backends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

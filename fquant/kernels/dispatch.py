@@ -4,8 +4,6 @@
 one warning, unless the variable names it.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from functools import cache

@@ -7,8 +7,6 @@ CPU tensors whose values are in their memory. No mode or transform has to see th
 through torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

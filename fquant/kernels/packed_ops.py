@@ -4,8 +4,6 @@ A function takes the buffers of a Packed and its Spec; the op of torch takes the
 no dispatcher (``dispatch.is_direct``) bypasses torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

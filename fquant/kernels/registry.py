@@ -4,8 +4,6 @@ An op has a real and a fake implementation, a vmap rule, and no derivative: torc
 autograd key raises TypeError. On CPUs an op also has an overload ``name.out``, which memory plans call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any

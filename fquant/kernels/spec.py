@@ -3,8 +3,6 @@
 A kernel takes the buffers of a Packed, in the order of ``tree.leaves``, and a Spec, its static half.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -4,8 +4,6 @@ The last block of a forward, for example, is gathered again by the backward at o
 gather and costs its memory between the two uses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.fx import Graph

@@ -4,8 +4,6 @@ A gather of an argument is a chain of nodes: the argument (``source``), views an
 that issues the collective (``issue``), and the node that waits for it (``wait``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ As traced, a block is gathered where it begins and waited for at once, so nothin
 memory of the gathers under way: one issued before wait i holds its memory while blocks i, i+1 ... compute.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass
 

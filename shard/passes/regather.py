@@ -12,8 +12,6 @@ A graph does not mark the backward. But a block's uses come in runs: a use begin
 gather comes between it and the use before. The order of gathers and uses is the same on every rank.
 """
 
-from __future__ import annotations
-
 from torch.fx import Graph, Node
 
 from fquant.compile import Pass, graph

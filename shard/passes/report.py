@@ -1,7 +1,5 @@
 """The schedule of a graph: a row for each collective, with the computation between its issue and its wait."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

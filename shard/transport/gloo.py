@@ -16,8 +16,6 @@ different collectives. ``fquant::all_gather.lent`` returns the shared memory its
 graphs call it for results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ socket's name is a random number, which all processes of the machine can read. S
 secret of that socket, a second number that only ranks of the group have.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

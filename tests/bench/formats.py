@@ -14,8 +14,6 @@ weights of a normal distribution, and of one with heavy tails (Student's, of 4 d
 Everything is a function of ``--seed``, and nothing is timed. The exit status is 0, or 2 for bad options.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

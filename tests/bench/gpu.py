@@ -19,8 +19,6 @@ bitsandbytes takes part if it is installed and has the format. The exit status i
 a kernel is wrong, and 2 for bad options or without a CUDA device.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

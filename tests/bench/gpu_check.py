@@ -12,8 +12,6 @@ Output memory is full of NaN, or of the largest integer, before a kernel writes 
 kernel variants compile within a minute or two. They differ between formats, so that every kind meets several.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence

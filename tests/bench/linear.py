@@ -22,8 +22,6 @@ The bounds are meant for 2 cores, 4096 x 4096 and NF4_DQ, and are judged for any
 status is 0 if they are met or missed, and 2 for bad options.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

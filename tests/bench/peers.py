@@ -12,8 +12,6 @@
 * torchao: its NF4Tensor. Its table is rounded to four digits, so its values differ slightly.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@
 The first contestant of a row is ours. In brackets behind the time of another is ours over it: below 1, ours is faster.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

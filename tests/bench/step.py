@@ -15,8 +15,6 @@ The bounds are meant for 2 cores and the default sizes, and are judged for any o
 is 0 if they are met or missed, 2 for bad options, and 1 if a contestant of ours failed.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

@@ -14,8 +14,6 @@ On several processes each has its share of the batch. fquant is sharded (fsdp) o
 as their documentation says, in FSDP2 (a group for each decoder layer) or DDP.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ computation beside its inputs and its result is counted by torch's allocator (:f
 do not matter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

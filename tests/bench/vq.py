@@ -19,8 +19,6 @@ bounds are meant for 32768 rows of 64 dims and 8192 codes. This is no test: the 
 missed, and 2 for bad options.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

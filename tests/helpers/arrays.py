@@ -1,7 +1,5 @@
 """Random tensors, bit-exact comparison of trees, and named parameters for tests."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

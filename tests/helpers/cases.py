@@ -4,8 +4,6 @@ A case is covered if every pair of values of two of its parameters occurs in cas
 one parameter or on a pair (Kuhn, Wallace & Gallo 2004). So a cover finds them with few of a full product's cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping
 from itertools import combinations
 from typing import Any

@@ -20,8 +20,6 @@ costs milliseconds instead of the seconds of the import. Calls and results trave
 All files are in one temporary folder. The test process removes it when it ends; if it is killed, its ranks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

@@ -15,8 +15,6 @@ Resident memory stays at its highest, which a step reaches in any case; ``releas
 ``FQUANT_ALLOCATOR=system`` turns all of this off: results are ordinary tensors, and malloc is not configured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

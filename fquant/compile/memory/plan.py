@@ -15,8 +15,6 @@ All captured functions of a process share the memory, which is as large as the l
 between replays.
 """
 
-from __future__ import annotations
-
 import mmap
 import operator
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@
 Each keeps every bit. Halves are recognised by their memory offsets, so x may be sliced, split or chunked.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -3,8 +3,6 @@
 A new value of a parameter, or of an optimiser's moment, takes the memory of the old one after the last read of that.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -14,8 +14,6 @@ tensors, e.g. the two gradients of a product. The program that makes the new val
 The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import sys

@@ -4,8 +4,6 @@ A node is a step only if the C kernels return its bits: operations of torch that
 the CPU, with dtypes and arguments for which the step means the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Behind a program one of its arguments is often dead, such as the terms of a sum 
 layout takes its memory, so that less is held, and the memory that is written is in the cache already.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any

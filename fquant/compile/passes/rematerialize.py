@@ -14,8 +14,6 @@ bytes, down to results of ops that are not cheap. To keep or to recompute is a m
 backward, and its peak divides them.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 

@@ -3,8 +3,6 @@
 A trace multiplies by 1 if the alpha of an adapter is its rank.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

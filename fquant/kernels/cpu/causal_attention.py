@@ -4,8 +4,6 @@ Queries, keys and values may have any strides, except that the elements of a hea
 as [b t h e], the layout that a model continues with, and are returned as views [b h t e].
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Most of the description of a format or of a packed array is kept between calls; pointers of buffers are filled in.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

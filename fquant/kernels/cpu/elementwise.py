@@ -5,8 +5,6 @@ is computed. A tensor whose strides are not those of the result is read by its s
 in all tensors, are merged.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

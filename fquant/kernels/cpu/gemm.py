@@ -1,7 +1,5 @@
 """Products with packed weights on the CPU, by csrc/gemv.h and csrc/gemm.h, or tile by tile by torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ the threads of the OpenMP runtime that torch has loaded, because two thread pool
 ``threads.py`` says on how many.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import cache

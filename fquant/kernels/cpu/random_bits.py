@@ -1,7 +1,5 @@
 """Random bits on the CPU, by csrc/threefry.h."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

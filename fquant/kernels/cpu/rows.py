@@ -1,7 +1,5 @@
 """The loss of logits and norms of rows on the CPU, by csrc/loss.h and csrc/norm.h: there may be gaps between rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with ``
 reads that variable when torch is imported. Set it where other processes share the cores.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -15,8 +15,6 @@ Results are contiguous as [b t h e]. The ops have no derivatives: the second is 
 orders, differentiate ``reference.causal_attention.dense``. Under vmap, examples are merged into ``b``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

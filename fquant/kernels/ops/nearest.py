@@ -12,8 +12,6 @@ Scores are computed a tile at a time by the matrix product of the device, in flo
 The op has no derivatives. Under vmap, mapped rows are more rows of the same codes; mapped codes are merged into ``s``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -11,8 +11,6 @@ float64 and devices without a kernel take the reference. The ops have no derivat
 the first. For higher orders, differentiate the reference. Under vmap, rows are merged.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

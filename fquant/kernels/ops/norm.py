@@ -18,8 +18,6 @@ float64 and devices without a kernel take the reference. The ops have no derivat
 rows are merged, and mapped weights are a loop.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

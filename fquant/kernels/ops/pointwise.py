@@ -16,8 +16,6 @@ On CPUs with the C kernels, a piece of each value stays in the nearest cache fro
 the reference, which defines the op, runs the steps one after another in torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

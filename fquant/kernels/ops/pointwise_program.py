@@ -10,8 +10,6 @@ All operations are elementwise except ``turn x h``, the rotation of halves of ro
 it gives [-second, first] for h > 0, and its transpose [second, -first] for h < 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -9,8 +9,6 @@ trace, and makes only its result: a byte an element for a mask. All arguments an
 derivative. Under vmap, a mapped key is a key with one more dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ program (``pointwise.py``) costs next to nothing. Models write it in torch, and 
 this op into captured graphs. The bits are the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -21,8 +21,6 @@ float64 and devices without a kernel, CUDA among them, take the reference. The o
 has an autograd Function of them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ computes the scores again (Dao et al. 2022, "FlashAttention"). Products are in t
 sums in float32 at least.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantisation and dequantisation of rows, and products with a dequantised weight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

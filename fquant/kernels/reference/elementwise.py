@@ -1,7 +1,5 @@
 """Elementwise programs in plain torch, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

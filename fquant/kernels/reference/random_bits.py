@@ -4,8 +4,6 @@ A counter gives two words: elements 2j and 2j + 1 are the words of counter j. Th
 no arithmetic for uint32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

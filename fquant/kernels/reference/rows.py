@@ -1,7 +1,5 @@
 """The negative log likelihood of logits, root mean square norms of rows, and their gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Triton's interpreter runs them on CPU tensors, thousands of times slower, so the
 ``TRITON_INTERPRET=1`` before anything imports triton.
 """
 
-from __future__ import annotations
-
 import torch
 
 try:

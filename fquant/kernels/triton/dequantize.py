@@ -18,8 +18,6 @@ the array's dtype. Triton's interpreter truncates to bfloat16 and loses its deno
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

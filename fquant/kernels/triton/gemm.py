@@ -20,8 +20,6 @@ All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES
 
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

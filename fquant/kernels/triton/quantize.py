@@ -8,8 +8,6 @@ Nothing is fused and denormals are kept, so codes equal the reference's.
 
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

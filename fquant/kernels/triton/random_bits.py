@@ -2,8 +2,6 @@
 
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ the maximum and the sum of exponentials block by block. If a block exceeds all b
 
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

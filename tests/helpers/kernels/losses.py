@@ -11,8 +11,6 @@ the dtype of the logits. The error of the logarithm of the sum is at most u (8 +
 of the float32 additions to it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -13,8 +13,6 @@ rounded once, to its dtype:
     |dx - exact|  <=  u · scale · (4 |a| + 30 |n| mean(|a n|)) + rounding
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

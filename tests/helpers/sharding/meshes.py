@@ -1,7 +1,5 @@
 """A small decoder, its batch and loss, and the sizes and dims of its blocks, for tests on a mesh."""
 
-from __future__ import annotations
-
 import torch
 
 from fquant import LOCAL, lora, random, tree
