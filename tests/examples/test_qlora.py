@@ -119,6 +119,7 @@ def test_vectors_are_learnt_alike_on_any_mesh(model, text, tmp_path, format):
         assert losses[-1] == pytest.approx(losses[0], abs=1e-5) and losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 @together
 def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):
     args, out, _ = whole

@@ -101,13 +101,20 @@ def digest(x):
     return found.hexdigest()[:12]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def digests():
+    """Compute everything on each backend; return a line for each result or error."""
+    lines = []
     for name, compute in COMPUTED.items():
         for backend in ("cpu", "reference"):
             os.environ[VARIABLE] = backend
             try:
-                told = digest(compute())
-            except Exception as error:  # told, and compared
-                told = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-            print(f"{name}, {backend}: {told}")
+                result = digest(compute())
+            except Exception as error:  # compared as a result is
+                result = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            lines.append(f"{name}, {backend}: {result}")
+    return lines
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(*digests(), sep="\n")

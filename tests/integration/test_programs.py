@@ -18,7 +18,7 @@ def many(few, all_of_them):
     return [*range(few), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(few, all_of_them))]
 
 
-@pytest.mark.parametrize("seed", many(20, 1500))
+@pytest.mark.parametrize("seed", many(10, 1500))
 def test_any_program(seed):
     if why := programs.refused(programs.TORCH, random.Random(seed)):
         pytest.skip(why)

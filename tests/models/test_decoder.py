@@ -1,6 +1,7 @@
 """The decoder: packed against separate documents, every transform against float64 loops, tables, refusals."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ VARIANTS = {
 }
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2, 2, 3, 3, 3, 3, 0], [0, 0, 0, 0, 0, 0, 0]])
+TWICE = ("local", "remat twice")  # that can be differentiated twice
 COMMS = {"local": LOCAL, "remat": Comm(wrap=remat), "remat twice": Comm(wrap=lambda f: remat(f, order=2))}
 
 
@@ -138,8 +140,10 @@ def test_loss_is_that_of_the_logits(name, comm):
     close(vmap(grad(fused), each)(params, *data), vmap(grad(whole), each)(params, *data))
 
 
-@pytest.mark.parametrize("comm", ["local", "remat twice"])
-@pytest.mark.parametrize("name", slow_after(2, VARIANTS))
+@pytest.mark.parametrize(
+    ("name", "comm"),
+    slow_after(2, dict.fromkeys([*zip(VARIANTS, TWICE, strict=False), *product(VARIANTS, TWICE)])),
+)
 def test_second_order(name, comm):
     cfg, comm = VARIANTS[name], COMMS[comm]
     params = params_of(cfg)

@@ -17,6 +17,7 @@ from fquant.kernels.ops import attention as kernel
 from models import decoder
 from tests.helpers import ranks
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.live_memory import Peak
 from tests.helpers.qlora_step import CFG, loss, start, step, tokens_of
 
@@ -140,7 +141,7 @@ def test_attention_counts():
     assert slope.flops == 10 * 2 * 6 * (7 * 8 // 2) * 4
 
 
-@each_step
+@pytest.mark.parametrize("name", slow_after(2, STEPS))
 def test_shapes_suffice(name):
     _, args, predicted = captured(name)
     meta = tree.map(lambda t: t.to("meta"), args)

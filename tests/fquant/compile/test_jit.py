@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 from fquant import LOCAL, NF4_DQ, jit, random, remat, tree
 from tests.helpers import transform_table
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 from tests.helpers.qlora_step import ALL, SOME, X, copied, equal, replays, start, step, tokens_of
 
@@ -38,8 +39,12 @@ def test_captured_is_eager(verb, transform):
     )
 
 
-@pytest.mark.parametrize("comm", [LOCAL, replace(LOCAL, wrap=remat)], ids=["kept", "remat"])
-@pytest.mark.parametrize("donate", [(), ("adapters", "state")], ids=["kept", "donated"])
+REMAT, DONATED = replace(LOCAL, wrap=remat), ("adapters", "state")
+
+
+@pytest.mark.parametrize(
+    ("comm", "donate"), slow_after(2, [(LOCAL, DONATED), (REMAT, ()), (LOCAL, ()), (REMAT, DONATED)])
+)
 def test_steps(comm, donate):
     """Run several steps with dropout: new values, new keys, one trace."""
     captured = jit(step, donate=donate)

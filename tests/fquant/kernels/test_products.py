@@ -15,6 +15,7 @@ from fquant.kernels.cpu import gemm, library
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, shifted, strided
 from tests.helpers.kernels.rounding import assert_product, bound, product_of
 from tests.helpers.kernels.threads import num_threads
@@ -229,7 +230,7 @@ def test_float16_overflows_to_infinity_as_torchs_does(op):
 # --- threads and memory -----------------------------------------------------------------------------------------------
 
 
-@named("format", [NF4_DQ, INT8])
+@pytest.mark.parametrize("format", slow_after(1, [NF4_DQ, INT8]))
 def test_the_number_of_threads_changes_no_bit(format):
     w = torch.randn(300, 512, generator=torch.Generator().manual_seed(0))
     spec = Spec(format, (300, 512), torch.bfloat16)

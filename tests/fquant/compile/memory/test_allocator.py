@@ -129,6 +129,7 @@ def test_a_forked_process_replays_in_memory_of_its_own():
     assert written and changed_in_child and unchanged
 
 
+@pytest.mark.slow
 def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
     found, private, large = run(FLAGS, FQUANT_ALLOCATOR="reuse")
     if not found or not Path("/sys/kernel/mm/transparent_hugepage").exists():

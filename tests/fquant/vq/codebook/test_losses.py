@@ -8,6 +8,7 @@ from torch.func import grad, hessian
 
 from fquant import cost, random, tree, vq
 from fquant.vq.codebook import rows as rows_module
+from tests.helpers.cases import slow_after
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
@@ -177,7 +178,7 @@ def test_losses_of_parts_add_up():
         assert vq.mean(of(x[:0])[name]) == 0
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "gumbel"])
+@pytest.mark.parametrize("name", slow_after(1, ["cross_entropy", "gumbel"]))
 def test_the_distances_are_not_kept_for_the_backward(name, monkeypatch):
     b, x = vq.init(0, 512, 8), draw("x", 1024, 8).float()
     of = {
