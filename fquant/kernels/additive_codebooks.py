@@ -25,7 +25,6 @@ TILE = 2 << 20  # bytes: less than 8 MiB with the temporaries of a look-up
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
     codes, *_ = buffers
     stack, width = codes.shape[: codes.ndim - len(spec.shape)], spec.shape[-1]
     values = codes.new_empty(*stack, *spec.shape, dtype=out)

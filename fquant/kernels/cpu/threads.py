@@ -18,6 +18,7 @@ import math
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,10 +61,19 @@ def _affinity() -> int:
 
 def _openmp_cores() -> int:
     """Return the cores that the OpenMP runtime of torch may use, 0 if it has none."""
+    function = openmp("omp_get_num_procs")
+    return function() if function else 0
+
+
+def openmp(name: str) -> Any:
+    """Return a function of the OpenMP runtime of torch, or None if it has none.
+
+    The look-up is in the libraries that torch links, because not every build exports the runtime to the process.
+    """
     try:
-        return ctypes.CDLL(torch._C.__file__).omp_get_num_procs()
+        return getattr(ctypes.CDLL(torch._C.__file__), name)
     except (AttributeError, OSError):
-        return 0
+        return None
 
 
 def _quota(root: Path) -> float:
