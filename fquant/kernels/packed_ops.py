@@ -79,9 +79,7 @@ def _checked_decode(op: str, buffers: list[Tensor], *static: Any) -> tuple[list[
     return buffers, spec, out
 
 
-def _checked_product(
-    name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec
-) -> tuple[Tensor, Sequence[Tensor], Spec]:
+def _checked_product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> tuple[Any, ...]:
     if len(spec.shape) != 2 or x.dtype not in COMPUTED or x.ndim < 2:
         got = f"x {x.dtype} {tuple(x.shape)} and a weight {spec.shape}"
         raise TypeError(f"{name} got {got}; wanted f[*stack m n], 2 dims")

@@ -1,7 +1,6 @@
 """Causal attention on the CPU, by csrc/attention.h: strides of tensors, and boundaries of documents.
 
-Queries, keys and values may have any strides, except that the elements of a head are contiguous. Results are contiguous
-as [b t h e], the layout that a model continues with, and are returned as views [b h t e].
+Queries, keys and values may have any strides, except that the elements of a head are contiguous.
 """
 
 import ctypes

@@ -65,8 +65,7 @@ def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, index: Tensor,
             score.copy_(torch.where(better, best, score))
             continue
         both = torch.cat([score, tile], 1)
-        names = torch.arange(first, first + wide, device=x.device).expand(len(x), -1)
-        names = torch.cat([index, names], 1)
+        names = torch.cat([index, torch.arange(first, first + wide, device=x.device).expand(len(x), -1)], 1)
         for place in range(top):
             best, at = both.max(1, keepdim=True)  # the first of equal ones, which has the lowest index
             score[:, place : place + 1] = best
@@ -94,10 +93,6 @@ def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
     return max(1, min(n, size // wide)), wide
 
 
-def _empty(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:2], top, dtype=torch.int64), codes.new_empty(*x.shape[:2], top)
-
-
 def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> None:
     if x.dtype not in COMPUTED or codes.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
@@ -120,6 +115,7 @@ def _vmap(op: Any, info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tens
 
 
 _FIX = "it computes values only, and an index has no derivative; detach its arguments, as fquant.vq.encode does"
+_empty = lambda x, codes, half, top=1: tuple(codes.new_empty(*x.shape[:2], top, dtype=t) for t in (torch.int64, None))
 _OP = register(nearest, _check, _empty, _vmap, _FIX, real=_nearest, out=False)
 # one product of rows and codes; torch's counter gives shapes for tensors
 register_flop_formula(torch.ops.fquant.nearest)(lambda x, codes, *_, **__: 2 * math.prod(x) * codes[1])

@@ -74,9 +74,7 @@ def _check(op: str, read: list[Tensor], write: list[Tensor], text: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_kinds(
-    text: str,
-    read: tuple[tuple[torch.dtype, torch.Size], ...],
-    write: tuple[tuple[torch.dtype, torch.Size, bool], ...],
+    text: str, read: tuple[tuple[torch.dtype, torch.Size], ...], write: tuple[tuple[torch.dtype, torch.Size, bool], ...]
 ) -> None:
     if not read:
         raise ValueError("pointwise got nothing to read")
