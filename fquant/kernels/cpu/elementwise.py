@@ -70,7 +70,7 @@ def _plan(text: str, reads: _Kinds) -> _Plan | None:
     new = tuple(kinds[i] for i in program.new)
     if not (total := math.prod(shape)):
         return _Plan(shape, new, None)
-    broadcast = [torch.empty_strided(*own, device="meta").expand(shape) for _, *own in reads]
+    broadcast = [torch.empty_strided(*own, dtype=dtype, device="meta").expand(shape) for dtype, *own in reads]
     sizes, *strides = _collapsed(shape, [t.stride() for t in broadcast])
     if len(sizes) > DIMS:
         return None
