@@ -71,11 +71,10 @@ def _empty_codes(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return codes, rows.new_empty(*outer, num_blocks(format, width), dtype=torch.float32)
 
 
-def _checked_decode(op: str, buffers: list[Tensor], *static: Any) -> tuple[list[Tensor], Spec, torch.dtype]:
-    *fields, out = static
+def _checked_decode(buffers: list[Tensor], spec: Spec, out: torch.dtype) -> tuple[Any, ...]:
     if out not in COMPUTED:
         raise TypeError(f"decode got {out}; wanted f32, bf16, f16 or f64")
-    check(spec := _spec(*fields), buffers)
+    check(spec, buffers)
     return buffers, spec, out
 
 
@@ -96,10 +95,6 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, **out:
     return getattr(_backend(spec, x.device), name)(x, buffers, spec, **out)
 
 
-def _spec(format: str, shape: list[int], dtype: torch.dtype) -> Spec:
-    return Spec(read(format), tuple(shape), dtype)
-
-
 def _decode_vmap(op: Any, info: Any, in_dims: Any, buffers: list[Tensor], *rest: Any) -> tuple[Tensor, int]:
     """Map decode: a mapped dim of a packed array becomes the first dim of a stack."""
     front = lambda b, at: b.expand(info.batch_size, *b.shape) if at is None else b.movedim(at, 0)
@@ -110,13 +105,15 @@ _FIX = (
     "a Packed is a constant: train a Lora beside it (fquant.lora.init, attach) or a dense weight, and multiply with "
     "fquant.linear, which has derivatives with respect to x"
 )
+_spec = lambda format, shape, dtype: Spec(read(format), tuple(shape), dtype)
 _PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
 _ENCODE = register(
     "encode(Tensor rows, str format) -> (Tensor codes, Tensor absmax)", _checked_encode, _empty_codes, None, _FIX,
     real=lambda rows, format: backend(rows.device.type)[1].encode(rows, format), out=False,
 )  # fmt: skip
 _DECODE = register(
-    f"decode({_PACKED}, ScalarType out) -> Tensor", _checked_decode,
+    f"decode({_PACKED}, ScalarType out) -> Tensor",
+    lambda op, buffers, *fields: _checked_decode(buffers, _spec(*fields[:-1]), fields[-1]),
     lambda buffers, spec, out: buffers[0].new_empty(*stack(spec, buffers), *spec.shape, dtype=out), _decode_vmap, _FIX,
     real=lambda buffers, spec, out: _backend(spec, buffers[0].device).decode(buffers, spec, out), out=False,
 )  # fmt: skip
