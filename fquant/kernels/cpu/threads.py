@@ -7,9 +7,9 @@ the machine. Three limits of the process are smaller where a machine is shared:
 * The CPU affinity, which ``taskset``, ``numactl`` and batch schedulers set.
 * The CPU quota of the process's cgroup and of its parents: ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1.
 
-More threads than cores are slow, because the OpenMP runtime of torch spins for milliseconds before it sleeps. A product
-of one row with NF4 [4096 4096] on two threads, beside a process busy on one of two cores, took 8 to 16 ms (median)
-instead of 0.7, and 1.5 ms with ``OMP_WAIT_POLICY=passive``, which the runtime reads when torch is imported.
+More threads than cores are slow, because the OpenMP runtime of torch spins for milliseconds before it sleeps. Take a
+product of one row with NF4 [4096 4096] on two threads, beside a process busy on one of two cores. It took 8 to 16 ms
+(median) instead of 0.7, and 1.5 ms with ``OMP_WAIT_POLICY=passive``, which the runtime reads when torch is imported.
 """
 
 import ctypes
