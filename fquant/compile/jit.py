@@ -44,7 +44,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
 from ..autodiff import is_dual
-from ..kernels.dispatch_bypass import is_lazy
+from ..kernels.dispatch import is_lazy
 from . import collective_check, errors, graph, guards
 from .closure import Closure, may_change
 from .guards import Key, key_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..kernels.dispatch_bypass import is_lazy
+from ..kernels.dispatch import is_lazy
 from . import graph as graphs
 from .memory import allocator, plan
 

@@ -19,18 +19,16 @@ from torch import Tensor
 from ..format import CODES, Format
 from .arguments import check_out, multiply_tiles
 from .reference import times_scale
-from .spec import Spec
+from .spec import Spec, stack
 
 TILE = 2 << 20  # bytes: less than 8 MiB with the temporaries of a look-up
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
-    codes, *_ = buffers
-    stack, width = codes.shape[: codes.ndim - len(spec.shape)], spec.shape[-1]
-    values = codes.new_empty(*stack, *spec.shape, dtype=out)
-    arrays = values.view(math.prod(stack), math.prod(spec.shape[:-1]), width)
-    for array, rows in zip(arrays, _stacked(buffers, len(stack)), strict=True):
+    outer = stack(spec, buffers)
+    values = buffers[0].new_empty(*outer, *spec.shape, dtype=out)
+    arrays = values.view(math.prod(outer), math.prod(spec.shape[:-1]), spec.shape[-1])
+    for array, rows in zip(arrays, _stacked(buffers, len(outer)), strict=True):
         for start, stop, tile in _tiles(rows, spec, out):
             array[start:stop] = tile
     return values

@@ -12,81 +12,79 @@ import torch
 from torch import Tensor
 
 from ..autodiff import is_dual
-from . import dispatch_bypass, reference
-from .dispatch import backend
+from . import reference
+from .dispatch import DIRECT, backend
 
 LIBRARY = torch.library.Library("fquant", "DEF")
 Function = Callable[..., Any]
 
 
 def by_backend(name: str, *args: Any, **out: Any) -> Any:
-    """Call the function ``name`` of the backend of the first argument, or in float64 of the reference."""
+    """Call the function ``name`` of the first argument's backend; the reference's in float64, or if it has none."""
     module = reference if args[0].dtype is torch.float64 else backend(args[0].device.type)[1]
-    return getattr(module, name)(*args, **out)
+    return getattr(module, name, getattr(reference, name))(*args, **out)
 
 
 def register(
-    name: str,
-    schema: str,
+    op: str | Function,
     check: Function,
     empty: Function,
     vmap: Function | None,
     fix: str | None = None,
     *tags: torch.Tag,
     real: Function | None = None,
+    out: bool = True,
 ) -> Function:
-    """Define an op, and return it.
+    """Define an op, and return it. ``op`` is its schema, or a function with its name and its signature.
 
-    ``check(name, *args)`` raises the errors of a call. Then ``empty(*args)`` returns results for fake tensors, and
-    ``real(*args)`` computes (default: :func:`by_backend`). ``vmap`` is the rule of torch.library with the op in front.
+    ``check(name, *args)`` raises the errors of a call, and may return arguments that replace ``args`` in the following.
+    ``empty(*args)`` returns results for fake tensors. ``real(*args)`` computes (default: :func:`by_backend`). ``vmap``
+    is the rule of torch.library with the op in front.
 
-    With ``fix`` a call that needs a derivative raises a TypeError that ends in it. The op then has an ``out`` overload,
-    for which ``real`` takes the results as ``out``.
+    With ``fix`` a call that needs a derivative raises a TypeError that ends in it. Unless ``out`` is False, the op then
+    has an ``out`` overload, for which ``real`` takes the results as ``out``.
     """  # fmt: skip
+    if not isinstance(op, str):  # numbers are not symbolic, unlike shapes
+        op = torch.library.infer_schema(op, mutates_args=(), op_name=op.__name__).replace("SymInt ", "int ")
+    name = op.partition("(")[0]
     real = real or partial(by_backend, name)
 
     def checked(*args: Any, **out: Any) -> Any:
-        check(name, *args)
-        return real(*args, **out)
+        return real(*(check(name, *args) or args), **out)
 
     def fake(*args: Any) -> Any:
-        check(name, *args)
-        return empty(*args)
+        return empty(*(check(name, *args) or args))
 
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.define(op, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fquant::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.fquant, name).default
+    overload = getattr(torch.ops.fquant, name).default
     if vmap is not None:
-        torch.library.register_vmap(f"fquant::{name}", partial(vmap, op), lib=LIBRARY)
+        torch.library.register_vmap(f"fquant::{name}", partial(vmap, overload), lib=LIBRARY)
     if fix is not None:
-        refuse_derivatives(name, fix)
-        define_out(name, schema, checked)
-    return op
+        LIBRARY.impl(name, partial(_without_derivatives, overload, fix), "Autograd", with_keyset=True)
+    if fix is not None and out:
+        _define_out(name, op, checked)
+    return overload
 
 
-def refuse_derivatives(name: str, fix: str) -> None:
-    """Make the op ``name`` raise TypeError for arguments that carry gradients or tangents."""
-    LIBRARY.impl(name, partial(_without_derivatives, name, fix), "Autograd", with_keyset=True)
-
-
-def _without_derivatives(name: str, fix: str, keys: Any, *args: Any) -> Any:
+def _without_derivatives(op: Any, fix: str, keys: Any, *args: Any) -> Any:
+    """Call ``op`` below autograd; TypeError for arguments that carry gradients or tangents."""
     for t in [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]:
-        if t.requires_grad and torch.is_grad_enabled():
-            raise TypeError(f"a gradient through {name} was asked for; {fix}")
-        if is_dual(t):
-            raise TypeError(f"a tangent through {name} was asked for; {fix}")
+        kind = "gradient" if t.requires_grad and torch.is_grad_enabled() else "tangent" if is_dual(t) else ""
+        if kind:
+            raise TypeError(f"a {kind} through {op.name().partition('::')[2]} was asked for; {fix}")
     with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.fquant, name).default.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def define_out(name: str, schema: str, real: Function) -> None:
+def _define_out(name: str, schema: str, real: Function) -> None:
     """Define ``name.out`` on CPUs, which writes the results of the op ``name`` into given tensors.
 
     ``real`` takes them as ``out``, one or a list, and C writes there directly; results of other backends are copied.
     They may not share memory with an argument, which is not checked.
     """
-    arguments, _, results = schema.rpartition(" -> ")
+    arguments, _, results = schema.removeprefix(name).rpartition(" -> ")
     names = [f"out{i}" for i in range(results.count("Tensor"))]
     listed = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(names))
     LIBRARY.define(f"{name}.out{arguments[:-1]}, *, {listed}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -100,7 +98,7 @@ def define_out(name: str, schema: str, real: Function) -> None:
                 t.copy_(result)
 
     LIBRARY.impl(f"{name}.out", compute, "CPU")
-    dispatch_bypass.add(f"fquant::{name}.out", compute)
+    DIRECT[f"fquant::{name}.out"] = compute
 
 
 def map_rows(op: Function, info: Any, in_dims: Any, *args: Any, shared: Collection[int] = ()) -> Any:

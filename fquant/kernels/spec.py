@@ -72,8 +72,13 @@ def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], 
     return codes, rest, offset, vectors
 
 
-def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Check ``buffers`` against the layout, and return the dims of their stack, which must equal ``stack`` if given.
+def stack(spec: Spec, buffers: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the dims of the stack whose arrays ``buffers`` are."""
+    return tuple(buffers[0].shape[: buffers[0].ndim - len(layout(spec)[0].shape)])
+
+
+def check(spec: Spec, buffers: Sequence[Tensor], outer: tuple[int, ...] | None = None) -> None:
+    """Check ``buffers`` against the layout, and the dims of their stack against ``outer`` if given.
     Raises ValueError for another count, shape or device than the layout's, TypeError for another dtype.
     """
     if spec.dtype not in FLOATS:
@@ -82,15 +87,12 @@ def check(spec: Spec, buffers: Sequence[Tensor], stack: tuple[int, ...] | None =
     if len(buffers) != len(leaves):
         wanted = ", ".join(leaf.name for leaf in leaves)
         raise ValueError(f"{spec.format.name}: got {len(buffers)} buffers; wanted {len(leaves)}: {wanted}")
-    if stack is None:
-        stack = tuple(buffers[0].shape[: buffers[0].ndim - len(leaves[0].shape)])
-    device = buffers[0].device
+    outer, device = stack(spec, buffers) if outer is None else outer, buffers[0].device
     for buffer, leaf in zip(buffers, leaves, strict=True):
         if buffer.dtype != leaf.dtype:
             raise TypeError(f"{spec.format.name}: {leaf.name} is {buffer.dtype}; wanted {leaf.dtype}")
-        if buffer.shape != stack + leaf.shape:
-            got, wanted = tuple(buffer.shape), stack + leaf.shape
+        if buffer.shape != outer + leaf.shape:
+            got, wanted = tuple(buffer.shape), outer + leaf.shape
             raise ValueError(f"{spec.format.name} {spec.shape}: {leaf.name} has shape {got}; wanted {wanted}")
         if buffer.device != device:
             raise ValueError(f"{spec.format.name}: {leaf.name} is on {buffer.device}, codes on {device}; move one")
-    return stack

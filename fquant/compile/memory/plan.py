@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ...kernels import dispatch_bypass
+from ...kernels import dispatch
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
@@ -114,8 +114,8 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             if node in lending:
                 copies[node].target = node.target.overloadpacket.lent
     for node in new.nodes:
-        if not any(dispatch_bypass.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
-            node.target = dispatch_bypass.of(node.target) or node.target
+        if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
+            node.target = dispatch.direct(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ...kernels.ops.pointwise import ROTATE_HALF
 from ...kernels.ops.pointwise_program import Step, is_turned
-from ...kernels.ops.rotate_half import OP as ROTATE_HALF
 from .. import graph as graphs
 from .pointwise_lowering import FLOATS, constant_value, step_of
 from .simplify import replace_with_full

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...kernels.dispatch_bypass import is_lazy
+from ...kernels.dispatch import is_lazy
+from ...kernels.ops.pointwise import ROTATE_HALF
 from ...kernels.ops.pointwise_program import DTYPES, Step
-from ...kernels.ops.rotate_half import OP as ROTATE_HALF
 from ...kernels.ops.silu import OPS as SILU
 from .. import graph as graphs
 

@@ -3,14 +3,13 @@
 
 A product never makes a dense weight. C decodes what it multiplies with next. The room that it needs for that and for a
 copy of x does not depend on the weight. It computes in float32, or in bfloat16 with float32 sums where the machine can.
-If blocks straddle rows, or x is float64, ``gemm.TILE`` bytes of rows are decoded at a time and torch multiplies; sums
+If blocks straddle rows, or x is float64, ``codec.TILE`` bytes of rows are decoded at a time and torch multiplies; sums
 over these tiles are kept in float32 at least.
 """
 
 from .causal_attention import attention, attention_backward
-from .codec import decode, encode
-from .elementwise import pointwise, silu, silu_derivative
-from .gemm import matmul, matmul_t
+from .codec import decode, encode, matmul, matmul_t
+from .elementwise import pointwise, silu, silu_derivative, turn
 from .library import isas, load
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward

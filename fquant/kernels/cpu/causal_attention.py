@@ -1,11 +1,11 @@
 """Causal attention on the CPU, by csrc/attention.h: strides of tensors, and boundaries of documents.
 
-Queries, keys and values may have any strides, except that the elements of a head are contiguous. Results are contiguous
-as [b t h e], the layout that a model continues with, and are returned as views [b h t e].
+Queries, keys and values may have any strides, except that the elements of a head are contiguous.
 """
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,26 +20,16 @@ PANEL = 64  # tokens after the last that an instruction set may read
 def attention(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, out: Sequence = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.ops.attention.attention``."""
-    b, heads, t, e = q.shape
-    y, lse = _by_tokens(out[0], q), result(out[1], b, heads, t, dtype=torch.float32)
+    y, lse = _by_tokens(out[0], q), result(out[1], *q.shape[:3], dtype=torch.float32)
     if y.numel():
         _call(runs, lse=lse, q=q, k=k, v=v, y=y)
     return y, lse
 
 
 def attention_backward(
-    g: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: Tensor | None = None,
-    out: Sequence = (None, None, None),
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, out: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``fquant.kernels.ops.attention.attention_backward``."""
-    dq, dk, dv = map(_by_tokens, out, (q, k, v))
+    dq, dk, dv = map(_by_tokens, out or (None, None, None), (q, k, v))
     if q.numel():
         _call(runs, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

@@ -16,73 +16,62 @@ from torch import Tensor
 
 from ..arguments import check_out
 from ..ops.pointwise_program import PIECE
-from .threads import num_threads
+from .threads import num_threads, openmp
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 LARGE = 4 << 20  # bytes of a result that wants pages of 2 MiB
-
-Pointer, Long, Int, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-
-
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Packed(ctypes.Structure):
-    """``Packed`` of csrc/work.h."""
-
-    _fields_ = [
-        *_fields(Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table"),
-        *_fields(Long, "rows width block nested_block"),
-        *_fields(ctypes.c_int32, "bits dtype"),
-        ("least", ctypes.c_float),
-    ]
-
-
-class Encoding(ctypes.Structure):
-    """``Encoding`` of csrc/work.h."""
-
-    _fields_ = [*_fields(Pointer, "middles order grid"), ("block", Long), *_fields(ctypes.c_int32, "bits sorted")]
-
-
 DIMS = 6  # of a tensor that an elementwise program reads, after dims with a common stride are merged
 OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
     "silu", "silu_derivative",
 )  # fmt: skip
+Pointer, Long, Int, Float, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_double
+
+
+def _fields(*kinds: tuple[type, str]) -> list[tuple[str, type]]:
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class Packed(ctypes.Structure):
+    """``Packed`` of csrc/work.h."""
+
+    _fields_ = _fields(
+        (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table"),
+        (Long, "rows width block nested_block"), (Int, "bits dtype"), (Float, "least"),
+    )  # fmt: skip
+
+
+class Encoding(ctypes.Structure):
+    """``Encoding`` of csrc/work.h."""
+
+    _fields_ = _fields((Pointer, "middles order grid"), (Long, "block"), (Int, "bits sorted"))
 
 
 class Step(ctypes.Structure):
     """An operation, ``op`` being an index into ``OPS``, on registers."""
 
-    _fields_ = [*_fields(ctypes.c_int32, "op dtype to a b c"), ("value", ctypes.c_float)]
+    _fields_ = _fields((Int, "op dtype to a b c"), (Float, "value"))
 
 
 class Read(ctypes.Structure):
     """``Read`` of csrc/work.h."""
 
-    _fields_ = [("stride", Long * DIMS), *_fields(ctypes.c_int32, "dtype whole")]
+    _fields_ = _fields((Long * DIMS, "stride"), (Int, "dtype whole"))
 
 
 class Pointwise(ctypes.Structure):
     """``Pointwise`` of csrc/work.h."""
 
-    _fields_ = [
-        *_fields(Pointer, "steps reads at"), *_fields(Long, "count total dims registers"), ("size", Long * DIMS)
-    ]  # fmt: skip
+    _fields_ = _fields((Pointer, "steps reads at"), (Long, "count total dims registers"), (Long * DIMS, "size"))
 
 
 class Attention(ctypes.Structure):
     """``Attention`` of csrc/work.h."""
 
-    _fields_ = [
-        *_fields(Pointer, "q k v g y dq dk dv lse labels"),
-        *_fields(Long * 3, "qs ks vs gs ys dqs dks"),
-        *_fields(Long, "batch heads kv t e labelled parts"),
-        ("scale", ctypes.c_float),
-        *_fields(ctypes.c_int32, "dtype half"),
-    ]
+    _fields_ = _fields(
+        (Pointer, "q k v g y dq dk dv lse labels"), (Long * 3, "qs ks vs gs ys dqs dks"),
+        (Long, "batch heads kv t e labelled parts"), (Float, "scale"), (Int, "dtype half"),
+    )  # fmt: skip
 
 
 @cache
@@ -116,7 +105,7 @@ def load() -> ctypes.CDLL:
         function = getattr(library, f"fquant_{name}")
         function.restype, function.argtypes = Long, [Int, Int, *rest]
     library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]
-    library.fquant_team(_team())
+    library.fquant_team(ctypes.cast(openmp("GOMP_parallel"), Pointer))
     return library
 
 
@@ -143,8 +132,11 @@ def result(out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def call(name: str, *args: object) -> int:
-    """Call ``fquant_name`` of the library, with the instruction set and the number of threads in front of ``args``."""
-    status = getattr(load(), f"fquant_{name}")(isa(), num_threads(), *args)
+    """Call ``fquant_name`` of the library, with the instruction set and the number of threads in front of ``args``.
+    Tensors are passed by address.
+    """
+    addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+    status = getattr(load(), f"fquant_{name}")(isa(), num_threads(), *addresses)
     if status < 0:
         raise MemoryError(f"{name} could not allocate its scratch memory; free some")
     return status
@@ -163,14 +155,3 @@ def _index(forced: str | None) -> int:
     if name not in isas():
         raise ValueError(f"FQUANT_KERNELS is {forced!r}; this machine runs {', '.join(isas())}")
     return isas().index(name)
-
-
-def _team() -> int | None:
-    """Return the address of GOMP_parallel in the OpenMP runtime of torch, or None if it has none.
-
-    The look-up is in the libraries that torch links, because not every build exports the runtime to the process.
-    """
-    try:
-        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
-    except (AttributeError, OSError):
-        return None

@@ -10,25 +10,22 @@ from .library import call, empty
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.fold``."""
     key, data = (t.contiguous() for t in torch.broadcast_tensors(key, data))
     out = empty(*key.shape, dtype=torch.int64)
     if out.numel():
-        call("fold", key.data_ptr(), data.data_ptr(), out.numel(), out.data_ptr())
+        call("fold", key, data, out.numel(), out)
     return out
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bits``."""
-    key, out = key.contiguous(), empty(*key.shape, *shape, dtype=torch.int64)
-    if out.numel():
-        call("bits", key.data_ptr(), key.numel(), math.prod(shape), out.data_ptr())
-    return out
+    return _drawn("bits", key, empty(*key.shape, *shape, dtype=torch.int64), math.prod(shape))
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bernoulli``."""
-    key, out = key.contiguous(), empty(*key.shape, *shape, dtype=torch.bool)
+    return _drawn("bernoulli", key, empty(*key.shape, *shape, dtype=torch.bool), threshold, math.prod(shape))
+
+
+def _drawn(name: str, key: Tensor, out: Tensor, *arguments: int) -> Tensor:
     if out.numel():
-        call("bernoulli", key.data_ptr(), key.numel(), threshold, math.prod(shape), out.data_ptr())
+        call(name, key.contiguous(), key.numel(), *arguments, out)
     return out

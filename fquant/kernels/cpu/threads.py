@@ -7,10 +7,9 @@ the machine. Three limits of the process are smaller where a machine is shared:
 * The CPU affinity, which ``taskset``, ``numactl`` and batch schedulers set.
 * The CPU quota of the process's cgroup and of its parents: ``cpu.max`` of cgroup v2, ``cpu.cfs_quota_us`` of v1.
 
-More threads than cores are slow, because the OpenMP runtime of torch waits actively: a thread spins for milliseconds
-before it sleeps. Take a product of one row with NF4 [4096 4096] on two threads, with another process busy on
-one of two cores. It took 8 to 16 ms (median) instead of 0.7, and 1.5 ms with ``OMP_WAIT_POLICY=passive``. The runtime
-reads that variable when torch is imported. Set it where other processes share the cores.
+More threads than cores are slow, because the OpenMP runtime of torch spins for milliseconds before it sleeps. Take a
+product of one row with NF4 [4096 4096] on two threads, beside a process busy on one of two cores. It took 8 to 16 ms
+(median) instead of 0.7, and 1.5 ms with ``OMP_WAIT_POLICY=passive``, which the runtime reads when torch is imported.
 """
 
 import ctypes
@@ -18,6 +17,7 @@ import math
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,10 +60,19 @@ def _affinity() -> int:
 
 def _openmp_cores() -> int:
     """Return the cores that the OpenMP runtime of torch may use, 0 if it has none."""
+    function = openmp("omp_get_num_procs")
+    return function() if function else 0
+
+
+def openmp(name: str) -> Any:
+    """Return a function of the OpenMP runtime of torch, or None if it has none.
+
+    The look-up is in the libraries that torch links, because not every build exports the runtime to the process.
+    """
     try:
-        return ctypes.CDLL(torch._C.__file__).omp_get_num_procs()
+        return getattr(ctypes.CDLL(torch._C.__file__), name)
     except (AttributeError, OSError):
-        return 0
+        return None
 
 
 def _quota(root: Path) -> float:

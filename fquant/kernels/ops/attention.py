@@ -15,8 +15,6 @@ Results are contiguous as [b t h e]. The ops have no derivatives: the second is 
 orders, differentiate ``reference.causal_attention.dense``. Under vmap, examples are merged into ``b``.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -62,9 +60,8 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
     check_beside(op, "q", q, k=(k, keys, kind), v=(v, keys, kind), **parts, runs=(runs, (b, t), torch.int64))
 
 
-def _products(count: int, q: Any) -> int:
-    """Count products of queries with what they see; torch's counter gives shapes for tensors."""
-    b, h, t, e = q
+def _products(count: int, b: int, h: int, t: int, e: int) -> int:
+    """Count products of queries with what they see."""
     return count * 2 * b * h * e * (t * (t + 1) // 2)
 
 
@@ -73,21 +70,13 @@ _FIX = (
     "or call models.attention, which has derivatives of every order"
 )
 _ATTENTION = register(
-    "attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? runs=None) -> (Tensor, Tensor)",
-    _check,
-    lambda q, *_: (_like(q), q.new_empty(q.shape[:-1], dtype=sum_dtype(q))),
-    map_rows,
-    _FIX,
+    attention, _check, lambda q, *_: (_like(q), q.new_empty(q.shape[:-1], dtype=sum_dtype(q))), map_rows, _FIX
 )
 _BACKWARD = register(
-    "attention_backward",
-    "(Tensor g, Tensor y, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? runs=None) -> (Tensor, Tensor, Tensor)",
+    attention_backward,
     lambda op, g, y, lse, *rest: _check(op, *rest, g=g, y=y, lse=lse),
-    lambda g, y, lse, q, k, v, runs=None: (_like(q), _like(k), _like(v)),
-    map_rows,
-    _FIX,
-)
-register_flop_formula(torch.ops.fquant.attention)(lambda q, *_, **__: _products(2, q))
+    lambda g, y, lse, q, k, v, runs=None: (_like(q), _like(k), _like(v)), map_rows, _FIX,
+)  # fmt: skip
+register_flop_formula(torch.ops.fquant.attention)(lambda q, *_, **__: _products(2, *q))  # shapes
 # the scores again, the gradients of weights and values, and of the scores to q and k
-register_flop_formula(torch.ops.fquant.attention_backward)(lambda g, *_, **__: _products(5, g))
+register_flop_formula(torch.ops.fquant.attention_backward)(lambda g, *_, **__: _products(5, *g))

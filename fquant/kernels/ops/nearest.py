@@ -36,7 +36,7 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
     return _OP(x, codes, half, top)
 
 
-def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
     (s, n, _), k = x.shape, codes.shape[1]
     index = torch.zeros(s, n, top, dtype=torch.int64, device=x.device)
     score = codes.new_empty(s, n, top)
@@ -65,8 +65,7 @@ def _search(x: Tensor, codes: Tensor, half: Tensor, tile: Tensor, index: Tensor,
             score.copy_(torch.where(better, best, score))
             continue
         both = torch.cat([score, tile], 1)
-        names = torch.arange(first, first + wide, device=x.device).expand(len(x), -1)
-        names = torch.cat([index, names], 1)
+        names = torch.cat([index, torch.arange(first, first + wide, device=x.device).expand(len(x), -1)], 1)
         for place in range(top):
             best, at = both.max(1, keepdim=True)  # the first of equal ones, which has the lowest index
             score[:, place : place + 1] = best
@@ -94,11 +93,7 @@ def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
     return max(1, min(n, size // wide)), wide
 
 
-def _empty(x: Tensor, codes: Tensor, half: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:2], top, dtype=torch.int64), codes.new_empty(*x.shape[:2], top)
-
-
-def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
+def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> None:
     if x.dtype not in COMPUTED or codes.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"nearest got x {x.dtype} and codes {codes.dtype}; wanted floats, and codes in f32 or f64")
     if half.dtype != codes.dtype:
@@ -112,15 +107,15 @@ def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int) -> None:
         raise ValueError(f"nearest got x on {x.device}, codes on {codes.device}, half on {half.device}; move some")
 
 
-def _vmap(op: Any, info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, top: int) -> Any:
+def _vmap(op: Any, info: Any, in_dims: Any, x: Tensor, codes: Tensor, half: Tensor, *top: int) -> Any:
     if in_dims[1] is None and in_dims[2] is None:
         rows = x.movedim(in_dims[0], 1)  # [s b n d]
-        return tuple(t.unflatten(1, rows.shape[1:3]) for t in op(rows.flatten(1, 2), codes, half, top)), (1, 1)
-    return map_rows(op, info, in_dims, x, codes, half, top)
+        return tuple(t.unflatten(1, rows.shape[1:3]) for t in op(rows.flatten(1, 2), codes, half, *top)), (1, 1)
+    return map_rows(op, info, in_dims, x, codes, half, *top)
 
 
 _FIX = "it computes values only, and an index has no derivative; detach its arguments, as fquant.vq.encode does"
-_SCHEMA = "(Tensor x, Tensor codes, Tensor half, int top) -> (Tensor, Tensor)"
-_OP = register("nearest", _SCHEMA, _check, _empty, _vmap, _FIX, real=_nearest)
+_empty = lambda x, codes, half, top=1: tuple(codes.new_empty(*x.shape[:2], top, dtype=t) for t in (torch.int64, None))
+_OP = register(nearest, _check, _empty, _vmap, _FIX, real=_nearest, out=False)
 # one product of rows and codes; torch's counter gives shapes for tensors
 register_flop_formula(torch.ops.fquant.nearest)(lambda x, codes, *_, **__: 2 * math.prod(x) * codes[1])

@@ -11,6 +11,7 @@ float64 and devices without a kernel take the reference. The ops have no derivat
 the first. For higher orders, differentiate the reference. Under vmap, rows are merged.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,19 +49,16 @@ def _check(op: str, logits: Tensor, targets: Tensor, ignore: int, factor: Tensor
     check_beside(op, "logits", logits, **parts)
 
 
-def _register(op: str, schema: str, empty: Any) -> Any:
-    def real(logits: Tensor, targets: Tensor, ignore: int, *factor: Tensor | None, **out: Any) -> Any:
-        vocab = logits.shape[1]
-        wrong = ((targets < 0) | (targets >= vocab)) & (targets != ignore)
-        wanted = f"wanted one in [0, {vocab}), or {ignore} to ignore it"
-        if targets.is_cuda:
-            torch._assert_async(~wrong.any(), f"{op} got another target; {wanted}")  # without waiting for the device
-        elif wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise IndexError(f"{op} got target {int(targets[row])} in row {row}; {wanted}")
-        return by_backend(op, logits, targets, ignore, *factor, **out)
-
-    return register(op, schema, _check, empty, map_rows, _FIX, real=real)
+def _real(op: str, logits: Tensor, targets: Tensor, ignore: int, *factor: Tensor | None, **out: Any) -> Any:
+    vocab = logits.shape[1]
+    wrong = ((targets < 0) | (targets >= vocab)) & (targets != ignore)
+    wanted = f"wanted one in [0, {vocab}), or {ignore} to ignore it"
+    if targets.is_cuda:
+        torch._assert_async(~wrong.any(), f"{op} got another target; {wanted}")  # without waiting for the device
+    elif wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise IndexError(f"{op} got target {int(targets[row])} in row {row}; {wanted}")
+    return by_backend(op, logits, targets, ignore, *factor, **out)
 
 
 _FIX = (
@@ -68,9 +66,6 @@ _FIX = (
     "inside an autograd Function whose backward multiplies by the slope"
 )
 _losses = lambda logits, *_: logits.new_empty(len(logits), dtype=sum_dtype(logits))
-_NLL = _register("nll", "(Tensor logits, Tensor targets, int ignore) -> Tensor", _losses)
-_NLL_BACKWARD = _register(
-    "nll_backward",
-    "(Tensor logits, Tensor targets, int ignore, Tensor? factor=None) -> (Tensor, Tensor)",
-    lambda logits, *_: (_losses(logits), logits.new_empty(logits.shape)),
-)
+_slopes = lambda logits, *_: (_losses(logits), logits.new_empty(logits.shape))
+_NLL = register(nll, _check, _losses, map_rows, _FIX, real=partial(_real, "nll"))
+_NLL_BACKWARD = register(nll_backward, _check, _slopes, map_rows, _FIX, real=partial(_real, "nll_backward"))

@@ -74,19 +74,7 @@ _FIX = (
     "it computes values only: differentiate models.norm.rms_norm, or fquant.kernels.reference.rms_norm, the same in "
     "plain torch"
 )
-OP = register(
-    "rms_norm",
-    "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _check,
-    lambda x, *_: (x.new_empty(x.shape), x.new_empty(len(x), dtype=sum_dtype(x))),
-    _vmap,
-    _FIX,
-)
-_BACKWARD = register(
-    "rms_norm_backward",
-    "(Tensor g, Tensor x, Tensor weight, Tensor scale) -> Tensor",
-    lambda op, g, x, weight, scale: _check(op, x, weight, 0.0, g, scale),
-    lambda g, x, *_: x.new_empty(x.shape),
-    _vmap,
-    _FIX,
-)
+_scaled = lambda x, *_: (x.new_empty(x.shape), x.new_empty(len(x), dtype=sum_dtype(x)))
+_checked_backward = lambda op, g, x, weight, scale: _check(op, x, weight, 0.0, g, scale)
+OP = register(rms_norm, _check, _scaled, _vmap, _FIX)
+_BACKWARD = register(rms_norm_backward, _checked_backward, lambda g, x, *_: x.new_empty(x.shape), _vmap, _FIX)

@@ -1,6 +1,8 @@
-"""Chains of elementwise operations as one op, which reads and writes memory once.
+"""Chains of elementwise operations as one op, which reads and writes memory once, and the rotation of halves.
 
     pointwise(read, write, program)    new tensors f[*shape]; other results are written over ``write``
+    turn(x, h)                         f[... 2h] to [-second, first], where these are halves of the last dim
+    turn(x, -h)                        f[... 2h] to [second, -first], its transpose and its inverse
 
 One by one, the additions, products and casts of a norm or an optimiser each read and write memory and compute next to
 nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
@@ -12,6 +14,9 @@ Every step is rounded to its dtype, so a chain gives the same bits as its steps 
 * ``silu`` and ``silu_derivative`` are the ops of ``silu.py``, which states their error. They never replace an operation
   of torch.
 
+Rotary embeddings in torch end every chain in two views, a negation and a concatenation, so
+``compile/passes/canonicalize.py`` puts ``turn`` into captured graphs: a step of a program, with the same bits.
+
 On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last. Elsewhere
 the reference, which defines the op, runs the steps one after another in torch.
 """
@@ -22,12 +27,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import dispatch_bypass
-from ..dispatch import backend
-from ..registry import refuse_derivatives, register
+from ..arguments import check_floats
+from ..dispatch import DIRECT, backend
+from ..registry import register
 from .pointwise_program import DTYPES, PIECE, Program, dtypes, is_turned, parse
-
-_SCHEMA = "(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program) -> list[Tensor]:
@@ -38,6 +41,14 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], program: Program)
     for anything else.
     """
     return OP(list(read), list(write), program.text)
+
+
+def turn(x: Tensor, half: int) -> Tensor:
+    """Rotate the halves of x f[... 2|half|], or rotate back if half < 0; contiguous, x's dtype.
+    Raises TypeError for another dtype than f32, bf16, f16 and f64. Raises ValueError if 2|half| is not the last dim, or
+    does not divide ``pointwise_program.PIECE``.
+    """
+    return ROTATE_HALF(x, half)
 
 
 def _compute(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
@@ -63,9 +74,7 @@ def _check(op: str, read: list[Tensor], write: list[Tensor], text: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_kinds(
-    text: str,
-    read: tuple[tuple[torch.dtype, torch.Size], ...],
-    write: tuple[tuple[torch.dtype, torch.Size, bool], ...],
+    text: str, read: tuple[tuple[torch.dtype, torch.Size], ...], write: tuple[tuple[torch.dtype, torch.Size, bool], ...]
 ) -> None:
     if not read:
         raise ValueError("pointwise got nothing to read")
@@ -97,7 +106,16 @@ def _check_step(name: str, op: str, dtype: torch.dtype, args: Sequence[float], k
         raise TypeError(f"pointwise: {name} takes {given}; wanted {dtype}, or cast before")
 
 
-FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
-OP = register("pointwise", _SCHEMA, _check, _empty, None, real=_compute)
-refuse_derivatives("pointwise", FIX)
-dispatch_bypass.add("fquant::pointwise", _compute)
+def _check_turn(op: str, x: Tensor, half: int) -> None:
+    check_floats(op, x)
+    if not is_turned(x.shape, half):
+        wanted = f"half of its last dim, by which {PIECE} can be divided"
+        raise ValueError(f"turn got x {tuple(x.shape)} and a half of {half}; wanted {wanted}")
+
+
+_FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
+_SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
+OP = register(_SCHEMA, _check, _empty, None, _FIX, real=_compute, out=False)
+DIRECT["fquant::pointwise"] = _compute
+_turn_vmap = lambda op, info, in_dims, x, half: (op(x.movedim(in_dims[0], 0), half), 0)
+ROTATE_HALF = register(turn, _check_turn, lambda x, half: x.new_empty(x.shape), _turn_vmap, _FIX)

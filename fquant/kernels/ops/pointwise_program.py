@@ -6,8 +6,7 @@ Values are numbered: first the tensors that are read, then the result of each st
 that its result is rounded to, and its arguments: numbers of values, or constants in hexadecimal. The last two items
 list the values that become new tensors, and those that overwrite given tensors.
 
-All operations are elementwise except ``turn x h``, the rotation of halves of rotary embeddings. In a last dim of 2|h|
-it gives [-second, first] for h > 0, and its transpose [second, -first] for h < 0.
+All operations are elementwise except ``turn x h``, which is ``pointwise.turn`` in a last dim of 2|h|.
 """
 
 from collections.abc import Sequence

@@ -72,24 +72,8 @@ def _draw_vmap(op: Any, info: Any, in_dims: Any, key: Tensor, *rest: Any) -> tup
     return op(key.movedim(in_dims[0], 0), *rest), 0
 
 
-_FOLD = register(
-    "fold",
-    "(Tensor key, Tensor data) -> Tensor",
-    _check,
-    lambda key, data: key.new_empty(torch.broadcast_shapes(key.shape, data.shape)),
-    _fold_vmap,
-)
-_BITS = register(
-    "bits",
-    "(Tensor key, SymInt[] shape) -> Tensor",
-    lambda op, key, shape: _check(op, key),
-    lambda key, shape: key.new_empty((*key.shape, *shape)),
-    _draw_vmap,
-)
-_BERNOULLI = register(
-    "bernoulli",
-    "(Tensor key, int threshold, SymInt[] shape) -> Tensor",
-    _check_bernoulli,
-    lambda key, threshold, shape: key.new_empty((*key.shape, *shape), dtype=torch.bool),
-    _draw_vmap,
-)
+_drawn = lambda dtype: lambda key, *arguments: key.new_empty((*key.shape, *arguments[-1]), dtype=dtype)
+_folded = lambda key, data: key.new_empty(torch.broadcast_shapes(key.shape, data.shape))
+_FOLD = register(fold, _check, _folded, _fold_vmap)
+_BITS = register(bits, lambda op, key, shape: _check(op, key), _drawn(torch.int64), _draw_vmap)
+_BERNOULLI = register(bernoulli, _check_bernoulli, _drawn(torch.bool), _draw_vmap)

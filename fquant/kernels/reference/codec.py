@@ -16,7 +16,6 @@ TINY = 1e-38  # keeps the reciprocal of an all-zero block finite
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     parts = rows.reshape(-1, width).split(max(1, CHUNK // max(width, 1)))
     codes, absmax = zip(*[_encode_rows(part, format) for part in parts], strict=True)
@@ -25,37 +24,28 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    x = rows.float()
-    if format.table is None:
-        x = rows.half().float()
+    plain = format.table is None
+    x = (rows.half() if plain else rows).float()
     width = x.shape[-1]
     block = format.block or max(width, 1)
     whole = width - width % block
-    blocks = x[..., :whole].unflatten(-1, (whole // block, block))
+    blocks, short = x[..., :whole].unflatten(-1, (whole // block, block)), x[..., whole:]
     absmax = blocks.abs().amax(-1)  # [... whole / block]
-    if format.table is None:
-        codes = _round(blocks, absmax[..., None]).flatten(-2)
-        if whole < width:
-            last = x[..., whole:].abs().amax(-1, keepdim=True)
-            codes = torch.cat([codes, _round(x[..., whole:], last)], -1)
-            absmax = torch.cat([absmax, last], -1)
-        return codes, absmax
-    scaled = (blocks * (1.0 / absmax.clamp(min=TINY))[..., None]).flatten(-2)
+    scaled = _round(blocks, absmax[..., None]) if plain else blocks * (1.0 / absmax.clamp(min=TINY))[..., None]
+    scaled = scaled.flatten(-2)
     if whole < width:
-        last = x[..., whole:].abs().amax(-1, keepdim=True).clamp(min=TINY)
-        scaled = torch.cat([scaled, x[..., whole:] / last], -1)
+        last = short.abs().amax(-1, keepdim=True).clamp(min=0.0 if plain else TINY)
+        scaled = torch.cat([scaled, _round(short, last) if plain else short / last], -1)
         absmax = torch.cat([absmax, last], -1)
+    if plain:
+        return scaled, absmax
+    if format.bits == 4 and width % 2:
+        scaled = F.pad(scaled, (0, 1))
     index = _nearest(scaled.clamp(-1, 1), format)
-    if format.bits == 8:
-        return index, absmax
-    if width % 2:
-        zero = _nearest(scaled.new_zeros((*scaled.shape[:-1], 1)), format)
-        index = torch.cat([index, zero], -1)
-    return index[..., 0::2] << 4 | index[..., 1::2], absmax
+    return index if format.bits == 8 else index[..., 0::2] << 4 | index[..., 1::2], absmax
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
     format, shape, dtype = spec
     codes, scale, offset, _ = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
@@ -70,12 +60,10 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """See ``fquant.kernels.matmul``."""
     return x @ decode(buffers, spec, x.dtype).mT
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
     return g @ decode(buffers, spec, g.dtype)
 
 

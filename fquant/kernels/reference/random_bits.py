@@ -18,13 +18,11 @@ FOLDED = 0x243F6A8885A308D3  # added to keys that are folded, or a folded key wo
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.fold``."""
     high, low = threefry(_halves(key ^ FOLDED), _halves(data))
     return ((high << 32) | low).contiguous()  # type: ignore[union-attr]
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bits``."""
     n = math.prod(shape)
     counter = torch.arange((n + 1) // 2, device=key.device)
     pairs = torch.stack(threefry(_halves(key[..., None]), _halves(counter)), -1)  # type: ignore[arg-type]
@@ -32,7 +30,6 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bernoulli``."""
     return bits(key, shape) < threshold
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fquant import dequantize, kernels, quantize, tree
 from fquant.format import BLOCKS, FP4, INT8, NF4, NF4_DQ
 from fquant.kernels import cpu, packed_ops, reference
-from fquant.kernels.cpu import gemm, library
+from fquant.kernels.cpu import codec, library
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 from tests.helpers.arrays import named
@@ -52,7 +52,7 @@ def product(op, *args):
 
 def tiled(patch, size):
     """Let torch multiply tiles of ``size`` bytes."""
-    patch.setattr(gemm, "TILE", size)
+    patch.setattr(codec, "TILE", size)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_the_number_of_threads_changes_no_bit(format):
 @named("format", [NF4_DQ, INT8, replace(NF4_DQ, name="flat", flat=True)])
 def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch):
     """Products that torch multiplies decode a tile at a time."""
-    monkeypatch.setattr(gemm, "TILE", 1 << 16)
+    monkeypatch.setattr(codec, "TILE", 1 << 16)
     spec = Spec(format, (512, 1025 if format.flat else 1024), torch.bfloat16)
     if not format.flat and dtype != torch.float64:
         return
@@ -273,7 +273,7 @@ def test_no_more_than_a_tile_is_decoded_at_a_time(format, dtype, op, monkeypatch
             y = getattr(cpu, op)(x, buffers, spec)
         assert_product(y, x, w)
         sums = max(4, dtype.itemsize) * (y.numel() + x.numel()) if op == "matmul_t" else 0
-        assert peak.most - y.nbytes - sums <= 3 * gemm.TILE, rows
+        assert peak.most - y.nbytes - sums <= 3 * codec.TILE, rows
 
 
 @each_op

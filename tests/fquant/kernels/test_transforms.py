@@ -197,7 +197,7 @@ def test_a_fake_product_is_fake(op):
 @named("op", X)
 def test_a_product_without_observers_is_not_dispatched(op, monkeypatch):
     wanted = getattr(OPS, op)(X[op], BUFFERS, SPEC.format.text, SPEC.shape, SPEC.dtype)
-    monkeypatch.setitem(packed_ops._OPS, op, None)
+    monkeypatch.setitem(packed_ops._PRODUCTS, op, None)
     assert alike(getattr(kernels, op)(X[op], BUFFERS, SPEC), wanted)
 
 

@@ -12,7 +12,7 @@ from torch.profiler import profile
 from fquant import cost, jit
 from fquant.compile import graph
 from fquant.compile.memory import allocator, plan
-from fquant.kernels import dispatch_bypass
+from fquant.kernels import dispatch
 from tests.bench.timing import extra_bytes
 from tests.helpers import ranks
 from tests.helpers.arrays import randn
@@ -74,7 +74,7 @@ def test_ours_are_called_without_torch_unless_a_profiler_is_there():
     given, f = (*start(), tokens_of(0)), jit(step)
     wanted = f(*given)
     ops = [node.target for node in placed(f).module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert ops and not [op for op in ops if op.name() in dispatch_bypass._FUNCTIONS]
+    assert ops and not [op for op in ops if op.name() in dispatch.DIRECT]
     with profile(acc_events=True) as seen:
         got = f(*given)
     assert equal(got, wanted)

@@ -8,7 +8,7 @@ from torch.func import grad, vjp, vmap
 from fquant import jit
 from fquant.compile.trace import trace
 from fquant.kernels.ops.pointwise import OP as POINTWISE
-from fquant.kernels.ops.rotate_half import turn
+from fquant.kernels.ops.pointwise import turn
 from models import blocks
 from models.config import Config
 from tests.helpers.arrays import rng, same

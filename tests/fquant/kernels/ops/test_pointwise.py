@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fquant.kernels import reference
 from fquant.kernels.cpu import elementwise
 from fquant.kernels.ops import silu
-from fquant.kernels.ops.pointwise import pointwise
+from fquant.kernels.ops.pointwise import pointwise, turn
 from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Program, Step, parse
-from fquant.kernels.ops.rotate_half import turn
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.pointwise import values
 from tests.helpers.kernels.threads import num_threads
