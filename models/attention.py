@@ -47,23 +47,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Te
 class _Attention(KernelWithReferenceGradient):
     """Attention and its log-sum-exp, of which only the backward makes use."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        KernelWithReferenceGradient.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(*output, *inputs[1:])
+    saved_results = (0, 1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        no_runs = [None] * (len(saved) - 5)  # runs, if there are any, have no gradient
+        *inputs, y, lse = ctx.saved_tensors
         if g is None:
-            return None, None, None, None, *no_runs
-        functions = Implementations(kernel.attention_backward, _dense_backward, 1 + len(saved))
-        return None, *KernelWithReferenceGradient.apply(functions, g, *saved), *no_runs
+            return None, *[None] * len(inputs)
+        functions = Implementations(kernel.attention_backward, _dense_backward, 3 + len(inputs))
+        grads = KernelWithReferenceGradient.apply(functions, g, y, lse, *inputs)
+        return None, *grads, *[None] * (len(inputs) - 3)  # runs, if there are any, have no gradient
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        with forward_mode(ctx.saved_tensors[-len(tangents) :]) as (q, k, v, *runs):
+        with forward_mode(ctx.saved_tensors[: len(tangents)]) as (q, k, v, *runs):
             moving = (torch.zeros_like(t) if dt is None else dt for t, dt in zip((q, k, v), tangents, strict=False))
             return _dense_jvp(q, k, v, *moving, *runs)
 

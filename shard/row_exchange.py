@@ -46,7 +46,7 @@ def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
     over = tuple(mesh.get_group(axis) for axis in as_axes(axes) if position(mesh, axis)[1] > 1)
     gather, mine = partial(_gather, over=over, max_rows=max_rows), lambda t, n: t.narrow(0, here * max_rows, n)
     scatter, largest = partial(_scatter, over=over), partial(_largest, over=over)
-    return RowExchange(gather, mine, scatter, largest, partial(psum, mesh=mesh, axes=axes), (here, ranks))
+    return RowExchange(gather, mine, scatter, largest, partial(psum, mesh=mesh, axes=axes), here, ranks)
 
 
 def local_range(size: int, mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:

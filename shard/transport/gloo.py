@@ -10,10 +10,13 @@ that not all send to the same rank first. A part goes over the wire once to each
 The order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are
 torch's.
 
-The ops ``fquant::all_gather`` and ``fquant::reduce_scatter`` issue, and torch's ``wait_tensor`` waits. They fail as
-gloo's do: at the wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in
-different collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured
-graphs call it for results that they neither write nor return (see fquant.compile.memory.plan).
+    all_gather(x, ranks, group)         x [n ...], contiguous and of any dtype      ->  [ranks·n ...]
+    reduce_scatter(x, ranks, group)     x [ranks·n ...], contiguous numbers         ->  [n ...]
+
+The ops issue, and torch's ``wait_tensor`` waits; they have no derivatives. They raise RuntimeError as gloo does: at the
+wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in different
+collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured graphs
+call it for results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
 from collections.abc import Sequence
@@ -37,26 +40,9 @@ def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
     return x.device.type == "cpu" and group._get_backend(x.device).name() == "gloo"
 
 
-def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return shard.all_gather of ``x`` [n ...], contiguous and of any dtype: [ranks·n ...], complete after a wait.
-
-    It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or is late.
-    """
-    return _ALL_GATHER(x, ranks, group)
-
-
-def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return shard.reduce_scatter of ``x`` [ranks·n ...], contiguous numbers: [n ...], complete after a wait.
-
-    It has no derivative. Raises the errors of :func:`all_gather`.
-    """
-    return _REDUCE_SCATTER(x, ranks, group)
-
-
 def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor:
     over, shape = resolve(group), (ranks * x.shape[0], *x.shape[1:])
-    memory = _memory(x, over)
-    slot = memory and memory.acquire(ranks * x.nbytes)
+    memory, slot = _acquire(x, over)
     if slot is None:
         out, finish = _travel(x, shape, over), None
     else:
@@ -71,8 +57,7 @@ def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor
 
 def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     over = resolve(group)
-    memory = None if x.dtype is torch.bool else _memory(x, over)
-    slot = memory and memory.acquire(ranks * x.nbytes)
+    memory, slot = (None, None) if x.dtype is torch.bool else _acquire(x, over)
     if slot is None:
         out, finish = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group), None
     else:
@@ -85,8 +70,10 @@ def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return out
 
 
-def _memory(x: Tensor, group: dist.ProcessGroup) -> shared_memory.SharedMemory | None:
-    return shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
+def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[shared_memory.SharedMemory | None, shared_memory.Slot | None]:
+    """Return the memory of ``group``, if there is any, and a slot for a tensor like ``x`` of every rank."""
+    memory = shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
+    return memory, memory and memory.acquire(group.size() * x.nbytes)
 
 
 def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
@@ -94,9 +81,10 @@ def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
     out, mine, ranks = x.new_empty(shape), group.rank(), group.size()
     parts = out.unflatten(0, (ranks, x.shape[0])).unbind()
     parts[mine].copy_(x)
-    for step in range(1, ranks) if x.numel() else ():
+    steps = range(1, ranks) if x.numel() else ()
+    for step in steps:
         _register_work(out, group.recv([parts[mine - step]], (mine - step) % ranks, TAG))
-    for step in range(1, ranks) if x.numel() else ():
+    for step in steps:
         _register_work(out, group.send([parts[mine]], (mine + step) % ranks, TAG))
     return out
 
@@ -125,4 +113,4 @@ for _name, _compute, _fake in (
     _LIBRARY.define(f"{_name}(Tensor x, int ranks, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _compute, "CPU")
     torch.library.register_fake(f"fquant::{_name}", _fake, lib=_LIBRARY)
-_ALL_GATHER, _REDUCE_SCATTER = torch.ops.fquant.all_gather.default, torch.ops.fquant.reduce_scatter.default
+all_gather, reduce_scatter = torch.ops.fquant.all_gather.default, torch.ops.fquant.reduce_scatter.default

@@ -102,10 +102,14 @@ class SharedMemory:
             return
         for publication in [each for each in self._pending if each.released is None]:
             released = publication.own_released
-            for rank in self._peers:
-                count, *message = self._receive(rank)
-                released += bytes(message[:count])
-                if (what := bytes(message[count:]).decode()) != publication.what:
+            for rank, peer in self._peers.items():
+                message = b""
+                with self._named_errors(rank):
+                    if not (message := peer.recv(_MESSAGE)):
+                        raise ConnectionError("Connection closed")
+                first = 1 + message[0]
+                released += message[1:first]
+                if (what := message[first:].decode()) != publication.what:
                     self._fail(f"rank {self._rank} of the group is in {publication.what}, and rank {rank} in {what}")
             publication.released = released
             then, publication.then = publication.then, None  # a finished publication holds no tensors
@@ -120,14 +124,6 @@ class SharedMemory:
         os.close(self._file)
         for peer in self._peers.values():
             peer.close()
-
-    def _receive(self, rank: int) -> bytes:
-        message = b""
-        with self._named_errors(rank):
-            message = self._peers[rank].recv(_MESSAGE)
-            if not message:
-                raise ConnectionError("Connection closed")
-        return message
 
     @contextlib.contextmanager
     def _named_errors(self, rank: int) -> Iterator[None]:
