@@ -59,10 +59,8 @@ def cross_entropy(
     an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(
-            "fused_cross_entropy.cross_entropy cannot be traced by torch.compile; compile what make_fx captured: "
-            "torch.compile(make_fx(step)(*args))"
-        )
+        fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
+        raise RuntimeError(f"fused_cross_entropy.cross_entropy cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
@@ -186,10 +184,9 @@ def _vocab_size(weight: Any) -> int:
             return size
         case Adapted(base=base, lora=lora, key=key):
             if key is not None and lora.dropout > 0:
-                raise ValueError(
-                    f"weight has an adapter with dropout {lora.dropout}, whose mask depends on the place of a row "
-                    "among all rows; attach it without a key, or use blocks.cross_entropy of the whole logits"
-                )
+                fault = f"dropout {lora.dropout}, whose mask depends on the place of a row among all rows"
+                fix = "attach it without a key, or use blocks.cross_entropy of the whole logits"
+                raise ValueError(f"weight has an adapter with {fault}; {fix}")
             return _vocab_size(base)
         case Tensor() | Packed() if len(weight.shape) == 2:
             return weight.shape[0]

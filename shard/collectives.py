@@ -90,10 +90,8 @@ def exit(x: Tensor, group: Group) -> Tensor:
     return _Collective.apply(x, "exit", group.group_name)
 
 
-_DUAL = {
-    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce", "enter": "exit",
-    "exit": "enter",
-}  # fmt: skip
+_DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "enter": "exit"}
+_DUAL |= {dual: name for name, dual in _DUAL.items()}
 
 
 class _Collective(torch.autograd.Function):
@@ -164,5 +162,5 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic() -> Traffic:
-    """Count the collectives of this module that run inside the block ``with traffic() as seen``, under any transform."""
+    """Count the collectives of this module that run inside ``with traffic() as seen:``, under any transform."""
     return Traffic()

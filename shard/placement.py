@@ -17,9 +17,8 @@ The second tree of a pair, what is trained, is small and replicated. All ranks f
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +112,7 @@ def replicate(x: Any) -> Any:
     """
     agree.same("replicate", agree.attempt("replicate", lambda: agree.fingerprint(x, content=False)))
     layout = bundle.plan(x, 1)
-    whole = agree.attempt("replicate", lambda: _root_bytes(x, "", layout))
-    if layout.size:
-        dist.broadcast(whole, 0)
+    whole = _bytes_of_root("replicate", x, "", layout)
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
@@ -129,10 +126,8 @@ def local(x: Any) -> Any:
         if not isinstance(b.bytes, DTensor):
             return b
         if (active := peek_interpreter_stack()) is not None:
-            raise RuntimeError(
-                f"shard.local(base) was called inside torch.func.{active.key().name.lower()}; "
-                "call it once outside and pass its result as an argument"
-            )
+            fault = f"shard.local(base) was called inside torch.func.{active.key().name.lower()}"
+            raise RuntimeError(f"{fault}; call it once outside and pass its result as an argument")
         return replace(b, bytes=b.bytes.to_local())
 
     return _map_bundles(one, x)
@@ -159,19 +154,24 @@ def collect(x: Any) -> Any:
 def _send(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
     """Broadcast rank 0's bytes, a block at a time."""
     for path, layout in layouts.items():
-        block = agree.attempt("place", partial(_root_bytes, tree.get(base, path), path, layout))
-        if layout.size:
-            dist.broadcast(block, 0)
-        keep(path, 0, block)
+        keep(path, 0, _bytes_of_root("place", tree.get(base, path), path, layout))
 
 
-def _root_bytes(x: Any, path: str, layout: Layout) -> Tensor:
-    """Return the bytes of ``x`` on rank 0, and an empty buffer for them on the others."""
-    if dist.get_rank():
-        return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
-    if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
-        raise ValueError(f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count; read it there")
-    return bundle.write(x, layout)
+def _bytes_of_root(what: str, x: Any, path: str, layout: Layout) -> Tensor:
+    """Return the bytes of rank 0's ``x`` on every rank."""
+
+    def own() -> Tensor:
+        if dist.get_rank():
+            return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+        if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
+            fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
+            raise ValueError(f"{fault}; read it there")
+        return bundle.write(x, layout)
+
+    whole = agree.attempt(what, own)
+    if layout.size:
+        dist.broadcast(whole, 0)
+    return whole
 
 
 class _Leaf(NamedTuple):
@@ -185,8 +185,12 @@ class _Leaf(NamedTuple):
 
 def _read(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
     """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
-    world = dist.get_world_size()
-    leaves = [leaf for path, layout in layouts.items() for leaf in _leaves(path, tree.get(base, path), layout)]
+    world, leaves = dist.get_world_size(), list[_Leaf]()
+    for block, layout in layouts.items():
+        buffers = iter(layout.buffers)
+        for name, leaf in tree.items(tree.get(base, block)):
+            count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
+            leaves.append(_Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count))))
     for start in range(0, len(leaves), world):
         _read_turn(leaves[start : start + world], keep)  # a call of its own, so that it releases all it held
 
@@ -218,13 +222,6 @@ def _read_turn(turn: list[_Leaf], keep: Keep) -> None:
             keep(leaf.block, offset, piece)
 
 
-def _leaves(block: str, x: Any, layout: Layout) -> Iterator[_Leaf]:
-    buffers = iter(layout.buffers)
-    for name, leaf in tree.items(x):
-        count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
-        yield _Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count)))
-
-
 def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
     """Return the bytes of ``x``, from the first of its first buffer to the last of its last."""
     leaves, first = tree.leaves(x), buffers[0].offset
@@ -233,10 +230,8 @@ def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         raise ValueError(f"read {got}; wanted {wanted} as announced")
     if len(leaves) == 1:
         return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
-    out = torch.zeros(buffers[-1].end - first, dtype=torch.uint8, device="cpu")
-    for buffer, t in zip(buffers, leaves, strict=True):
-        out[buffer.offset - first : buffer.end - first] = bundle.raw(t)
-    return out
+    shifted = tuple(replace(buffer, offset=buffer.offset - first) for buffer in buffers)
+    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end))
 
 
 def _keep(part: Tensor, begin: int, offset: int, sent: Tensor) -> None:

@@ -54,11 +54,7 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> L
     It is not used on one device, and has no backward, because the table is a constant. Raises ValueError for more than
     ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is outside of the table.
     """
-    if ids.numel() > max_tokens:
-        raise ValueError(
-            f"{ids.numel()} tokens are looked up, and this comm is for at most {max_tokens} a rank; "
-            f"make it with tokens={ids.numel()} or more, the same on every rank"
-        )
+    check_count(ids.numel(), "are looked up", max_tokens)
     buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
     flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
     asked = _checked(all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group), total)  # [ranks·max_tokens]
@@ -72,6 +68,13 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> L
         return t.view(buffer.dtype).reshape(t.shape[0], *buffer.shape[1:])
 
     return LookedUpRows(tree.unflatten(x.layout.structure, list(map(read, buffers, parts))), total)
+
+
+def check_count(tokens: int, purpose: str, max_tokens: int) -> None:
+    """Raise ValueError for more tokens than ``max_tokens``."""
+    if tokens > max_tokens:
+        fault = f"{tokens} tokens {purpose}, and this comm is for at most {max_tokens} a rank"
+        raise ValueError(f"{fault}; make it with tokens={tokens} or more, the same on every rank")
 
 
 def _checked(ids: Tensor, total: int) -> Tensor:

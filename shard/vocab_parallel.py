@@ -61,11 +61,7 @@ def cut(
     ``rows`` f[... dim] are the tokens of the loss; ``whole(x)`` opens all of the block. It is not used on one device.
     The table is a constant and has no backward. Raises ValueError for more than ``max_tokens`` tokens.
     """
-    if (n := math.prod(rows.shape[:-1])) > max_tokens:
-        raise ValueError(
-            f"{n} tokens have a loss, and this comm is for at most {max_tokens} a rank; "
-            f"make it with tokens={n} or more, the same on every rank"
-        )
+    sharded_embedding.check_count(math.prod(rows.shape[:-1]), "have a loss", max_tokens)
     ranks, rank, begin = group.size(), group.rank(), group.rank() * x.bytes.shape[-1]
     missing = _missing(x.layout, path, ranks)
     received = _receive(x.bytes, begin, missing, group)
@@ -82,13 +78,9 @@ def cut(
     block = tree.unflatten(x.layout.structure, list(map(read, _own(x.layout, path, rank, ranks))))
     table, total = tree.get(block, path), sharded_embedding.num_rows(_table(x.layout, path))
     gather, scatter = partial(all_gather, group=group), partial(reduce_scatter, group=group)
-    first, _ = _row_range(total, rank, ranks)
-    shard = VocabShard(table, x, first, total, rank, max_tokens, gather, scatter, partial(_whole, whole, path))
+    first, full = total * rank // ranks, lambda closed: tree.get(whole(closed), path)
+    shard = VocabShard(table, x, first, total, rank, max_tokens, gather, scatter, full)
     return tree.map(lambda leaf: shard if leaf is table else leaf, block, is_leaf=lambda leaf: leaf is table)
-
-
-def _whole(whole: Callable[[Bundle], Any], path: str, x: Bundle) -> Any:
-    return tree.get(whole(x), path)
 
 
 def _table(layout: Layout, path: str) -> list[Buffer]:
@@ -96,20 +88,15 @@ def _table(layout: Layout, path: str) -> list[Buffer]:
     return [b for b in layout.buffers if not path or b.path == path or b.path.startswith(f"{path}.")]
 
 
-def _row_range(total: int, rank: int, ranks: int) -> tuple[int, int]:
-    return total * rank // ranks, total * (rank + 1) // ranks
-
-
 def _own(layout: Layout, path: str, rank: int, ranks: int) -> list[Buffer]:
     """Return the part of each buffer that ``rank`` needs: its rows of the table, and all of the other buffers."""
 
-    def own(buffer: Buffer) -> Buffer:
-        if buffer not in _table(layout, path):
-            return buffer
-        first, stop = _row_range(buffer.shape[0], rank, ranks)
-        return replace(buffer, shape=(stop - first, *buffer.shape[1:]), offset=buffer.offset + first * buffer.width)
+    def rows(of: Buffer) -> Buffer:
+        first, stop = (of.shape[0] * i // ranks for i in (rank, rank + 1))
+        return replace(of, shape=(stop - first, *of.shape[1:]), offset=of.offset + first * of.width)
 
-    return list(map(own, layout.buffers))
+    table = _table(layout, path)
+    return [rows(buffer) if buffer in table else buffer for buffer in layout.buffers]
 
 
 def _pieces(buffer: Buffer, begin: int, end: int) -> list[Span]:
@@ -121,14 +108,11 @@ def _pieces(buffer: Buffer, begin: int, end: int) -> list[Span]:
 
 def _missing(layout: Layout, path: str, ranks: int) -> list[list[Span]]:
     """Return for each rank the bytes that it needs and does not have."""
-    size = layout.size // ranks
-
-    def of_rank(rank: int) -> list[Span]:
-        own = _own(layout, path, rank, ranks)
-        spans = [span for buffer in own for span in _pieces(buffer, rank * size, (rank + 1) * size)]
-        return [span for span in spans if span[0] // size != rank]
-
-    return list(map(of_rank, range(ranks)))
+    size, missing = layout.size // ranks, list[list[Span]]()
+    for rank in range(ranks):
+        pieces = [_pieces(own, rank * size, (rank + 1) * size) for own in _own(layout, path, rank, ranks)]
+        missing.append([span for span in itertools.chain(*pieces) if span[0] // size != rank])
+    return missing
 
 
 def _room(missing: list[list[Span]]) -> int:

@@ -11,8 +11,7 @@ A pass moves, copies or removes gathers of arguments, with the views and copies 
 Other collectives stay. No gather passes a node that writes what it reads. Results stay the same, bit for bit.
 """
 
-from .deduplicate import deduplicate_gathers
-from .prefetch import prefetch_gathers
+from .gathers import deduplicate_gathers, prefetch_gathers
 from .regather import regather_blocks
 from .report import Row, schedule, schedule_text
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fquant.compile import Pass, graph
 
-from .gathers import Gather, gathers, positions, returned_storages, writers
+from .gathers import Gather, gathers, positions
 
 
 def regather_blocks() -> Pass:
@@ -25,7 +25,7 @@ def regather_blocks() -> Pass:
 
 
 def _regather(g: Graph) -> None:
-    found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
+    found, (at, written), returned = gathers(g), positions(g), graph.all_storages(graph.outputs(g))
     waits, uses = [at[x.wait] for x in found], _uses(g, found)
     for x in found:
         (memory,) = graph.storages(x.wait)

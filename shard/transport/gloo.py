@@ -4,11 +4,9 @@ Ranks of one machine use shared memory (shared_memory.py). Each writes its part 
 copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of ranks.
 
 Otherwise parts travel. torch's own gather receives into one buffer and copies to another, both new at each call, which
-takes most of the time of large parts. Here the result is the only buffer. A rank copies its part to its place in the
-result, sends it from there to every other rank, and receives theirs in place. Every rank begins with its neighbour, so
-that not all send to the same rank first. A part goes over the wire once to each rank, and no rank waits for another.
-The order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are
-torch's.
+takes most of the time of large parts. Here the result is the only buffer: a rank sends its part from its place there,
+and receives the others in place. Every rank begins with its neighbour, so that not all send to the same rank first. The
+order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are torch's.
 
     all_gather(x, ranks, group)         x [n ...], contiguous and of any dtype      ->  [ranks·n ...]
     reduce_scatter(x, ranks, group)     x [ranks·n ...], contiguous numbers         ->  [n ...]
@@ -31,6 +29,7 @@ from torch._C._distributed_c10d import _register_work
 from fquant.compile import graph
 
 from . import shared_memory
+from .shared_memory import SharedMemory, Slot
 
 TAG = 0x6671  # of our messages; those that a program sends itself over the same group have 0 by default
 
@@ -70,7 +69,7 @@ def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return out
 
 
-def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[shared_memory.SharedMemory | None, shared_memory.Slot | None]:
+def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[SharedMemory | None, Slot | None]:
     """Return the memory of ``group``, if there is any, and a slot for a tensor like ``x`` of every rank."""
     memory = shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
     return memory, memory and memory.acquire(group.size() * x.nbytes)
@@ -81,10 +80,9 @@ def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
     out, mine, ranks = x.new_empty(shape), group.rank(), group.size()
     parts = out.unflatten(0, (ranks, x.shape[0])).unbind()
     parts[mine].copy_(x)
-    steps = range(1, ranks) if x.numel() else ()
-    for step in steps:
+    for step in range(1, ranks) if x.numel() else ():
         _register_work(out, group.recv([parts[mine - step]], (mine - step) % ranks, TAG))
-    for step in steps:
+    for step in range(1, ranks) if x.numel() else ():
         _register_work(out, group.send([parts[mine]], (mine + step) % ranks, TAG))
     return out
 

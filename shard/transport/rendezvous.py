@@ -1,14 +1,13 @@
 """Rendezvous of the ranks of a group on one machine: they share a file, and have sockets to each other.
 
-The file and the sockets have no names in any folder, so nothing remains, however a process ends. Both need Linux. A
-socket's name is a random number, which all processes of the machine can read. So a rank that connects also sends the
-secret of that socket, a second number that only ranks of the group have.
+The file and the sockets have no names in any folder, so nothing remains, however a process ends. Both need Linux; the
+file is not in /dev/shm, which is small in many containers. A socket's name is a random number, which all processes of
+the machine can read. So a rank that connects also sends the secret of that socket, which only ranks of the group have.
 """
 
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -36,18 +35,15 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]]
     peers = {**reached, **_accept(listener, secret, group.size() - 1 - rank, seconds)}
     for peer in peers.values():
         peer.settimeout(seconds)
+        if rank == 0:
+            socket.send_fds(peer, [b"f"], [file])
     if rank:
         _, (file, *_), *_ = socket.recv_fds(peers[0], 1, 1)
-    else:
-        for peer in peers.values():
-            socket.send_fds(peer, [b"f"], [file])
     return file, peers
 
 
 def _listen(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int]:
     """Return a socket that listens under ``name``, or None if that is impossible, and on the first rank the file."""
-    if sys.platform != "linux":
-        return None, -1
     listener, file = None, -1
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -56,7 +52,7 @@ def _listen(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int
         if rank == 0:
             file = os.memfd_create("fquant")
             os.ftruncate(file, _SIZE)
-    except OSError:
+    except (OSError, AttributeError):  # another system than Linux has no such sockets or files
         _close([listener], file)
         return None, -1
     return listener, file

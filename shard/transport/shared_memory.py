@@ -10,11 +10,8 @@ compete with those that compute. Here only a message of a few bytes travels, whi
 computing thread sends it through a local socket. So a wait fails if a rank has gone or is late.
 
 A rank releases a slot when the last tensor in it is gone, and says so in its next message. The messages of all ranks,
-up to the one before the last, determine which slots are free. Every rank has waited for these, so all ranks reach the
-same answer without asking.
-
-The memory is a file without a name (rendezvous.py). It is not in /dev/shm, which is small in many containers. Slots are
-kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers.
+up to the one before the last, determine which slots are free. Every rank has waited for these, so all agree unasked.
+Slots are kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers.
 """
 
 from __future__ import annotations

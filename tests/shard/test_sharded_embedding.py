@@ -19,8 +19,7 @@ from models.blocks import cross_entropy
 from models.config import Config
 from shard import Rules, bundle, sharded_embedding
 from shard.bundle import Buffer
-from shard.passes.deduplicate import deduplicate_gathers
-from shard.passes.prefetch import prefetch_gathers
+from shard.passes.gathers import deduplicate_gathers, prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
