@@ -23,6 +23,7 @@ from .config import Config
 from .norm import rms_norm
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
+Dtype = torch.dtype | None
 
 
 @tree.node
@@ -67,19 +68,13 @@ class Params:
 
 
 def forward(
-    params: Params,
-    tokens: Tensor,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None, dtype: Dtype = None
 ) -> Tensor:
     """Compute the logits of the next token: int64 or int32 tokens ``[... t]`` -> ``[... t vocab]``.
 
     ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
     all products and of the logits; None is the embedding's. Raises ValueError for shapes, devices or a number of layers
-    that do not fit. Raises ValueError for sequences longer than ``cfg.max_positions``, TypeError for other tokens,
-    IndexError for one beyond the vocabulary.
+    that do not fit, and beyond ``cfg.max_positions``; TypeError for other tokens; IndexError beyond the vocabulary.
     """
     x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
@@ -92,7 +87,7 @@ def loss(
     cfg: Config,
     comm: Comm = LOCAL,
     segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     count: Tensor | float | None = None,
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without whole logits.
@@ -110,9 +105,7 @@ def loss(
     return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
-def _hidden(
-    params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
+def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype) -> Tensor:
     """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")

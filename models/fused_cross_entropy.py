@@ -3,20 +3,17 @@
     loss = fused_cross_entropy.cross_entropy(x, weight, targets)   # blocks.cross_entropy(linear(x, weight), targets)
 
 Logits are a model's largest tensor: of 8192 tokens and a vocabulary of 128k they take 4 GiB in float32. Here the rows
-(leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time:
+(leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time; the middle is ``fquant.kernels.ops.nll``:
 
     logits [c v]  ->  nll [c]  and  softmax - one-hot [c v]  ->  its product with the weight [c d]
 
-The middle is one op, ``fquant.kernels.ops.nll``, so that a chunk holds its logits and their gradient only.
-
 The forward pass computes the gradient of ``x`` beside the loss, and the backward multiplies it by one factor a row. A
 frozen head takes part in two products in all, as with whole logits (Liger kernel, Hsu et al. 2024). For a trained
-weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three. The gradients of
-chunks are summed in float32 at least.
+weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three.
 
-*Transforms.* The autograd Function also returns that gradient, hidden from the caller, as a differentiable function of
-``x`` and the weight. Its derivative is that of the same chunks, recorded, with their loss in plain torch. So every
-order exists; orders above the first record as much as whole logits.
+The autograd Function also returns that gradient, hidden from the caller, as a differentiable function of ``x`` and the
+weight. Its derivative is that of the same chunks, recorded, with their loss in plain torch. So every order exists;
+orders above the first record as much as whole logits.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -21,7 +21,7 @@ from torch import Tensor
 from fquant.autodiff import forward_mode, to_front
 from fquant.kernels.ops import silu as ops
 
-from .reference_gradient import at_least_float32
+from .reference_gradient import KernelWithReferenceGradient, at_least_float32
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,32 +41,21 @@ class _Pointwise(NamedTuple):
     derivative: Callable[..., Tensor]
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(KernelWithReferenceGradient):
     @staticmethod
-    def forward(f: _Pointwise, *inputs: Tensor) -> Tensor:
-        return f.kernel(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.f, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)  # so that jvp skips the inputs without a tangent
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> Any:
-        inputs, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        wanted = [need and g is not None for need in needs]
-        return None, *(g * ctx.f.derivative(i, *inputs) if want else None for i, want in enumerate(wanted))
+    def backward(ctx: Any, g: Tensor | None) -> Any:  # type: ignore[override]
+        inputs, derivative = ctx.saved_tensors, ctx.functions.derivative
+        wanted = [need and g is not None for need in ctx.needs_input_grad[1:]]
+        return None, *(g * derivative(i, *inputs) if want else None for i, want in enumerate(wanted))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         with forward_mode(ctx.saved_tensors) as inputs:
-            first, *rest = [t * ctx.f.derivative(i, *inputs) for i, t in enumerate(tangents) if t is not None]
-            return sum(rest, first)
+            products = [t * ctx.functions.derivative(i, *inputs) for i, t in enumerate(tangents) if t is not None]
+            return sum(products[1:], products[0])
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, f: _Pointwise, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, f: Any, *tensors: Tensor) -> Any:
         front = [to_front(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims[1:], strict=True)]
         return _Apply.apply(f, *front), 0
 

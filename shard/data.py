@@ -5,14 +5,12 @@ number of tokens, which is known beforehand (``psum`` of the counts). So shares 
 tokens that count. The sum over ranks is the gradient of one process on the whole batch. Sums are taken outside
 autodiff, on one flat buffer for each dtype. Random draws use the numbers of rows in the whole batch (``rows``).
 
-*Row exchange.* ``exchange_rows`` has the collectives of a table that is sharded by dim 0, when the rows of each rank
-meet all of it (see ``fquant.vq.sharded``). With n rows on this rank, and at most 2 on any:
+A table may be sharded by dim 0, and the rows of each rank meet all of it (``fquant.vq.sharded``). ``exchange_rows`` has
+the collectives of that. Each except ``mine`` is one for each axis with more than one rank. All except ``largest`` have
+derivatives; gather and scatter are each other's backward. With at most 2 rows on any rank:
 
     rank 0  [a]    -> gather ->  [a nan b c]  -> mine ->  [a]        gaps are nan, or 0 of integers
     rank 1  [b c]  -> gather ->  [a nan b c]  -> mine ->  [b c]
-
-Each except ``mine`` is one collective for each axis with more than one rank. All except ``largest`` have derivatives;
-gather and scatter are each other's backward.
 """
 
 import functools

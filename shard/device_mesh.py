@@ -1,9 +1,6 @@
 """The device mesh: ranks in a grid with named axes, and the process group that they communicate over.
 
-    mesh = shard.mesh(dp=2, fsdp=4)      # 8 ranks; every axis may be 1
-    ...
-    shard.close()
-
+    mesh = shard.mesh(dp=2, fsdp=4)                      # 8 ranks; every axis may be 1
     with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
 
 ``dp`` replicates weights and splits the batch. ``fsdp`` splits the bytes of weights, and the batch too. The result is
@@ -13,8 +10,8 @@ torch's DeviceMesh. ``mesh`` starts the process group unless it runs already, an
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
 * The store is prefixed with torchrun's restart count. Otherwise restarted workers find gloo addresses of dead ones.
 * ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
-* An exit leaves gloo's threads a moment to release the last tensors, for which they need the interpreter. A thread that
-  finds the interpreter ending aborts the process and replaces its exit status.
+* An exit leaves gloo's threads a moment to release the last tensors. One that finds the interpreter ending aborts the
+  process and replaces its exit status.
 """
 
 import atexit

@@ -57,7 +57,8 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> L
     check_count(ids.numel(), "are looked up", max_tokens)
     buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
     flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
-    asked = _checked(all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group), total)  # [ranks·max_tokens]
+    asked = all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group)  # [ranks·max_tokens]
+    asked = asked + asked.new_zeros(()).expand(total).index_select(0, asked)  # IndexError outside of [0, total)
     begin = group.rank() * x.bytes.shape[-1]
     found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·max_tokens row]
     mine = reduce_scatter(found, group)[: flat.shape[0]]
@@ -75,11 +76,6 @@ def check_count(tokens: int, purpose: str, max_tokens: int) -> None:
     if tokens > max_tokens:
         fault = f"{tokens} tokens {purpose}, and this comm is for at most {max_tokens} a rank"
         raise ValueError(f"{fault}; make it with tokens={tokens} or more, the same on every rank")
-
-
-def _checked(ids: Tensor, total: int) -> Tensor:
-    """Return ``ids``, by an op that refuses those outside of 0 ... total - 1, as an embedding does."""
-    return ids + ids.new_zeros(()).expand(total).index_select(0, ids)
 
 
 def _found(part: Tensor, begin: int, buffer: Buffer, asked: Tensor) -> Tensor:

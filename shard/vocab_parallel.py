@@ -15,9 +15,8 @@ The computation between is in models/vocab_parallel.py. Sums, losses and gradien
 in bfloat16 a sum over ranks would be rounded once for each rank.
 
 A bundle's bytes are cut into equal parts, so a rank has most bytes of its rows already. It may miss those of a row that
-is cut, and those of a packed table's scales, which are behind all codes. It misses other buffers of the block, too,
-which every rank needs whole. The layout determines who misses what. Each rank gives its part of the missing bytes, zero
-elsewhere, and the sum completes them.
+is cut, of a packed table's scales, and of other buffers, which every rank needs whole. The layout determines who misses
+what. Each rank gives its part of the missing bytes, zero elsewhere, and the sum completes them.
 """
 
 import itertools

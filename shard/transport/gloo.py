@@ -17,7 +17,7 @@ collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which
 call it for results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from fquant.compile import graph
 from . import shared_memory
 from .shared_memory import SharedMemory, Slot
 
+resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
 TAG = 0x6671  # of our messages; those that a program sends itself over the same group have 0 by default
 
 
@@ -93,11 +94,6 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         out.copy_(parts[0])
         for part in parts[1:]:
             out.add_(part)
-
-
-def resolve(group: str) -> dist.ProcessGroup:
-    """Return the process group of that name."""
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 
 _fake_gather = lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:]))
