@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fquant import tree
@@ -74,7 +75,8 @@ def cross_entropy(
         function, verb, sharded = KernelWithReferenceGradient, _nll, vocab_parallel.nll
     functions = _implementations(verb, head, num_batched=2)
     if isinstance(weight, VocabShard):
-        rows, row_targets = vocab_parallel.pad(weight, rows, row_targets)
+        missing = weight.max_tokens - len(rows)  # ignored tokens are appended, so that every process has as many
+        rows, row_targets = F.pad(rows, (0, 0, 0, missing)), F.pad(row_targets, (0, missing), value=IGNORE)
         functions = functions._replace(kernel=partial(sharded, *head))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)

@@ -24,7 +24,6 @@ from torch import Tensor
 from fquant import packed, tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
-from fquant.lazy import read as read_all
 from fquant.packed import Packed
 
 from . import decoder
@@ -98,17 +97,16 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
             raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
-        like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return Lazy(partial(safetensors.read, header, name), like, partial(safetensors.stamp, header, name))
+        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        return Lazy(read, like.to(entry.dtype), stamp)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
     """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
-    cfg, params = lazy(folder)
-    # Each tensor is cast as it is read, which halves the peak of memory.
-    return cfg, read_all(params) if dtype is None else tree.map(lambda leaf: leaf.read().to(dtype), params)
+    cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
+    return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)
 
 
 def save(

@@ -33,12 +33,6 @@ from fquant.packed_linear import Packed, embedding, linear
 from .blocks import IGNORE
 
 
-def pad(shard: VocabShard, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Append ignored tokens to x f[n d] and targets [n], so that every process has ``shard.max_tokens``."""
-    missing = shard.max_tokens - len(x)
-    return F.pad(x, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=IGNORE)
-
-
 def nll(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x f[n d], targets i64[n] and the leaves of a VocabShard -> nll f32[n]; n is the same on every process.
 
