@@ -9,6 +9,7 @@ cost what the kernels cost. Forward mode, higher orders and torch.compile use th
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Te
     inputs = [t.reshape(batch, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]
     if runs is not None:
         inputs.append(runs.reshape(batch, runs.shape[-1]).long())
-    if torch.compiler.is_dynamo_compiling():
-        y, _ = dense(*inputs)
-    else:
-        y, _ = _Attention.apply(Implementations(kernel.attention, dense, len(inputs)), *inputs)
+    fused = partial(_Attention.apply, Implementations(kernel.attention, dense, len(inputs)))
+    y, _ = dense(*inputs) if torch.compiler.is_dynamo_compiling() else fused(*inputs)
     return y.transpose(1, 2).reshape(q.shape)
 
 
@@ -76,9 +75,7 @@ def _dense_jvp(
     return by_tokens(mixed(p * (ds - mean), v) + mixed(p, dv)), mean[..., 0].flatten(1, 2)  # in y's memory layout
 
 
-def _dense_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def _dense_backward(g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *runs: Tensor) -> Any:
     """Recompute the gradients of q, k and v by the formula, so that derivatives flow through these and not y or lse."""
-    _, pull, *_ = torch.func.vjp(lambda q, k, v: dense(q, k, v, runs)[0], q, k, v)
+    _, pull, *_ = torch.func.vjp(lambda q, k, v: dense(q, k, v, *runs)[0], q, k, v)
     return pull(g)

@@ -196,9 +196,6 @@ def _vocab_size(weight: Any) -> int:
 
 def _cast(weight: Any, dtype: torch.dtype) -> Any:
     """Cast a dense weight to ``dtype`` once, so that ``linear`` does not cast it for every chunk."""
-    match weight:
-        case Adapted(base=base, lora=lora):
-            return Adapted(_cast(base, dtype), lora)
-        case Tensor():
-            return weight.to(dtype)
-    return weight
+    if isinstance(weight, Adapted):
+        return Adapted(_cast(weight.base, dtype), weight.lora)
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight

@@ -5,9 +5,8 @@
 
 ``open`` gathers a block's bytes in one all-gather. ``wrap`` recomputes a block in the backward, so that gathered bytes
 are not kept but gathered again; a captured step need not recompute (shard/passes/regather.py). ``pick`` brings the rows
-of an embedding that are looked up (sharded_embedding.py). ``cut`` leaves the rows of a head in place and brings the
-tokens to them (vocab_parallel.py). Both do so if that is fewer bytes than the table. Code that computes logits gathers
-the head, once if it is the embedding too. With ``deduplicate_gathers`` the rows come on top.
+of an embedding, and ``cut`` the tokens to the rows of a head, if these are fewer bytes than the table. Code that
+computes logits gathers the head, once if it is the embedding too. With ``deduplicate_gathers`` the rows come on top.
 """
 
 from functools import partial
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fquant.activation_checkpoint import remat
 from fquant.communication import Comm, identity
 
-from . import bundle, sharded_embedding, vocab_parallel
+from . import bundle, vocab_parallel
 from .bundle import Bundle
 from .collectives import all_gather
 from .device_mesh import position
@@ -59,12 +58,12 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
 
     def pick(x: Any, ids: Tensor) -> Any:
         _check(x, ranks)
-        is_less = sharded_embedding.is_less(x.layout, ranks, tokens)
-        return sharded_embedding.rows(x, ids, group, tokens) if is_less else open(x)
+        is_less = vocab_parallel.rows_are_less(x.layout, ranks, tokens)
+        return vocab_parallel.rows(x, ids, group, tokens) if is_less else open(x)
 
     def cut(x: Any, rows: Tensor, path: str) -> Any:
         _check(x, ranks)
-        is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
+        is_less = vocab_parallel.cut_is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
 
     return Comm(open=open, wrap=wrap, pick=pick, cut=cut)

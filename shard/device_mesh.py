@@ -110,9 +110,7 @@ def _start(timeout: timedelta) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-@functools.cache
-def _settle_at_exit() -> None:
-    atexit.register(time.sleep, SETTLE)
+_settle_at_exit = functools.cache(lambda: atexit.register(time.sleep, SETTLE))
 
 
 def close() -> None:
