@@ -130,7 +130,7 @@ def save(
     if dequantize not in (None, *FLOATS):
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
     leaves = _named(cfg, params, dequantize)
-    written = lambda leaf: dequantize if isinstance(leaf, Packed) else leaf.dtype
+    written = lambda leaf: dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
     config = to_hf(cfg) | {"torch_dtype": str(written(params.embed)).removeprefix("torch.")} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")

@@ -104,7 +104,7 @@ class _Collective(torch.autograd.Function):
         x, over = x.contiguous(), resolve(group)
         if name in ("all_reduce", "exit"):
             out = _ops.all_reduce(x, "sum", group)
-        elif gloo.is_used(x, over):
+        elif x.device.type == "cpu" and over._get_backend(x.device).name() == "gloo":
             out = getattr(gloo, name)(x, over.size(), group)
         elif name == "all_gather":
             out = _ops.all_gather_into_tensor(x, over.size(), group)

@@ -35,11 +35,6 @@ resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_pro
 TAG = 0x6671  # of our messages; those that a program sends itself over the same group have 0 by default
 
 
-def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if ``group`` sends tensors like ``x`` over gloo, which is the same on every rank."""
-    return x.device.type == "cpu" and group._get_backend(x.device).name() == "gloo"
-
-
 def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor:
     over, shape = resolve(group), (ranks * x.shape[0], *x.shape[1:])
     memory, slot = _acquire(x, over)

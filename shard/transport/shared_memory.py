@@ -189,8 +189,8 @@ def of_group(group: dist.ProcessGroup) -> SharedMemory | None:
 def _rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | None:
     """Return a file that all ranks of ``group`` share, and by rank a socket to each other, with the group's time-out.
 
-    It returns None on every rank if one is on another machine or system, has a network of its own (as containers do),
-    or is at a limit on open files.
+    It returns None on every rank if one cannot take part: one on another machine, without Linux, in a container with a
+    network of its own, or at a limit on open files.
     """
     rank, seconds = group.rank(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     name, secret = secrets.randbits(_BITS), secrets.randbits(_BITS)
