@@ -50,16 +50,16 @@ class VocabShard:
     """This process's rows of a vocabulary-parallel table of ``size`` rows, from row ``first`` on.
 
     Dim 0 of the tensors of ``table`` counts these rows. ``gather`` concatenates the tokens [k ...] of n processes to
-    [n·k ...], in which this process is at ``place``; ``scatter`` sums [n·k ...] over processes, and each keeps its own
-    [k ...]. A process has at most ``most`` tokens. ``whole(closed)`` is the full weight.
+    [n·k ...], in which this process is at ``rank``; ``scatter`` sums [n·k ...] over processes, and each keeps its own
+    [k ...]. A process has at most ``max_tokens``. ``whole(closed)`` is the full weight.
     """
 
     table: Any
     closed: Loadable
     first: int = static()
     size: int = static()
-    place: int = static()
-    most: int = static()
+    rank: int = static()
+    max_tokens: int = static()
     gather: Callable[[Tensor], Tensor] = static()
     scatter: Callable[[Tensor], Tensor] = static()
     whole: Callable[[Any], Any] = static()
@@ -122,7 +122,8 @@ class RowExchange(NamedTuple):
     scatter: Callable[[Tensor], Tensor] = identity  # the sum over ranks of [N ...]; each keeps its own rows, padded
     largest: Callable[[Tensor], Tensor] = identity  # the maximum over ranks of i64[N]
     sum: Callable[[Any], Any] = identity  # the sum over ranks of a tree
-    place: tuple[int, int] = (0, 1)  # this rank, and the number of ranks
+    rank: int = 0  # this one
+    num_ranks: int = 1
 
 
 ONE_PROCESS = RowExchange()

@@ -9,6 +9,7 @@ cost what the kernels cost. Forward mode, higher orders and torch.compile use th
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,33 +38,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> Te
     inputs = [t.reshape(batch, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]
     if runs is not None:
         inputs.append(runs.reshape(batch, runs.shape[-1]).long())
-    if torch.compiler.is_dynamo_compiling():
-        y, _ = dense(*inputs)
-    else:
-        y, _ = _Attention.apply(Implementations(kernel.attention, dense, len(inputs)), *inputs)
+    fused = partial(_Attention.apply, Implementations(kernel.attention, dense, len(inputs)))
+    y, _ = dense(*inputs) if torch.compiler.is_dynamo_compiling() else fused(*inputs)
     return y.transpose(1, 2).reshape(q.shape)
 
 
 class _Attention(KernelWithReferenceGradient):
     """Attention and its log-sum-exp, of which only the backward makes use."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        KernelWithReferenceGradient.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(*output, *inputs[1:])
+    saved_results = (0, 1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        no_runs = [None] * (len(saved) - 5)  # runs, if there are any, have no gradient
+        *inputs, y, lse = ctx.saved_tensors
         if g is None:
-            return None, None, None, None, *no_runs
-        functions = Implementations(kernel.attention_backward, _dense_backward, 1 + len(saved))
-        return None, *KernelWithReferenceGradient.apply(functions, g, *saved), *no_runs
+            return None, *[None] * len(inputs)
+        functions = Implementations(kernel.attention_backward, _dense_backward, 3 + len(inputs))
+        grads = KernelWithReferenceGradient.apply(functions, g, y, lse, *inputs)
+        return None, *grads, *[None] * (len(inputs) - 3)  # runs, if there are any, have no gradient
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        with forward_mode(ctx.saved_tensors[-len(tangents) :]) as (q, k, v, *runs):
+        with forward_mode(ctx.saved_tensors[: len(tangents)]) as (q, k, v, *runs):
             moving = (torch.zeros_like(t) if dt is None else dt for t, dt in zip((q, k, v), tangents, strict=False))
             return _dense_jvp(q, k, v, *moving, *runs)
 
@@ -79,9 +75,7 @@ def _dense_jvp(
     return by_tokens(mixed(p * (ds - mean), v) + mixed(p, dv)), mean[..., 0].flatten(1, 2)  # in y's memory layout
 
 
-def _dense_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def _dense_backward(g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *runs: Tensor) -> Any:
     """Recompute the gradients of q, k and v by the formula, so that derivatives flow through these and not y or lse."""
-    _, pull, *_ = torch.func.vjp(lambda q, k, v: dense(q, k, v, runs)[0], q, k, v)
+    _, pull, *_ = torch.func.vjp(lambda q, k, v: dense(q, k, v, *runs)[0], q, k, v)
     return pull(g)

@@ -3,14 +3,6 @@
     images [b c h w]  --encode-->  latents [b h/s w/s dim]  --quantiser-->  codes i64[b h/s w/s]
     images [b c h w]  <--decode--  code vectors [b h/s w/s dim]
 
-    Autoencoder
-      encoder   scales     halvings of the image: convolutions of 4 x 4 in steps of 2, s = 2^halvings
-                blocks     residual: relu, 3 x 3, relu, 1 x 1
-                latent     1 x 1, to dim
-      decoder   latent     3 x 3, from dim
-                blocks     as before
-                scales     transposed convolutions of 4 x 4 in steps of 2; the last makes channels
-
 That is the network of section 4.1, with a convolution to and from the latents, for images whose sides s divides.
 
 The quantiser is an argument: a state of ``fquant.vq``, and ``verbs``, the module of its functions: ``vq`` itself for a
@@ -50,10 +42,9 @@ class AutoencoderConfig:
     halvings: int = 2  # a latent stands for 2^halvings x 2^halvings pixels
 
     def __post_init__(self) -> None:
-        for name in ("dim", "channels", "hidden", "inner", "num_blocks", "halvings"):
-            least = {"hidden": 2, "num_blocks": 0}.get(name, 1)
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; wanted at least {least}")
+        for name, got in vars(self).items():
+            if got < (least := {"hidden": 2, "num_blocks": 0}.get(name, 1)):
+                raise ValueError(f"{name} is {got}; wanted at least {least}")
 
     @property
     def scale(self) -> int:
@@ -79,11 +70,11 @@ class ResidualBlock:
 
 @tree.node
 class Coder:
-    """One half of an autoencoder."""
+    """One half of an autoencoder. An encoder applies the fields in order, a decoder in reverse."""
 
-    scales: list[Conv]
+    scales: list[Conv]  # 4 x 4 in steps of 2, s = 2^halvings; transposed in a decoder
     blocks: list[ResidualBlock]
-    latent: Conv
+    latent: Conv  # 1 x 1 to dim, or 3 x 3 from dim
 
 
 @tree.node
@@ -106,12 +97,10 @@ def init(cfg: AutoencoderConfig, key: Tensor, dtype: torch.dtype = torch.float32
         bias = random.kaiming_uniform(random.fold(key_of_conv, "bias"), (out,), fan_in)
         return Conv(weight.to(dtype), bias.to(dtype))
 
-    def block(name: str) -> ResidualBlock:
-        wide = conv(f"{name}.wide", cfg.inner, cfg.hidden, 3)
-        return ResidualBlock(wide, conv(f"{name}.back", cfg.hidden, cfg.inner, 1))
-
     def blocks(coder: str) -> list[ResidualBlock]:
-        return [block(f"{coder}.blocks.{i}") for i in range(cfg.num_blocks)]
+        names = [f"{coder}.blocks.{i}" for i in range(cfg.num_blocks)]
+        wide = [conv(f"{name}.wide", cfg.inner, cfg.hidden, 3) for name in names]
+        return list(map(ResidualBlock, wide, [conv(f"{name}.back", cfg.hidden, cfg.inner, 1) for name in names]))
 
     pairs = list(zip(widths, widths[1:], strict=False))
     down = [conv(f"encoder.scales.{i}", wide, thin, WINDOW) for i, (thin, wide) in enumerate(pairs)]

@@ -1,11 +1,5 @@
 """The decoder of the Llama family, Qwen3 included, as a function of its parameters.
 
-    Params
-      embed            [vocab dim]
-      layers.N         attn_norm, q, k, v, o, mlp_norm, gate, up, down; biases and the norms of queries and keys if the
-                       config has them
-      final            norm, and head unless it is tied to the embedding
-
 Weights are ``[out in]``, each a Tensor, a Packed or an Adapted. A block may also be a Loadable, whose content a Comm
 gathers (see ``fquant.communication``); column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
 
@@ -29,6 +23,7 @@ from .config import Config
 from .norm import rms_norm
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
+Dtype = torch.dtype | None
 
 
 @tree.node
@@ -73,19 +68,13 @@ class Params:
 
 
 def forward(
-    params: Params,
-    tokens: Tensor,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None, dtype: Dtype = None
 ) -> Tensor:
     """Compute the logits of the next token: int64 or int32 tokens ``[... t]`` -> ``[... t vocab]``.
 
     ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
     all products and of the logits; None is the embedding's. Raises ValueError for shapes, devices or a number of layers
-    that do not fit. Raises ValueError for sequences longer than ``cfg.max_positions``, TypeError for other tokens,
-    IndexError for one beyond the vocabulary.
+    that do not fit, and beyond ``cfg.max_positions``; TypeError for other tokens; IndexError beyond the vocabulary.
     """
     x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
@@ -98,7 +87,7 @@ def loss(
     cfg: Config,
     comm: Comm = LOCAL,
     segments: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     count: Tensor | float | None = None,
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without whole logits.
@@ -116,34 +105,26 @@ def loss(
     return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
 
 
-def _hidden(
-    params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
+def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype) -> Tensor:
     """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")
-    _check_tokens(params.embed, tokens, cfg)
+    if not tokens.ndim:
+        raise ValueError("tokens: shape (), want [... t]; use tokens[None]")
+    is_open = not isinstance(params.embed, Loadable)  # else the Comm checks, on every rank alike
+    device = tree.leaves(params.embed)[0].device if is_open else tokens.device
+    blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
+    if (length := tokens.shape[-1]) > cfg.max_positions:
+        raise ValueError(f"tokens: {length} in a sequence, want at most max_positions = {cfg.max_positions}; cut them")
+    if is_open:
+        blocks.check_range("tokens", tokens, cfg.vocab)
     runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
     cos, sin = blocks.rope(blocks.positions(tokens, runs), cfg)  # [t e] or [... t e]
     block = comm.wrap(_block)
-    x = embedding(tokens, comm.rows(params.embed, tokens))  # [... t d]
-    x = x if dtype is None else x.to(dtype)
+    x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
     for layer in params.layers:
         x = block(x, layer, cos, sin, runs, cfg, comm)
     return x
-
-
-def _check_tokens(embed: Any, tokens: Tensor, cfg: Config) -> None:
-    if not tokens.ndim:
-        raise ValueError("tokens: shape (), want [... t]; use tokens[None]")
-    is_open = not isinstance(embed, Loadable)  # else the Comm checks, on every rank alike
-    device = tree.leaves(embed)[0].device if is_open else tokens.device
-    blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
-    if tokens.shape[-1] > cfg.max_positions:
-        most = f"max_positions = {cfg.max_positions}"
-        raise ValueError(f"tokens: {tokens.shape[-1]} in a sequence, want at most {most}; cut them")
-    if is_open:
-        blocks.check_range("tokens", tokens, cfg.vocab)
 
 
 def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, cfg: Config, comm: Comm) -> Tensor:
@@ -177,12 +158,9 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
-
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
-    named = dims(cfg)
-    block = lambda path: {name: empty(names) for name, names in named[path].items()}
-    layers = [Layer(**block(f"layers.{i}")) for i in range(cfg.num_layers)]
-    return Params(block("embed")[""], layers, Final(**block("final")))
+    embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
+    return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
 
 
 def dims(cfg: Config) -> dict[str, dict[str, str]]:

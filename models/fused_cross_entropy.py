@@ -3,27 +3,25 @@
     loss = fused_cross_entropy.cross_entropy(x, weight, targets)   # blocks.cross_entropy(linear(x, weight), targets)
 
 Logits are a model's largest tensor: of 8192 tokens and a vocabulary of 128k they take 4 GiB in float32. Here the rows
-(leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time:
+(leading dims of ``x`` and t, flattened) are handled ``chunk`` at a time; the middle is ``fquant.kernels.ops.nll``:
 
     logits [c v]  ->  nll [c]  and  softmax - one-hot [c v]  ->  its product with the weight [c d]
 
-The middle is one op, ``fquant.kernels.ops.nll``, so that a chunk holds its logits and their gradient only.
-
 The forward pass computes the gradient of ``x`` beside the loss, and the backward multiplies it by one factor a row. A
 frozen head takes part in two products in all, as with whole logits (Liger kernel, Hsu et al. 2024). For a trained
-weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three. The gradients of
-chunks are summed in float32 at least.
+weight or adapter the backward recomputes the logits chunk by chunk: four products instead of three.
 
-*Transforms.* The autograd Function also returns that gradient, hidden from the caller, as a differentiable function of
-``x`` and the weight. Its derivative is that of the same chunks, recorded, with their loss in plain torch. So every
-order exists; orders above the first record as much as whole logits.
+The autograd Function also returns that gradient, hidden from the caller, as a differentiable function of ``x`` and the
+weight. Its derivative is that of the same chunks, recorded, with their loss in plain torch. So every order exists;
+orders above the first record as much as whole logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fquant import tree
@@ -36,6 +34,7 @@ from fquant.packed_linear import Adapted, Packed, Weight, linear
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
 from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
+from .vocab_parallel import chunks, map_chunks
 
 # A chunk's logits and their gradient, both in x's dtype, may each take as much as x, which is Liger's rule. For a small
 # x both together may take this much, because every chunk reads the whole weight. More would not stay in a CPU's last
@@ -58,10 +57,8 @@ def cross_entropy(
     an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(
-            "fused_cross_entropy.cross_entropy cannot be traced by torch.compile; compile what make_fx captured: "
-            "torch.compile(make_fx(step)(*args))"
-        )
+        fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
+        raise RuntimeError(f"fused_cross_entropy.cross_entropy cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
@@ -78,7 +75,8 @@ def cross_entropy(
         function, verb, sharded = KernelWithReferenceGradient, _nll, vocab_parallel.nll
     functions = _implementations(verb, head, num_batched=2)
     if isinstance(weight, VocabShard):
-        rows, row_targets = vocab_parallel.pad(weight, rows, row_targets)
+        missing = weight.max_tokens - len(rows)  # ignored tokens are appended, so that every process has as many
+        rows, row_targets = F.pad(rows, (0, 0, 0, missing)), F.pad(row_targets, (0, missing), value=IGNORE)
         functions = functions._replace(kernel=partial(sharded, *head))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
@@ -94,32 +92,25 @@ class _Head(NamedTuple):
         weight = tree.unflatten(self.structure, leaves)
         return weight.whole(weight.closed) if isinstance(weight, VocabShard) else weight
 
-    def split(self, *rows: Tensor) -> Any:
-        """Return the chunks of all ``rows`` side by side; one empty chunk if there are no rows."""
-        # torch 2.11 cannot trace the split of an empty tensor.
-        return zip(*(t.split(self.chunk) if len(t) else (t,) for t in rows), strict=True)
-
 
 def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 0) -> Implementations:
     """Call ``verb`` with the module of the ops, or of the reference, as the loss of logits [c v] and targets [c]."""
     return Implementations(partial(verb, *static, nll), partial(verb, *static, reference), num_batched)
 
 
-def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
+def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(head.weight(leaves), x.dtype)
-    return (torch.cat([loss.nll(linear(some, weight), chosen, IGNORE) for some, chosen in head.split(x, targets)]),)
+    return map_chunks(lambda x, targets: (loss.nll(linear(x, weight), targets, IGNORE),), head.chunk, x, targets)
 
 
-def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(head.weight(leaves), x.dtype)
-    parts = [_chunk_nll_and_dx(loss, weight, chosen, some) for some, chosen in head.split(x, targets)]
-    losses, dx = zip(*parts, strict=True)
-    return torch.cat(losses), torch.cat(dx)
+    return map_chunks(partial(_chunk_nll_and_dx, loss, weight), head.chunk, x, targets)
 
 
-def _chunk_nll_and_dx(loss: Any, weight: Any, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_nll_and_dx(loss: Any, weight: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
     losses, dlogits = loss.nll_backward(logits, targets, IGNORE)
     return losses, pull(dlogits)[0]
@@ -128,15 +119,12 @@ def _chunk_nll_and_dx(loss: Any, weight: Any, targets: Tensor, x: Tensor) -> tup
 class _LossAndGradient(KernelWithReferenceGradient):
     """:func:`_nll_and_dx`; the gradient of the first result is made of the second."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        KernelWithReferenceGradient.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(output[1], *inputs[1:])
+    saved_results = (1,)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_dx: Tensor | None) -> Any:  # type: ignore[override]
         head, _ = ctx.functions.reference.args
-        dx, x, targets, *leaves = unwrap_dead(ctx.saved_tensors)
+        x, targets, *leaves, dx = unwrap_dead(ctx.saved_tensors)
         wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         g = at_least_float32(x.new_zeros(len(x))) if g is None else g
         apply = KernelWithReferenceGradient.apply
@@ -154,32 +142,39 @@ def _weight_gradients(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
     trained = [leaves[i] for i in wanted]
-    sums: list[Any] = [0.0] * len(trained)
-    for some, chosen, factor in head.split(x, targets, g):
-        product = lambda *trained, some=some: linear(some, head.weight(replace_at(leaves, wanted, trained)))
+
+    def of_chunk(x: Tensor, targets: Tensor, g: Tensor) -> Sequence[Tensor]:
+        product = lambda *trained: linear(x, head.weight(replace_at(leaves, wanted, trained)))
         logits, pull, *_ = torch.func.vjp(product, *trained)
-        _accumulate(sums, pull(loss.nll_backward(logits, chosen, IGNORE, factor)[1]))
-    return tuple(total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
+        return pull(loss.nll_backward(logits, targets, IGNORE, g)[1])
+
+    return _sums(map(of_chunk, *chunks(head.chunk, x, targets, g)), trained)
 
 
 def _double_backward(
     head: _Head, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the ``wanted`` leaves."""
-    trained, rows = [leaves[i] for i in wanted], []
-    sums: list[Any] = [0.0] * len(trained)
-    weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
-    for some, chosen, factor, direction in head.split(x, targets, g, g_dx):
-        both = lambda x, *trained, chosen=chosen: _chunk_nll_and_dx(reference, weight(trained), chosen, x)
-        _, pull, *_ = torch.func.vjp(both, some, *trained)
-        grad, *found = pull((factor, direction))
+    trained, rows = [leaves[i] for i in wanted], list[Tensor]()
+
+    def of_chunk(x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor) -> Sequence[Tensor]:
+        weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
+        both = lambda x, *trained: _chunk_nll_and_dx(reference, weight(trained), x, targets)
+        _, pull, *_ = torch.func.vjp(both, x, *trained)
+        grad, *found = pull((g, g_dx))
         rows.append(grad)
-        _accumulate(sums, found)
-    return torch.cat(rows), *(total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
+        return found
+
+    sums = _sums(map(of_chunk, *chunks(head.chunk, x, targets, g, g_dx)), trained)
+    return torch.cat(rows), *sums
 
 
-def _accumulate(sums: list[Any], addends: Sequence[Tensor]) -> None:
-    sums[:] = [total + at_least_float32(t) for total, t in zip(sums, addends, strict=True)]
+def _sums(addends: Iterable[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Sum in float32 at least, and return the sums in the dtypes of ``like``."""
+    sums: list[Any] = [0.0] * len(like)
+    for each in addends:
+        sums = [total + at_least_float32(t) for total, t in zip(sums, each, strict=True)]
+    return tuple(total.to(t.dtype) for total, t in zip(sums, like, strict=True))
 
 
 def _vocab_size(weight: Any) -> int:
@@ -188,10 +183,9 @@ def _vocab_size(weight: Any) -> int:
             return size
         case Adapted(base=base, lora=lora, key=key):
             if key is not None and lora.dropout > 0:
-                raise ValueError(
-                    f"weight has an adapter with dropout {lora.dropout}, whose mask depends on the place of a row "
-                    "among all rows; attach it without a key, or use blocks.cross_entropy of the whole logits"
-                )
+                fault = f"dropout {lora.dropout}, whose mask depends on the place of a row among all rows"
+                fix = "attach it without a key, or use blocks.cross_entropy of the whole logits"
+                raise ValueError(f"weight has an adapter with {fault}; {fix}")
             return _vocab_size(base)
         case Tensor() | Packed() if len(weight.shape) == 2:
             return weight.shape[0]
@@ -202,9 +196,6 @@ def _vocab_size(weight: Any) -> int:
 
 def _cast(weight: Any, dtype: torch.dtype) -> Any:
     """Cast a dense weight to ``dtype`` once, so that ``linear`` does not cast it for every chunk."""
-    match weight:
-        case Adapted(base=base, lora=lora):
-            return Adapted(_cast(base, dtype), lora)
-        case Tensor():
-            return weight.to(dtype)
-    return weight
+    if isinstance(weight, Adapted):
+        return Adapted(_cast(weight.base, dtype), weight.lora)
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight

@@ -12,8 +12,8 @@ ValueError that names the file and the tensor.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import UserDict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor
 from fquant import packed, tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
-from fquant.lazy import read as read_all
 from fquant.packed import Packed
 
 from . import decoder
@@ -98,17 +97,16 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
             raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
-        like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return Lazy(partial(safetensors.read, header, name), like, partial(safetensors.stamp, header, name))
+        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        return Lazy(read, like.to(entry.dtype), stamp)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
     """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
-    cfg, params = lazy(folder)
-    # Each tensor is cast as it is read, which halves the peak of memory.
-    return cfg, read_all(params) if dtype is None else tree.map(lambda leaf: leaf.read().to(dtype), params)
+    cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
+    return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)
 
 
 def save(
@@ -132,13 +130,11 @@ def save(
     if dequantize not in (None, *FLOATS):
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
     leaves = _named(cfg, params, dequantize)
-    dtype = dequantize if isinstance(params.embed, Packed) else params.embed.dtype
-    config = to_hf(cfg) | {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(extra or {})
+    written = lambda leaf: dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
+    config = to_hf(cfg) | {"torch_dtype": str(written(params.embed)).removeprefix("torch.")} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
-
-    dtypes = {n: dequantize if dequantize and isinstance(w, Packed) else w.dtype for n, w in leaves.items()}
-    nbytes = {name: math.prod(leaf.shape) * dtypes[name].itemsize for name, leaf in leaves.items()}
+    nbytes = {name: math.prod(leaf.shape) * written(leaf).itemsize for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
         if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
@@ -148,7 +144,8 @@ def save(
     files = files if len(shards) > 1 else [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
-        shard: Any = _Dequantized({name: leaves[name] for name in names}, dequantize)
+        shard: Any = _Dequantized({name: leaves[name] for name in names})
+        shard.dtype = dequantize
         safetensors.write(folder / file, shard, {"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -156,22 +153,14 @@ def save(
     _write_json(folder / CONFIG, config)
 
 
-@dataclass(frozen=True)
-class _Dequantized(Mapping[str, Tensor]):
-    """Tensors by name; a packed one is dequantised each time it is read, and not kept."""
+class _Dequantized(UserDict[str, Any]):
+    """Tensors by name; a packed one is dequantised each time it is read, to its ``dtype``, and not kept."""
 
-    leaves: dict[str, Tensor | Packed]
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        leaf = self.leaves[name]
+        leaf = self.data[name]
         return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.leaves)
-
-    def __len__(self) -> int:
-        return len(self.leaves)
 
 
 def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:

@@ -10,37 +10,24 @@ Both spellings of the rotary embedding are read: ``rope_theta`` and ``rope_scali
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .config import Config, RopeScaling
 
 
-def _get(raw: dict[str, Any], key: str, default: Any) -> Any:
+def _read(wanted: str, is_valid: Callable[[Any], bool], raw: dict[str, Any], key: str, default: Any = None) -> Any:
     if (got := raw.get(key, default)) is None:
         raise ValueError(f"{key} is missing; every config wants it, take it from the model's original config.json")
+    if not is_valid(got):
+        raise ValueError(f"{key} = {got!r}, want {wanted}")
     return got
 
 
-def _integer(raw: dict[str, Any], key: str) -> int:
-    got = _get(raw, key, None)
-    if type(got) is not int or got < 1:
-        raise ValueError(f"{key} = {got!r}, want a positive integer")
-    return got
-
-
-def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
-    got = _get(raw, key, default)
-    if type(got) not in (int, float) or not 0 < got < float("inf"):
-        raise ValueError(f"{key} = {got!r}, want a positive number")
-    return float(got)
-
-
-def _boolean(raw: dict[str, Any], key: str) -> bool:
-    got = _get(raw, key, False)
-    if type(got) is not bool:
-        raise ValueError(f"{key} = {got!r}, want true or false")
-    return got
-
+_integer = partial(_read, "a positive integer", lambda got: type(got) is int and got >= 1)
+_float = partial(_read, "a positive number", lambda got: type(got) in (int, float) and 0 < got < float("inf"))
+_boolean = partial(_read, "true or false", lambda got: type(got) is bool, default=False)
+_number = lambda *args: float(_float(*args))
 
 # Key of config.json -> field of Config, and the function that reads and checks the value.
 KEYS: dict[str, tuple[str, Callable[[dict[str, Any], str], Any]]] = {
@@ -88,15 +75,13 @@ def from_hf(raw: dict[str, Any]) -> Config:
     if (kind := raw.pop("model_type", None)) not in tuple(KINDS):
         raise ValueError(f"model_type = {kind!r}, want {' or '.join(map(repr, KINDS))}; others are not implemented")
     architecture, name = KINDS[kind]
-    if (got := raw.pop("architectures", [architecture])) != [architecture]:
-        raise ValueError(f"architectures = {got!r}, want {[architecture]!r}; save the causal language model")
+    _refuse_others(raw, "architectures", [architecture], "save the causal language model")
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "?"
         fault = f"the checkpoint is already quantised ({method}), want float weights"
         raise ValueError(f"quantization_config: {fault}; use the original checkpoint and quantize it here")
     for key, (wanted, fix) in _ONLY.items():
-        if (got := raw.pop(key, wanted)) != wanted:
-            raise ValueError(f"{key} = {got!r}, want {wanted!r}; {fix}")
+        _refuse_others(raw, key, wanted, fix)
     theta, scaling = _rope(raw)
     if kind == "qwen3":
         _refuse_windows(raw)
@@ -136,10 +121,15 @@ def to_hf(cfg: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _refuse_others(raw: dict[str, Any], key: str, wanted: Any, fix: str) -> None:
+    """Remove ``key`` from ``raw``; raise ValueError unless it was absent or ``wanted``."""
+    if (got := raw.pop(key.rpartition(".")[2], wanted)) != wanted:
+        raise ValueError(f"{key} = {got!r}, want {wanted!r}; {fix}")
+
+
 def _refuse_windows(raw: dict[str, Any]) -> None:
     """Remove Qwen3's keys of sliding windows from ``raw``; raise ValueError if windows are in use."""
-    if (got := raw.pop("use_sliding_window", False)) is not False:
-        raise ValueError(f"use_sliding_window = {got!r}, want False; sliding windows are not implemented")
+    _refuse_others(raw, "use_sliding_window", False, "sliding windows are not implemented")
     full = ["full_attention"] * _integer(raw, "num_hidden_layers")
     if (got := raw.pop("layer_types", full)) != full:
         raise ValueError(f"layer_types = {got!r}, want 'full_attention' for each of {len(full)} layers; correct it")
@@ -158,8 +148,7 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
             raise ValueError(f"rope_parameters.{key} = {new[key]!r}, {other}; remove one of them")
     both = old | new
     kind, theta = both.pop("rope_type", "default"), _number(both, "rope_theta", 10000.0)
-    if (got := both.pop("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"rope_parameters.partial_rotary_factor = {got}, want 1.0; whole heads are rotated here")
+    _refuse_others(both, "rope_parameters.partial_rotary_factor", 1.0, "whole heads are rotated here")
     if kind not in ("default", *ROPE_OPTIONS):
         wanted = f"want one of default, {', '.join(ROPE_OPTIONS)}"
         raise ValueError(f"rope_parameters.rope_type = {kind!r}, {wanted}; other scalings are not implemented")

@@ -56,10 +56,7 @@ _BACKWARD = Implementations(partial(_backward, norm), partial(_backward, referen
 class _RmsNorm(KernelWithReferenceGradient):
     """The norm and the scale f[n] of rows x [n d] and a weight [d]."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        KernelWithReferenceGradient.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(*inputs[1:], output[1])
+    saved_results = (1,)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_scale: Tensor | None) -> Any:

@@ -5,7 +5,7 @@
 torch cannot differentiate a fused kernel, or a loop over chunks that records nothing. So every derivative, reverse or
 forward and of any order, recomputes by the reference, an equal function in plain tensor operations. Without a
 derivative the reference is never run. A Function with a cheaper first derivative derives from this class and overrides
-``setup_context`` and ``backward``.
+``backward``; ``saved_results`` are the results that it finds behind the saved inputs.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,18 @@ class KernelWithReferenceGradient(torch.autograd.Function):
     vmap adds the mapped examples to the batch; it loops if there is no batch or a shared argument is mapped.
     """
 
+    saved_results: tuple[int, ...] = ()
+
     @staticmethod
     def forward(functions: Implementations, *tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return functions.kernel(*tensors)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.functions = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: Any, output: Any) -> None:  # type: ignore[override]
+        ctx.functions, *tensors = inputs
+        ctx.save_for_backward(*tensors, *(output[i] for i in cls.saved_results))
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod

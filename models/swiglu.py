@@ -10,7 +10,9 @@ pointwise program in a captured graph, unlike ``F.silu``. The backward recompute
 gradients are one program, which reads three tensors and writes two.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from torch import Tensor
 from fquant.autodiff import forward_mode, to_front
 from fquant.kernels.ops import silu as ops
 
-from .reference_gradient import at_least_float32
+from .reference_gradient import KernelWithReferenceGradient, at_least_float32
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -29,67 +31,45 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     """
     if gate.shape != up.shape:
         raise ValueError(f"silu(gate) * up got gate {tuple(gate.shape)} and up {tuple(up.shape)}; wanted one shape")
-    return F.silu(gate) * up if torch.compiler.is_dynamo_compiling() else _Gated.apply(gate, up)
+    return F.silu(gate) * up if torch.compiler.is_dynamo_compiling() else _gated(gate, up)
 
 
-class _Elementwise(torch.autograd.Function):
-    """A pointwise function of tensors of one shape; ``derivative`` is its partial derivative by the i-th."""
+class _Pointwise(NamedTuple):
+    """A function of tensors of one shape; ``derivative(i, *inputs)`` is its partial derivative by the i-th."""
+
+    kernel: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+
+
+class _Apply(KernelWithReferenceGradient):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:  # type: ignore[override]
+        inputs, derivative = ctx.saved_tensors, ctx.functions.derivative
+        wanted = [need and g is not None for need in ctx.needs_input_grad[1:]]
+        return None, *(g * derivative(i, *inputs) if want else None for i, want in enumerate(wanted))
 
     @staticmethod
-    def derivative(i: int, *inputs: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-        ctx.set_materialize_grads(False)  # so that jvp skips the inputs without a tangent
-
-    @classmethod
-    def backward(cls, ctx: Any, g: Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad
-        if g is None:
-            return (None,) * len(wanted)
-        return tuple(g * cls.derivative(i, *ctx.saved_tensors) if want else None for i, want in enumerate(wanted))
-
-    @classmethod
-    def jvp(cls, ctx: Any, *tangents: Tensor | None) -> Any:
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         with forward_mode(ctx.saved_tensors) as inputs:
-            first, *rest = [t * cls.derivative(i, *inputs) for i, t in enumerate(tangents) if t is not None]
-            return sum(rest, first)
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        return cls.apply(*(to_front(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=True))), 0
-
-
-class _Gated(_Elementwise):
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return ops.silu(gate) * up
+            products = [t * ctx.functions.derivative(i, *inputs) for i, t in enumerate(tangents) if t is not None]
+            return sum(products[1:], products[0])
 
     @staticmethod
-    def derivative(i: int, gate: Tensor, up: Tensor) -> Tensor:
-        return _Silu.apply(gate) if i else up * _SiluDerivative.apply(gate)
+    def vmap(info: Any, in_dims: Any, f: Any, *tensors: Tensor) -> Any:
+        front = [to_front(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims[1:], strict=True)]
+        return _Apply.apply(f, *front), 0
 
 
-class _Silu(_Elementwise):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return ops.silu(x)
-
-    @staticmethod
-    def derivative(_: int, x: Tensor) -> Tensor:
-        return _SiluDerivative.apply(x)
+def _second_derivative(_: int, x: Tensor) -> Tensor:
+    wide = at_least_float32(x)  # rounded once
+    s = wide.sigmoid()
+    return (s * (1 - s) * (2 + wide * (1 - 2 * s))).to(x.dtype)
 
 
-class _SiluDerivative(_Elementwise):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return ops.silu_derivative(x)
+def _gated_derivative(i: int, gate: Tensor, up: Tensor) -> Tensor:
+    return _silu(gate) if i else up * _silu_derivative(gate)
 
-    @staticmethod
-    def derivative(_: int, x: Tensor) -> Tensor:
-        wide = at_least_float32(x)  # rounded once
-        s = wide.sigmoid()
-        return (s * (1 - s) * (2 + wide * (1 - 2 * s))).to(x.dtype)
+
+_silu_derivative = partial(_Apply.apply, _Pointwise(ops.silu_derivative, _second_derivative))
+_silu = partial(_Apply.apply, _Pointwise(ops.silu, lambda _, x: _silu_derivative(x)))
+_gated = partial(_Apply.apply, _Pointwise(lambda gate, up: ops.silu(gate) * up, _gated_derivative))

@@ -18,6 +18,7 @@ Forward derivatives and derivatives beyond the first gather the whole head.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,6 @@ from fquant.packed_linear import Packed, embedding, linear
 from .blocks import IGNORE
 
 
-def pad(shard: VocabShard, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Append ignored tokens to x f[n d] and targets [n], so that every process has ``shard.most``."""
-    missing = shard.most - len(x)
-    return F.pad(x, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=IGNORE)
-
-
 def nll(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor]:
     """x f[n d], targets i64[n] and the leaves of a VocabShard -> nll f32[n]; n is the same on every process.
 
@@ -45,7 +40,8 @@ def nll(structure: tree.Structure, chunk: int, x: Tensor, targets: Tensor, *leav
     are processes. Raises IndexError on every process if any has a target that is neither -100 nor in [0, shard.size).
     """
     local = _gather(structure, x, targets, leaves)
-    losses, logits = _map_chunks(_local_nll, local, chunk * len(local.x) // len(x))
+    size = chunk * len(local.x) // len(x)
+    losses, logits = map_chunks(partial(_local_nll, local.weight), size, local.x, local.targets, local.holds)
     return (_scatter_nll(local, losses, _log_odds(local.shard, losses + logits)),)
 
 
@@ -54,7 +50,8 @@ def nll_and_dx(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`nll`, and the gradient [n d] of its sum with respect to x, in x's dtype."""
     local = _gather(structure, x, targets, leaves)
-    losses, logits, dx = _map_chunks(_local_nll_and_dx, local, chunk * len(local.x) // len(x))
+    size, f = chunk * len(local.x) // len(x), partial(_local_nll_and_dx, local.weight)
+    losses, logits, dx = map_chunks(f, size, local.x, local.targets, local.holds)
     log_odds = _log_odds(local.shard, losses + logits)
     row = embedding(local.targets, local.weight).to(x.dtype)  # [m d], as the product had it
     other_share = torch.where(local.holds, torch.sigmoid(log_odds), 0)
@@ -87,10 +84,14 @@ def _gather(structure: tree.Structure, x: Tensor, targets: Tensor, leaves: tuple
     return _LocalHead(shard, weight, x, counted, holds, torch.where(holds, known - shard.first, 0))
 
 
-def _map_chunks(f: Callable[..., tuple[Tensor, ...]], local: _LocalHead, size: int) -> list[Tensor]:
-    """Concatenate ``f(weight, x, targets, holds)`` over chunks of ``size`` tokens."""
-    chunks = zip(*(t.split(size) for t in (local.x, local.targets, local.holds)), strict=True)
-    return [torch.cat(parts) for parts in zip(*(f(local.weight, *some) for some in chunks), strict=True)]
+def chunks(size: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split each tensor along dim 0 into chunks of ``size`` rows; one empty chunk if there are no rows."""
+    return [t.split(size) if len(t) else (t,) for t in rows]  # torch 2.11 cannot trace the split of an empty tensor
+
+
+def map_chunks(f: Callable[..., tuple[Tensor, ...]], size: int, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Concatenate the results of ``f`` over chunks of ``size`` rows."""
+    return tuple(map(torch.cat, zip(*map(f, *chunks(size, *rows)), strict=True)))
 
 
 def _local_nll(weight: Any, x: Tensor, targets: Tensor, holds: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ def _pick(t: Tensor, columns: Tensor) -> Tensor:
 def _log_odds(shard: VocabShard, z: Tensor) -> Tensor:
     """Return the log-sum-exp over the rows of other processes, less ``z`` f[m], that over our own."""
     every = shard.gather(z[None])  # [processes m]
-    return torch.logsumexp(torch.cat([every[: shard.place], every[shard.place + 1 :]]) - z, 0)
+    return torch.logsumexp(torch.cat([every[: shard.rank], every[shard.rank + 1 :]]) - z, 0)
 
 
 def _scatter_nll(local: _LocalHead, losses: Tensor, log_odds: Tensor) -> Tensor:

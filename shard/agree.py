@@ -39,7 +39,8 @@ def same(what: str, facts: Mapping[str, str]) -> None:
                 seen.setdefault(text, []).append(rank)
         if len(seen) > 1:
             common = sorted(seen.items(), key=lambda item: -len(item[1]))
-            shown = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in common)
+            have = lambda ranks: f"ranks {', '.join(map(str, ranks))} have" if ranks[1:] else f"rank {ranks[0]} has"
+            shown = "; ".join(f"{have(ranks)} {text}" for text, ranks in common)
             raise ValueError(f"{what}: ranks disagree on {name}: {shown}; start every rank with the same")
 
 
@@ -101,8 +102,3 @@ def fields(name: str, x: Any) -> dict[str, str]:
 
 def _digest(t: Tensor) -> str:
     return "content " + hashlib.blake2b(raw(t.cpu()).numpy().data, digest_size=8).hexdigest()
-
-
-def _ranks(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks))
-    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"

@@ -1,8 +1,8 @@
 """Bundle: the buffers of one block as one flat run of bytes.
 
 A block's codes, scales and norms travel together in one uint8 buffer. Each begins at an offset aligned to 64 bytes, and
-the whole is padded once, to divide by the number of ranks. One all-gather brings
-a block, and its buffers are *viewed* out of the result, not copied. Every dtype travels bit for bit.
+the whole is padded once, to divide by the number of ranks. One all-gather brings a block, and its buffers are *viewed*
+out of the result, not copied. Every dtype travels bit for bit.
 
 A bundle is a Loadable (see fquant.communication): a Comm opens it, and until then its static ``layout`` describes it.
 """

@@ -13,9 +13,6 @@ through. A backward calls the dual *Function*, because a raw collective there gi
 no function reads global state. Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,10 +90,8 @@ def exit(x: Tensor, group: Group) -> Tensor:
     return _Collective.apply(x, "exit", group.group_name)
 
 
-_DUAL = {
-    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce", "enter": "exit",
-    "exit": "enter",
-}  # fmt: skip
+_DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "enter": "exit"}
+_DUAL |= {dual: name for name, dual in _DUAL.items()}
 
 
 class _Collective(torch.autograd.Function):
@@ -107,14 +102,14 @@ class _Collective(torch.autograd.Function):
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
-        if name in ("all_gather", "reduce_scatter") and gloo.is_used(x, over):
+        if name in ("all_reduce", "exit"):
+            out = _ops.all_reduce(x, "sum", group)
+        elif x.device.type == "cpu" and over._get_backend(x.device).name() == "gloo":
             out = getattr(gloo, name)(x, over.size(), group)
         elif name == "all_gather":
             out = _ops.all_gather_into_tensor(x, over.size(), group)
-        elif name == "reduce_scatter":
-            out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
         else:
-            out = _ops.all_reduce(x, "sum", group)
+            out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
         return _ops.wait_tensor(out)
 
     @staticmethod
@@ -137,11 +132,12 @@ class _Collective(torch.autograd.Function):
         return _Collective.apply(x, name, group), dim
 
 
-@dataclass
-class Traffic:
+class Traffic(TorchDispatchMode):
     """Collectives as (name, payload in bytes, ranks). A payload is the whole gathered or summed buffer."""
 
-    calls: list[tuple[str, int, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[tuple[str, int, int]]()
 
     def count(self, name: str) -> int:
         """Return the number of collectives called ``name``."""
@@ -157,23 +153,14 @@ class Traffic:
         twice = {"all_reduce": 2}
         return sum(twice.get(name, 1) * size * (ranks - 1) // ranks for name, size, ranks in self.calls)
 
-
-class _Counter(TorchDispatchMode):
-    def __init__(self, traffic: Traffic) -> None:
-        super().__init__()
-        self.traffic = traffic
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (name := graph.issued(func)) is not None:
             whole = out if name.startswith("all_gather") else args[0]
-            self.traffic.calls.append((name, whole.numel() * whole.element_size(), resolve(args[-1]).size()))
+            self.calls.append((name, whole.numel() * whole.element_size(), resolve(args[-1]).size()))
         return out
 
 
-@contextmanager
-def traffic() -> Iterator[Traffic]:
-    """Count the collectives of this module that run inside the block, under any transform."""
-    seen = Traffic()
-    with _Counter(seen):
-        yield seen
+def traffic() -> Traffic:
+    """Count the collectives of this module that run inside ``with traffic() as seen:``, under any transform."""
+    return Traffic()

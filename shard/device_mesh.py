@@ -1,9 +1,6 @@
 """The device mesh: ranks in a grid with named axes, and the process group that they communicate over.
 
-    mesh = shard.mesh(dp=2, fsdp=4)      # 8 ranks; every axis may be 1
-    ...
-    shard.close()
-
+    mesh = shard.mesh(dp=2, fsdp=4)                      # 8 ranks; every axis may be 1
     with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
 
 ``dp`` replicates weights and splits the batch. ``fsdp`` splits the bytes of weights, and the batch too. The result is
@@ -13,8 +10,8 @@ torch's DeviceMesh. ``mesh`` starts the process group unless it runs already, an
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
 * The store is prefixed with torchrun's restart count. Otherwise restarted workers find gloo addresses of dead ones.
 * ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
-* An exit leaves gloo's threads a moment to release the last tensors, for which they need the interpreter. A thread that
-  finds the interpreter ending aborts the process and replaces its exit status.
+* An exit leaves gloo's threads a moment to release the last tensors. One that finds the interpreter ending aborts the
+  process and replaces its exit status.
 """
 
 import atexit
@@ -45,17 +42,13 @@ def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
     Axes left out have size 1. Ranks compute on the CPU and communicate over gloo. Raises ValueError on every rank for
     an unknown axis, for sizes whose product is not the number of processes, and if ranks have different sizes.
     """
-    start(timeout)
+    _start(timeout)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
     agree.same("mesh", {"axes": shown or "no axes"})
-    check_axes(axes)
-    world, sizes = dist.get_world_size(), tuple(axes.get(name, 1) for name in AXES)
-    if math.prod(sizes) != world:
-        shown = shown.replace(" ", "") or "(no axes)"
-        raise ValueError(
-            f"mesh {shown} has {math.prod(sizes)} ranks, and this job has {world}; "
-            f"wanted sizes that multiply to {world}, such as fsdp={world}"
-        )
+    sizes, world = check_axes(axes), dist.get_world_size()
+    if (ranks := math.prod(sizes)) != world:
+        got = f"mesh {shown.replace(' ', '') or '(no axes)'} has {ranks} ranks, and this job has {world}"
+        raise ValueError(f"{got}; wanted sizes that multiply to {world}, such as fsdp={world}")
     return _grid(sizes, timeout)
 
 
@@ -66,10 +59,9 @@ def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
     Its groups are torch's fake ones, whose collectives do nothing. They end with the block. Raises ValueError for an
     unknown axis, RuntimeError if a process group runs already.
     """
-    check_axes(axes)
+    sizes = check_axes(axes)
     if dist.is_initialized():
         raise RuntimeError("abstract_mesh: this process has a process group already; use shard.close() first")
-    sizes = tuple(axes.get(name, 1) for name in AXES)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
         yield _grid(sizes, TIMEOUT)
@@ -94,35 +86,31 @@ def _groups_along(grid: torch.Tensor, dim: int, timeout: timedelta) -> dist.Proc
     return mine
 
 
-def check_axes(axes: dict[str, int]) -> None:
-    """Check that every axis is known and of size at least 1; raise ValueError if not."""
+def check_axes(axes: dict[str, int]) -> tuple[int, ...]:
+    """Return the sizes of all ``AXES``; raise ValueError for an unknown one, and for a size below 1."""
     for name, size in axes.items():
         if name not in AXES:
             raise ValueError(f"mesh axis {name!r} is unknown; wanted some of {', '.join(AXES)}")
         if size < 1:
             raise ValueError(f"mesh axis {name} has size {size}; wanted at least 1")
+    return tuple(axes.get(name, 1) for name in AXES)
 
 
-def start(timeout: timedelta = TIMEOUT) -> None:
+def _start(timeout: timedelta) -> None:
     """Start the process group of torchrun's environment, or a group of one without it, unless one runs."""
     _settle_at_exit()
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"fquant/attempt{attempt}", store)
+    rank, world, store = int(os.environ.get("RANK", 0)), 1, dist.HashStore()
+    if "RANK" in os.environ:
+        world, host, port = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
+        store = dist.PrefixStore(f"fquant/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-@functools.cache
-def _settle_at_exit() -> None:
-    atexit.register(time.sleep, SETTLE)
+_settle_at_exit = functools.cache(lambda: atexit.register(time.sleep, SETTLE))
 
 
 def close() -> None:
@@ -150,21 +138,20 @@ def as_axes(axes: Axes, mesh: DeviceMesh | None = None) -> tuple[str, ...]:
 def position(mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
     """Return this rank's number along ``axes``, the first of which is the outermost, and the number of ranks."""
     index, ranks = 0, 1
-    for name in as_axes(axes, mesh):
-        size = _size(mesh, name)
+    for name, size in _sizes(mesh, axes).items():
         index, ranks = index * size + mesh.get_local_rank(name), ranks * size
     return index, ranks
 
 
 def groups(mesh: DeviceMesh, axes: Axes) -> list[dist.ProcessGroup]:
     """Return the groups whose sums, one after the other, are the sum over ``axes``: one if they span all ranks."""
-    sizes = {name: _size(mesh, name) for name in as_axes(axes, mesh)}
+    sizes, world = _sizes(mesh, axes), dist.group.WORLD
     used = [name for name, size in sizes.items() if size > 1]
-    world = dist.group.WORLD
     if len(used) > 1 and world is not None and math.prod(sizes.values()) == world.size():
         return [world]
     return [mesh.get_group(name) for name in used]
 
 
-def _size(mesh: DeviceMesh, axis: str) -> int:
-    return mesh.size((mesh.mesh_dim_names or ()).index(axis))  # not mesh[axis].size(): torch 2.11 cannot trace it
+def _sizes(mesh: DeviceMesh, axes: Axes) -> dict[str, int]:
+    names = mesh.mesh_dim_names or ()  # not mesh[axis].size(): torch 2.11 cannot trace it
+    return {name: mesh.size(names.index(name)) for name in as_axes(axes, mesh)}

@@ -3,23 +3,19 @@
     base = shard.place(params, decoder.dims(cfg), rules, mesh)
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
-Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. A step
-takes the bytes of its own rank (``local``), because torch.func cannot trace through a DTensor.
-
+Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
+second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
 Parameters come from one of two sources, and the bytes are the same:
 
 * Tensors: those of rank 0 count, and are sent to all, with one broadcast for each block. Other ranks may hold meta
   tensors; if they hold real ones, these must be equal.
 * Lazy leaves, opened on every rank from the same files: exactly one rank reads, and quantises, each. Its packed bytes
   are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
-
-The second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,15 +36,13 @@ from .rules import Dims, Rules, check_dims, check_rules, join
 
 PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
 
-Keep = Callable[[str, int, Tensor], None]  # receives (block, offset, bytes)
+Pieces = Iterator[tuple[str, int, Tensor]]  # block, offset in it, bytes
 
 
 def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any = None) -> Any:
     """Return ``params`` with every block of ``dims`` as a Bundle over ``mesh``; replicate the second tree of a pair.
 
-    Along the axis ``rules.block`` the bytes of a block are cut into as many parts as there are ranks:
-
-        rank 0  {"w": w}  ->  {"w": Bundle(first half of the bytes of w)}
+        rank 0  {"w": w}  ->  {"w": Bundle(first half of the bytes of w)}       cut along the axis ``rules.block``
         rank 1  {"w": w}  ->  {"w": Bundle(second half)}
 
     There is no backward: placed bytes are constants of a step. ``config`` is an object that all ranks must share,
@@ -69,8 +63,12 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     agree.same("place", agree.attempt("place", arguments))
     layouts, part, ranks = _layouts(base, dims, rules, mesh)
     parts = {path: torch.zeros(it.size // ranks, dtype=torch.uint8, device="cpu") for path, it in layouts.items()}
-    fill = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
-    fill(base, layouts, lambda path, offset, sent: _keep(parts[path], part * parts[path].numel(), offset, sent))
+    pieces = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
+    for path, offset, sent in pieces(base, layouts):
+        begin = part * parts[path].numel() - offset  # of this rank's part in the piece
+        low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
+        if low < high:
+            parts[path][low - begin : high - begin] = sent[low:high]
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
     placed = {path: DTensor.from_local(parts[path], mesh, placements, run_check=False) for path in layouts}
@@ -113,9 +111,7 @@ def replicate(x: Any) -> Any:
     """
     agree.same("replicate", agree.attempt("replicate", lambda: agree.fingerprint(x, content=False)))
     layout = bundle.plan(x, 1)
-    whole = agree.attempt("replicate", lambda: _root_bytes(x, "", layout))
-    if layout.size:
-        dist.broadcast(whole, 0)
+    whole = _bytes_of_root("replicate", x, "", layout)
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
@@ -129,10 +125,8 @@ def local(x: Any) -> Any:
         if not isinstance(b.bytes, DTensor):
             return b
         if (active := peek_interpreter_stack()) is not None:
-            raise RuntimeError(
-                f"shard.local(base) was called inside torch.func.{active.key().name.lower()}; "
-                "call it once outside and pass its result as an argument"
-            )
+            fault = f"shard.local(base) was called inside torch.func.{active.key().name.lower()}"
+            raise RuntimeError(f"{fault}; call it once outside and pass its result as an argument")
         return replace(b, bytes=b.bytes.to_local())
 
     return _map_bundles(one, x)
@@ -156,22 +150,26 @@ def collect(x: Any) -> Any:
     return _map_bundles(one, x)
 
 
-def _send(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
+def _send(base: Any, layouts: dict[str, Layout]) -> Pieces:
     """Broadcast rank 0's bytes, a block at a time."""
-    for path, layout in layouts.items():
-        block = agree.attempt("place", partial(_root_bytes, tree.get(base, path), path, layout))
-        if layout.size:
-            dist.broadcast(block, 0)
-        keep(path, 0, block)
+    return ((path, 0, _bytes_of_root("place", tree.get(base, path), path, it)) for path, it in layouts.items())
 
 
-def _root_bytes(x: Any, path: str, layout: Layout) -> Tensor:
-    """Return the bytes of ``x`` on rank 0, and an empty buffer for them on the others."""
-    if dist.get_rank():
-        return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
-    if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
-        raise ValueError(f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count; read it there")
-    return bundle.write(x, layout)
+def _bytes_of_root(what: str, x: Any, path: str, layout: Layout) -> Tensor:
+    """Return the bytes of rank 0's ``x`` on every rank."""
+
+    def own() -> Tensor:
+        if dist.get_rank():
+            return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+        if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
+            fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
+            raise ValueError(f"{fault}; read it there")
+        return bundle.write(x, layout)
+
+    whole = agree.attempt(what, own)
+    if layout.size:
+        dist.broadcast(whole, 0)
+    return whole
 
 
 class _Leaf(NamedTuple):
@@ -183,15 +181,19 @@ class _Leaf(NamedTuple):
     buffers: tuple[Buffer, ...]
 
 
-def _read(base: Any, layouts: dict[str, Layout], keep: Keep) -> None:
+def _read(base: Any, layouts: dict[str, Layout]) -> Pieces:
     """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
-    world = dist.get_world_size()
-    leaves = [leaf for path, layout in layouts.items() for leaf in _leaves(path, tree.get(base, path), layout)]
+    world, leaves = dist.get_world_size(), list[_Leaf]()
+    for block, layout in layouts.items():
+        buffers = iter(layout.buffers)
+        for name, leaf in tree.items(tree.get(base, block)):
+            count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
+            leaves.append(_Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count))))
     for start in range(0, len(leaves), world):
-        _read_turn(leaves[start : start + world], keep)  # a call of its own, so that it releases all it held
+        yield from _read_turn(leaves[start : start + world])  # a call of its own, so that it releases all it held
 
 
-def _read_turn(turn: list[_Leaf], keep: Keep) -> None:
+def _read_turn(turn: list[_Leaf]) -> Pieces:
     """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one."""
     rank = dist.get_rank()
 
@@ -215,14 +217,7 @@ def _read_turn(turn: list[_Leaf], keep: Keep) -> None:
             if owner == rank and own is not None:
                 piece = own[offset - begin :][: piece.numel()]
             dist.broadcast(piece, owner)
-            keep(leaf.block, offset, piece)
-
-
-def _leaves(block: str, x: Any, layout: Layout) -> Iterator[_Leaf]:
-    buffers = iter(layout.buffers)
-    for name, leaf in tree.items(x):
-        count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
-        yield _Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count)))
+            yield leaf.block, offset, piece
 
 
 def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
@@ -233,17 +228,8 @@ def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         raise ValueError(f"read {got}; wanted {wanted} as announced")
     if len(leaves) == 1:
         return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
-    out = torch.zeros(buffers[-1].end - first, dtype=torch.uint8, device="cpu")
-    for buffer, t in zip(buffers, leaves, strict=True):
-        out[buffer.offset - first : buffer.end - first] = bundle.raw(t)
-    return out
-
-
-def _keep(part: Tensor, begin: int, offset: int, sent: Tensor) -> None:
-    """Copy the overlap of ``sent``, which begins at ``offset`` of a block, and ``part``, which begins at ``begin``."""
-    low, high = max(begin, offset), min(begin + part.numel(), offset + sent.numel())
-    if low < high:
-        part[low - begin : high - begin] = sent[low - offset : high - offset]
+    shifted = tuple(replace(buffer, offset=buffer.offset - first) for buffer in buffers)
+    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end))
 
 
 def _map_bundles(f: Any, x: Any) -> Any:

@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from models import decoder, hf
-from models.config import Config
-from models.presets import PRESETS
+from models.config import PRESETS, Config
 
 from ..common.base import TARGETS, FormatName, check_blocks, parse_format, parse_targets
 from ..common.command_line import axes_in, command_line

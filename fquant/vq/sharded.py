@@ -158,7 +158,7 @@ def update(
     """Update this rank's codes as ``vq.update`` does, with its errors. One collective, of few numbers."""
     updates.check_threshold(threshold, reset)
     book = updates.move(state.book, stats.local, decay)
-    rank, num_ranks = exchange.place
+    rank, num_ranks = exchange.rank, exchange.num_ranks
     dead = book.counts < threshold
     is_rank = torch.arange(num_ranks, device=dead.device) == rank
     num_dead = torch.where(is_rank.reshape(-1, *[1] * (dead.ndim - 1)), dead.sum(-1), 0)  # [ranks] or [ranks h]

@@ -3,16 +3,13 @@
     step = jit(step, passes=(regather_blocks(), deduplicate_gathers(budget=64 << 20), prefetch_gathers(depth=1)))
     print(schedule_text(schedule(captured, mesh)))
 
-Ranks that issue collectives in different orders wait for each other forever. Shares of a batch differ in size, and so
-may graphs. So the passes decide only by what is the same on every rank: the order of the gathers of arguments, their
-sizes and their uses. Time is counted in waits.
-
 A pass moves, copies or removes gathers of arguments, with the views and copies that lead from the argument to them.
-Other collectives stay. No gather passes a node that writes what it reads. Results stay the same, bit for bit.
+Other collectives stay. No gather passes a node that writes what it reads. Results stay the same, bit for bit. Ranks
+whose collectives differ in order would wait for each other forever, and graphs may differ, as shares of a batch do. So
+passes decide only by what is the same on every rank: the order, sizes and uses of gathers. Time is counted in waits.
 """
 
-from .deduplicate import deduplicate_gathers
-from .prefetch import prefetch_gathers
+from .gathers import deduplicate_gathers, prefetch_gathers
 from .regather import regather_blocks
 from .report import Row, schedule, schedule_text
 

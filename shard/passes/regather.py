@@ -6,17 +6,15 @@
 A backward needs its block's weights once more. Recomputing the block gathers them again, but computes the block again
 too. Without recomputation the gathered bytes stay, which is the whole model on every rank. A captured step can gather
 again without recomputing: the pass copies the gather, with the views of its result, to the first use in the backward.
-FSDP does the same in hooks (Zhao et al. 2023).
-
-A graph does not mark the backward. But a block's uses come in runs: a use begins a new run if the wait for another
-gather comes between it and the use before. The order of gathers and uses is the same on every rank.
+FSDP does the same in hooks (Zhao et al. 2023). A graph does not mark the backward, but a block's uses come in runs: a
+use begins a new run if the wait for another gather comes between it and the use before.
 """
 
 from torch.fx import Graph, Node
 
 from fquant.compile import Pass, graph
 
-from .gathers import Gather, gathers, positions, returned_storages, writers
+from .gathers import Gather, gathers, positions
 
 
 def regather_blocks() -> Pass:
@@ -25,7 +23,7 @@ def regather_blocks() -> Pass:
 
 
 def _regather(g: Graph) -> None:
-    found, written, at, returned = gathers(g), writers(g), positions(g), returned_storages(g)
+    found, (at, written), returned = gathers(g), positions(g), graph.all_storages(graph.outputs(g))
     waits, uses = [at[x.wait] for x in found], _uses(g, found)
     for x in found:
         (memory,) = graph.storages(x.wait)

@@ -36,7 +36,10 @@ def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
     path = dict(zip(arguments, names, strict=True))
     calls = [node for node in g.nodes if node.op == "call_function"]
     at = {node: i for i, node in enumerate(calls)}
-    axes, rows = _axes(mesh), []
+    axes, rows = dict[str, str](), list[Row]()  # the axis of each group by the group's name
+    if mesh is not None and (world := dist.group.WORLD) is not None:
+        used = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1]
+        axes = {str(world.group_name): "*".join(used)} | {str(mesh.get_group(name).group_name): name for name in used}
     for node in calls:
         if (name := collective_name(node)) is None:
             continue
@@ -46,14 +49,6 @@ def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
         source, work = path.get(origin(node)[0], ""), sum(map(flops, between))
         rows.append(Row(name, axes.get(group, group), source, size, at[node], at[wait], len(between), work))
     return rows
-
-
-def _axes(mesh: DeviceMesh | None) -> dict[str, str]:
-    """Return the axis of each group by the group's name; the group of all ranks has all axes."""
-    if mesh is None or (world := dist.group.WORLD) is None:
-        return {}
-    used = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1]
-    return {str(world.group_name): "*".join(used)} | {str(mesh.get_group(name).group_name): name for name in used}
 
 
 def schedule_text(rows: list[Row]) -> str:

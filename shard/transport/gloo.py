@@ -4,19 +4,20 @@ Ranks of one machine use shared memory (shared_memory.py). Each writes its part 
 copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of ranks.
 
 Otherwise parts travel. torch's own gather receives into one buffer and copies to another, both new at each call, which
-takes most of the time of large parts. Here the result is the only buffer. A rank copies its part to its place in the
-result, sends it from there to every other rank, and receives theirs in place. Every rank begins with its neighbour, so
-that not all send to the same rank first. A part goes over the wire once to each rank, and no rank waits for another.
-The order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are
-torch's.
+takes most of the time of large parts. Here the result is the only buffer: a rank sends its part from its place there,
+and receives the others in place. Every rank begins with its neighbour, so that not all send to the same rank first. The
+order of gathers, the same on every rank, tells those apart that are under way together. Sums that travel are torch's.
 
-The ops ``fquant::all_gather`` and ``fquant::reduce_scatter`` issue, and torch's ``wait_tensor`` waits. They fail as
-gloo's do: at the wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in
-different collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured
-graphs call it for results that they neither write nor return (see fquant.compile.memory.plan).
+    all_gather(x, ranks, group)         x [n ...], contiguous and of any dtype      ->  [ranks·n ...]
+    reduce_scatter(x, ranks, group)     x [ranks·n ...], contiguous numbers         ->  [n ...]
+
+The ops issue, and torch's ``wait_tensor`` waits; they have no derivatives. They raise RuntimeError as gloo does: at the
+wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in different
+collectives. ``fquant::all_gather.lent`` returns the shared memory itself, which must not be written. Captured graphs
+call it for results that they neither write nor return (see fquant.compile.memory.plan).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,35 +29,15 @@ from torch._C._distributed_c10d import _register_work
 from fquant.compile import graph
 
 from . import shared_memory
+from .shared_memory import SharedMemory, Slot
 
+resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
 TAG = 0x6671  # of our messages; those that a program sends itself over the same group have 0 by default
-
-
-def is_used(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if ``group`` sends tensors like ``x`` over gloo, which is the same on every rank."""
-    return x.device.type == "cpu" and group._get_backend(x.device).name() == "gloo"
-
-
-def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return shard.all_gather of ``x`` [n ...], contiguous and of any dtype: [ranks·n ...], complete after a wait.
-
-    It has no derivative. Raises RuntimeError, at the latest at the wait, if a rank has gone or is late.
-    """
-    return _ALL_GATHER(x, ranks, group)
-
-
-def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Return shard.reduce_scatter of ``x`` [ranks·n ...], contiguous numbers: [n ...], complete after a wait.
-
-    It has no derivative. Raises the errors of :func:`all_gather`.
-    """
-    return _REDUCE_SCATTER(x, ranks, group)
 
 
 def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor:
     over, shape = resolve(group), (ranks * x.shape[0], *x.shape[1:])
-    memory = _memory(x, over)
-    slot = memory and memory.acquire(ranks * x.nbytes)
+    memory, slot = _acquire(x, over)
     if slot is None:
         out, finish = _travel(x, shape, over), None
     else:
@@ -71,8 +52,7 @@ def _all_gather(x: Tensor, ranks: int, group: str, lent: bool = False) -> Tensor
 
 def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     over = resolve(group)
-    memory = None if x.dtype is torch.bool else _memory(x, over)
-    slot = memory and memory.acquire(ranks * x.nbytes)
+    memory, slot = (None, None) if x.dtype is torch.bool else _acquire(x, over)
     if slot is None:
         out, finish = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, group), None
     else:
@@ -85,8 +65,10 @@ def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return out
 
 
-def _memory(x: Tensor, group: dist.ProcessGroup) -> shared_memory.SharedMemory | None:
-    return shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
+def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[SharedMemory | None, Slot | None]:
+    """Return the memory of ``group``, if there is any, and a slot for a tensor like ``x`` of every rank."""
+    memory = shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
+    return memory, memory and memory.acquire(group.size() * x.nbytes)
 
 
 def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
@@ -109,11 +91,6 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
             out.add_(part)
 
 
-def resolve(group: str) -> dist.ProcessGroup:
-    """Return the process group of that name."""
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-
-
 _fake_gather = lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:]))
 _fake_scatter = lambda x, ranks, group: x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
 _LIBRARY = torch.library.Library("fquant", "FRAGMENT")
@@ -125,4 +102,4 @@ for _name, _compute, _fake in (
     _LIBRARY.define(f"{_name}(Tensor x, int ranks, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _compute, "CPU")
     torch.library.register_fake(f"fquant::{_name}", _fake, lib=_LIBRARY)
-_ALL_GATHER, _REDUCE_SCATTER = torch.ops.fquant.all_gather.default, torch.ops.fquant.reduce_scatter.default
+all_gather, reduce_scatter = torch.ops.fquant.all_gather.default, torch.ops.fquant.reduce_scatter.default

@@ -10,11 +10,12 @@ compete with those that compute. Here only a message of a few bytes travels, whi
 computing thread sends it through a local socket. So a wait fails if a rank has gone or is late.
 
 A rank releases a slot when the last tensor in it is gone, and says so in its next message. The messages of all ranks,
-up to the one before the last, determine which slots are free. Every rank has waited for these, so all ranks reach the
-same answer without asking.
+up to the one before the last, determine which slots are free. Every rank has waited for these, so all agree unasked.
+Slots are kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers.
 
-The memory is a file without a name (rendezvous.py). It is not in /dev/shm, which is small in many containers. Slots are
-kept for the next gather, so resident memory stays at its maximum, a few times the largest gathers.
+The file and the sockets have no names in any folder, so nothing remains, however a process ends. Both need Linux; the
+file is not in /dev/shm, which is small in many containers. A socket's name is a random number, which all processes of
+the machine can read. So a rank that connects also sends the secret of that socket, which only ranks of the group have.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -34,11 +36,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
-from .rendezvous import rendezvous
-
 MAX_SLOTS = 255  # their numbers are bytes
 MAX_PENDING = 2  # publications that were not waited for
 _MESSAGE = 4096  # bytes of a message, at most
+_SIZE = 1 << 46  # bytes of the file: an address space, whose pages exist once they are written
+_BITS, _BYTES = 62, 8  # of a secret, and of a number in a message
 
 
 class Slot:
@@ -102,10 +104,14 @@ class SharedMemory:
             return
         for publication in [each for each in self._pending if each.released is None]:
             released = publication.own_released
-            for rank in self._peers:
-                count, *message = self._receive(rank)
-                released += bytes(message[:count])
-                if (what := bytes(message[count:]).decode()) != publication.what:
+            for rank, peer in self._peers.items():
+                message = b""
+                with self._named_errors(rank):
+                    if not (message := peer.recv(_MESSAGE)):
+                        raise ConnectionError("Connection closed")
+                first = 1 + message[0]
+                released += message[1:first]
+                if (what := message[first:].decode()) != publication.what:
                     self._fail(f"rank {self._rank} of the group is in {publication.what}, and rank {rank} in {what}")
             publication.released = released
             then, publication.then = publication.then, None  # a finished publication holds no tensors
@@ -120,14 +126,6 @@ class SharedMemory:
         os.close(self._file)
         for peer in self._peers.values():
             peer.close()
-
-    def _receive(self, rank: int) -> bytes:
-        message = b""
-        with self._named_errors(rank):
-            message = self._peers[rank].recv(_MESSAGE)
-            if not message:
-                raise ConnectionError("Connection closed")
-        return message
 
     @contextlib.contextmanager
     def _named_errors(self, rank: int) -> Iterator[None]:
@@ -181,8 +179,99 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = weak
 def of_group(group: dist.ProcessGroup) -> SharedMemory | None:
     """Return the memory of ``group``, or None on all ranks if some cannot share it. The first call is a collective."""
     if group not in _KNOWN:
-        found = rendezvous(group)
+        found = _rendezvous(group)
         _KNOWN[group] = found and SharedMemory(group.rank(), *found)
         if memory := _KNOWN[group]:
             weakref.finalize(group, memory.close)
     return _KNOWN[group]
+
+
+def _rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | None:
+    """Return a file that all ranks of ``group`` share, and by rank a socket to each other, with the group's time-out.
+
+    It returns None on every rank if one cannot take part: one on another machine, without Linux, in a container with a
+    network of its own, or at a limit on open files.
+    """
+    rank, seconds = group.rank(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    name, secret = secrets.randbits(_BITS), secrets.randbits(_BITS)
+    listener, file = _listen(name, rank, group.size())
+    addresses = _exchange([name, secret, int(listener is not None)], group)
+    reached = _connect(addresses[:rank], rank) if all(is_open for *_, is_open in addresses) else None
+    success = all(has for (has,) in _exchange([int(reached is not None)], group))
+    if not success or listener is None or reached is None:
+        _close([listener, *(reached or {}).values()], file)
+        return None
+    peers = {**reached, **_accept(listener, secret, group.size() - 1 - rank, seconds)}
+    for peer in peers.values():
+        peer.settimeout(seconds)
+        if rank == 0:
+            socket.send_fds(peer, [b"f"], [file])
+    if rank:
+        _, (file, *_), *_ = socket.recv_fds(peers[0], 1, 1)
+    return file, peers
+
+
+def _listen(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int]:
+    """Return a socket that listens under ``name``, or None if that is impossible, and on the first rank the file."""
+    listener, file = None, -1
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(_address(name))
+        listener.listen(ranks)
+        if rank == 0:
+            file = os.memfd_create("fquant")
+            os.ftruncate(file, _SIZE)
+    except (OSError, AttributeError):  # another system than Linux has no such sockets or files
+        _close([listener], file)
+        return None, -1
+    return listener, file
+
+
+def _connect(addresses: list[list[int]], rank: int) -> dict[int, socket.socket] | None:
+    """Connect to the ranks with these names and secrets; return None if one cannot be reached."""
+    peers = dict[int, socket.socket]()
+    try:
+        for other, (name, secret, _) in enumerate(addresses):
+            peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peers[other].connect(_address(name))
+            peers[other].send(secret.to_bytes(_BYTES) + rank.to_bytes(_BYTES))
+    except OSError:
+        _close(peers.values(), -1)
+        return None
+    return peers
+
+
+def _accept(listener: socket.socket, secret: int, count: int, seconds: float) -> dict[int, socket.socket]:
+    """Accept ``count`` ranks that know the secret, and reject other processes."""
+    peers = dict[int, socket.socket]()
+    listener.settimeout(seconds)
+    while len(peers) < count:
+        peer, _ = listener.accept()
+        peer.settimeout(seconds)
+        message = peer.recv(2 * _BYTES)
+        if message[:_BYTES] == secret.to_bytes(_BYTES):
+            peers[int.from_bytes(message[_BYTES:])] = peer
+        else:
+            peer.close()
+    listener.close()
+    return peers
+
+
+def _address(name: int) -> bytes:
+    return b"\0fquant-%d" % name
+
+
+def _close(sockets: Iterable[socket.socket | None], file: int) -> None:
+    for each in sockets:
+        if each is not None:
+            each.close()
+    if file >= 0:
+        os.close(file)
+
+
+def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the numbers of every rank, by rank."""
+    t = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    out = [torch.empty_like(t) for _ in range(group.size())]
+    dist.all_gather(out, t, group=group)
+    return [each.tolist() for each in out]

@@ -117,7 +117,8 @@ def of_one_axis(axis):
         return (
             shard.psum(mine, mesh, axes), shard.reduce(x[:2], mesh, rules), shard.share(torch.arange(7), mesh, rules),
             shard.max_local_rows(7, mesh, rules), shard.rows(len(x), mesh, axes), shard.local_range(9, mesh, axes),
-            over.gather(x).nan_to_num(), over.mine(over.gather(x), len(x)), over.largest(mine), over.place,
+            over.gather(x).nan_to_num(), over.mine(over.gather(x), len(x)), over.largest(mine), over.rank,
+            over.num_ranks,
         )  # fmt: skip
 
     for got, wanted in zip(map(tree.leaves, results(axis)), map(tree.leaves, results((axis,))), strict=True):

@@ -1,7 +1,6 @@
 """Vocabulary-parallel loss: a rank's rows equal those of the table in every bit, and all ranks decide alike."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import shard
 from fquant import FP4, INT8, NF4, NF4_DQ, lora, quantize, tree
 from fquant.communication import LOCAL, VocabShard
 from shard import Rules, bundle, vocab_parallel
-from shard.communication import _open
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.sharding.meshes import any_bits, dims_of, drawn
@@ -42,13 +40,13 @@ def own_part(name):
     group = mesh.get_group("fsdp")
     missing = vocab_parallel._missing(placed.layout, path, n)
     with shard.traffic() as traffic:
-        got = vocab_parallel.cut(placed, torch.zeros(2, 3), path, group, 2, partial(_open, group=group))
+        got = vocab_parallel.cut(placed, torch.zeros(2, 3), path, group, 2, shard.comm(mesh, rules).open)
     room = max(sum(high - low for low, high in spans) for spans in missing)
     assert traffic.calls == ([("reduce_scatter", n * room, n)] if room else [])
     cut, table = tree.get(got, path), tree.get(block, path)
     total = tree.leaves(table)[0].shape[0]
     rows = [total * r // n for r in range(n + 1)]
-    assert (cut.first, cut.size, cut.most) == (rows[rank], total, 2)
+    assert (cut.first, cut.size, cut.max_tokens) == (rows[rank], total, 2)
     for a, b in zip(tree.leaves(cut.table), tree.leaves(table), strict=True):
         assert torch.equal(bundle.raw(a), bundle.raw(b[rows[rank] : rows[rank + 1]])), name
     for at, t in tree.items(got, lambda x: isinstance(x, VocabShard)):
@@ -70,7 +68,7 @@ def test_what_is_less():
     """True exactly if the bytes are fewer; False for tables without separate rows and for ranks without rows."""
     layout = bundle.plan(torch.empty(6400, 16, device="meta"), 2)
     f32, bf16 = torch.empty(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
-    less = lambda x, most, layout=layout, path="", n=2: vocab_parallel.is_less(layout, path, n, most, x)
+    less = lambda x, most, layout=layout, path="", n=2: vocab_parallel.cut_is_less(layout, path, n, most, x)
     assert layout.size == 409600
     assert less(f32, 1383) and not less(f32, 1384)  # 148 bytes a token: x, dx, target, a sum of each rank, a loss
     assert less(bf16, 1765) and not less(bf16, 1766)  # 116

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shard
 from fquant import jit
-from shard.transport import gloo, rendezvous, shared_memory
+from shard.transport import gloo, shared_memory
 from tests.helpers import ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -178,7 +178,7 @@ def test_a_captured_step_is_lent_what_it_reads():
 
 def not_on(rank):
     """Gather while one rank cannot listen; return True if there is no memory, and a sum."""
-    refuse = mock.patch.object(rendezvous, "_listen", lambda *_: (None, -1))
+    refuse = mock.patch.object(shared_memory, "_listen", lambda *_: (None, -1))
     with refuse if dist.get_rank() == rank else contextlib.nullcontext():
         assert torch.equal(gathered(own(70)), wanted(70))
         assert torch.equal(lent(own(70)), wanted(70))
@@ -192,8 +192,8 @@ def test_one_rank_that_cannot(rank):
 
 def unreachable():
     """Gather with ranks in different networks, as in containers, where names are not found."""
-    real = rendezvous._address
-    with mock.patch.object(rendezvous, "_address", lambda name: real(name + dist.get_rank())):
+    real = shared_memory._address
+    with mock.patch.object(shared_memory, "_address", lambda name: real(name + dist.get_rank())):
         assert torch.equal(gathered(own(70)), wanted(70))
     return shared_memory.of_group(world()) is None
 
@@ -222,15 +222,15 @@ def test_nothing_is_left_behind():
 
 def test_a_stranger_is_sent_away():
     """A process that read the name of a socket, and does not know its secret, is rejected."""
-    listener, _ = rendezvous._listen(12345, 1, 3)
+    listener, _ = shared_memory._listen(12345, 1, 3)
     assert listener is not None
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stranger.connect(rendezvous._address(12345))
+    stranger.connect(shared_memory._address(12345))
     stranger.send(b"let me in, I am rank 2!!"[:16])
     found: dict[int, socket.socket] = {}
-    thread = threading.Thread(target=lambda: found.update(rendezvous._accept(listener, 77, 1, 10)))
+    thread = threading.Thread(target=lambda: found.update(shared_memory._accept(listener, 77, 1, 10)))
     thread.start()
-    peers = rendezvous._connect([[12345, 77, 1]], 2)
+    peers = shared_memory._connect([[12345, 77, 1]], 2)
     thread.join()
     assert peers is not None and list(found) == [2] and stranger.recv(1) == b""
     found[2].send(b"in")
