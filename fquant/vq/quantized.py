@@ -21,12 +21,10 @@ from torch import Tensor
 from .. import tree
 
 T = TypeVar("T")
+Seed = int | Tensor  # of ``init``: a number, or a key i64[] of fquant.random
+Key = Tensor | None  # of ``apply``: without one nothing is random
+Mask = Tensor | None  # bool, True for the rows that count; its dims are the first of theirs
 Psum = Callable[[Any], Any]  # from a tree of sums to their sums over ranks, differentiable: shard.psum
-
-
-def one_process(sums: Any) -> Any:
-    """Return ``sums``: the sum over the ranks of one process."""
-    return sums
 
 
 @tree.node

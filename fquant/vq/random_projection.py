@@ -17,7 +17,7 @@ from .codebook.book import constant
 from .codebook.encode import search
 from .codebook.rows import direction
 from .precision import matmul
-from .quantized import Quantized
+from .quantized import Key, Mask, Quantized, Seed
 from .scalar import projection_layers
 from .scalar.projection_layers import RowCounts
 
@@ -34,7 +34,7 @@ class RandomProjection:
 
 
 def init(
-    key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
+    key: Seed, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
 ) -> RandomProjection:
     """Create a state for x f[... dim], projected to ``width``; with ``norm`` False rows are not normalised."""
     sizes = {"dim": dim, "num_codes": num_codes, "width": width, "num_codebooks": num_codebooks}
@@ -63,7 +63,7 @@ def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.fl
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
 
 
-def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: RandomProjection, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Return the codes of x f[... dim] and their vectors [... heads·width], without gradient or losses."""
     z, kept, counts = _project("random_projection.apply", state, x, mask)
     codes = projection_layers.join_codes(_nearest(state, z), kept)
@@ -77,7 +77,7 @@ def logits(state: RandomProjection, x: Tensor) -> Tensor:
     return rows.unflatten_heads(cosines, z)
 
 
-def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
+def _project(name: str, state: RandomProjection, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, RowCounts]:
     """Return z [... heads width], which of its rows are valid, and their counts."""
     x, kept = projection_layers.prepare_rows(name, x, state.weight.shape[-1], mask)
     if state.norm:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..quantized import Quantized
+from ..quantized import Key, Mask, Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
@@ -24,8 +24,8 @@ LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 def apply(
     book: Book,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     gradient: GradientEstimator = rotation,
     temperature: float = 0.0,

@@ -32,6 +32,7 @@ from torch import Tensor
 from ... import random
 from ...kernels import dispatch
 from ...tree import node, static
+from ..quantized import Mask, Seed
 from . import rows
 from .rows import unit
 
@@ -73,7 +74,7 @@ class Book:
 
 
 def init(
-    key: int | Tensor,
+    key: Seed,
     num_codes: int,
     dim: int,
     *,
@@ -153,7 +154,7 @@ def invert_affine(book: Book, x: Tensor) -> Tensor:
     return (x - mean) / ratio + code_mean
 
 
-def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
+def moments(book: Book, x: Tensor, mask: Mask = None) -> Moments:
     """Return the moments of rows ``x`` f[... D]: the finite ones that ``mask`` selects."""
     rows.check(book, x)
     flat = rows.flatten_heads(book, x.detach().double(), 1)

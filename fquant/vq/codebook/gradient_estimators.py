@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import random
 from ..precision import matmul
+from ..quantized import Key
 from . import rows
 from .book import Book, vectors_by_head
 from .encode import logits
@@ -22,17 +23,17 @@ from .rows import MIN_LENGTH, unit
 GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
 
-def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
+def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:
     """Return ``q`` with its own derivative, that of the codes of a learnable book, and none of ``x``."""
     return q
 
 
-def straight_through(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
+def straight_through(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:
     """Return ``q`` with the derivative of ``x`` (Bengio et al. 2013)."""
     return q.detach() + _zero_with_derivative(x)
 
 
-def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None) -> Tensor:
+def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:
     """Return ``q`` with the derivative of R·x, for the constant rotation and scaling R by |q| / |x| from x to q.
 
     (Fifty et al. 2024, section 4.2.) A row shorter than 1e-6 gets the derivative of :func:`straight_through`.
@@ -48,9 +49,7 @@ def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None 
     return q + torch.where(turns, q_length / length * turned, change)
 
 
-def directional(
-    x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None, variance: float = 5e-3
-) -> Tensor:
+def directional(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None, variance: float = 5e-3) -> Tensor:
     """Return ``x + |q - x|·u``, u the constant unit vector of q - x plus normal noise of ``variance`` a number.
 
     (Vali et al. 2025.) ``key`` is i64[], or i64 of x's first dims, a stream for each row; noise needs one.
@@ -68,9 +67,7 @@ def directional(
     return x + unit(towards) * torch.where(nonzero, torch.where(nonzero, square, 1).sqrt(), 0)
 
 
-def gumbel(
-    x: Tensor, q: Tensor, book: Book | None = None, key: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
+def gumbel(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None, temperature: float = 1.0) -> Tensor:
     """Return ``q`` with the derivative of softmax(logits / temperature) · constant codes (Jang et al. 2017)."""
     if book is None:
         raise ValueError("gumbel: got no book; wanted that of q")

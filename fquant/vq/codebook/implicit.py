@@ -22,7 +22,7 @@ from torch.nn.functional import silu
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Quantized
+from ..quantized import Key, Mask, Quantized, Seed
 from ..scalar.projection_layers import Dense, dense
 from . import book as books
 from . import rows
@@ -61,13 +61,7 @@ class Implicit:
 
 
 def init(
-    key: int | Tensor,
-    num_codes: int,
-    dim: int,
-    *,
-    depth: int = 4,
-    hidden: int | None = None,
-    metric: Metric = "euclidean",
+    key: Seed, num_codes: int, dim: int, *, depth: int = 4, hidden: int | None = None, metric: Metric = "euclidean"
 ) -> Implicit:
     """Create a layer with ``depth`` blocks of width ``hidden``, by default dim, initialised as torch's nn.Linear."""
     hidden = dim if hidden is None else hidden
@@ -107,8 +101,8 @@ def apply(
     layer: Implicit,
     x: Tensor,
     before: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     gradient: GradientEstimator = rotation,
     codes: Tensor | None = None,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ... import random
+from ...communication import identity
 from ...kernels import dispatch
 from ...tree import map as tree_map
-from ..quantized import Psum, one_process
+from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
@@ -33,10 +34,10 @@ def kmeans(
     key: Tensor,
     iterations: int = 10,
     *,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     split: bool = True,
     row_offset: RowOffset | None = None,
-    psum: Psum = one_process,
+    psum: Psum = identity,
 ) -> Book:
     """Set codes, counts and sums of ``book`` to clusters of rows ``x`` f[... D] (with heads [... h D]).
 
@@ -88,7 +89,7 @@ def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
     return torch.where(shares[..., None], codes * (2 - factor), moved)
 
 
-def _check_enough(book: Book, x: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> None:
+def _check_enough(book: Book, x: Tensor, mask: Mask, row_offset: RowOffset | None) -> None:
     kept = rows.flat_mask(book, mask, x)
     total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
     total = total if row_offset is None else row_offset[1]

@@ -8,8 +8,9 @@ torch.func.grad keeps the recomputed distances, unless it is captured.)
 import torch
 from torch import Tensor
 
+from ...communication import identity
 from ..precision import matmul
-from ..quantized import Mean, Psum, one_process
+from ..quantized import Mask, Mean, Psum
 from . import rows
 from .book import Book, check_row_codes, vectors_by_head
 from .encode import logits
@@ -18,7 +19,7 @@ from .rows import at_least_float32, unit
 MIN_PROBABILITY = 1e-5  # in a logarithm
 
 
-def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
+def commitment(x: Tensor, q: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of (q - x)² over the numbers of rows x and q [... D] that ``mask`` bool[...] selects."""
     square = (at_least_float32(q) - at_least_float32(x)).square()
     if mask is None:
@@ -27,7 +28,7 @@ def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
     return Mean(torch.where(mask, square, 0).sum(), mask.sum(dtype=square.dtype))
 
 
-def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
+def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
     The codes are those of the rows, or targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each
@@ -47,9 +48,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
     return Mean(torch.where(valid, terms, 0).sum(), valid.sum(dtype=terms.dtype))
 
 
-def diversity(
-    book: Book, x: Tensor, temperature: float = 100.0, mask: Tensor | None = None, psum: Psum = one_process
-) -> Mean:
+def diversity(book: Book, x: Tensor, temperature: float = 100.0, mask: Mask = None, psum: Psum = identity) -> Mean:
     """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 
     ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. ``psum`` sums a tree over the
@@ -91,7 +90,7 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 
 
-def _flatten(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _flatten(book: Book, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows [h n D], zeros where invalid, the code vectors [h K D], and which rows are valid, bool[h n]."""
     rows.check(book, x)
     flat = rows.flatten_heads(book, at_least_float32(x), 1)

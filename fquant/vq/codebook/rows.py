@@ -25,6 +25,7 @@ from torch import Tensor
 from ... import random
 from ...activation_checkpoint import remat
 from ...kernels.dispatch import is_direct
+from ..quantized import Key, Mask
 
 if TYPE_CHECKING:
     from .book import Book
@@ -77,7 +78,7 @@ def finite(x: Tensor, dims: int = 1) -> Tensor:
     return x.isfinite().flatten(-dims).all(-1)
 
 
-def zero_invalid(x: Tensor, kept: Tensor | None, dims: int = 1) -> tuple[Tensor, Tensor]:
+def zero_invalid(x: Tensor, kept: Mask, dims: int = 1) -> tuple[Tensor, Tensor]:
     """Replace invalid rows by zeros; return the rows and which are valid, the finite ones of ``kept`` bool[...]."""
     valid = finite(x, dims) if kept is None else finite(x, dims) & kept
     return torch.where(valid[(..., *[None] * dims)], x, 0), valid
@@ -109,7 +110,7 @@ def unflatten_heads(t: Tensor, x: Tensor) -> Tensor:
     return t.transpose(0, 1).reshape((*x.shape[:-1], *t.shape[2:]))
 
 
-def flat_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
+def flat_mask(book: Book, mask: Mask, x: Tensor) -> Tensor | None:
     """Return :func:`row_mask` as [h n]."""
     return None if mask is None else flatten_heads(book, row_mask(mask, x))
 
@@ -128,7 +129,7 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
 
 
 def prepare(
-    book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
+    book: Book, x: Tensor, key: Key, mask: Mask, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Prepare rows ``x`` [... D] for ``apply``, with the errors of :func:`check` and :func:`row_mask`.
 
@@ -142,7 +143,7 @@ def prepare(
     return point, valid, numbers, keys
 
 
-def number_rows(kept: Tensor | None, rows: Tensor, row_offset: RowOffset | None) -> Tensor:
+def number_rows(kept: Mask, rows: Tensor, row_offset: RowOffset | None) -> Tensor:
     """Number ``rows`` [h n D] among the kept ones of all ranks: i64[h n], arbitrary for rows that are not kept."""
     first = 0 if row_offset is None else row_offset[0]
     if kept is None:
@@ -157,7 +158,7 @@ def row_keys(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def draw(
-    key: Tensor, count: int, rows: Tensor, kept: Tensor | None, valid: Tensor, row_offset: RowOffset | None
+    key: Tensor, count: int, rows: Tensor, kept: Mask, valid: Tensor, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor]:
     """Draw ``count`` distinct rows a head from the kept ``rows`` [h n D] of all ranks.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Quantized
+from ..quantized import Key, Mask, Quantized, Seed
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense
 from .book import constant
@@ -35,9 +35,7 @@ class SimVQ:
     dim: int = tree.static()
 
 
-def init(
-    key: int | Tensor, num_codes: int, dim: int, *, frozen_dim: int | None = None, hidden: tuple[int, ...] = ()
-) -> SimVQ:
+def init(key: Seed, num_codes: int, dim: int, *, frozen_dim: int | None = None, hidden: tuple[int, ...] = ()) -> SimVQ:
     """Create a state for x f[... dim], frozen codes of ``frozen_dim``, by default dim; ValueError for sizes below 1."""
     widths = (dim if frozen_dim is None else frozen_dim, *hidden, dim)
     if num_codes < 1 or min(widths) < 1:
@@ -67,8 +65,8 @@ def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Ten
 def apply(
     state: SimVQ,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     gradient: GradientEstimator = rotation,
     codes: Tensor | None = None,

@@ -11,8 +11,10 @@ counts. Rows are drawn even if no code is dead, because no rank knows that befor
 The average is that of van den Oord et al. 2017 (appendix A.1) with the Laplace smoothing of vector-quantize-pytorch.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from ... import tree
 from ...kernels import dispatch
 from ...tree import node
+from ..quantized import Key, Mask
 from . import rows
 from .book import Book, check_row_codes, invert_affine
 from .rows import RowOffset, at_least_float32, unit
@@ -42,13 +45,7 @@ class Stats:
 
 
 def stats(
-    book: Book,
-    x: Tensor,
-    codes: Tensor,
-    mask: Tensor | None = None,
-    *,
-    key: Tensor | None = None,
-    row_offset: RowOffset | None = None,
+    book: Book, x: Tensor, codes: Tensor, mask: Mask = None, *, key: Key = None, row_offset: RowOffset | None = None
 ) -> Stats:
     """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...], those that ``mask`` bool[...] selects.
 
@@ -86,15 +83,10 @@ def stats(
 
 def add(*each: Stats) -> Stats:
     """Sum the stats of batches; those with drawn rows number the rows of all by ``row_offset``, or there is one."""
-    total, *rest = each
-    for other in rest:
-        drawn = [s for s in (total, other) if s.drawn is not None]
-        if len(drawn) == 1:
-            bare = (replace(s, drawn=None, hits=None) for s in (total, other))
-            total = replace(tree.map(torch.add, *bare), drawn=drawn[0].drawn, hits=drawn[0].hits)
-        else:
-            total = tree.map(torch.add, total, other)
-    return total
+    bare = [replace(s, drawn=None, hits=None) for s in each]
+    drawn = [{"drawn": s.drawn, "hits": s.hits} for s in each if s.drawn is not None]
+    total = {} if not drawn else reduce(partial(tree.map, torch.add), drawn)
+    return replace(reduce(partial(tree.map, torch.add), bare), **total)
 
 
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
@@ -202,10 +194,21 @@ def update(
     return expire(book, stats, threshold, reset) if threshold else book
 
 
-def unless_empty(stats: Stats, new: T, old: T) -> T:
-    """Select the tree ``new`` if ``stats`` count any row, else ``old``."""
-    reached = stats.counts.sum() > 0
-    return tree.map(lambda a, b: torch.where(reached, a, b), new, old)
+def update_each(name: str, kind: str, states: Sequence[T], stats: Sequence[Any], update: Callable[..., T]) -> list[T]:
+    """Update each of ``states`` by its stats; errors give the path ``kind.i``. Raises ValueError for another number."""
+    if len(stats) != len(states):
+        raise ValueError(f"{name}: got stats of {len(stats)} {kind}; wanted {len(states)}")
+    new = []
+    for i, both in enumerate(zip(states, stats, strict=True)):
+        with tree.at(f"{kind}.{i}"):
+            new.append(update(*both))
+    return new
+
+
+def unless_empty(update: Callable[..., T], state: T, stats: Stats, **options: Any) -> T:
+    """Update ``state`` if ``stats`` count any row; else it stays."""
+    new, reached = update(state, stats, **options), stats.counts.sum() > 0
+    return tree.map(lambda a, b: torch.where(reached, a, b), new, state)
 
 
 def perplexity(counts: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ The others have code -1 and add nothing to the output, losses or statistics.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ from ..codebook.apply import apply as apply_book
 from ..codebook.book import Book, Metric
 from ..codebook.gradient_estimators import GradientEstimator, straight_through
 from ..codebook.rows import RowOffset
-from ..codebook.update import Stats, add, unless_empty
+from ..codebook.update import Stats, add, unless_empty, update_each
 from ..codebook.update import update as update_book
 from ..precision import no_autocast
-from ..quantized import Quantized, stack_trees
+from ..quantized import Key, Mask, Quantized, Seed, stack_trees
 from ..scalar import projection_layers
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -74,7 +75,7 @@ class Levels:
 
 
 def init(
-    key: int | Tensor,
+    key: Seed,
     num_codes: int | Sequence[int],
     dim: int,
     scales: Sequence[int | Sequence[int]],
@@ -119,7 +120,7 @@ def init(
     return Hierarchical(new, params, each, blend, dropout, least)
 
 
-def encode(state: Hierarchical, x: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+def encode(state: Hierarchical, x: Tensor, mask: Mask = None) -> list[Tensor]:
     """Return codes i64[... *scale] of each scale for x f[... *places dim]; -1 for a cell without live rows."""
     with torch.no_grad():
         return apply(state, x.detach(), mask=mask, losses=()).codes  # type: ignore[return-value]
@@ -151,8 +152,8 @@ def decode(
 def apply(
     state: Hierarchical,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     depth: Tensor | None = None,
     gradient: GradientEstimator = straight_through,
@@ -214,13 +215,8 @@ def apply(
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
     """Return ``state`` with each book that a row reached updated as by ``vq.update`` with ``options``."""
-    if len(stats.books) != len(state.books):
-        raise ValueError(f"hierarchical.update: got stats of {len(stats.books)} books; wanted {len(state.books)}")
-    new = []
-    for i, (book, book_stats) in enumerate(zip(state.books, stats.books, strict=True)):
-        with tree.at(f"books.{i}"):
-            new.append(unless_empty(book_stats, update_book(book, book_stats, **options), book))
-    return replace(state, books=new)
+    update = partial(unless_empty, update_book, **options)
+    return replace(state, books=update_each("hierarchical.update", "books", state.books, stats.books, update))
 
 
 def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:

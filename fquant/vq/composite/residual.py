@@ -6,9 +6,8 @@
     x, codes, losses, stats = residual.apply(state, x, key)
     state = residual.update(state, shard.psum(stats, mesh, axes))          # a Stats for each layer that learns
 
-The layers are states of other modules, used through ``layer.py``; ``residual_state.py`` makes them. Codes are [...
-layers], and the first few give a coarser x, so :func:`decode` accepts fewer. The next layer gets r_i minus a constant,
-so the gradient of the output is the sum of the layers' gradients.
+The layers are states of other modules (``residual_state.py``). The first few codes give a coarser x, so :func:`decode`
+accepts fewer. The next layer gets r_i minus a constant, so the gradient of the output is the sum of the layers'.
 
 A ``shared`` book is every layer. Its stats cover all layers' rows, so it is updated once, as from one batch.
 (vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
@@ -24,18 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import random, tree
+from ... import random
 from ..codebook import rows
 from ..codebook.book import Book
 from ..codebook.book import decode as decode_book
 from ..codebook.gradient_estimators import GradientEstimator
 from ..codebook.losses import cross_entropy as cross_entropy_of
-from ..codebook.update import Stats, add, unless_empty
-from ..quantized import Mean, Quantized, stack_trees
-from ..scalar import mixed_radix, projection_layers
+from ..codebook.update import Stats, add, unless_empty, update_each
+from ..quantized import Key, Mask, Mean, Quantized, stack_trees
+from ..scalar import projection_layers
 from ..scalar.projection_layers import RowCounts
-from .layer import verbs_of
-from .residual_state import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq
+from .residual_state import Residual, init, init_books, init_fsq, init_implicit, init_lfq, init_simvq, verbs_of
 
 __all__ = [
     "Residual", "apply", "cross_entropy", "decode", "decode_layers", "draw_depth", "encode", "init", "init_books",
@@ -51,7 +49,7 @@ def encode(state: Residual, x: Tensor) -> Tensor:
         codes.append(verbs_of(layer).encode(layer, rest, so_far))
         q = verbs_of(layer).decode(layer, codes[-1], so_far)
         rest, so_far = rest - q, so_far + q
-    return torch.where(live[..., None], torch.stack(codes, -1), mixed_radix.NONE)
+    return torch.where(live[..., None], torch.stack(codes, -1), -1)
 
 
 def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,7 +59,7 @@ def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
     out = sum(others, first)  # in the order of apply, so that the bits are equal
-    return _project_out(state, out, (codes != mixed_radix.NONE).any(-1))
+    return _project_out(state, out, (codes != -1).any(-1))
 
 
 def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,8 +78,8 @@ def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.flo
 def apply(
     state: Residual,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     codes: Tensor | None = None,
     depth: Tensor | None = None,
@@ -141,7 +139,7 @@ def apply(
     return Quantized(_project_out(state, out, live).to(x.dtype), codes, losses, stats)
 
 
-def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
+def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
     """Return the cross-entropy between rows x f[... dim] and target ``codes`` i64[... layers], a Mean of [layers].
 
     Each layer gets what the earlier targets leave of x (Shen et al. 2023); a target of -1 has no term and subtracts
@@ -173,14 +171,8 @@ def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> R
         raise TypeError(f"residual.update: got {got} for layers of {kind}; wanted {wanted}")
     if isinstance(stats, RowCounts):
         return state
-    if len(stats) != len(state.layers):
-        raise ValueError(f"residual.update: got stats of {len(stats)} layers; wanted {len(state.layers)}")
-    layers = []
-    for i, (layer, layer_stats) in enumerate(zip(state.layers, stats, strict=True)):
-        with tree.at(f"layers.{i}"):
-            new = verbs_of(layer).update(layer, layer_stats, **options)  # type: ignore[misc]
-        layers.append(unless_empty(layer_stats, new, layer))
-    return replace(state, layers=layers)
+    update_layer = lambda layer, stats: unless_empty(verbs_of(layer).update, layer, stats, **options)  # type: ignore[arg-type]
+    return replace(state, layers=update_each("residual.update", "layers", state.layers, stats, update_layer))
 
 
 def draw_depth(state: Residual, key: Tensor) -> Tensor:
@@ -195,7 +187,7 @@ def layers_of(state: Residual) -> list[Any]:
     return state.layers * state.shared if state.shared else state.layers
 
 
-def project_in(name: str, state: Residual, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def project_in(name: str, state: Residual, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """Return the input [... d] of the first layer for x f[... dim], and the live rows bool[...]."""
     z, live = projection_layers.project_in(name, x, state.dim, mask, state.params)  # [... 1 d]
     if state.clamp is not None:
@@ -208,10 +200,10 @@ def _project_out(state: Residual, out: Tensor, known: Tensor) -> Tensor:
     return projection_layers.project_out(out[..., None, :], state.params, known[..., None])
 
 
-def _check(state: Residual, x: Tensor, key: Tensor | None, codes: Tensor | None, depth: Tensor | None) -> None:
+def _check(state: Residual, x: Tensor, key: Key, codes: Tensor | None, depth: Tensor | None) -> None:
     layers, name = layers_of(state), "residual.apply"
     verbs, kind = verbs_of(layers[-1]), type(layers[-1]).__name__
-    if codes is not None and not verbs.searchable:
+    if codes is not None and verbs.table is None:
         raise TypeError(f"{name}: got codes for layers of {kind}; wanted Book, Implicit or SimVQ")
     if codes is not None and codes.shape != (*x.shape[:-1], len(layers)):
         wanted = f"{len(layers)} for each row of {tuple(x.shape)}"

@@ -17,8 +17,8 @@ from torch import Tensor
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
 from ..precision import matmul
-from ..quantized import Mean, Quantized
-from . import mixed_radix, projection_layers
+from ..quantized import Key, Mask, Mean, Quantized, Seed
+from . import projection_layers
 
 MOST = 20  # bits, because rows have 2^bits numbers
 update = projection_layers.update
@@ -32,7 +32,7 @@ class Binary:
     free: float = tree.static(default=math.log(2.0))
 
 
-def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary:
+def init(key: Seed, bits: int, *, free: float = math.log(2.0)) -> Binary:
     """Return a state for logits f[... bits]; ``key`` is not used. Raises ValueError for bits outside [1, 20]."""
     if not 1 <= bits <= MOST:
         raise ValueError(f"binary.init: bits are {bits}; wanted from 1 to {MOST}, for rows have 2^bits numbers")
@@ -49,13 +49,11 @@ def encode(state: Binary, x: Tensor) -> Tensor:
 
 def decode(state: Binary, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the one-hot [... 2^bits] of codes i[...], zero for -1. Raises IndexError for a code out of range."""
-    codes = mixed_radix.checked("binary.decode", codes, 2**state.bits)
+    codes = projection_layers.check_codes("binary.decode", codes, 2**state.bits)
     return (codes[..., None] == torch.arange(2**state.bits, device=codes.device)).to(dtype)
 
 
-def apply(
-    state: Binary, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Quantized:
+def apply(state: Binary, x: Tensor, key: Key = None, mask: Mask = None, *, temperature: float = 1.0) -> Quantized:
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
     ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] keeps
@@ -82,11 +80,11 @@ def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
 
     They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range.
     """
-    codes = mixed_radix.checked("binary.log_prob", codes, 2**state.bits)
+    codes = projection_layers.check_codes("binary.log_prob", codes, 2**state.bits)
     if codes.shape != x.shape[:-1]:
         raise ValueError(f"binary.log_prob: codes are {tuple(codes.shape)} beside x {tuple(x.shape)}; wanted one a row")
-    x, live = projection_layers.prepare_rows("binary.log_prob", x, state.bits, codes != mixed_radix.NONE)
-    ones = mixed_radix.decode(codes, (2,) * state.bits) > 0
+    x, live = projection_layers.prepare_rows("binary.log_prob", x, state.bits, codes != -1)
+    ones = projection_layers.digits_of(codes, (2,) * state.bits) > 0
     return torch.where(live, torch.where(ones, F.logsigmoid(x), F.logsigmoid(-x)).sum(-1), 0.0)
 
 
@@ -96,5 +94,7 @@ def _codes(state: Binary, ones: Tensor, live: Tensor) -> Tensor:
 
 def _log_probs(state: Binary, logits: Tensor) -> Tensor:
     """Return the log-probabilities of all patterns: [... bits] -> [... 2^bits]."""
-    ones = mixed_radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
+    ones = projection_layers.digits_of(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(
+        logits.dtype
+    )
     return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)

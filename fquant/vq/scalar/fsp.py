@@ -12,15 +12,16 @@ first four moments of each feature over rows. On a mesh ``psum`` makes them thos
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import random, tree
+from ...communication import identity
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Mean, Psum, Quantized, one_process
-from . import mixed_radix, projection_layers
+from ..quantized import Key, Mask, Mean, Psum, Quantized, Seed
+from . import projection_layers
 from .projection_layers import Projections, per_scalar
 
 STD = 12**-0.5  # of a uniform number in [0, 1)
@@ -80,24 +81,21 @@ class FSP:
 
 
 def init(
-    key: int | Tensor,
-    levels: tuple[int, ...],
-    dim: int | None = None,
-    *,
-    bias: bool | None = None,
-    distribution: str = "tanh",
-    quantize_rate: float = 0.0,
-    inverse: bool = False,
-    moments: Moments | None = VAR_TANH,
+    key: Seed, levels: tuple[int, ...], dim: int | None = None, *, bias: bool | None = None, **options: Any
 ) -> FSP:
-    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected."""
-    levels = mixed_radix.check("fsp.init", levels, 2**22)  # up to there float32 represents half a level
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(f"fsp.init: distribution is {distribution!r}; wanted one of {', '.join(DISTRIBUTIONS)}")
-    if not 0.0 <= quantize_rate <= 1.0:
-        raise ValueError(f"fsp.init: quantize_rate is {quantize_rate}; wanted a probability in [0, 1]")
+    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected.
+
+    ``options`` are fields of :class:`FSP`, from ``distribution`` on.
+    """
+    levels = projection_layers.check_levels("fsp.init", levels, 2**22)  # up to there float32 represents half a level
+    state = FSP(None, levels, 0, **options)  # without its leaves
+    if state.distribution not in DISTRIBUTIONS:
+        known = ", ".join(DISTRIBUTIONS)
+        raise ValueError(f"fsp.init: distribution is {state.distribution!r}; wanted one of {known}")
+    if not 0.0 <= state.quantize_rate <= 1.0:
+        raise ValueError(f"fsp.init: quantize_rate is {state.quantize_rate}; wanted a probability in [0, 1]")
     dim, params = projection_layers.init("fsp.init", random.key(key), dim, 1, len(levels), bias)
-    return FSP(params, levels, dim, distribution, quantize_rate, inverse, moments)
+    return replace(state, params=params, dim=dim)
 
 
 def encode(state: FSP, x: Tensor) -> Tensor:
@@ -113,9 +111,7 @@ def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
     return projection_layers.project_out(_value(state, _middle(state, bins.to(dtype))), state.params, known)
 
 
-def apply(
-    state: FSP, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, psum: Psum = one_process
-) -> Quantized:
+def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Psum = identity) -> Quantized:
     """Quantise x f[... dim], or perturb it if there is a ``key``, whose shape leads x's; a RowCounts as statistics.
 
     ``mask`` bool[...] is True for the rows that count. The loss "moments" covers all rows that ``psum``, which is

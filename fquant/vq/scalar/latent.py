@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Quantized
-from . import mixed_radix, projection_layers
+from ..codebook.losses import commitment
+from ..quantized import Key, Mask, Quantized, Seed
+from . import projection_layers
 from .projection_layers import Projections
 
 update = projection_layers.update
@@ -42,18 +43,13 @@ class Latent:
 
 
 def init(
-    key: int | Tensor,
-    levels: tuple[int, ...],
-    dim: int | None = None,
-    *,
-    num_codebooks: int = 1,
-    bias: bool | None = None,
+    key: Seed, levels: tuple[int, ...], dim: int | None = None, *, num_codebooks: int = 1, bias: bool | None = None
 ) -> Latent:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
     Zero is a value; an even number of values leaves out 1/2.
     """
-    levels = mixed_radix.check("latent.init", levels, 2**16)  # each row is compared with as many values
+    levels = projection_layers.check_levels("latent.init", levels, 2**16)  # each row is compared with as many values
     key = random.key(key)
     dim, ends = projection_layers.init("latent.init", key, dim, num_codebooks, len(levels), bias)
     kind: Any = {"dtype": torch.float32, "device": key.device}
@@ -73,21 +69,18 @@ def decode(state: Latent, codes: Tensor, dtype: torch.dtype = torch.float32) -> 
     return projection_layers.project_out(_values(state, digits, dtype), state.params.projections, known)
 
 
-def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: Latent, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Quantise x f[... dim] with a straight-through gradient, two losses, and a RowCounts; ``key`` is not used."""
     z, live = _project_in("latent.apply", state, x, mask)
     digits = _nearest(state, z)
     q = _values(state, digits, z.dtype)
     out = projection_layers.project_out(straight_through(z, q), state.params.projections, live[..., None])
-    losses = {
-        "commitment": projection_layers.squared_error(z, q.detach(), live),
-        "quantisation": projection_layers.squared_error(z.detach(), q, live),
-    }
+    losses = {"commitment": commitment(z, q.detach(), live), "quantisation": commitment(z.detach(), q, live)}
     codes = projection_layers.encode_digits(digits, state.levels, live)
     return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(live, mask))
 
 
-def _project_in(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _project_in(name: str, state: Latent, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     return projection_layers.project_in(name, x, state.dim, mask, state.params.projections, state.num_codebooks)
 
 
