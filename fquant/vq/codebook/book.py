@@ -88,7 +88,7 @@ def init(
     * heads: number of books side by side; None is one book, without that dim.
     * metric: euclidean, or cosine: codes, and rows before they are compared, have unit length.
     * learnable: codes are parameters: gradients reach them, and ``ema`` refuses them.
-    * affine: codes are mapped to the mean and variance of rows (Huh et al. 2023) once ``shift`` has seen some.
+    * affine: codes are mapped to the mean and variance of rows once ``shift`` has seen some; not with cosine.
 
     Raises ValueError for sizes below 1, an unknown metric, and affine with cosine.
     """

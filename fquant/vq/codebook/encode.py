@@ -1,7 +1,6 @@
 """Nearest codes of rows, and codes drawn by their distance; they carry no gradient.
 
-The distances of all rows to all codes are never in memory together: ``fquant.kernels.ops.nearest`` computes them tile
-by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time.
+Distances are computed tile by tile, so those of all rows to all codes are never in memory together.
 """
 
 from collections.abc import Callable
@@ -21,11 +20,10 @@ MIN_SQUARE = 1e-8  # of a distance, under the root
 
 
 def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
-    """Return the nearest code of every row of ``x`` f[... D] (with heads [... h D]), i64[...].
+    """Return the nearest code i64[...] of every row of ``x`` f[... D] (with heads [... h D]); -1 if it is not finite.
 
-    With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. A row that is not
-    finite has code -1. Raises TypeError for an ``x`` without floats, ValueError for another last dim or a ``top`` out
-    of range.
+    With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. Raises TypeError for
+    an ``x`` without floats, ValueError for another last dim or a ``top`` out of range.
     """
     rows.check(book, x)
     _check_top(book, top)
@@ -45,8 +43,8 @@ def encode_among(
 ) -> Tensor:
     """Return the nearest code of every row of x f[... D] in a codebook of its own, ``f(codes, given)``: i64[...].
 
-    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D] (``implicit.py``). With ``top``, i64[...
-    top]. Raises the errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
+    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]. With ``top``, i64[... top]. Raises the
+    errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
     rows.check(book, x)
     if book.codes.ndim == 3:
@@ -76,9 +74,8 @@ def encode_among(
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
     """Draw a code for every row of ``x`` f[... D] with probability softmax(logits / temperature): i64[...].
 
-    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of key and ``number``
-    i64[...], by default the row's position. Raises what :func:`encode` does, and ValueError for a temperature not above
-    0.
+    The code has the largest logit after Gumbel noise (Jang et al. 2017), a function of key and ``number`` i64[...], by
+    default the row's position. Raises what :func:`encode` does, and ValueError unless the temperature is above 0.
     """
     rows.check(book, x)
     if not temperature > 0:

@@ -2,9 +2,8 @@
 
     x, codes, losses, stats = apply(book, x, key, gradient=partial(directional, variance=1e-3))
 
-Each is a function ``(x, q, book, key)`` of rows x [... D] and their codes q [... D]; book and key may be None for those
-that ignore them. The value of all but :func:`directional` is q, to the bit: the derivative enters as a difference that
-is zero. Constants are constant to derivatives of every order.
+Each is a function of rows x [... D], their codes q [... D], the book and a key, which may be None for those that ignore
+them. The value of all but :func:`directional` is q, to the bit, because the derivative enters as a difference of zero.
 """
 
 from collections.abc import Callable

@@ -3,13 +3,13 @@
     layer = implicit.init(key, num_codes=256, dim=64)
     x     = implicit.decode(layer, codes, before)      # before: the sum of the layers before, in a residual
 
-The network maps ``before`` and a code to the vector that the code stands for, so each row has a codebook of its own:
+Each row has a codebook of its own, because ``before`` and a code are mapped to the vector of the code:
 
     x = enter([before, code])                   2D to D
     x = x + down(silu(up(x)))                   ``depth`` blocks, D to H to D
 
 Book and network train by gradients; stats only restart dead codes. The search runs the network for every row and every
-code: rows · K · D numbers, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
+code, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
 """
 
 from dataclasses import replace

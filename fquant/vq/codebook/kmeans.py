@@ -2,11 +2,10 @@
 
     book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)      # or without the last two
 
-Lloyd's iterations start at rows drawn by number (``rows.py``). Each takes the stats of the book and one ``psum``, so a
-mesh runs iterations + 1 collectives of fixed shapes. For any split of the rows the result is that of one process.
-
-A cluster without rows would never move. It is put beside a large one to share its rows: both become copies of its mean,
-each slightly larger than the other in every second dim, as in faiss.
+Lloyd's iterations start at rows drawn by number (``rows.py``). A mesh runs iterations + 1 collectives of fixed shapes,
+and for any split of the rows the result is that of one process. A cluster without rows would never move, so it is put
+beside a large one: both become copies of its mean, each slightly larger than the other in every second dim, as in
+faiss.
 """
 
 from dataclasses import replace
@@ -39,12 +38,11 @@ def kmeans(
     row_offset: RowOffset | None = None,
     psum: Psum = identity,
 ) -> Book:
-    """Set codes, counts and sums of ``book`` to clusters of rows ``x`` f[... D] (with heads [... h D]).
+    """Set codes, counts and sums of ``book`` to clusters of the finite rows ``x`` f[... D] (with heads [... h D]).
 
-    Rows are the finite ones that ``mask`` selects. ``split`` puts empty clusters beside large ones; without it they
-    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has. Raises
-    ValueError for rows of two ranks with the same numbers, and fewer rows than codes on all ranks together; where
-    values cannot be seen, the missing codes start at the book's.
+    ``split`` puts empty clusters beside large ones; without it they keep their mean. A code with an empty cluster after
+    the last iteration has a count of one. Raises ValueError for rows of two ranks with the same numbers, and fewer rows
+    than codes on all ranks; where values cannot be seen, the missing codes start at the book's.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")

@@ -1,8 +1,7 @@
-"""Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean.
+"""Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean, in float32 or float64.
 
-Rows that a mask excludes, that are not finite, or that have no code, have no term. Losses are computed in float32, or
-float64 for float64. Distances to all codes are computed in tiles of rows, again in the backward. (The backward of
-torch.func.grad keeps the recomputed distances, unless it is captured.)
+Rows that a mask excludes, that are not finite, or that have no code, have no term. Distances to all codes are computed
+in tiles of rows, again in the backward. (That of torch.func.grad keeps them, unless it is captured.)
 """
 
 import torch
@@ -31,8 +30,8 @@ def commitment(x: Tensor, q: Tensor, mask: Mask = None) -> Mean:
 def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
-    The codes are those of the rows, or targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each
-    row, IndexError for codes beyond the book, where values can be seen.
+    Codes may be targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each row, IndexError for
+    codes beyond the book, where values can be seen.
     """
     flat, table, valid = _flatten(book, x, mask)
     check_row_codes(book, codes, x)
@@ -77,8 +76,7 @@ def diversity(book: Book, x: Tensor, temperature: float = 100.0, mask: Mask = No
 def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     """Return the mean of squared cosines between two codes, less its minimum 1/K (Shin et al. 2021, equation 2).
 
-    ``among`` bool[K] or [h K] selects codes: ``stats.counts > 0`` those in use, ``random.permutation(key, K) < n`` any
-    n.
+    ``among`` bool[K] or [h K] selects codes, as ``stats.counts > 0`` or ``random.permutation(key, K) < n``.
     """
     codes = unit(at_least_float32(vectors_by_head(book)))
     among = torch.ones_like(book.counts, dtype=torch.bool) if among is None else among

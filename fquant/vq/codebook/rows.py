@@ -3,8 +3,7 @@
 *Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n].
 
 *Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it counts,
-but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic, so they
-reach no gradient.
+but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic.
 
 *Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks. Each rank
 gives those that it has, among zeros, so their sum over ranks does not depend on the split. All rows are cut into as
@@ -116,7 +115,7 @@ def flat_mask(book: Book, mask: Mask, x: Tensor) -> Tensor | None:
 
 
 def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple[Any, ...] = ()) -> Tensor:
-    """Return ``f(*rows, *shared)``, computed tile by tile along dim 0, for an ``f`` that needs ``width`` numbers a row.
+    """Return ``f(*rows, *shared)`` by tiles along dim 0, for an ``f`` that needs ``width`` numbers a row.
 
     With ``shared``, which is differentiated too, a backward recomputes each tile.
     """
@@ -133,7 +132,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Prepare rows ``x`` [... D] for ``apply``, with the errors of :func:`check` and :func:`row_mask`.
 
-    Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
+    Returns rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
     their keys i64[...] for the gradient estimator, or None.
     """
     check(book, x)
@@ -162,8 +161,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw ``count`` distinct rows a head from the kept ``rows`` [h n D] of all ranks.
 
-    Returns this rank's among zeros, [h count D], and ones where it has one, f32[h count]. A lost row is drawn as zeros
-    without a one, and so are those beyond the number of rows.
+    Returns this rank's among zeros, [h count D], and ones f32[h count] where it has one that is not lost.
     """
     _check_row_offset(row_offset, rows.shape[1] if kept is None else kept)
     heads, size, dim = rows.shape

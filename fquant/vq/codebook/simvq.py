@@ -73,8 +73,8 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... dim], with losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
 
-    ``mask`` bool[...] selects the rows that count. ``gradient`` is the gradient estimator for x, and ``key``, whose
-    dims are the first of x, is for it. ``codes`` i64[...] are those of another search.
+    ``gradient`` is the gradient estimator for x, and ``key``, whose dims are the first of x, is for it. ``codes``
+    i64[...] are those of another search.
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")

@@ -4,16 +4,14 @@
     s    = shard.psum(s, mesh, axes)                  # on a mesh: one all-reduce of K·(D + 1)·4 bytes a head, and 8
     book = ema(book, s)                               # the same on every rank, local
 
-Summed stats are those of all rows, so the result of one process on the whole batch is the definition of right. With a
-``key``, stats carry as many drawn rows as there are codes (``rows.py``), at which ``expire`` restarts codes with small
-counts. Rows are drawn even if no code is dead, because no rank knows that before the collective.
-
-The average is that of van den Oord et al. 2017 (appendix A.1) with the Laplace smoothing of vector-quantize-pytorch.
+The result of one process on the whole batch is the definition of right. With a ``key``, stats carry as many drawn rows
+as there are codes (``rows.py``), at which ``expire`` restarts codes with small counts. They do so even if no code is
+dead, because no rank knows that before the collective. The average is that of van den Oord et al. 2017 (appendix A.1)
+with the Laplace smoothing of vector-quantize-pytorch.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -47,11 +45,11 @@ class Stats:
 def stats(
     book: Book, x: Tensor, codes: Tensor, mask: Mask = None, *, key: Key = None, row_offset: RowOffset | None = None
 ) -> Stats:
-    """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...], those that ``mask`` bool[...] selects.
+    """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...].
 
-    The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
-    ``row_offset`` numbers this rank's rows among all (``rows.py``). Raises IndexError for codes beyond the book where
-    values can be seen, TypeError for another dtype, and ValueError for another shape.
+    With a ``key``, the same on every rank, rows are drawn for dead codes; ``row_offset`` numbers this rank's rows among
+    all (``rows.py``). Raises IndexError for codes beyond the book where values can be seen, TypeError for another
+    dtype, and ValueError for another shape.
     """
     rows.check(book, x)
     check_float32(book)
@@ -83,17 +81,22 @@ def stats(
 
 def add(*each: Stats) -> Stats:
     """Sum the stats of batches; those with drawn rows number the rows of all by ``row_offset``, or there is one."""
-    bare = [replace(s, drawn=None, hits=None) for s in each]
-    drawn = [{"drawn": s.drawn, "hits": s.hits} for s in each if s.drawn is not None]
-    total = {} if not drawn else reduce(partial(tree.map, torch.add), drawn)
-    return replace(reduce(partial(tree.map, torch.add), bare), **total)
+    total, *rest = each
+    for other in rest:
+        drawn = [s for s in (total, other) if s.drawn is not None]
+        if len(drawn) == 1:
+            bare = (replace(s, drawn=None, hits=None) for s in (total, other))
+            total = replace(tree.map(torch.add, *bare), drawn=drawn[0].drawn, hits=drawn[0].hits)
+        else:
+            total = tree.map(torch.add, total, other)
+    return total
 
 
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
     """Move counts and sums of ``book`` towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
-    ``weight`` f32[K] or [h K] scales the step of each code, from 0, no step, to 1. Raises TypeError for a book that is
-    not of float32, ValueError for other shapes.
+    ``weight`` f32[K] or [h K] in [0, 1] scales the step of each code. Raises TypeError for a book that is not of
+    float32, ValueError for other shapes.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")
@@ -133,11 +136,11 @@ def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight
 
 
 def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None = None) -> Book:
-    """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
+    """Restart codes of ``book`` with a count below ``threshold``, at drawn rows of ``stats``, while there are any.
 
-    Their count becomes ``reset``, by default the threshold. If more codes are dead than rows were drawn, the rest stay.
-    Raises ValueError for a threshold or a reset that is not positive, and stats without drawn rows. Raises it, where
-    values can be seen, for a row drawn twice: ranks whose rows have the same numbers.
+    Their count becomes ``reset``, by default the threshold. Raises ValueError for a threshold or a reset that is not
+    positive, stats without drawn rows, and, where values can be seen, a row drawn twice: of two ranks with equal
+    numbers.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -159,10 +162,7 @@ def drawn_rows(stats: Stats) -> tuple[Tensor, Tensor]:
 
 
 def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Assign the drawn rows that ``hit`` bool[... K] marks to ``dead`` bool[... k] codes, after ``before`` of others.
-
-    Returns which codes get a row, bool[... k], and its index in K.
-    """
+    """Return which ``dead`` bool[... k] codes get a drawn row that ``hit`` bool[... K] marks, and its index in K."""
     order = torch.argsort(torch.where(hit, 0, 1), dim=-1, stable=True)
     turn = before + dead.cumsum(-1) - 1
     restarts = dead & (turn < hit.sum(-1, keepdim=True))

@@ -23,8 +23,7 @@ from .residual import Residual, verbs_of
 def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | None = None) -> Tensor:
     """Return codes i64[... layers] of x f[... dim] by a search with ``beam`` candidates; -1 for rows not finite.
 
-    ``weights`` are those of the layers' losses, 1 by default. Memory holds beam² rows for each row of a tile. Raises
-    TypeError for scalar layers.
+    ``weights`` are those of the layers' losses, 1 by default. Memory holds beam² rows for each row of a tile.
     """
     layers = residual.layers_of(state)
     for i, layer in enumerate(layers):

@@ -11,11 +11,9 @@ Each scale quantises the means of the remainder of x over its cells, and subtrac
 ``upsample`` is linear. ``blend`` is (1 - p) · full + p · conv(full), with a trained convolution over 3 places: one for
 all scales, or several, each for consecutive scales. As in vector-quantize-pytorch the remainder carries gradients, too.
 
-A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1.
-Statistics are a list, a Stats of each scale's cells, or one of all cells for a shared book, which is updated once.
-
-With a key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all.
-The others have code -1 and add nothing to the output, losses or statistics.
+A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1. With a
+key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all. The
+others have code -1 and add nothing to the output, losses or statistics.
 """
 
 import math
@@ -68,7 +66,7 @@ class Hierarchical:
 
 @tree.node
 class Levels:
-    """The statistics of the books, and the number f32[] of ``lost`` rows: kept by the mask, but not finite."""
+    """The statistics of each scale's book, or of the shared one, and the number f32[] of ``lost`` rows, not finite."""
 
     books: list[Stats]
     lost: Tensor
@@ -163,7 +161,7 @@ def apply(
     """Quantise x f[... *places dim]: codes are a list, losses Means of [scales] numbers, and statistics Levels.
 
     * key: i64[], equal on every rank; turns on dropout and the books' randomness.
-    * mask: bool[... *places], True for the rows that count; ``vq.mask`` makes one from lengths.
+    * mask: bool[... *places]; ``vq.mask`` makes one from lengths.
     * depth: i64[] or [...], the number of scales of an example, instead of a draw.
     * row_offset: (first, total) numbers of this rank's examples, see ``rows.py``.
     * options: those of ``vq.apply``, whose errors it raises.

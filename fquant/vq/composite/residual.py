@@ -89,9 +89,8 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... dim]; losses are those of the layers, as Means of [layers] numbers.
 
-    * key: turns on dropout and the layers' randomness. For scalar layers its shape leads x's; books want [], equal on
-      every rank.
-    * mask: bool[...], True for the rows that count.
+    * key: turns on dropout and the layers' randomness; [], equal on every rank, or for scalar layers of a shape that
+      leads x's.
     * codes: i64[... layers], given codes (``beam.py``), for books, implicit layers and SimVQ.
     * depth: i64 with leading dims of x, the number of layers of each row, instead of a draw.
     * grad_frac: the share of the gradient of a layer's output that flows into its remainder.
@@ -142,8 +141,8 @@ def apply(
 def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
     """Return the cross-entropy between rows x f[... dim] and target ``codes`` i64[... layers], a Mean of [layers].
 
-    Each layer gets what the earlier targets leave of x (Shen et al. 2023); a target of -1 has no term and subtracts
-    nothing. (vector-quantize-pytorch gives x itself to every layer.) Raises TypeError for layers other than Books.
+    Each layer gets what the earlier targets leave of x (Shen et al. 2023), in vector-quantize-pytorch x itself; a
+    target of -1 has no term and subtracts nothing. Raises TypeError for layers other than Books.
     """
     layers = layers_of(state)
     if codes.shape != (*x.shape[:-1], len(layers)):
@@ -161,8 +160,8 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) 
 def update(state: Residual, stats: RowCounts | list[Stats], **options: Any) -> Residual:
     """Return ``state`` with each layer updated from its stats; ``options`` are those of the layers' ``update``.
 
-    A layer that dropout kept from all rows stays as it is, so that its codes do not expire. Raises what ``update`` of a
-    layer does, and TypeError for stats or options of another kind of layers.
+    A layer that dropout kept from all rows stays, so that its codes do not expire. Raises what ``update`` of a layer
+    does, and TypeError for stats or options of another kind of layers.
     """
     learns, kind = verbs_of(state.layers[0]).update is not None, type(state.layers[0]).__name__
     if isinstance(stats, RowCounts) == learns or (options and not learns):

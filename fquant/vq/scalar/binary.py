@@ -56,8 +56,7 @@ def decode(state: Binary, codes: Tensor, dtype: torch.dtype = torch.float32) -> 
 def apply(state: Binary, x: Tensor, key: Key = None, mask: Mask = None, *, temperature: float = 1.0) -> Quantized:
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
-    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] keeps
-    rows.
+    ``key``, whose shape leads x's, draws the bits; without it they are the most probable.
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")

@@ -83,10 +83,7 @@ class FSP:
 def init(
     key: Seed, levels: tuple[int, ...], dim: int | None = None, *, bias: bool | None = None, **options: Any
 ) -> FSP:
-    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected.
-
-    ``options`` are fields of :class:`FSP`, from ``distribution`` on.
-    """
+    """Return a state for x f[... dim], by default ``len(levels)``, else projected; ``options`` are fields of FSP."""
     levels = projection_layers.check_levels("fsp.init", levels, 2**22)  # up to there float32 represents half a level
     state = FSP(None, levels, 0, **options)  # without its leaves
     if state.distribution not in DISTRIBUTIONS:
@@ -114,8 +111,8 @@ def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Psum = identity) -> Quantized:
     """Quantise x f[... dim], or perturb it if there is a ``key``, whose shape leads x's; a RowCounts as statistics.
 
-    ``mask`` bool[...] is True for the rows that count. The loss "moments" covers all rows that ``psum``, which is
-    differentiable, sums over, in two calls on every rank; weighted by the local rows, it adds up over ranks.
+    The loss "moments" covers all rows that ``psum``, which is differentiable, sums over, in two calls on every rank;
+    weighted by the local rows, it adds up over ranks.
     """
     z, live = projection_layers.project_in("fsp.apply", x, state.dim, mask, state.params)
     u = DISTRIBUTIONS[state.distribution].cdf(z)

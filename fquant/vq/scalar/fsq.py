@@ -60,8 +60,8 @@ def init(
 ) -> FSQ:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    ``options`` are fields of :class:`FSQ`, from ``num_codebooks`` on. ``bias`` False omits the projections' biases, and
-    ``rotation`` draws a fixed one. 2 levels and ``noise_dropout`` need ``symmetric``.
+    ``options`` are fields of FSQ; 2 levels and ``noise_dropout`` need ``symmetric``. ``bias`` False omits the
+    projections' biases, and ``rotation`` draws a fixed one.
     """
     state = FSQ(None, None, tuple(levels), 0, **options)  # without its leaves
     levels = projection_layers.check_levels("fsq.init", levels, MOST if state.symmetric else MOST_PLAIN)
@@ -102,7 +102,7 @@ def decode_levels(state: FSQ, codes: Tensor) -> Tensor:
 def apply(state: FSQ, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Quantise x f[... dim] with the gradient of the bound; no losses, and a RowCounts as statistics.
 
-    ``key``, whose shape leads x's, turns ``noise_dropout`` on. ``mask`` bool[...] is True for the rows that count.
+    ``key``, whose shape leads x's, turns ``noise_dropout`` on.
     """
     z, live = _project_in("fsq.apply", state, x, mask)
     bounded = _bound(state, z)

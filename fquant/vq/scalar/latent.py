@@ -45,10 +45,7 @@ class Latent:
 def init(
     key: Seed, levels: tuple[int, ...], dim: int | None = None, *, num_codebooks: int = 1, bias: bool | None = None
 ) -> Latent:
-    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
-
-    Zero is a value; an even number of values leaves out 1/2.
-    """
+    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected."""
     levels = projection_layers.check_levels("latent.init", levels, 2**16)  # each row is compared with as many values
     key = random.key(key)
     dim, ends = projection_layers.init("latent.init", key, dim, num_codebooks, len(levels), bias)

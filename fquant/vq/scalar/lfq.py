@@ -13,9 +13,8 @@ low. All codes are used if the entropy of the mean of p over rows is high.
 
 All codes have the same length, so p is a product over bits of ``σ(±4 · inv_temperature · |c_i| · z_i)``. H(p) is the
 sum of the bits' entropies. The mean of p is one product of two matrices [rows, 2^(bits / 2)], one for each half of the
-bits. No tensor has rows times codes numbers, and both entropies are exact, without a floor under probabilities. Beyond
-24 bits the entropies of groups of bits are added, as in the last paper; the sum is an upper bound. On a mesh ``psum``
-makes the mean that of all ranks' rows, inside the gradient.
+bits. No tensor has rows times codes numbers, and both entropies are exact. Beyond 24 bits the entropies of groups of
+bits are added, as in the last paper; the sum is an upper bound.
 """
 
 import math
@@ -68,8 +67,7 @@ def init(
 ) -> LFQ:
     """Return a state for x f[... dim], by default ``num_codebooks * bits``; another dim is projected.
 
-    ``options`` are fields of :class:`LFQ`, from ``num_codebooks`` on. ``bias`` False omits the projections' biases, and
-    ``rotation`` draws a fixed one.
+    ``options`` are fields of LFQ. ``bias`` False omits the projections' biases, and ``rotation`` draws a fixed one.
     """
     if not 1 <= bits <= 62:
         raise ValueError(f"lfq.init: bits are {bits}; wanted from 1 to 62; use codebooks for more")
@@ -113,7 +111,6 @@ def apply(
     "commitment" is the squared distance of scalars to their quantised values, which are constants. "entropy" covers all
     rows that ``psum``, which is differentiable, sums over; weighted by the local rows, it adds up over ranks. ``key``,
     whose shape leads x's, draws the ``share`` of rows in the entropies, rounded up for each key; without it all enter.
-    ``mask`` bool[...] is True for the rows that count.
     """
     z, live = _project_in("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)

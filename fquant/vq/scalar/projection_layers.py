@@ -59,8 +59,8 @@ def init(
 ) -> tuple[int, Projections | None]:
     """Return the last dim of x, and projections to ``num_codebooks * width`` scalars if dim differs from that.
 
-    Layers are initialised like torch's nn.Linear; one for :func:`cosine` is normal and has no bias. Raises ValueError
-    for sizes below 1, and for ``bias`` (None is the default) or ``cosine`` without projections.
+    One for :func:`cosine` is normal and has no bias. Raises ValueError for sizes below 1, and for ``bias`` (None is the
+    default) or ``cosine`` without projections.
     """
     if num_codebooks < 1 or (dim is not None and dim < 1):
         raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
@@ -98,10 +98,7 @@ def per_scalar(numbers: Sequence[float], like: Tensor) -> Tensor:
 
 
 def prepare_rows(name: str, x: Tensor, dim: int, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return ``x`` [... dim] in float32 or wider, zeros in rows that are not live, and the live rows bool[...].
-
-    ``mask`` bool has leading dims of x. Raises ValueError for wrong shapes, TypeError for wrong dtypes.
-    """
+    """Return the rows ``x`` [... dim] in float32 or wider, zeros where not live, and which are live, bool[...]."""
     if not x.is_floating_point():
         raise TypeError(f"{name}: x is {x.dtype}; wanted floats")
     if not x.ndim or x.shape[-1] != dim:
