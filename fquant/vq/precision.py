@@ -1,9 +1,9 @@
 """Matrix products in the dtype of their factors, also within autocast.
 
 A code is the nearest of many, so a product in bfloat16 gives another code, and a loss may consist of rounding errors
-alone. Every product of a quantiser is therefore a :func:`matmul` or a :func:`linear`, with derivatives of the same
-precision even if ``torch.func.grad`` of a whole step runs within autocast. Other products run in :func:`no_autocast`.
-The backward of a convolution, or of a Packed weight, is exact by itself; that of an Adapted weight follows autocast.
+alone. Every product of a quantiser is therefore a :func:`matmul` or a :func:`linear`. Their derivatives are as precise
+even if ``torch.func.grad`` of a whole step runs within autocast. Other products run in :func:`no_autocast`. The
+backward of a convolution, or of a Packed weight, is exact by itself; that of an Adapted weight follows autocast.
 """
 
 import math

@@ -36,14 +36,14 @@ def apply(
 ) -> Quantized:
     """Quantise ``x`` f[... D] (with heads [... h D]): a Quantized in x's dtype, with Stats for ``update``.
 
-    key          i64[], the same on every rank; an option that needs it raises without
-    mask         rows that do not count, or are not finite, have code -1, come out as zeros, and have no gradient
-    gradient     the gradient estimator for x (``gradient_estimators.py``)
-    temperature  0 takes the nearest code; above 0 codes are drawn (``sample``)
-    losses       any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights
-    codes        i64[...] that another search found, -1 for none
-    draw         draw rows for dead codes into the stats, for ``expire``
-    row_offset   (first, total) number of this rank's rows among all, see ``rows.py``; None in one process
+    * key: i64[], the same on every rank; an option that needs it raises without.
+    * mask: rows that do not count, or are not finite, have code -1, come out as zeros, and have no gradient.
+    * gradient: the gradient estimator for x (``gradient_estimators.py``).
+    * temperature: 0 takes the nearest code; above 0 codes are drawn (``sample``).
+    * losses: any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights.
+    * codes: i64[...] that another search found, -1 for none.
+    * draw: draw rows for dead codes into the stats, for ``expire``.
+    * row_offset: (first, total) number of this rank's rows among all, see ``rows.py``; None in one process.
 
     Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine, rows
     have unit length in losses, stats and gradients too. Raises TypeError for another dtype, else ValueError.

@@ -14,11 +14,9 @@ The invariants of a Book of K codes of D numbers:
   codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
 
-An affine book compares rows with its codes mapped to the mean and variance of rows, for an encoder that moves fast: (c
-- mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
-estimator"). In training only, its averages move before the step, as in vector-quantize-pytorch, or after it:
-
-    book = shift(book, shard.psum(moments(book, x), mesh, axes))
+An affine book compares rows with (c - mean of codes) · sd of rows / sd of codes + mean of rows, for an encoder that
+moves fast (Huh et al. 2023, "Straightening out the straight-through estimator"). In training only, its averages move
+before the step, as in vector-quantize-pytorch, or after it: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
 """
 
 import math
@@ -102,8 +100,7 @@ def init(
     lead = () if heads is None else (heads,)
     bound = math.sqrt(6 / (num_codes * dim))
     codes = bound * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
-    if metric == "cosine":
-        codes = unit(codes)
+    codes = unit(codes) if metric == "cosine" else codes
     averages = None
     if affine:
         zero, one = (make(*lead, dim) for make in (codes.new_zeros, codes.new_ones))
@@ -145,10 +142,10 @@ def vectors_by_head(book: Book) -> Tensor:
     return codes if codes.ndim == 3 else codes[None]
 
 
-def invert_affine(book: Book, x: Tensor) -> Tensor:
-    """Map rows ``x`` [h n D] to the codes whose vectors they are: the inverse of an affine book's map."""
+def as_codes(book: Book, x: Tensor) -> Tensor:
+    """Map rows ``x`` [h n D] to the codes whose vectors they are."""
     if book.affine is None:
-        return x
+        return unit(x) if book.metric == "cosine" else x
     parts = (book.affine.row_mean, _std_ratio(book.affine), book.affine.code_mean)
     mean, ratio, code_mean = (part.to(x.dtype).reshape(-1, 1, x.shape[-1]) for part in parts)
     return (x - mean) / ratio + code_mean

@@ -25,8 +25,7 @@ def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
     With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. Raises TypeError for
     an ``x`` without floats, ValueError for another last dim or a ``top`` out of range.
     """
-    rows.check(book, x)
-    _check_top(book, top)
+    rows.check(book, x, top)
     codes, _ = search(book, x, top or 1)
     return rows.unflatten_heads(codes if top else codes[..., 0], x)
 
@@ -46,10 +45,9 @@ def encode_among(
     ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]. With ``top``, i64[... top]. Raises the
     errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
-    rows.check(book, x)
+    rows.check(book, x, top)
     if book.codes.ndim == 3:
         raise ValueError(f"a book of {len(book.codes)} heads; wanted one without, use vmap over the heads")
-    _check_top(book, top)
     if given.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"given: got shape {tuple(given.shape)} for x {tuple(x.shape)}; wanted its first dims")
     codes, size = code_vectors(book).detach(), book.codes.numel()
@@ -100,12 +98,6 @@ def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]
     return -(squares - 2 * inner).clamp(min=MIN_SQUARE).sqrt()
-
-
-def _check_top(book: Book, top: int | None) -> None:
-    num_codes = book.codes.shape[-2]
-    if top is not None and not 1 <= top <= num_codes:
-        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
 
 
 def _table(book: Book, x: Tensor) -> Tensor:

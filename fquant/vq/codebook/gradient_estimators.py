@@ -2,8 +2,8 @@
 
     x, codes, losses, stats = apply(book, x, key, gradient=partial(directional, variance=1e-3))
 
-Each is a function of rows x [... D], their codes q [... D], the book and a key, which may be None for those that ignore
-them. The value of all but :func:`directional` is q, to the bit, because the derivative enters as a difference of zero.
+Each is a function of rows x [... D], their codes q [... D], and a book and a key, or None. The value of all but
+:func:`directional` is q, to the bit, because the derivative enters as a difference of zero.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> T
 
 def straight_through(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:
     """Return ``q`` with the derivative of ``x`` (Bengio et al. 2013)."""
-    return q.detach() + _zero_with_derivative(x)
+    return q.detach() + (x - x.detach())
 
 
 def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:
@@ -37,7 +37,7 @@ def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) ->
 
     (Fifty et al. 2024, section 4.2.) A row shorter than 1e-6 gets the derivative of :func:`straight_through`.
     """
-    start, q, change = x.detach(), q.detach(), _zero_with_derivative(x)
+    start, q, change = x.detach(), q.detach(), x - x.detach()
     length, q_length = (t.norm(dim=-1, keepdim=True) for t in (start, q))
     turns = length > MIN_LENGTH
     length = torch.where(turns, length, 1)
@@ -80,8 +80,5 @@ def gumbel(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None, temp
 
     heads = zip(rows.flatten_heads(book, x, 1), vectors_by_head(book).to(x.dtype), strict=True)
     soft = torch.stack([rows.map_tiles(mean_code, len(c), x, shared=(c,)) for x, c in heads])
-    return q + _zero_with_derivative(rows.unflatten_heads(soft, x))
-
-
-def _zero_with_derivative(x: Tensor) -> Tensor:
-    return x - x.detach()
+    soft = rows.unflatten_heads(soft, x)
+    return q + (soft - soft.detach())

@@ -47,7 +47,12 @@ def kmeans(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")
     rows.check(book, x)
-    _check_enough(book, x, mask, row_offset)
+    kept, num_codes = rows.flat_mask(book, mask, x), book.codes.shape[-2]
+    total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
+    total = total if row_offset is None else row_offset[1]
+    if (not isinstance(total, Tensor) or dispatch.is_direct(total)) and int(total) < num_codes:
+        wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
+        raise ValueError(f"kmeans: got {int(total)} rows for {num_codes} codes; {wanted}")
     no_codes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
     start = psum(stats(book, x, no_codes, mask, key=random.fold(key, "start"), row_offset=row_offset))
     drawn, hit = drawn_rows(start)
@@ -85,14 +90,3 @@ def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
     copies = codes.gather(-2, source[..., None].expand(codes.shape)) * factor
     moved = torch.where(moves[..., None], copies, codes)
     return torch.where(shares[..., None], codes * (2 - factor), moved)
-
-
-def _check_enough(book: Book, x: Tensor, mask: Mask, row_offset: RowOffset | None) -> None:
-    kept = rows.flat_mask(book, mask, x)
-    total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
-    total = total if row_offset is None else row_offset[1]
-    if isinstance(total, Tensor) and not dispatch.is_direct(total):
-        return
-    if int(total) < book.codes.shape[-2]:
-        wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
-        raise ValueError(f"kmeans: got {int(total)} rows for {book.codes.shape[-2]} codes; {wanted}")

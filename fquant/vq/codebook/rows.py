@@ -42,15 +42,17 @@ def mask(lengths: Tensor, size: int) -> Tensor:
     return torch.arange(size, device=lengths.device) < lengths[..., None]
 
 
-def check(book: Book, x: Tensor) -> None:
-    """Check that ``x`` has floats (TypeError) and shape [... D], with heads [... h D] (ValueError)."""
+def check(book: Book, x: Tensor, top: int | None = None) -> None:
+    """Check that ``x`` has floats (TypeError), its shape [... D] or [... h D], and ``top`` (ValueError)."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x: got {got}; wanted a tensor of floats")
-    *heads, _, dim = book.codes.shape
+    *heads, num_codes, dim = book.codes.shape
     if x.shape[-len(heads) - 1 :] != (*heads, dim):
         shown = " ".join(map(str, (*heads, dim)))
         raise ValueError(f"x: got shape {tuple(x.shape)} for a book of {dim} dims; wanted [... {shown}]")
+    if top is not None and not 1 <= top <= num_codes:
+        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -3,10 +3,9 @@
     state = simvq.init(key, num_codes=8192, dim=64)
     frozen f32[K F]  ->  map  ->  codes f32[K D]          encode: the nearest of them, as for a Book
 
-The map moves all codes together, so none dies and a large codebook stays in use. It trains by gradients alone. The
-frozen codes are drawn from N(0, 1 / F). The map is one linear layer without a bias, or with ``hidden`` widths several
-with ReLU between. ``apply`` returns two losses, whose weights are the caller's: ``codebook`` moves the map to the rows,
-``commitment`` the rows to their codes. The paper and vector-quantize-pytorch weigh the second by ¼.
+The map moves all codes together, so none dies. It trains by gradients alone: one linear layer without a bias, or with
+``hidden`` widths several with ReLU between. The frozen codes are drawn from N(0, 1 / F). The loss ``codebook`` moves
+the map to the rows, ``commitment`` the rows to their codes, which the paper and vector-quantize-pytorch weigh by ¼.
 """
 
 import torch

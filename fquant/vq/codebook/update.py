@@ -22,7 +22,7 @@ from ...kernels import dispatch
 from ...tree import node
 from ..quantized import Key, Mask
 from . import rows
-from .book import Book, check_row_codes, invert_affine
+from .book import Book, as_codes, check_row_codes
 from .rows import RowOffset, at_least_float32, unit
 
 T = TypeVar("T")
@@ -59,10 +59,7 @@ def stats(
     flat = at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
     codes, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
     flat, valid = rows.zero_invalid(flat, codes >= 0 if kept is None else (codes >= 0) & kept)
-    if book.metric == "cosine":
-        flat = unit(flat)
-    elif book.affine is not None:
-        flat = torch.where(valid[..., None], invert_affine(book, flat), 0)
+    flat = torch.where(valid[..., None], as_codes(book, flat), 0)
     heads, num_codes, dim = len(flat), *book.codes.shape[-2:]
     # A code beyond the book must fail in the sum, and not be added to a code of the next head.
     first = torch.arange(heads, device=codes.device)[:, None] * num_codes
@@ -104,9 +101,8 @@ def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None =
     if weight is None:
         step = sums_step = 1 - decay
     elif weight.shape not in (book.counts.shape, book.counts.shape[-1:]):
-        raise ValueError(
-            f"weight: got shape {tuple(weight.shape)}; wanted {tuple(book.counts.shape)}, one for each code"
-        )
+        wanted = f"{tuple(book.counts.shape)}, one for each code"
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}; wanted {wanted}")
     else:
         step = ((1 - decay) * weight.to(book.counts.dtype)).expand(book.counts.shape)
         sums_step = step[..., None].expand_as(book.sums)
@@ -139,8 +135,7 @@ def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None
     """Restart codes of ``book`` with a count below ``threshold``, at drawn rows of ``stats``, while there are any.
 
     Their count becomes ``reset``, by default the threshold. Raises ValueError for a threshold or a reset that is not
-    positive, stats without drawn rows, and, where values can be seen, a row drawn twice: of two ranks with equal
-    numbers.
+    positive, and stats without drawn rows. Raises it, where values can be seen, for a row drawn twice.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -171,12 +166,8 @@ def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[T
 
 def restart_at(book: Book, restarts: Tensor, row: Tensor, count: float) -> Book:
     """Set the codes of ``book`` that ``restarts`` marks to ``row`` [K D] or [h K D], with that ``count``."""
-    return replace(
-        book,
-        codes=torch.where(restarts[..., None], row, book.codes),
-        counts=torch.where(restarts, count, book.counts),
-        sums=torch.where(restarts[..., None], row * count, book.sums),
-    )
+    codes, sums = (torch.where(restarts[..., None], *t) for t in ((row, book.codes), (row * count, book.sums)))
+    return replace(book, codes=codes, counts=torch.where(restarts, count, book.counts), sums=sums)
 
 
 def update(

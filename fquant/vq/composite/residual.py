@@ -6,11 +6,9 @@
     x, codes, losses, stats = residual.apply(state, x, key)
     state = residual.update(state, shard.psum(stats, mesh, axes))          # a Stats for each layer that learns
 
-The layers are states of other modules (``residual_state.py``). The first few codes give a coarser x, so :func:`decode`
-accepts fewer. The next layer gets r_i minus a constant, so the gradient of the output is the sum of the layers'.
-
-A ``shared`` book is every layer. Its stats cover all layers' rows, so it is updated once, as from one batch.
-(vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
+The layers are states of other modules (``residual_state.py``). The next layer gets r_i minus a constant, so the
+gradient of the output is the sum of the layers'. The stats of a ``shared`` book cover all layers' rows, so it is
+updated once. (vector-quantize-pytorch moves its averages once a layer, so the last layer counts most.)
 
 *Dropout* trains any number of layers. Each key draws a depth, and later layers are omitted: code -1, nothing added, no
 loss, no stats. All layers are computed and ``where`` selects, so the computation does not depend on the draw. The
@@ -59,7 +57,8 @@ def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
     out = sum(others, first)  # in the order of apply, so that the bits are equal
-    return _project_out(state, out, (codes != -1).any(-1))
+    known = (codes != -1).any(-1, keepdim=True)
+    return projection_layers.project_out(out[..., None, :], state.params, known)
 
 
 def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,15 +101,25 @@ def apply(
     """
     if not 0 <= grad_frac <= 1:
         raise ValueError(f"residual.apply: grad_frac is {grad_frac}; wanted one in [0, 1]")
-    _check(state, x, key, codes, depth)
+    layers, name = layers_of(state), "residual.apply"
+    verbs, kind = verbs_of(layers[-1]), type(layers[-1]).__name__
+    if codes is not None and verbs.table is None:
+        raise TypeError(f"{name}: got codes for layers of {kind}; wanted Book, Implicit or SimVQ")
+    if codes is not None and codes.shape != (*x.shape[:-1], len(layers)):
+        wanted = f"{len(layers)} for each row of {tuple(x.shape)}"
+        raise ValueError(f"{name}: codes are {tuple(codes.shape)}; wanted {wanted}")
+    if depth is not None and (depth.dtype is not torch.int64 or depth.shape != x.shape[:-1][: depth.ndim]):
+        got = f"{depth.dtype} {tuple(depth.shape)}"
+        raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
+    if key is not None and key.ndim and verbs.update is not None:
+        raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")
     start, live = project_in("residual.apply", state, x, mask)
     mask = None if mask is None else rows.expand_mask(mask, live)
     if depth is None and key is not None and state.dropout:
         depth = draw_depth(state, key)
     if depth is not None:
         depth = depth.reshape((*depth.shape, *[1] * (live.ndim - depth.ndim)))
-    row_offset, layers = options.get("row_offset"), layers_of(state)
-    learns = verbs_of(layers[0]).update is not None
+    row_offset, learns = options.get("row_offset"), verbs.update is not None
     rest, out, each = start, torch.zeros_like(start), []
     for i, layer in enumerate(layers):
         used = live if depth is None else live & (i < depth)
@@ -135,7 +144,8 @@ def apply(
     elif state.shared:
         stats = [add(*stats)]
     codes, losses = torch.stack([got.codes for got in each], -1), stack_trees([got.losses for got in each])
-    return Quantized(_project_out(state, out, live).to(x.dtype), codes, losses, stats)
+    out = projection_layers.project_out(out[..., None, :], state.params, live[..., None])
+    return Quantized(out.to(x.dtype), codes, losses, stats)
 
 
 def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
@@ -193,22 +203,3 @@ def project_in(name: str, state: Residual, x: Tensor, mask: Mask) -> tuple[Tenso
         bound = projection_layers.per_scalar(state.clamp, z)
         z = torch.tanh(z / bound) * bound
     return z.squeeze(-2), live
-
-
-def _project_out(state: Residual, out: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.project_out(out[..., None, :], state.params, known[..., None])
-
-
-def _check(state: Residual, x: Tensor, key: Key, codes: Tensor | None, depth: Tensor | None) -> None:
-    layers, name = layers_of(state), "residual.apply"
-    verbs, kind = verbs_of(layers[-1]), type(layers[-1]).__name__
-    if codes is not None and verbs.table is None:
-        raise TypeError(f"{name}: got codes for layers of {kind}; wanted Book, Implicit or SimVQ")
-    if codes is not None and codes.shape != (*x.shape[:-1], len(layers)):
-        wanted = f"{len(layers)} for each row of {tuple(x.shape)}"
-        raise ValueError(f"{name}: codes are {tuple(codes.shape)}; wanted {wanted}")
-    if depth is not None and (depth.dtype is not torch.int64 or depth.shape != x.shape[:-1][: depth.ndim]):
-        got = f"{depth.dtype} {tuple(depth.shape)}"
-        raise ValueError(f"{name}: depth is {got}; wanted int64, of the first dims of x {tuple(x.shape)}")
-    if key is not None and key.ndim and verbs.update is not None:
-        raise ValueError(f"{name}: key is {tuple(key.shape)} for layers of {kind}; wanted one for all rows, and depth=")

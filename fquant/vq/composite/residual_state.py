@@ -6,9 +6,8 @@
 implicit layers read. Unused rows (not finite, or left to earlier layers by dropout) are masked. Books and implicit
 layers learn from Stats: the mask numbers their rows, and unused rows are NaN, which count as lost.
 
-:func:`init` takes layers of any of these kinds. The other functions make layers of one kind, as the papers do: each FSQ
-or LFQ layer is finer than the one before, while books are alike and learn the scale of their residual. Their
-``options`` are those of :func:`init` and of the layers' own ``init``, whose errors they raise.
+Functions for one kind of layer follow the papers: each FSQ or LFQ layer is finer than the one before, while books learn
+the scale of their residual. Their ``options`` are those of :func:`init` and of the layer's own ``init``.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,9 +105,9 @@ def init(
 ) -> Residual:
     """Return a state for x f[... dim], by default the dim of the layers; another dim is projected.
 
-    ``options`` are fields of :class:`Residual`, from ``clamp`` on, which may be one number for all scalars. Raises
-    TypeError for layers of an unknown kind, and if only some learn from statistics. Raises ValueError for layers of
-    different dims, with projections or several codebooks, and for options out of range.
+    ``options`` are fields of Residual; ``clamp`` may be one number for all scalars. Raises TypeError for layers of an
+    unknown kind, and if only some learn from statistics. Raises ValueError for layers of different dims, with
+    projections or several codebooks, and for options out of range.
     """
     layers, name, clamp = list(layers), "residual.init", options.pop("clamp", None)
     if not layers:

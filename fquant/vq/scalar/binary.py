@@ -44,7 +44,7 @@ def init(key: Seed, bits: int, *, free: float = math.log(2.0)) -> Binary:
 def encode(state: Binary, x: Tensor) -> Tensor:
     """Return the most probable codes i64[...] of logits x f[... bits]; -1 for a row that is not finite."""
     x, live = projection_layers.prepare_rows("binary.encode", x, state.bits, None)
-    return _codes(state, x > 0, live)
+    return projection_layers.encode_digits((x > 0)[..., None, :].long(), (2,) * state.bits, live)
 
 
 def decode(state: Binary, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,8 +64,10 @@ def apply(state: Binary, x: Tensor, key: Key = None, mask: Mask = None, *, tempe
     ones = logits > 0
     if key is not None:
         ones = random.uniform(key, logits.shape, logits.dtype) < torch.sigmoid(logits / temperature)
-    codes = _codes(state, ones, live)
-    soft = _log_probs(state, logits).exp()
+    codes = projection_layers.encode_digits(ones[..., None, :].long(), (2,) * state.bits, live)
+    all_codes = torch.arange(2**state.bits, device=logits.device)
+    pattern = projection_layers.digits_of(all_codes, (2,) * state.bits).to(logits.dtype)  # [2^bits bits]
+    soft = (matmul(F.logsigmoid(logits), pattern.T) + matmul(F.logsigmoid(-logits), (1.0 - pattern).T)).exp()
     out = torch.where(live[..., None], straight_through(soft, decode(state, codes, soft.dtype)), 0.0)
     on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
     entropy = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)  # of a row's bits, in nats
@@ -85,15 +87,3 @@ def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
     x, live = projection_layers.prepare_rows("binary.log_prob", x, state.bits, codes != -1)
     ones = projection_layers.digits_of(codes, (2,) * state.bits) > 0
     return torch.where(live, torch.where(ones, F.logsigmoid(x), F.logsigmoid(-x)).sum(-1), 0.0)
-
-
-def _codes(state: Binary, ones: Tensor, live: Tensor) -> Tensor:
-    return projection_layers.encode_digits(ones[..., None, :].long(), (2,) * state.bits, live)
-
-
-def _log_probs(state: Binary, logits: Tensor) -> Tensor:
-    """Return the log-probabilities of all patterns: [... bits] -> [... 2^bits]."""
-    ones = projection_layers.digits_of(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(
-        logits.dtype
-    )
-    return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)

@@ -3,10 +3,10 @@
     z -> u = CDF(z) in [0, 1] -> the middle of u's bin, one of L        codes: the bins in a mixed radix
                               -> or u + uniform noise in ±1/2L          in training, with probability 1 - quantize_rate
 
-(https://arxiv.org/abs/2602.17133.) The CDF is one of ``DISTRIBUTIONS``. The output is (u - ½) · √12, of variance 1 for
-uniform u, with the gradient of u; with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that
-would leave (0, 1) is not added. All levels are used if z follows the distribution, so :class:`Moments` is a loss on the
-first four moments of each feature over rows. On a mesh ``psum`` makes them those of all ranks' rows (:func:`apply`).
+(https://arxiv.org/abs/2602.17133.) The output is (u - ½) · √12, of variance 1 for uniform u, with the gradient of u;
+with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that would leave (0, 1) is not added.
+All levels are used if z follows the distribution, so :class:`Moments` is a loss on the first four moments of each
+feature.
 """
 
 import math
@@ -104,8 +104,10 @@ def encode(state: FSP, x: Tensor) -> Tensor:
 
 def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[...]; zero for -1."""
-    bins, known = projection_layers.decode_digits("fsp.decode", codes, state.levels)
-    return projection_layers.project_out(_value(state, _middle(state, bins.to(dtype))), state.params, known)
+    digits, known = projection_layers.decode_digits("fsp.decode", codes, state.levels)
+    bins = digits.to(dtype)
+    value = _value(state, (bins + 0.5) / per_scalar(state.levels, bins))
+    return projection_layers.project_out(value, state.params, known)
 
 
 def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Psum = identity) -> Quantized:
@@ -117,7 +119,7 @@ def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Ps
     z, live = projection_layers.project_in("fsp.apply", x, state.dim, mask, state.params)
     u = DISTRIBUTIONS[state.distribution].cdf(z)
     bins = _bins(state, u)
-    q = straight_through(u, _middle(state, bins))
+    q = straight_through(u, (bins + 0.5) / per_scalar(state.levels, bins))
     if key is not None and state.quantize_rate < 1.0:
         noise = random.uniform(random.fold(key, "noise"), u.shape, u.dtype) * 2.0 - 1.0
         perturbed = u + noise / (2.0 * per_scalar(state.levels, u))
@@ -133,10 +135,6 @@ def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Ps
 def _bins(state: FSP, u: Tensor) -> Tensor:
     """Return the bin of each u [... c d], from 0; 1 is in the last bin."""
     return (u.clamp(max=1.0 - torch.finfo(u.dtype).eps) * per_scalar(state.levels, u)).floor().detach()
-
-
-def _middle(state: FSP, bins: Tensor) -> Tensor:
-    return (bins + 0.5) / per_scalar(state.levels, bins)
 
 
 def _value(state: FSP, u: Tensor) -> Tensor:

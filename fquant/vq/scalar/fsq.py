@@ -3,16 +3,16 @@
     state = fsq.init(key, levels=(8, 5, 5, 5))           # 1000 codes, dim 4, nothing to train
     state = fsq.init(key, levels=(8, 5, 5, 5), dim=64)   # with projections to train, state.params
 
-No codebook has to be learned, or can collapse: a code is its scalars' levels in a mixed radix.
-With L levels and half = L // 2 a scalar z becomes, with a straight-through gradient of the rounding,
+No codebook has to be learned, or can collapse. With L levels and half = L // 2 a scalar z becomes, with a
+straight-through gradient of the rounding,
 
     plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ for even L, else 0,
                                                             shift = atanh(o / h), so that 0 stays 0
     symmetric   2 / (L - 1) · floor((L - 1) · (tanh(z) + 1) / 2 + ½) - 1      (Parker et al. 2024, section 3.2)
 
 The plain bound overshoots by a thousandth, which is a level from 1001 levels on, so these are refused. ``hard_clamp``
-replaces tanh by a clamp to [-1, 1]; ``rotation`` is fixed and random, and comes before. With probability
-``noise_dropout`` training moves a quantised scalar by uniform noise in ±½, within [-1, 1], but not its code.
+replaces tanh by a clamp to [-1, 1]. With probability ``noise_dropout`` training moves a quantised scalar by uniform
+noise in ±½, within [-1, 1], but not its code.
 """
 
 from dataclasses import replace
@@ -133,17 +133,14 @@ def _project_out(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
 
 def _bound(state: FSQ, z: Tensor) -> Tensor:
     """Bound z. The plain form then rounds to the nearest integer, the symmetric one down."""
+    squash = (lambda z: z.clamp(-1.0, 1.0)) if state.hard_clamp else torch.tanh
     levels = per_scalar(state.levels, z)
     if state.symmetric:
-        return (levels - 1) * (_squash(state, z) + 1.0) / 2.0 + 0.5
+        return (levels - 1) * (squash(z) + 1.0) / 2.0 + 0.5
     half = (levels - 1) * (1 + OVERSHOOT) / 2
     offset = torch.where(levels % 2 == 0, 0.5, 0.0)
     shift = offset / half if state.hard_clamp else torch.atanh(offset / half)
-    return _squash(state, z + shift) * half - offset
-
-
-def _squash(state: FSQ, z: Tensor) -> Tensor:
-    return z.clamp(-1.0, 1.0) if state.hard_clamp else torch.tanh(z)
+    return squash(z + shift) * half - offset
 
 
 def _round(state: FSQ, bounded: Tensor) -> tuple[Tensor, Tensor]:

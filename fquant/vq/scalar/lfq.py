@@ -100,7 +100,7 @@ def encode(state: LFQ, x: Tensor) -> Tensor:
 def decode(state: LFQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[...] or [... c]; zero for -1."""
     ones, known = projection_layers.decode_digits("lfq.decode", codes, (2,) * state.bits, state.num_codebooks)
-    return _project_out(state, _value(state, ones.flip(-1) > 0, dtype), known)
+    return projection_layers.project_out(_value(state, ones.flip(-1) > 0, dtype), state.params, known, state.rotation)
 
 
 def apply(
@@ -114,7 +114,8 @@ def apply(
     """
     z, live = _project_in("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)
-    out = _project_out(state, straight_through(ACTIVATIONS[state.activation](z), q), live[..., None])
+    value = straight_through(ACTIVATIONS[state.activation](z), q)
+    out = projection_layers.project_out(value, state.params, live[..., None], state.rotation)
     per_row, of_mean, num_local = _entropies(state, z, live, key, inv_temperature, psum)
     entropy = per_row - state.gamma * of_mean
     if state.offset is not None:
@@ -145,10 +146,6 @@ def _project_in(name: str, state: LFQ, x: Tensor, mask: Mask) -> tuple[Tensor, T
     if state.spherical:
         z = rows.direction(z) * state.scale
     return z, live
-
-
-def _project_out(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.project_out(projection_layers.rotate(q, state.rotation, back=True), state.params, known)
 
 
 def _magnitude(state: LFQ) -> float:

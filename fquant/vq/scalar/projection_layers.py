@@ -6,8 +6,8 @@
 
 A row (all of the last dim) is live unless it is masked out or not finite (``rows.py``). Other rows reach no sum and no
 gradient: their code is -1, their output is zero, and :class:`RowCounts` counts them. Projections are the field
-``params`` of a state, or None if the sizes agree without them; their weights may be Packed or Adapted. A digit is the
-level of one scalar. Codes are exact in int64, because the product of the levels stays below 2^63.
+``params`` of a state, or None if the sizes agree without them; their weights may be Packed or Adapted. Codes are exact
+in int64, because the product of the levels stays below 2^63.
 """
 
 import itertools
@@ -127,9 +127,10 @@ def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
     return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
-def project_out(z: Tensor, params: Projections | None, known: Tensor) -> Tensor:
-    """Project z [... c d] back to x [... dim]. Codebooks without a code (``known`` bool[... c] False) add zero."""
-    flat = rearrange(torch.where(known[..., None], z, 0.0), "... c d -> ... (c d)")
+def project_out(z: Tensor, params: Projections | None, known: Tensor, rotation: Tensor | None = None) -> Tensor:
+    """Rotate z [... c d] back and project it to x [... dim]. Codebooks without a code (``known`` False) add zero."""
+    z = torch.where(known[..., None], rotate(z, rotation, back=True), 0.0)
+    flat = rearrange(z, "... c d -> ... (c d)")
     x = flat if params is None else linear(flat, params.project_out.weight, params.project_out.bias)
     return torch.where(known.any(-1, keepdim=True), x, 0.0)
 
