@@ -24,12 +24,9 @@ from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
 from .codebook import update as updates
-from .codebook.book import Book, check_lookup
 from .codebook.encode import search
 from .codebook.gradient_estimators import GradientEstimator, rotation
 from .codebook.losses import commitment
-from .codebook.rows import at_least_float32, unit
-from .codebook.update import DECAY, EPS, Stats
 from .quantized import Key, Mask, Quantized, Seed
 from .scalar.projection_layers import within
 
@@ -41,7 +38,7 @@ LOW = 2**32 - 1  # the low half of a key
 class ShardedBook:
     """The codes from ``first`` on of a book of ``num_codes``, for every head, as a ``book`` of their own."""
 
-    book: Book
+    book: books.Book
     first: int = static()
     num_codes: int = static()
 
@@ -50,18 +47,17 @@ class ShardedBook:
 class ShardedStats:
     """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum."""
 
-    local: Stats
+    local: updates.Stats
     pool: Tensor | None = None  # f32[N D] or [N h D], the rows of all ranks
     drawn: Tensor | None = None  # i64[K] or [h K], the rows of the pool drawn for dead codes; -1 for none
 
 
 def init(key: Seed, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any) -> ShardedBook:
     """Create the codes ``first`` to ``stop`` (exclusive, default all) of the book of ``vq.init`` with ``options``."""
-    book = books.init(key, num_codes, dim, **options)
-    return take_codes(book, first, num_codes if stop is None else stop)
+    return take_codes(books.init(key, num_codes, dim, **options), first, num_codes if stop is None else stop)
 
 
-def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
+def take_codes(book: books.Book, first: int, stop: int) -> ShardedBook:
     """Take the codes ``first`` to ``stop`` (exclusive) of every head; ValueError for an affine book, or no codes."""
     if book.affine is not None:
         raise ValueError("sharded.take_codes: the book is affine; wanted one that is not")
@@ -79,7 +75,7 @@ def encode(state: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS
     A row that is not finite has code -1. Two collectives. Raises what ``vq.encode`` does, and TypeError for float64.
     """
     _check(state, x)
-    flat = _flatten(state, at_least_float32(x.detach()), 1)
+    flat = _flatten(state, rows.at_least_float32(x.detach()), 1)
     return exchange.mine(_search(state, exchange.gather(flat), exchange), len(flat)).reshape(x.shape[:-1])
 
 
@@ -87,7 +83,7 @@ def decode(
     state: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, exchange: RowExchange = ONE_PROCESS
 ) -> Tensor:
     """Look up ``codes`` as ``vq.decode`` does, with its errors: [... D] in ``dtype`` or the book's. Two collectives."""
-    check_lookup(state.book, codes, state.num_codes)
+    books.check_lookup(state.book, codes, state.num_codes)
     flat = _flatten(state, within(codes, state.num_codes))  # a code that no rank has would decode to zero
     gathered = exchange.gather(flat)  # padded with zeros, whose rows are cut off below
     found = exchange.scatter(books.decode(state.book, _local_codes(state, gathered)))[: len(flat)]
@@ -113,7 +109,7 @@ def apply(
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
     kept = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else rows.row_mask(mask, x)
-    point, valid = rows.zero_invalid(at_least_float32(x), kept)
+    point, valid = rows.zero_invalid(rows.at_least_float32(x), kept)
     # A lost row travels as inf, and a masked one as nan, which is also what rows are padded with.
     marks = torch.where(kept, torch.inf, torch.nan).to(point.dtype)[..., None]
     sent = _flatten(state, torch.where(valid[..., None], point, marks).detach(), 1)
@@ -124,7 +120,7 @@ def apply(
     q = exchange.scatter(books.decode(state.book, local_codes))[:size].reshape(x.shape).to(point.dtype)
     codes = exchange.mine(all_codes, size).reshape(x.shape[:-1])
     valid = codes >= 0
-    start = unit(point) if state.book.metric == "cosine" else point
+    start = rows.unit(point) if state.book.metric == "cosine" else point
     keys = None
     if key is not None:
         numbers = rows.flatten_heads(state.book, exchange.mine(all_kept.cumsum(0) - 1, size))
@@ -142,8 +138,8 @@ def apply(
 def update(
     state: ShardedBook,
     stats: ShardedStats,
-    decay: float = DECAY,
-    eps: float = EPS,
+    decay: float = updates.DECAY,
+    eps: float = updates.EPS,
     threshold: float = 0.0,
     reset: float | None = None,
     exchange: RowExchange = ONE_PROCESS,
@@ -163,7 +159,7 @@ def update(
     return replace(state, book=book)
 
 
-def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> Book:
+def _expire(book: books.Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> books.Book:
     """Restart the dead codes of ``book`` at drawn rows; ``before`` [1] or [h 1] are dead on the ranks before."""
     if stats.pool is None or stats.drawn is None:
         raise ValueError("stats: got none drawn, wanted rows to start dead codes at; use apply with key and draw=True")
@@ -174,7 +170,7 @@ def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count
     pool = rows.flatten_heads(book, stats.pool, 1)  # [h N D]
     row = pool.gather(1, index.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
     row = row.to(book.codes.dtype)
-    return updates.restart_at(book, restarts, unit(row) if book.metric == "cosine" else row, count)
+    return updates.restart_at(book, restarts, rows.unit(row) if book.metric == "cosine" else row, count)
 
 
 def _flatten(state: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:

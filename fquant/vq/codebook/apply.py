@@ -15,7 +15,6 @@ from .book import Book, decode
 from .encode import encode, sample
 from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
-from .rows import RowOffset, unit
 from .update import stats as stats_of
 
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -32,7 +31,7 @@ def apply(
     losses: Sequence[str] = ("commitment",),
     codes: Tensor | None = None,
     draw: bool = False,
-    row_offset: RowOffset | None = None,
+    row_offset: rows.RowOffset | None = None,
 ) -> Quantized:
     """Quantise ``x`` f[... D] (with heads [... h D]): a Quantized in x's dtype, with Stats for ``update``.
 
@@ -65,7 +64,7 @@ def apply(
     codes = torch.where(valid, codes, -1)
     valid = codes >= 0  # a row too large for a finite distance has no code
     point = torch.where(valid[..., None], point, 0)
-    start = unit(point) if book.metric == "cosine" else point
+    start = rows.unit(point) if book.metric == "cosine" else point
     q = decode(book, codes, point.dtype)
     compute = {
         "commitment": lambda: commitment(start, q, valid),

@@ -14,9 +14,9 @@ The invariants of a Book of K codes of D numbers:
   codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
 
-An affine book compares rows with (c - mean of codes) · sd of rows / sd of codes + mean of rows, for an encoder that
-moves fast (Huh et al. 2023, "Straightening out the straight-through estimator"). In training only, its averages move
-before the step, as in vector-quantize-pytorch, or after it: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
+An affine book maps its codes to the mean and variance of rows, for an encoder that moves fast (Huh et al. 2023,
+"Straightening out the straight-through estimator"). In training only, its averages move before the step, as in
+vector-quantize-pytorch, or after it: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
 """
 
 import math
@@ -32,7 +32,6 @@ from ...kernels import dispatch
 from ...tree import node, static
 from ..quantized import Mask, Seed
 from . import rows
-from .rows import unit
 
 Metric = Literal["euclidean", "cosine"]
 METRICS = ("euclidean", "cosine")
@@ -100,7 +99,7 @@ def init(
     lead = () if heads is None else (heads,)
     bound = math.sqrt(6 / (num_codes * dim))
     codes = bound * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
-    codes = unit(codes) if metric == "cosine" else codes
+    codes = rows.unit(codes) if metric == "cosine" else codes
     averages = None
     if affine:
         zero, one = (make(*lead, dim) for make in (codes.new_zeros, codes.new_ones))
@@ -121,7 +120,7 @@ def restart(book: Book, codes: Tensor) -> Book:
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
     codes = codes.detach().to(book.codes.dtype)
-    codes = unit(codes) if book.metric == "cosine" else codes.clone()
+    codes = rows.unit(codes) if book.metric == "cosine" else codes.clone()
     return replace(book, codes=codes, counts=torch.ones_like(book.counts), sums=codes.clone())
 
 
@@ -129,7 +128,7 @@ def code_vectors(book: Book) -> Tensor:
     """Return the vectors that rows are compared with and decode to, f32[K D] or [h K D]."""
     codes = book.codes if book.learnable else book.codes.detach()
     if book.metric == "cosine":
-        return unit(codes) if book.learnable else codes  # ema keeps them of unit length
+        return rows.unit(codes) if book.learnable else codes  # ema keeps them of unit length
     if book.affine is None:
         return codes
     affine, ratio = book.affine, _std_ratio(book.affine)
@@ -145,7 +144,7 @@ def vectors_by_head(book: Book) -> Tensor:
 def as_codes(book: Book, x: Tensor) -> Tensor:
     """Map rows ``x`` [h n D] to the codes whose vectors they are."""
     if book.affine is None:
-        return unit(x) if book.metric == "cosine" else x
+        return rows.unit(x) if book.metric == "cosine" else x
     parts = (book.affine.row_mean, _std_ratio(book.affine), book.affine.code_mean)
     mean, ratio, code_mean = (part.to(x.dtype).reshape(-1, 1, x.shape[-1]) for part in parts)
     return (x - mean) / ratio + code_mean

@@ -14,7 +14,6 @@ from ...kernels.ops.nearest import nearest
 from ..precision import matmul
 from . import rows
 from .book import Book, code_vectors, vectors_by_head
-from .rows import at_least_float32, unit
 
 MIN_SQUARE = 1e-8  # of a distance, under the root
 
@@ -55,7 +54,7 @@ def encode_among(
     def encode_tile(x: Tensor, given: Tensor) -> Tensor:
         vectors = f(codes, given[:, None])  # [m K D]
         if book.metric == "cosine":
-            score = (x[:, None] * unit(vectors)).sum(-1)
+            score = (x[:, None] * rows.unit(vectors)).sum(-1)
         else:
             score = -(x[:, None] - vectors).square().sum(-1)
         if top is None:
@@ -64,7 +63,7 @@ def encode_among(
         return torch.where(rows.finite(x)[..., None], best, -1)
 
     with torch.no_grad():
-        x_flat, given_flat = (t.detach().reshape(-1, t.shape[-1]) for t in (at_least_float32(x), given))
+        x_flat, given_flat = (t.detach().reshape(-1, t.shape[-1]) for t in (rows.at_least_float32(x), given))
         found = rows.map_tiles(encode_tile, size, x_flat, given_flat)
     return found.reshape(*x.shape[:-1], *([] if top is None else [top]))
 
@@ -83,10 +82,9 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
 
     def sample_tile(codes: Tensor, x: Tensor, keys: Tensor) -> Tensor:
         noise = -torch.log(-torch.log(random.uniform(keys, (*keys.shape, len(codes)))))
-        drawn = (logits(x, codes, book.metric) / temperature + noise).argmax(-1)
-        return torch.where(rows.finite(x), drawn, -1)
+        return torch.where(rows.finite(x), (logits(x, codes, book.metric) / temperature + noise).argmax(-1), -1)
 
-    heads = zip(_table(book, x), at_least_float32(flat), rows.row_keys(key, numbers), strict=True)
+    heads = zip(_table(book, x), rows.at_least_float32(flat), rows.row_keys(key, numbers), strict=True)
     drawn = torch.stack([rows.map_tiles(partial(sample_tile, c), len(c), t, k) for c, t, k in heads])
     return rows.unflatten_heads(drawn, x)
 

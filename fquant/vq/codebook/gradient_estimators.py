@@ -17,7 +17,6 @@ from ..quantized import Key
 from . import rows
 from .book import Book, vectors_by_head
 from .encode import logits
-from .rows import MIN_LENGTH, unit
 
 GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
@@ -39,10 +38,10 @@ def rotation(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) ->
     """
     start, q, change = x.detach(), q.detach(), x - x.detach()
     length, q_length = (t.norm(dim=-1, keepdim=True) for t in (start, q))
-    turns = length > MIN_LENGTH
+    turns = length > rows.MIN_LENGTH
     length = torch.where(turns, length, 1)
-    u, v = start / length, q / q_length.clamp(min=MIN_LENGTH)
-    w = unit(u + v)
+    u, v = start / length, q / q_length.clamp(min=rows.MIN_LENGTH)
+    w = rows.unit(u + v)
     along = lambda t: (change * t).sum(-1, keepdim=True)
     turned = change - 2 * along(w) * w + 2 * along(u) * v
     return q + torch.where(turns, q_length / length * turned, change)
@@ -63,7 +62,7 @@ def directional(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None,
         towards = towards + variance**0.5 * random.normal(key, tuple(x.shape), x.dtype)
     square = difference.square().sum(-1, keepdim=True)
     nonzero = square > 0  # the root has no derivative at zero
-    return x + unit(towards) * torch.where(nonzero, torch.where(nonzero, square, 1).sqrt(), 0)
+    return x + rows.unit(towards) * torch.where(nonzero, torch.where(nonzero, square, 1).sqrt(), 0)
 
 
 def gumbel(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None, temperature: float = 1.0) -> Tensor:
@@ -75,8 +74,7 @@ def gumbel(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None, temp
     metric = book.metric
 
     def mean_code(x: Tensor, codes: Tensor) -> Tensor:
-        probabilities = (logits(x, codes, metric) / temperature).softmax(-1)
-        return matmul(probabilities, codes.detach())
+        return matmul((logits(x, codes, metric) / temperature).softmax(-1), codes.detach())
 
     heads = zip(rows.flatten_heads(book, x, 1), vectors_by_head(book).to(x.dtype), strict=True)
     soft = torch.stack([rows.map_tiles(mean_code, len(c), x, shared=(c,)) for x, c in heads])

@@ -21,7 +21,6 @@ from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
-from .rows import RowOffset, unit
 from .update import Stats, drawn_rows, stats
 
 SPLIT_DISTANCE = 1 / 1024  # of the two copies of a mean, relative to it
@@ -35,7 +34,7 @@ def kmeans(
     *,
     mask: Mask = None,
     split: bool = True,
-    row_offset: RowOffset | None = None,
+    row_offset: rows.RowOffset | None = None,
     psum: Psum = identity,
 ) -> Book:
     """Set codes, counts and sums of ``book`` to clusters of the finite rows ``x`` f[... D] (with heads [... h D]).
@@ -58,8 +57,7 @@ def kmeans(
     drawn, hit = drawn_rows(start)
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
-        found = psum(stats(book, x, encode(book, x), mask))
-        book = _move_to_means(book, found, split and step < iterations - 1)
+        book = _move_to_means(book, psum(stats(book, x, encode(book, x), mask)), split and step < iterations - 1)
     return tree_map(torch.Tensor.detach, book)
 
 
@@ -67,11 +65,11 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
     """Set codes, counts and sums of ``book`` to the means of ``found``."""
     empty = found.counts == 0
     means = found.sums / found.counts.clamp(min=1)[..., None]
-    means = unit(means) if book.metric == "cosine" else means
+    means = rows.unit(means) if book.metric == "cosine" else means
     codes = torch.where(empty[..., None], book.codes, means)
     if split:
         codes = _split(codes, found.counts, empty)
-        codes = unit(codes) if book.metric == "cosine" else codes
+        codes = rows.unit(codes) if book.metric == "cosine" else codes
     counts = found.counts.clamp(min=1)
     return replace(book, codes=codes, counts=counts, sums=codes * counts[..., None])
 

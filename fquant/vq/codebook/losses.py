@@ -13,14 +13,13 @@ from ..quantized import Mask, Mean, Psum
 from . import rows
 from .book import Book, check_row_codes, vectors_by_head
 from .encode import logits
-from .rows import at_least_float32, unit
 
 MIN_PROBABILITY = 1e-5  # in a logarithm
 
 
 def commitment(x: Tensor, q: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of (q - x)² over the numbers of rows x and q [... D] that ``mask`` bool[...] selects."""
-    square = (at_least_float32(q) - at_least_float32(x)).square()
+    square = (rows.at_least_float32(q) - rows.at_least_float32(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
     mask = rows.expand_mask(mask, x)
@@ -58,8 +57,7 @@ def diversity(book: Book, x: Tensor, temperature: float = 100.0, mask: Mask = No
     metric, batch = book.metric, flat.shape[1] // max(1, size)
 
     def tile_sums(x: Tensor, weight: Tensor, codes: Tensor) -> Tensor:  # [m b D], [m b] -> [m K]
-        probabilities = (temperature * logits(x, codes, metric)).softmax(-1)
-        return (probabilities * weight[..., None]).sum(1)
+        return ((temperature * logits(x, codes, metric)).softmax(-1) * weight[..., None]).sum(1)
 
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
     weights = valid.to(flat.dtype)
@@ -78,7 +76,7 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
 
     ``among`` bool[K] or [h K] selects codes, as ``stats.counts > 0`` or ``random.permutation(key, K) < n``.
     """
-    codes = unit(at_least_float32(vectors_by_head(book)))
+    codes = rows.unit(rows.at_least_float32(vectors_by_head(book)))
     among = torch.ones_like(book.counts, dtype=torch.bool) if among is None else among
     if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
         raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
@@ -91,6 +89,6 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
 def _flatten(book: Book, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows [h n D], zeros where invalid, the code vectors [h K D], and which rows are valid, bool[h n]."""
     rows.check(book, x)
-    flat = rows.flatten_heads(book, at_least_float32(x), 1)
+    flat = rows.flatten_heads(book, rows.at_least_float32(x), 1)
     flat, valid = rows.zero_invalid(flat, rows.flat_mask(book, mask, x))
-    return unit(flat) if book.metric == "cosine" else flat, vectors_by_head(book).to(flat.dtype), valid
+    return rows.unit(flat) if book.metric == "cosine" else flat, vectors_by_head(book).to(flat.dtype), valid

@@ -16,8 +16,7 @@ from ..precision import linear
 from ..quantized import Key, Mask, Quantized, Seed
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense
-from .book import constant
-from .book import decode as decode_book
+from . import book as books
 from .encode import encode as encode_book
 from .gradient_estimators import GradientEstimator, rotation
 from .losses import commitment
@@ -52,12 +51,12 @@ def code_vectors(state: SimVQ) -> Tensor:
 
 def encode(state: SimVQ, x: Tensor, top: int | None = None) -> Tensor:
     """Return the nearest code of every row of ``x`` f[... dim], i64[...], as ``encode`` of a Book does."""
-    return encode_book(constant(code_vectors(state).detach()), x, top)
+    return encode_book(books.constant(code_vectors(state).detach()), x, top)
 
 
 def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Look up ``codes`` i64[...]: [... dim] in ``dtype``, or the state's; zeros for -1; with the errors of a Book."""
-    q = torch.where((codes == -1)[..., None], 0.0, _map(state, decode_book(constant(state.frozen), codes)))
+    q = torch.where((codes == -1)[..., None], 0.0, _map(state, books.decode(books.constant(state.frozen), codes)))
     return q if dtype is None else q.to(dtype)
 
 

@@ -23,7 +23,6 @@ from ...tree import node
 from ..quantized import Key, Mask
 from . import rows
 from .book import Book, as_codes, check_row_codes
-from .rows import RowOffset, at_least_float32, unit
 
 T = TypeVar("T")
 
@@ -43,7 +42,13 @@ class Stats:
 
 
 def stats(
-    book: Book, x: Tensor, codes: Tensor, mask: Mask = None, *, key: Key = None, row_offset: RowOffset | None = None
+    book: Book,
+    x: Tensor,
+    codes: Tensor,
+    mask: Mask = None,
+    *,
+    key: Key = None,
+    row_offset: rows.RowOffset | None = None,
 ) -> Stats:
     """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...].
 
@@ -56,7 +61,7 @@ def stats(
     check_row_codes(book, codes, x)
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
-    flat = at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
+    flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
     codes, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
     flat, valid = rows.zero_invalid(flat, codes >= 0 if kept is None else (codes >= 0) & kept)
     flat = torch.where(valid[..., None], as_codes(book, flat), 0)
@@ -122,7 +127,7 @@ def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = Non
     total, num_codes = whole or (book.counts.sum(-1, keepdim=True), book.counts.shape[-1])
     smooth = (book.counts + eps) / (total + num_codes * eps) * total
     codes = book.sums / torch.where(smooth > 0, smooth, 1)[..., None]
-    codes = unit(codes) if book.metric == "cosine" else codes
+    codes = rows.unit(codes) if book.metric == "cosine" else codes
     return replace(book, codes=torch.where((smooth > 0)[..., None], codes, book.codes))
 
 

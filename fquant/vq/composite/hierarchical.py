@@ -28,12 +28,11 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook import book as books
+from ..codebook import update as updates
 from ..codebook.apply import apply as apply_book
 from ..codebook.book import Book, Metric
 from ..codebook.gradient_estimators import GradientEstimator, straight_through
 from ..codebook.rows import RowOffset
-from ..codebook.update import Stats, add, unless_empty, update_each
-from ..codebook.update import update as update_book
 from ..precision import no_autocast
 from ..quantized import Key, Mask, Quantized, Seed, stack_trees
 from ..scalar import projection_layers
@@ -68,7 +67,7 @@ class Hierarchical:
 class Levels:
     """The statistics of each scale's book, or of the shared one, and the number f32[] of ``lost`` rows, not finite."""
 
-    books: list[Stats]
+    books: list[updates.Stats]
     lost: Tensor
 
 
@@ -140,8 +139,7 @@ def decode(
     for i, (cells, scale) in enumerate(zip(codes, state.scales, strict=False)):
         if cells.shape != (*lead, *scale):
             raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(cells.shape)}; wanted {(*lead, *scale)}")
-        cells = cells.reshape(-1, *scale)
-        book = state.books[min(i, len(state.books) - 1)]
+        cells, book = cells.reshape(-1, *scale), state.books[min(i, len(state.books) - 1)]
         out = out + _upsample(state, i, books.decode(book, cells), cells, size)
     out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
     return out if dtype is None else out.to(dtype)
@@ -206,15 +204,14 @@ def apply(
         stats.append(replace(got.stats, kept=got.stats.kept - unused, lost=got.stats.lost - unused))
         losses.append(got.losses)
     result = torch.where(live[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
-    lost = projection_layers.count_rows(live, mask).bad.to(torch.float32)
-    levels = Levels([add(*stats)] if shared else stats, lost)
-    return Quantized(result, codes, stack_trees(losses), levels)  # type: ignore[arg-type]
+    stats = Levels([updates.add(*stats)] if shared else stats, projection_layers.count_rows(live, mask).bad.float())
+    return Quantized(result, codes, stack_trees(losses), stats)  # type: ignore[arg-type]
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
     """Return ``state`` with each book that a row reached updated as by ``vq.update`` with ``options``."""
-    update = partial(unless_empty, update_book, **options)
-    return replace(state, books=update_each("hierarchical.update", "books", state.books, stats.books, update))
+    update = partial(updates.unless_empty, updates.update, **options)
+    return replace(state, books=updates.update_each("hierarchical.update", "books", state.books, stats.books, update))
 
 
 def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..codebook import rows
-from ..codebook.book import Book
-from ..codebook.book import decode as decode_book
+from ..codebook import book as books
+from ..codebook import losses, rows
 from ..codebook.gradient_estimators import GradientEstimator
-from ..codebook.losses import cross_entropy as cross_entropy_of
 from ..codebook.update import Stats, add, unless_empty, update_each
 from ..quantized import Key, Mask, Mean, Quantized, stack_trees
 from ..scalar import projection_layers
@@ -57,8 +55,7 @@ def decode(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -
     """
     first, *others = decode_layers(state, codes, dtype).unbind(-2)
     out = sum(others, first)  # in the order of apply, so that the bits are equal
-    known = (codes != -1).any(-1, keepdim=True)
-    return projection_layers.project_out(out[..., None, :], state.params, known)
+    return projection_layers.project_out(out[..., None, :], state.params, (codes != -1).any(-1, keepdim=True))
 
 
 def decode_layers(state: Residual, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -134,8 +131,7 @@ def apply(
         rest, out = rest - (q + grad_frac * (got.x - q) if grad_frac else q), out + got.x
         each.append(got)
     if outer is not None:
-        flat = None if mask is None else mask.reshape(1, -1)
-        numbers = rows.number_rows(flat, live.reshape(1, -1), row_offset)
+        numbers = rows.number_rows(None if mask is None else mask.reshape(1, -1), live.reshape(1, -1), row_offset)
         row_keys = None if key is None else rows.row_keys(random.fold(key, "outer"), numbers).reshape(live.shape)
         out = outer(start, out, None, row_keys)
     stats: Any = [got.stats for got in each]
@@ -143,9 +139,9 @@ def apply(
         stats = projection_layers.count_rows(live, mask)
     elif state.shared:
         stats = [add(*stats)]
-    codes, losses = torch.stack([got.codes for got in each], -1), stack_trees([got.losses for got in each])
+    codes, loss = torch.stack([got.codes for got in each], -1), stack_trees([got.losses for got in each])
     out = projection_layers.project_out(out[..., None, :], state.params, live[..., None])
-    return Quantized(out.to(x.dtype), codes, losses, stats)
+    return Quantized(out.to(x.dtype), codes, loss, stats)
 
 
 def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
@@ -160,10 +156,10 @@ def cross_entropy(state: Residual, x: Tensor, codes: Tensor, mask: Mask = None) 
     rest, live = project_in("residual.cross_entropy", state, x, mask)
     each = []
     for i, (layer, layer_codes) in enumerate(zip(layers, codes.unbind(-1), strict=True)):
-        if not isinstance(layer, Book):
+        if not isinstance(layer, books.Book):
             raise TypeError(f"residual.cross_entropy: layers.{i} is a {type(layer).__name__}; wanted a Book")
-        each.append(cross_entropy_of(layer, rest, layer_codes, live))
-        rest = rest - decode_book(layer, layer_codes).to(rest.dtype).detach()
+        each.append(losses.cross_entropy(layer, rest, layer_codes, live))
+        rest = rest - books.decode(layer, layer_codes).to(rest.dtype).detach()
     return stack_trees(each)
 
 

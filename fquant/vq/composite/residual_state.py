@@ -20,10 +20,7 @@ from ... import random, tree
 from ..codebook import book as books
 from ..codebook import implicit, simvq, update
 from ..codebook.apply import apply
-from ..codebook.book import Book
 from ..codebook.encode import encode
-from ..codebook.implicit import Implicit
-from ..codebook.simvq import SimVQ
 from ..quantized import Quantized, Seed
 from ..scalar import fsq, lfq, projection_layers
 from ..scalar.projection_layers import Projections
@@ -63,23 +60,23 @@ def _size(layer: Any) -> tuple[int, int, bool]:
     return layer.dim, layer.num_codebooks, layer.params is not None
 
 
-def _book_size(layer: Book) -> tuple[int, int, bool]:
+def _book_size(layer: books.Book) -> tuple[int, int, bool]:
     return layer.codes.shape[-1], layer.codes.shape[0] if layer.codes.ndim == 3 else 1, False
 
 
-def _book_table(layer: Book) -> tuple[int, str]:
+def _book_table(layer: books.Book) -> tuple[int, str]:
     return layer.codes.shape[-2], layer.metric
 
 
 VERBS: dict[type, Verbs] = {
     fsq.FSQ: _independent(_size, fsq.encode, fsq.decode, fsq.apply),
     lfq.LFQ: _independent(_size, lfq.encode, lfq.decode, lfq.apply),
-    Book: _independent(_book_size, encode, books.decode, apply, update=update.update, table=_book_table),
-    Implicit: Verbs(
+    books.Book: _independent(_book_size, encode, books.decode, apply, update=update.update, table=_book_table),
+    implicit.Implicit: Verbs(
         lambda layer: _book_size(layer.book), implicit.encode, implicit.decode, implicit.apply, implicit.update,
         lambda layer: _book_table(layer.book),
     ),
-    SimVQ: _independent(
+    simvq.SimVQ: _independent(
         lambda layer: (layer.dim, 1, False), simvq.encode, simvq.decode, simvq.apply,
         table=lambda layer: (layer.frozen.shape[0], "euclidean"),
     ),
@@ -129,7 +126,7 @@ def init(
             raise TypeError(f"{name}: layers.{i} is {kinds}; wanted all to learn from statistics, or none")
     state = Residual(layers, None, 0, **options)  # without its projections
     shared, cutoff, multiple = state.shared, state.cutoff, state.multiple
-    if shared is not None and (shared < 1 or len(layers) != 1 or not isinstance(layers[0], Book)):
+    if shared is not None and (shared < 1 or len(layers) != 1 or not isinstance(layers[0], books.Book)):
         raise ValueError(f"{name}: shared is {shared} with {len(layers)} layers; wanted at least 1 of one Book")
     num_layers = shared or len(layers)
     if not 0 <= cutoff < num_layers or multiple < 1:

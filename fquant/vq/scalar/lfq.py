@@ -31,7 +31,7 @@ from ...communication import identity
 from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
 from ..codebook.losses import commitment
-from ..precision import matmul
+from ..precision import linear, matmul
 from ..quantized import Key, Mask, Mean, Psum, Quantized, Seed
 from . import projection_layers
 from .projection_layers import Projections
@@ -136,7 +136,8 @@ def entropies(
 def _project_in(name: str, state: LFQ, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if state.params is not None and state.cosine is not None:
         x, live = projection_layers.prepare_rows(name, x, state.dim, mask)
-        z = projection_layers.cosine(x, state.params, state.num_codebooks) * state.cosine  # [... c d]
+        z = linear(rows.direction(x), rows.direction(state.params.project_in.weight))
+        z = rearrange(z, "... (c d) -> ... c d", c=state.num_codebooks) * state.cosine
     else:
         z, live = projection_layers.project_in(name, x, state.dim, mask, state.params, state.num_codebooks)
     if state.clamp is not None:
@@ -165,7 +166,10 @@ def _entropies(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean entropy of the rows of z [... c d], the entropy of the mean, and the number of local rows."""
     if key is not None and state.share < 1.0:
-        z, live = _draw_rows(state.share, z, live, random.fold(key, "share"))
+        n = math.prod(live.shape[key.ndim :])  # rows of each key
+        z, live = z.reshape(*key.shape, n, *z.shape[-2:]), live.reshape(*key.shape, n)
+        chosen = random.permutation(random.fold(key, "share"), n)[..., : math.ceil(state.share * n)]  # [*key m]
+        z, live = z.take_along_dim(chosen[..., None, None], -3), live.take_along_dim(chosen, -1)
     num_rows, num_codebooks = live.numel(), z.shape[-2]
     weight = live.reshape(num_rows).to(z.dtype)
     logits = 4.0 * inv_temperature * _magnitude(state) * z.reshape(num_rows, *z.shape[-2:])
@@ -190,11 +194,3 @@ def _patterns(off: Tensor, on: Tensor) -> Tensor:
     for i in range(on.shape[-1]):
         p = torch.stack([p * off[..., i, None], p * on[..., i, None]], -1).flatten(-2)
     return p
-
-
-def _draw_rows(share: float, z: Tensor, live: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a ``share`` of the rows of each key: z [*key m c d] and live bool[*key m]."""
-    n = math.prod(live.shape[key.ndim :])
-    z, live = z.reshape(*key.shape, n, *z.shape[-2:]), live.reshape(*key.shape, n)
-    chosen = random.permutation(key, n)[..., : math.ceil(share * n)]  # [*key m]
-    return z.take_along_dim(chosen[..., None, None], -3), live.take_along_dim(chosen, -1)

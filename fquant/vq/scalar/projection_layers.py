@@ -59,8 +59,8 @@ def init(
 ) -> tuple[int, Projections | None]:
     """Return the last dim of x, and projections to ``num_codebooks * width`` scalars if dim differs from that.
 
-    One for :func:`cosine` is normal and has no bias. Raises ValueError for sizes below 1, and for ``bias`` (None is the
-    default) or ``cosine`` without projections.
+    With ``cosine`` the first is normal and has no bias. Raises ValueError for sizes below 1, and for ``bias`` (None is
+    the default) or ``cosine`` without projections.
     """
     if num_codebooks < 1 or (dim is not None and dim < 1):
         raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
@@ -119,12 +119,6 @@ def project_in(
     x, live = prepare_rows(name, x, dim, mask)
     z = x if params is None else linear(x, params.project_in.weight, params.project_in.bias)
     return rows.zero_invalid(rearrange(z, "... (c d) -> ... c d", c=num_codebooks), live, 2)
-
-
-def cosine(x: Tensor, params: Projections, num_codebooks: int) -> Tensor:
-    """Project x [... dim] to z [... c d], the cosines between x and the rows of the weight, which is a Tensor."""
-    z = linear(rows.direction(x), rows.direction(params.project_in.weight))
-    return rearrange(z, "... (c d) -> ... c d", c=num_codebooks)
 
 
 def project_out(z: Tensor, params: Projections | None, known: Tensor, rotation: Tensor | None = None) -> Tensor:
