@@ -25,6 +25,7 @@ T = TypeVar("T")
 Seed = int | Tensor  # of ``init``: a number, or a key i64[] of fquant.random
 Key = Tensor | None  # of ``apply``: without one nothing is random
 Mask = Tensor | None  # bool, True for the rows that count; its dims are the first of theirs
+Codes = Tensor | None  # of ``apply``: i64, those of another search, -1 for none
 Psum = Callable[[Any], Any]  # from a tree of sums to their sums over ranks, differentiable: shard.psum
 
 

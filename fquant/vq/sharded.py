@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import random
+from .. import random, tree
 from ..communication import ONE_PROCESS, RowExchange
-from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
 from .codebook import update as updates
 from .codebook.encode import search
-from .codebook.gradient_estimators import GradientEstimator, rotation
+from .codebook.gradient_estimators import Estimator, rotation
 from .codebook.losses import commitment
 from .quantized import Key, Mask, Quantized, Seed
 from .scalar.projection_layers import within
@@ -34,16 +33,16 @@ NO_CODE = -(2**63)  # the key of a row without a code
 LOW = 2**32 - 1  # the low half of a key
 
 
-@node
+@tree.node
 class ShardedBook:
     """The codes from ``first`` on of a book of ``num_codes``, for every head, as a ``book`` of their own."""
 
     book: books.Book
-    first: int = static()
-    num_codes: int = static()
+    first: int = tree.static()
+    num_codes: int = tree.static()
 
 
-@node
+@tree.node
 class ShardedStats:
     """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum."""
 
@@ -96,7 +95,7 @@ def apply(
     key: Key = None,
     mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
+    gradient: Estimator = rotation,
     draw: bool = False,
     exchange: RowExchange = ONE_PROCESS,
 ) -> Quantized:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..quantized import Key, Mask, Quantized
+from ..quantized import Codes, Key, Mask, Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
 from .update import stats as stats_of
 
@@ -26,10 +26,10 @@ def apply(
     key: Key = None,
     mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
+    gradient: Estimator = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
-    codes: Tensor | None = None,
+    codes: Codes = None,
     draw: bool = False,
     row_offset: rows.RowOffset | None = None,
 ) -> Quantized:

@@ -14,31 +14,29 @@ The invariants of a Book of K codes of D numbers:
   codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
 
-An affine book maps its codes to the mean and variance of rows, for an encoder that moves fast (Huh et al. 2023,
-"Straightening out the straight-through estimator"). In training only, its averages move before the step, as in
-vector-quantize-pytorch, or after it: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
+An affine book compares rows with (c - mean of codes) · sd of rows / sd of codes + mean of rows. It is for encoders that
+move fast (Huh et al. 2023, "Straightening out the straight-through estimator"). In training only, its averages move
+before the step, as in vector-quantize-pytorch, or after: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
 """
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import random
+from ... import random, tree
 from ...kernels import dispatch
-from ...tree import node, static
 from ..quantized import Mask, Seed
 from . import rows
 
 Metric = Literal["euclidean", "cosine"]
-METRICS = ("euclidean", "cosine")
 MIN_VARIANCE = 1e-5  # of a dim of rows or codes
 
 
-@node
+@tree.node
 class Affine:
     """Running means and variances f32[D] or [h D] of rows and codes; ``seen`` f32[] is zero before the first rows."""
 
@@ -49,7 +47,7 @@ class Affine:
     seen: Tensor
 
 
-@node
+@tree.node
 class Moments:
     """Sums over rows, in float64, so that a mean far from zero leaves digits to the variance."""
 
@@ -58,15 +56,15 @@ class Moments:
     square: Tensor  # f64[D] or [h D]
 
 
-@node
+@tree.node
 class Book:
     """A codebook; the module's docstring lists its invariants."""
 
     codes: Tensor
     counts: Tensor
     sums: Tensor
-    metric: Metric = static(default="euclidean")
-    learnable: bool = static(default=False)
+    metric: Metric = tree.static(default="euclidean")
+    learnable: bool = tree.static(default=False)
     affine: Affine | None = None
 
 
@@ -92,8 +90,8 @@ def init(
     for name, size in (("num_codes", num_codes), ("dim", dim), ("heads", 1 if heads is None else heads)):
         if size < 1:
             raise ValueError(f"{name} is {size}; wanted at least 1")
-    if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(METRICS)}")
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(get_args(Metric))}")
     if affine and metric == "cosine":
         raise ValueError("affine is True with metric 'cosine', whose codes have unit length; use metric='euclidean'")
     lead = () if heads is None else (heads,)

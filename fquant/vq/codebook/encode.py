@@ -49,14 +49,11 @@ def encode_among(
         raise ValueError(f"a book of {len(book.codes)} heads; wanted one without, use vmap over the heads")
     if given.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"given: got shape {tuple(given.shape)} for x {tuple(x.shape)}; wanted its first dims")
-    codes, size = code_vectors(book).detach(), book.codes.numel()
+    codes, cosine, size = code_vectors(book).detach(), book.metric == "cosine", book.codes.numel()
 
     def encode_tile(x: Tensor, given: Tensor) -> Tensor:
-        vectors = f(codes, given[:, None])  # [m K D]
-        if book.metric == "cosine":
-            score = (x[:, None] * rows.unit(vectors)).sum(-1)
-        else:
-            score = -(x[:, None] - vectors).square().sum(-1)
+        vectors, each = f(codes, given[:, None]), x[:, None]  # [m K D], [m 1 D]
+        score = (each * rows.unit(vectors)).sum(-1) if cosine else -(each - vectors).square().sum(-1)
         if top is None:
             return torch.where(rows.finite(x), score.argmax(-1), -1)
         best = score.sort(dim=-1, descending=True, stable=True).indices[..., :top]

@@ -18,7 +18,7 @@ from . import rows
 from .book import Book, vectors_by_head
 from .encode import logits
 
-GradientEstimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
+Estimator = Callable[[Tensor, Tensor, Book | None, Tensor | None], Tensor]
 
 
 def direct(x: Tensor, q: Tensor, book: Book | None = None, key: Key = None) -> Tensor:

@@ -22,14 +22,14 @@ from torch.nn.functional import silu
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Key, Mask, Quantized, Seed
+from ..quantized import Codes, Key, Mask, Quantized, Seed
 from ..scalar.projection_layers import Dense, dense
 from . import book as books
 from . import rows
 from . import update as updates
 from .book import Book, Metric
 from .encode import encode_among
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment
 
 
@@ -101,8 +101,8 @@ def apply(
     key: Key = None,
     mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
-    codes: Tensor | None = None,
+    gradient: Estimator = rotation,
+    codes: Codes = None,
     draw: bool = False,
     row_offset: rows.RowOffset | None = None,
 ) -> Quantized:

@@ -3,9 +3,8 @@
     book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)      # or without the last two
 
 Lloyd's iterations start at rows drawn by number (``rows.py``). A mesh runs iterations + 1 collectives of fixed shapes,
-and for any split of the rows the result is that of one process. A cluster without rows would never move, so it is put
-beside a large one: both become copies of its mean, each slightly larger than the other in every second dim, as in
-faiss.
+and for any split of the rows the result is that of one process. A cluster without rows would never move. It is put
+beside a large one: both become copies of its mean, each slightly larger than the other in every second dim (faiss).
 """
 
 from dataclasses import replace
@@ -13,10 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ... import random
+from ... import random, tree
 from ...communication import identity
 from ...kernels import dispatch
-from ...tree import map as tree_map
 from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
@@ -58,7 +56,7 @@ def kmeans(
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
         book = _move_to_means(book, psum(stats(book, x, encode(book, x), mask)), split and step < iterations - 1)
-    return tree_map(torch.Tensor.detach, book)
+    return tree.map(torch.Tensor.detach, book)
 
 
 def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
@@ -77,12 +75,9 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
 def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
     """Put each empty one of ``codes`` beside a large one, the next largest for the next empty one."""
     order = torch.sort(counts, dim=-1, descending=True, stable=True).indices
-    turn = empty.cumsum(-1) - 1
-    num_empty = empty.sum(-1, keepdim=True)
-    source = torch.where(empty, order.gather(-1, turn.clamp(min=0)), 0)
+    source = torch.where(empty, order.gather(-1, (empty.cumsum(-1) - 1).clamp(min=0)), 0)
     moves = empty & (counts.gather(-1, source) > 1)  # a single row cannot be shared
-    size_rank = order.argsort(-1)
-    shares = ~empty & (size_rank < num_empty) & (counts > 1)
+    shares = ~empty & (order.argsort(-1) < empty.sum(-1, keepdim=True)) & (counts > 1)  # the largest
     even = torch.arange(codes.shape[-1], device=codes.device) % 2 == 0
     factor = torch.where(even, 1 + SPLIT_DISTANCE, 1 - SPLIT_DISTANCE)
     copies = codes.gather(-2, source[..., None].expand(codes.shape)) * factor

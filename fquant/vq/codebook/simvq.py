@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Key, Mask, Quantized, Seed
+from ..quantized import Codes, Key, Mask, Quantized, Seed
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense
 from . import book as books
 from .encode import encode as encode_book
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment
 
 update = projection_layers.update
@@ -61,18 +61,11 @@ def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 
 def apply(
-    state: SimVQ,
-    x: Tensor,
-    key: Key = None,
-    mask: Mask = None,
-    *,
-    gradient: GradientEstimator = rotation,
-    codes: Tensor | None = None,
+    state: SimVQ, x: Tensor, key: Key = None, mask: Mask = None, *, gradient: Estimator = rotation, codes: Codes = None
 ) -> Quantized:
     """Quantise x f[... dim], with losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
 
-    ``gradient`` is the gradient estimator for x, and ``key``, whose dims are the first of x, is for it. ``codes``
-    i64[...] are those of another search.
+    ``gradient`` is the gradient estimator for x, and ``key``, whose dims are the first of x, is for it.
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")

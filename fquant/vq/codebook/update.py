@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ... import tree
 from ...kernels import dispatch
-from ...tree import node
 from ..quantized import Key, Mask
 from . import rows
 from .book import Book, as_codes, check_row_codes
@@ -29,7 +28,7 @@ T = TypeVar("T")
 DECAY, EPS = 0.8, 1e-5  # of vector-quantize-pytorch
 
 
-@node
+@tree.node
 class Stats:
     """Sums over rows; the sum of two is that of all their rows."""
 
@@ -53,8 +52,8 @@ def stats(
     """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...].
 
     With a ``key``, the same on every rank, rows are drawn for dead codes; ``row_offset`` numbers this rank's rows among
-    all (``rows.py``). Raises IndexError for codes beyond the book where values can be seen, TypeError for another
-    dtype, and ValueError for another shape.
+    all. Raises IndexError for codes beyond the book where values can be seen, TypeError for another dtype, else
+    ValueError.
     """
     rows.check(book, x)
     check_float32(book)
@@ -97,8 +96,7 @@ def add(*each: Stats) -> Stats:
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
     """Move counts and sums of ``book`` towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
-    ``weight`` f32[K] or [h K] in [0, 1] scales the step of each code. Raises TypeError for a book that is not of
-    float32, ValueError for other shapes.
+    ``weight`` f32[K] or [h K] is from 0 to 1. Raises TypeError for a book not of float32, ValueError for other shapes.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")

@@ -31,7 +31,7 @@ from ..codebook import book as books
 from ..codebook import update as updates
 from ..codebook.apply import apply as apply_book
 from ..codebook.book import Book, Metric
-from ..codebook.gradient_estimators import GradientEstimator, straight_through
+from ..codebook.gradient_estimators import Estimator, straight_through
 from ..codebook.rows import RowOffset
 from ..precision import no_autocast
 from ..quantized import Key, Mask, Quantized, Seed, stack_trees
@@ -152,7 +152,7 @@ def apply(
     mask: Mask = None,
     *,
     depth: Tensor | None = None,
-    gradient: GradientEstimator = straight_through,
+    gradient: Estimator = straight_through,
     row_offset: RowOffset | None = None,
     **options: Any,
 ) -> Quantized:
@@ -187,11 +187,10 @@ def apply(
         used = count[:, 0] > 0  # [b *scale]
         if depth is not None:
             used = used & (i < depth).reshape(-1, *[1] * spatial)
-        down = (pooled / count.clamp(min=SMALL)).movedim(1, -1)
         before = total * sum(cells[:i]) if shared else 0
         got = apply_book(
             state.books[0 if shared else i],
-            torch.where(used[..., None], down, torch.nan),
+            torch.where(used[..., None], (pooled / count.clamp(min=SMALL)).movedim(1, -1), torch.nan),
             None if key is None else key if shared else random.fold(key, i),
             gradient=gradient,
             row_offset=(before + first * cells[i], total * (sum(cells) if shared else cells[i])),

@@ -24,7 +24,7 @@ from torch import Tensor
 from ... import random
 from ..codebook import book as books
 from ..codebook import losses, rows
-from ..codebook.gradient_estimators import GradientEstimator
+from ..codebook.gradient_estimators import Estimator
 from ..codebook.update import Stats, add, unless_empty, update_each
 from ..quantized import Key, Mask, Mean, Quantized, stack_trees
 from ..scalar import projection_layers
@@ -80,7 +80,7 @@ def apply(
     codes: Tensor | None = None,
     depth: Tensor | None = None,
     grad_frac: float = 0.0,
-    outer: GradientEstimator | None = None,
+    outer: Estimator | None = None,
     **options: Any,
 ) -> Quantized:
     """Quantise x f[... dim]; losses are those of the layers, as Means of [layers] numbers.

@@ -161,8 +161,7 @@ def init_implicit(
     """Make a learnable Book and implicit layers (``implicit.py``), with sizes as in :func:`init_books`."""
     key, sizes = random.key(key), _sizes("residual.init_implicit", num_codes, num_layers)
     own, net = _split(options)
-    metric = net.get("metric", "euclidean")
-    first = books.init(random.fold(key, 0), sizes[0], width, metric=metric, learnable=True)
+    first = books.init(random.fold(key, 0), sizes[0], width, metric=net.get("metric", "euclidean"), learnable=True)
     later = [implicit.init(random.fold(key, i), size, width, **net) for i, size in enumerate(sizes) if i]
     return init(key, [first, *later], dim, **own)
 
@@ -179,8 +178,8 @@ def init_simvq(
 def init_fsq(key: Seed, levels: tuple[int, ...], num_layers: int, dim: int | None = None, **options: Any) -> Residual:
     """Make layers of symmetric FSQ, where layer i quantises in steps of L^-i for L levels.
 
-    ``hard_clamp``, the default, clamps x softly to ±(1 + 1 / (L - 1)) and the layers hard. Without it x is clamped to
-    ``clamp``, if any, and the layers use tanh.
+    ``hard_clamp``, the default, clamps x softly to ±(1 + 1 / (L - 1)) and the layers hard; False uses ``clamp`` and
+    tanh.
     """
     key, (own, new) = random.key(key), _split(options)
     new = {"symmetric": True, "hard_clamp": True, **new}
@@ -198,10 +197,8 @@ def init_lfq(
 ) -> Residual:
     """Make layers of LFQ with ``options`` of ``lfq.init``; layer i has scale 2^-i and clamps to ``clamp`` · 2^-i."""
     key, (own, new) = random.key(key), _split(options)
-    scales = [2.0**-i for i in range(num_layers)]
-    bounds = [None if clamp is None else clamp * scale for scale in scales]
-    each = enumerate(zip(scales, bounds, strict=True))
-    layers = [lfq.init(random.fold(key, i), bits, scale=scale, clamp=bound, **new) for i, (scale, bound) in each]
+    each = enumerate(2.0**-i for i in range(num_layers))
+    layers = [lfq.init(random.fold(key, i), bits, scale=s, clamp=clamp and clamp * s, **new) for i, s in each]
     return init(key, layers, dim, **own)
 
 

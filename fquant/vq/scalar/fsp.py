@@ -5,8 +5,7 @@
 
 (https://arxiv.org/abs/2602.17133.) The output is (u - ½) · √12, of variance 1 for uniform u, with the gradient of u;
 with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that would leave (0, 1) is not added.
-All levels are used if z follows the distribution, so :class:`Moments` is a loss on the first four moments of each
-feature.
+All levels are used if z follows the distribution, so :class:`Moments` is a loss on four moments of each feature.
 """
 
 import math

@@ -3,16 +3,15 @@
     state = fsq.init(key, levels=(8, 5, 5, 5))           # 1000 codes, dim 4, nothing to train
     state = fsq.init(key, levels=(8, 5, 5, 5), dim=64)   # with projections to train, state.params
 
-No codebook has to be learned, or can collapse. With L levels and half = L // 2 a scalar z becomes, with a
-straight-through gradient of the rounding,
+With L levels and half = L // 2 a scalar z becomes, with a straight-through gradient of the rounding,
 
     plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ for even L, else 0,
                                                             shift = atanh(o / h), so that 0 stays 0
     symmetric   2 / (L - 1) · floor((L - 1) · (tanh(z) + 1) / 2 + ½) - 1      (Parker et al. 2024, section 3.2)
 
 The plain bound overshoots by a thousandth, which is a level from 1001 levels on, so these are refused. ``hard_clamp``
-replaces tanh by a clamp to [-1, 1]. With probability ``noise_dropout`` training moves a quantised scalar by uniform
-noise in ±½, within [-1, 1], but not its code.
+replaces tanh by a clamp to [-1, 1]. ``noise_dropout`` is the share of quantised scalars that training moves by uniform
+noise in ±½, within [-1, 1], which leaves their codes.
 """
 
 from dataclasses import replace

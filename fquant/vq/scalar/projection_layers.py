@@ -59,8 +59,7 @@ def init(
 ) -> tuple[int, Projections | None]:
     """Return the last dim of x, and projections to ``num_codebooks * width`` scalars if dim differs from that.
 
-    With ``cosine`` the first is normal and has no bias. Raises ValueError for sizes below 1, and for ``bias`` (None is
-    the default) or ``cosine`` without projections.
+    With ``cosine`` the first is normal and has no bias. ValueError for sizes below 1, and options without projections.
     """
     if num_codebooks < 1 or (dim is not None and dim < 1):
         raise ValueError(f"{name}: dim is {dim} and num_codebooks {num_codebooks}; wanted at least 1 of each")
