@@ -95,8 +95,7 @@ def init(
     if affine and metric == "cosine":
         raise ValueError("affine is True with metric 'cosine', whose codes have unit length; use metric='euclidean'")
     lead = () if heads is None else (heads,)
-    bound = math.sqrt(6 / (num_codes * dim))
-    codes = bound * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
+    codes = math.sqrt(6 / (num_codes * dim)) * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
     codes = rows.unit(codes) if metric == "cosine" else codes
     averages = None
     if affine:

@@ -219,9 +219,8 @@ def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
     choices = most - state.least
     if choices < 1:
         return torch.full_like(key, most)
-    drops = random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape)
     fewer = state.least + (random.bits(random.fold(key, "depth"), key.shape) * choices >> 32)
-    return torch.where(drops, fewer, most)
+    return torch.where(random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape), fewer, most)
 
 
 def _pool(t: Tensor, scale: tuple[int, ...]) -> Tensor:

@@ -85,8 +85,7 @@ def apply(
 ) -> Quantized:
     """Quantise x f[... dim]; losses are those of the layers, as Means of [layers] numbers.
 
-    * key: turns on dropout and the layers' randomness; [], equal on every rank, or for scalar layers of a shape that
-      leads x's.
+    * key: i64[], equal on every rank, or for scalar layers of a shape that leads x's; turns on dropout and randomness.
     * codes: i64[... layers], given codes (``beam.py``), for books, implicit layers and SimVQ.
     * depth: i64 with leading dims of x, the number of layers of each row, instead of a draw.
     * grad_frac: the share of the gradient of a layer's output that flows into its remainder.

@@ -55,7 +55,7 @@ class LFQ:
     spherical: bool = tree.static(default=False)
     clamp: float | None = tree.static(default=None)  # bounds the scalars to ± this by tanh
     cosine: float | None = tree.static(default=None)  # projects unit vectors onto unit vectors, times this
-    activation: str = tree.static(default="identity")  # the function whose gradient x gets, or "tanh"
+    activation: str = tree.static(default="identity")  # or "tanh": the function whose gradient x gets
     gamma: float = tree.static(default=1.0)  # the weight of the entropy of the mean
     share: float = tree.static(default=1.0)  # the share of the rows, drawn by key, that enter the entropies
     offset: float | None = tree.static(default=None)  # makes the entropy loss softplus(loss + offset), above 0
