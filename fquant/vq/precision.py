@@ -1,10 +1,9 @@
 """Matrix products in the dtype of their factors, also within autocast.
 
 A code is the nearest of many, so a product in bfloat16 gives another code, and a loss may consist of rounding errors
-alone. Every product of a quantiser is therefore a :func:`matmul` or a :func:`linear`. Their derivatives have the same
-precision even if ``torch.func.grad`` of a whole step runs within autocast. Other products run in :func:`no_autocast`,
-which covers the forward and its recomputation in a backward. The backward of a convolution, or of a Packed weight, is
-exact by itself; that of an Adapted weight follows autocast.
+alone. Every product of a quantiser is therefore a :func:`matmul` or a :func:`linear`. Their derivatives are as precise
+even if ``torch.func.grad`` of a whole step runs within autocast. Other products run in :func:`no_autocast`. The
+backward of a convolution, or of a Packed weight, is exact by itself; that of an Adapted weight follows autocast.
 """
 
 import math
@@ -76,5 +75,4 @@ class _Matmul(torch.autograd.Function):
 
 
 def _autocasts(x: Tensor) -> bool:
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)

@@ -8,8 +8,9 @@ Each quantiser is a module of functions over a *state*, a node of its own:
     x, codes, losses, stats = fsq.apply(state, x, key) # for training: x carries gradients, losses are Means
     state = fsq.update(state, stats)                   # on a mesh, after shard.psum of the stats
 
-A loss is a sum and a count, which ranks add before they divide: a mean of means is wrong for different numbers of rows.
-A loss that is no mean over rows, such as the entropy of a mean, sums over ranks inside: it takes ``psum``.
+A ``mask`` bool[...] is True for the rows that count; its dims are the first of x. A loss is a sum and a count, which
+ranks add before they divide: a mean of means is wrong for different numbers of rows. A loss that is no mean over rows,
+such as the entropy of a mean, sums over ranks inside: it takes ``psum``.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,11 @@ from torch import Tensor
 from .. import tree
 
 T = TypeVar("T")
+Seed = int | Tensor  # of ``init``: a number, or a key i64[] of fquant.random
+Key = Tensor | None  # of ``apply``: without one nothing is random
+Mask = Tensor | None  # bool, True for the rows that count; its dims are the first of theirs
+Codes = Tensor | None  # of ``apply``: i64, those of another search, -1 for none
 Psum = Callable[[Any], Any]  # from a tree of sums to their sums over ranks, differentiable: shard.psum
-
-
-def one_process(sums: Any) -> Any:
-    """Return ``sums``: the sum over the ranks of one process."""
-    return sums
 
 
 @tree.node

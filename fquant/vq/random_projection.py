@@ -17,9 +17,8 @@ from .codebook.book import constant
 from .codebook.encode import search
 from .codebook.rows import direction
 from .precision import matmul
-from .quantized import Quantized
+from .quantized import Key, Mask, Quantized, Seed
 from .scalar import projection_layers
-from .scalar.projection_layers import RowCounts
 
 update = projection_layers.update
 
@@ -34,7 +33,7 @@ class RandomProjection:
 
 
 def init(
-    key: int | Tensor, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
+    key: Seed, dim: int, num_codes: int, width: int, *, num_codebooks: int = 1, norm: bool = True
 ) -> RandomProjection:
     """Create a state for x f[... dim], projected to ``width``; with ``norm`` False rows are not normalised."""
     sizes = {"dim": dim, "num_codes": num_codes, "width": width, "num_codebooks": num_codebooks}
@@ -50,7 +49,7 @@ def init(
 
 def encode(state: RandomProjection, x: Tensor) -> Tensor:
     """Return codes i64[...], of several codebooks [... heads], for x f[... dim]; -1 for a row that is not finite."""
-    z, kept, _ = _project("random_projection.encode", state, x, None)
+    z, kept = _project("random_projection.encode", state, x, None)
     return projection_layers.join_codes(_nearest(state, z), kept)
 
 
@@ -63,28 +62,27 @@ def decode(state: RandomProjection, codes: Tensor, dtype: torch.dtype = torch.fl
     return rearrange(torch.where(known[..., None], found, 0.0), "... h e -> ... (h e)")
 
 
-def apply(state: RandomProjection, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: RandomProjection, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Return the codes of x f[... dim] and their vectors [... heads·width], without gradient or losses."""
-    z, kept, counts = _project("random_projection.apply", state, x, mask)
+    z, kept = _project("random_projection.apply", state, x, mask)
     codes = projection_layers.join_codes(_nearest(state, z), kept)
-    return Quantized(decode(state, codes, x.dtype), codes, {}, counts)
+    return Quantized(decode(state, codes, x.dtype), codes, {}, projection_layers.count_rows(kept, mask))
 
 
 def logits(state: RandomProjection, x: Tensor) -> Tensor:
     """Return the cosines to all code vectors, f32[... heads codes], with their gradients; not in tiles."""
-    z, _, _ = _project("random_projection.logits", state, x, None)
+    z, _ = _project("random_projection.logits", state, x, None)
     cosines = matmul(rearrange(direction(z), "... h e -> h (...) e"), state.vectors.to(z.dtype).mT)
     return rows.unflatten_heads(cosines, z)
 
 
-def _project(name: str, state: RandomProjection, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, RowCounts]:
-    """Return z [... heads width], which of its rows are valid, and their counts."""
+def _project(name: str, state: RandomProjection, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Return z [... heads width], and which of its rows are valid."""
     x, kept = projection_layers.prepare_rows(name, x, state.weight.shape[-1], mask)
     if state.norm:
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     z = matmul(x, state.weight.to(x.dtype).flatten(0, 1).mT).unflatten(-1, state.weight.shape[:2])
-    z, kept = rows.zero_invalid(z, kept, 2)
-    return z, kept, projection_layers.count_rows(kept, mask)
+    return rows.zero_invalid(z, kept, 2)
 
 
 def _nearest(state: RandomProjection, z: Tensor) -> Tensor:

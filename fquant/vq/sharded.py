@@ -8,11 +8,8 @@
 Rows travel to the codes: for 65,536 codes of 256 numbers and 8,192 rows that is 17 MB, and codes to rows 134 MB. An
 all-gather brings the rows to all ranks, and each searches its own codes. An all-reduce takes the maximum of integer
 keys: the score in the high half, the code in the low half, so of equally near codes the lowest wins. A reduce-scatter
-returns the decoded rows, as sums in which all terms but one are zero.
-
-The stats of a rank's codes are complete. An update sums a few numbers in one all-reduce, for the smoothing and to
-assign drawn rows to dead codes. A shard of a book with heads has some codes of every head, and a row [h D] travels
-whole. Codes equal those of one process, unless two are equally near to within the rounding of a matrix product.
+returns the decoded rows, as sums in which all terms but one are zero. The stats of a rank's codes are then complete.
+Codes equal those of one process, unless two are equally near to within the rounding of a matrix product.
 """
 
 from dataclasses import replace
@@ -21,52 +18,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import random
+from .. import random, tree
 from ..communication import ONE_PROCESS, RowExchange
-from ..tree import node, static
 from .codebook import book as books
 from .codebook import rows
 from .codebook import update as updates
-from .codebook.book import Book, check_lookup
 from .codebook.encode import search
-from .codebook.gradient_estimators import GradientEstimator, rotation
+from .codebook.gradient_estimators import Estimator, rotation
 from .codebook.losses import commitment
-from .codebook.rows import at_least_float32, unit
-from .codebook.update import DECAY, EPS, Stats
-from .quantized import Quantized
-from .scalar import mixed_radix
+from .quantized import Key, Mask, Quantized, Seed
+from .scalar.projection_layers import within
 
 NO_CODE = -(2**63)  # the key of a row without a code
 LOW = 2**32 - 1  # the low half of a key
 
 
-@node
+@tree.node
 class ShardedBook:
     """The codes from ``first`` on of a book of ``num_codes``, for every head, as a ``book`` of their own."""
 
-    book: Book
-    first: int = static()
-    num_codes: int = static()
+    book: books.Book
+    first: int = tree.static()
+    num_codes: int = tree.static()
 
 
-@node
+@tree.node
 class ShardedStats:
     """The ``local`` stats of a rank's codes over the rows of all ranks; only ``kept`` and ``lost`` need a sum."""
 
-    local: Stats
+    local: updates.Stats
     pool: Tensor | None = None  # f32[N D] or [N h D], the rows of all ranks
     drawn: Tensor | None = None  # i64[K] or [h K], the rows of the pool drawn for dead codes; -1 for none
 
 
-def init(
-    key: int | Tensor, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any
-) -> ShardedBook:
+def init(key: Seed, num_codes: int, dim: int, first: int = 0, stop: int | None = None, **options: Any) -> ShardedBook:
     """Create the codes ``first`` to ``stop`` (exclusive, default all) of the book of ``vq.init`` with ``options``."""
-    book = books.init(key, num_codes, dim, **options)
-    return take_codes(book, first, num_codes if stop is None else stop)
+    return take_codes(books.init(key, num_codes, dim, **options), first, num_codes if stop is None else stop)
 
 
-def take_codes(book: Book, first: int, stop: int) -> ShardedBook:
+def take_codes(book: books.Book, first: int, stop: int) -> ShardedBook:
     """Take the codes ``first`` to ``stop`` (exclusive) of every head; ValueError for an affine book, or no codes."""
     if book.affine is not None:
         raise ValueError("sharded.take_codes: the book is affine; wanted one that is not")
@@ -84,31 +74,28 @@ def encode(state: ShardedBook, x: Tensor, *, exchange: RowExchange = ONE_PROCESS
     A row that is not finite has code -1. Two collectives. Raises what ``vq.encode`` does, and TypeError for float64.
     """
     _check(state, x)
-    flat = _flatten(state, at_least_float32(x.detach()), 1)
+    flat = _flatten(state, rows.at_least_float32(x.detach()), 1)
     return exchange.mine(_search(state, exchange.gather(flat), exchange), len(flat)).reshape(x.shape[:-1])
 
 
 def decode(
     state: ShardedBook, codes: Tensor, dtype: torch.dtype | None = None, *, exchange: RowExchange = ONE_PROCESS
 ) -> Tensor:
-    """Look up ``codes`` i64[...] (with heads [... h]): [... D] in ``dtype``, or the book's; zeros for -1.
-
-    Two collectives. Raises what ``vq.decode`` does.
-    """
-    check_lookup(state.book, codes, state.num_codes)
-    flat = _flatten(state, mixed_radix.within(codes, state.num_codes))  # a code that no rank has would decode to zero
+    """Look up ``codes`` as ``vq.decode`` does, with its errors: [... D] in ``dtype`` or the book's. Two collectives."""
+    books.check_lookup(state.book, codes, state.num_codes)
+    flat = _flatten(state, within(codes, state.num_codes))  # a code that no rank has would decode to zero
     gathered = exchange.gather(flat)  # padded with zeros, whose rows are cut off below
-    found = exchange.scatter(_lookup(state, gathered))[: len(flat)].reshape(*codes.shape, state.book.codes.shape[-1])
-    return found if dtype is None else found.to(dtype)
+    found = exchange.scatter(books.decode(state.book, _local_codes(state, gathered)))[: len(flat)]
+    return found.reshape(*codes.shape, found.shape[-1]).to(dtype or found.dtype)
 
 
 def apply(
     state: ShardedBook,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
+    gradient: Estimator = rotation,
     draw: bool = False,
     exchange: RowExchange = ONE_PROCESS,
 ) -> Quantized:
@@ -121,23 +108,24 @@ def apply(
     if draw and key is None:
         raise ValueError("key is None with draw=True, which needs one")
     kept = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else rows.row_mask(mask, x)
-    point, valid = rows.zero_invalid(at_least_float32(x), kept)
+    point, valid = rows.zero_invalid(rows.at_least_float32(x), kept)
     # A lost row travels as inf, and a masked one as nan, which is also what rows are padded with.
     marks = torch.where(kept, torch.inf, torch.nan).to(point.dtype)[..., None]
     sent = _flatten(state, torch.where(valid[..., None], point, marks).detach(), 1)
     size, gathered = len(sent), exchange.gather(sent)  # [N D] or [N h D]
     all_kept = ~gathered.isnan().any(-1)
     all_codes = _search(state, gathered, exchange)
-    q = exchange.scatter(_lookup(state, all_codes))[:size].reshape(x.shape).to(point.dtype)
+    local_codes = _local_codes(state, all_codes)
+    q = exchange.scatter(books.decode(state.book, local_codes))[:size].reshape(x.shape).to(point.dtype)
     codes = exchange.mine(all_codes, size).reshape(x.shape[:-1])
     valid = codes >= 0
-    start = unit(point) if state.book.metric == "cosine" else point
+    start = rows.unit(point) if state.book.metric == "cosine" else point
     keys = None
     if key is not None:
         numbers = rows.flatten_heads(state.book, exchange.mine(all_kept.cumsum(0) - 1, size))
         keys = rows.unflatten_heads(rows.row_keys(random.fold(key, "gradient"), numbers), x)
     out = torch.where(valid[..., None], gradient(start, q, None, keys), 0).to(x.dtype)
-    local = updates.stats(state.book, gathered, _local_codes(state, all_codes))
+    local = updates.stats(state.book, gathered, local_codes)
     num_kept = kept.sum().to(local.kept.dtype)
     stats = ShardedStats(replace(local, kept=num_kept, lost=num_kept - valid.sum()))
     if draw and key is not None:
@@ -149,8 +137,8 @@ def apply(
 def update(
     state: ShardedBook,
     stats: ShardedStats,
-    decay: float = DECAY,
-    eps: float = EPS,
+    decay: float = updates.DECAY,
+    eps: float = updates.EPS,
     threshold: float = 0.0,
     reset: float | None = None,
     exchange: RowExchange = ONE_PROCESS,
@@ -170,7 +158,7 @@ def update(
     return replace(state, book=book)
 
 
-def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> Book:
+def _expire(book: books.Book, stats: ShardedStats, dead: Tensor, before: Tensor, count: float) -> books.Book:
     """Restart the dead codes of ``book`` at drawn rows; ``before`` [1] or [h 1] are dead on the ranks before."""
     if stats.pool is None or stats.drawn is None:
         raise ValueError("stats: got none drawn, wanted rows to start dead codes at; use apply with key and draw=True")
@@ -181,7 +169,7 @@ def _expire(book: Book, stats: ShardedStats, dead: Tensor, before: Tensor, count
     pool = rows.flatten_heads(book, stats.pool, 1)  # [h N D]
     row = pool.gather(1, index.reshape(len(pool), -1, 1).expand(-1, -1, pool.shape[-1])).reshape(book.codes.shape)
     row = row.to(book.codes.dtype)
-    return updates.restart_at(book, restarts, unit(row) if book.metric == "cosine" else row, count)
+    return updates.restart_at(book, restarts, rows.unit(row) if book.metric == "cosine" else row, count)
 
 
 def _flatten(state: ShardedBook, t: Tensor, dims: int = 0) -> Tensor:
@@ -199,11 +187,6 @@ def _search(state: ShardedBook, x: Tensor, exchange: RowExchange) -> Tensor:
     return torch.where(key == NO_CODE, -1, LOW - (key & LOW))
 
 
-def _lookup(state: ShardedBook, codes: Tensor) -> Tensor:
-    """Look up codes i64[N] or [N h]: f32[N D] or [N h D], zeros for the codes of other ranks."""
-    return books.decode(state.book, _local_codes(state, codes))
-
-
 def _local_codes(state: ShardedBook, codes: Tensor) -> Tensor:
     """Number ``codes`` within this rank's, -1 for those of other ranks."""
     local = codes - state.first
@@ -212,7 +195,7 @@ def _local_codes(state: ShardedBook, codes: Tensor) -> Tensor:
 
 def _draw(state: ShardedBook, key: Tensor, x: Tensor, kept: Tensor, valid: Tensor) -> Tensor:
     """Return the indices in x [N D] or [N h D] of the rows that a whole Book draws, i64[K] or [h K]; -1 for none."""
-    kept, valid = rows.flatten_heads(state.book, kept), rows.flatten_heads(state.book, valid)  # [h N]
+    kept, valid = (rows.flatten_heads(state.book, t) for t in (kept, valid))  # [h N]
     index = torch.arange(len(x), dtype=torch.float64, device=x.device)  # drawn instead of the rows
     drawn, hits = rows.draw(key, state.num_codes, index[:, None].expand(*kept.shape, 1), kept, valid, None)
     return torch.where(hits > 0, drawn[..., 0].long(), -1).reshape(*state.book.codes.shape[:-2], state.num_codes)

@@ -10,7 +10,7 @@ from vector_quantize_pytorch import FSQ
 from examples.vqvae import quantisers, train
 from examples.vqvae.train import Job
 from fquant import random, tree, vq
-from fquant.vq.scalar import fsp, fsq, mixed_radix
+from fquant.vq.scalar import fsp, fsq, projection_layers
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 from tests.helpers.vq.peers import assert_close, drawn, projections
@@ -95,7 +95,7 @@ def test_every_level_is_used_where_rows_are_spread(num_codes):
     chosen = quantisers.levels(num_codes)
     rows = torch.linspace(-4, 4, 401)[:, None].expand(-1, len(chosen))
     for verbs in (fsq, fsp):
-        digits = mixed_radix.decode(verbs.encode(verbs.init(0, chosen), rows), chosen)
+        digits = projection_layers.digits_of(verbs.encode(verbs.init(0, chosen), rows), chosen)
         assert [len(each.unique()) for each in digits.unbind(-1)] == list(chosen), verbs.__name__
     u = random.uniform(random.key(num_codes), (100 * num_codes, len(chosen)), torch.float64)
     codes = fsp.encode(fsp.init(0, chosen), torch.atanh(2 * u - 1).clamp(-9, 9).float())

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ... import random
-from ..quantized import Quantized
+from ..quantized import Codes, Key, Mask, Quantized
 from . import rows
 from .book import Book, decode
 from .encode import encode, sample
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment, cross_entropy, diversity, orthogonal
-from .rows import RowOffset, unit
 from .update import stats as stats_of
 
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
@@ -24,27 +23,26 @@ LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 def apply(
     book: Book,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
+    gradient: Estimator = rotation,
     temperature: float = 0.0,
     losses: Sequence[str] = ("commitment",),
-    codes: Tensor | None = None,
+    codes: Codes = None,
     draw: bool = False,
-    row_offset: RowOffset | None = None,
+    row_offset: rows.RowOffset | None = None,
 ) -> Quantized:
     """Quantise ``x`` f[... D] (with heads [... h D]): a Quantized in x's dtype, with Stats for ``update``.
 
-    key          i64[], the same on every rank; an option that needs it raises without
-    mask         bool[...], whose dims are the first of x: rows that count. Other rows, and rows that are not finite,
-                 have code -1, come out as zeros, and have no gradient
-    gradient     the gradient estimator for x (``gradient_estimators.py``)
-    temperature  0 takes the nearest code; above 0 codes are drawn (``sample``)
-    losses       any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights.
-    codes        i64[...] that another search found, -1 for none.
-    draw         draw rows for dead codes into the stats, for ``expire``.
-    row_offset   (first, total) number of this rank's rows among all, see ``rows.py``; None in one process
+    * key: i64[], the same on every rank; an option that needs it raises without.
+    * mask: rows that do not count, or are not finite, have code -1, come out as zeros, and have no gradient.
+    * gradient: the gradient estimator for x (``gradient_estimators.py``).
+    * temperature: 0 takes the nearest code; above 0 codes are drawn (``sample``).
+    * losses: any of commitment, cross_entropy (of the codes), diversity, orthogonal, without weights.
+    * codes: i64[...] that another search found, -1 for none.
+    * draw: draw rows for dead codes into the stats, for ``expire``.
+    * row_offset: (first, total) number of this rank's rows among all, see ``rows.py``; None in one process.
 
     Codes are a constant unless the book is learnable; then the commitment moves rows and codes alike. For cosine, rows
     have unit length in losses, stats and gradients too. Raises TypeError for another dtype, else ValueError.
@@ -66,7 +64,7 @@ def apply(
     codes = torch.where(valid, codes, -1)
     valid = codes >= 0  # a row too large for a finite distance has no code
     point = torch.where(valid[..., None], point, 0)
-    start = unit(point) if book.metric == "cosine" else point
+    start = rows.unit(point) if book.metric == "cosine" else point
     q = decode(book, codes, point.dtype)
     compute = {
         "commitment": lambda: commitment(start, q, valid),

@@ -14,33 +14,29 @@ The invariants of a Book of K codes of D numbers:
   codes are rows [... h D] of a book without heads.
 * Code -1 stands for no code, of a row that is masked, dropped, or not finite. It decodes to zeros.
 
-An affine book compares rows with its codes mapped to the mean and variance of rows, for an encoder that moves fast: (c
-- mean of codes) · sd of rows / sd of codes + mean of rows (Huh et al. 2023, "Straightening out the straight-through
-estimator"). In training only, its averages move before the step, as in vector-quantize-pytorch, or after it:
-
-    book = shift(book, shard.psum(moments(book, x), mesh, axes))
+An affine book compares rows with (c - mean of codes) · sd of rows / sd of codes + mean of rows. It is for encoders that
+move fast (Huh et al. 2023, "Straightening out the straight-through estimator"). In training only, its averages move
+before the step, as in vector-quantize-pytorch, or after: ``shift(book, shard.psum(moments(book, x), mesh, axes))``.
 """
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import random
+from ... import random, tree
 from ...kernels import dispatch
-from ...tree import node, static
+from ..quantized import Mask, Seed
 from . import rows
-from .rows import unit
 
 Metric = Literal["euclidean", "cosine"]
-METRICS = ("euclidean", "cosine")
 MIN_VARIANCE = 1e-5  # of a dim of rows or codes
 
 
-@node
+@tree.node
 class Affine:
     """Running means and variances f32[D] or [h D] of rows and codes; ``seen`` f32[] is zero before the first rows."""
 
@@ -51,7 +47,7 @@ class Affine:
     seen: Tensor
 
 
-@node
+@tree.node
 class Moments:
     """Sums over rows, in float64, so that a mean far from zero leaves digits to the variance."""
 
@@ -60,20 +56,20 @@ class Moments:
     square: Tensor  # f64[D] or [h D]
 
 
-@node
+@tree.node
 class Book:
     """A codebook; the module's docstring lists its invariants."""
 
     codes: Tensor
     counts: Tensor
     sums: Tensor
-    metric: Metric = static(default="euclidean")
-    learnable: bool = static(default=False)
+    metric: Metric = tree.static(default="euclidean")
+    learnable: bool = tree.static(default=False)
     affine: Affine | None = None
 
 
 def init(
-    key: int | Tensor,
+    key: Seed,
     num_codes: int,
     dim: int,
     *,
@@ -87,22 +83,20 @@ def init(
     * heads: number of books side by side; None is one book, without that dim.
     * metric: euclidean, or cosine: codes, and rows before they are compared, have unit length.
     * learnable: codes are parameters: gradients reach them, and ``ema`` refuses them.
-    * affine: codes are mapped to the mean and variance of rows (Huh et al. 2023) once ``shift`` has seen some.
+    * affine: codes are mapped to the mean and variance of rows once ``shift`` has seen some; not with cosine.
 
     Raises ValueError for sizes below 1, an unknown metric, and affine with cosine.
     """
     for name, size in (("num_codes", num_codes), ("dim", dim), ("heads", 1 if heads is None else heads)):
         if size < 1:
             raise ValueError(f"{name} is {size}; wanted at least 1")
-    if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(METRICS)}")
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric is {metric!r}; wanted one of {', '.join(get_args(Metric))}")
     if affine and metric == "cosine":
         raise ValueError("affine is True with metric 'cosine', whose codes have unit length; use metric='euclidean'")
     lead = () if heads is None else (heads,)
-    bound = math.sqrt(6 / (num_codes * dim))
-    codes = bound * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
-    if metric == "cosine":
-        codes = unit(codes)
+    codes = math.sqrt(6 / (num_codes * dim)) * (2 * random.uniform(random.key(key), (*lead, num_codes, dim)) - 1)
+    codes = rows.unit(codes) if metric == "cosine" else codes
     averages = None
     if affine:
         zero, one = (make(*lead, dim) for make in (codes.new_zeros, codes.new_ones))
@@ -123,7 +117,7 @@ def restart(book: Book, codes: Tensor) -> Book:
     if codes.shape != book.codes.shape:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; wanted {tuple(book.codes.shape)}, as the book's")
     codes = codes.detach().to(book.codes.dtype)
-    codes = unit(codes) if book.metric == "cosine" else codes.clone()
+    codes = rows.unit(codes) if book.metric == "cosine" else codes.clone()
     return replace(book, codes=codes, counts=torch.ones_like(book.counts), sums=codes.clone())
 
 
@@ -131,7 +125,7 @@ def code_vectors(book: Book) -> Tensor:
     """Return the vectors that rows are compared with and decode to, f32[K D] or [h K D]."""
     codes = book.codes if book.learnable else book.codes.detach()
     if book.metric == "cosine":
-        return unit(codes) if book.learnable else codes  # ema keeps them of unit length
+        return rows.unit(codes) if book.learnable else codes  # ema keeps them of unit length
     if book.affine is None:
         return codes
     affine, ratio = book.affine, _std_ratio(book.affine)
@@ -144,16 +138,16 @@ def vectors_by_head(book: Book) -> Tensor:
     return codes if codes.ndim == 3 else codes[None]
 
 
-def invert_affine(book: Book, x: Tensor) -> Tensor:
-    """Map rows ``x`` [h n D] to the codes whose vectors they are: the inverse of an affine book's map."""
+def as_codes(book: Book, x: Tensor) -> Tensor:
+    """Map rows ``x`` [h n D] to the codes whose vectors they are."""
     if book.affine is None:
-        return x
+        return rows.unit(x) if book.metric == "cosine" else x
     parts = (book.affine.row_mean, _std_ratio(book.affine), book.affine.code_mean)
     mean, ratio, code_mean = (part.to(x.dtype).reshape(-1, 1, x.shape[-1]) for part in parts)
     return (x - mean) / ratio + code_mean
 
 
-def moments(book: Book, x: Tensor, mask: Tensor | None = None) -> Moments:
+def moments(book: Book, x: Tensor, mask: Mask = None) -> Moments:
     """Return the moments of rows ``x`` f[... D]: the finite ones that ``mask`` selects."""
     rows.check(book, x)
     flat = rows.flatten_heads(book, x.detach().double(), 1)

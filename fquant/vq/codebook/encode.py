@@ -1,7 +1,6 @@
 """Nearest codes of rows, and codes drawn by their distance; they carry no gradient.
 
-The distances of all rows to all codes are never in memory together: ``fquant.kernels.ops.nearest`` computes them tile
-by tile and keeps the best, and ``rows.map_tiles`` takes a tile of rows at a time.
+Distances are computed tile by tile, so those of all rows to all codes are never in memory together.
 """
 
 from collections.abc import Callable
@@ -15,20 +14,17 @@ from ...kernels.ops.nearest import nearest
 from ..precision import matmul
 from . import rows
 from .book import Book, code_vectors, vectors_by_head
-from .rows import at_least_float32, unit
 
 MIN_SQUARE = 1e-8  # of a distance, under the root
 
 
 def encode(book: Book, x: Tensor, top: int | None = None) -> Tensor:
-    """Return the nearest code of every row of ``x`` f[... D] (with heads [... h D]), i64[...].
+    """Return the nearest code i64[...] of every row of ``x`` f[... D] (with heads [... h D]); -1 if it is not finite.
 
-    With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. A row that is not
-    finite has code -1. Raises TypeError for an ``x`` without floats, ValueError for another last dim or a ``top`` out
-    of range.
+    With ``top``, the ``top`` nearest i64[... top]; of equally near codes the lowest comes first. Raises TypeError for
+    an ``x`` without floats, ValueError for another last dim or a ``top`` out of range.
     """
-    rows.check(book, x)
-    _check_top(book, top)
+    rows.check(book, x, top)
     codes, _ = search(book, x, top or 1)
     return rows.unflatten_heads(codes if top else codes[..., 0], x)
 
@@ -45,30 +41,26 @@ def encode_among(
 ) -> Tensor:
     """Return the nearest code of every row of x f[... D] in a codebook of its own, ``f(codes, given)``: i64[...].
 
-    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D] (``implicit.py``). With ``top``, i64[...
-    top]. Raises the errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
+    ``f`` maps codes [... D] and ``given`` [... c], which broadcast, to [... D]. With ``top``, i64[... top]. Raises the
+    errors of :func:`encode`, and ValueError for a book with heads, or a ``given`` of other first dims.
     """
-    rows.check(book, x)
+    rows.check(book, x, top)
     if book.codes.ndim == 3:
         raise ValueError(f"a book of {len(book.codes)} heads; wanted one without, use vmap over the heads")
-    _check_top(book, top)
     if given.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"given: got shape {tuple(given.shape)} for x {tuple(x.shape)}; wanted its first dims")
-    codes, size = code_vectors(book).detach(), book.codes.numel()
+    codes, cosine, size = code_vectors(book).detach(), book.metric == "cosine", book.codes.numel()
 
     def encode_tile(x: Tensor, given: Tensor) -> Tensor:
-        vectors = f(codes, given[:, None])  # [m K D]
-        if book.metric == "cosine":
-            score = (x[:, None] * unit(vectors)).sum(-1)
-        else:
-            score = -(x[:, None] - vectors).square().sum(-1)
+        vectors, each = f(codes, given[:, None]), x[:, None]  # [m K D], [m 1 D]
+        score = (each * rows.unit(vectors)).sum(-1) if cosine else -(each - vectors).square().sum(-1)
         if top is None:
             return torch.where(rows.finite(x), score.argmax(-1), -1)
         best = score.sort(dim=-1, descending=True, stable=True).indices[..., :top]
         return torch.where(rows.finite(x)[..., None], best, -1)
 
     with torch.no_grad():
-        x_flat, given_flat = (t.detach().reshape(-1, t.shape[-1]) for t in (at_least_float32(x), given))
+        x_flat, given_flat = (t.detach().reshape(-1, t.shape[-1]) for t in (rows.at_least_float32(x), given))
         found = rows.map_tiles(encode_tile, size, x_flat, given_flat)
     return found.reshape(*x.shape[:-1], *([] if top is None else [top]))
 
@@ -76,9 +68,8 @@ def encode_among(
 def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number: Tensor | None = None) -> Tensor:
     """Draw a code for every row of ``x`` f[... D] with probability softmax(logits / temperature): i64[...].
 
-    The code has the largest logit after Gumbel noise (Jang et al. 2017). The noise is a function of key and ``number``
-    i64[...], by default the row's position. Raises what :func:`encode` does, and ValueError for a temperature not above
-    0.
+    The code has the largest logit after Gumbel noise (Jang et al. 2017), a function of key and ``number`` i64[...], by
+    default the row's position. Raises what :func:`encode` does, and ValueError unless the temperature is above 0.
     """
     rows.check(book, x)
     if not temperature > 0:
@@ -88,10 +79,9 @@ def sample(book: Book, x: Tensor, key: Tensor, temperature: float = 1.0, number:
 
     def sample_tile(codes: Tensor, x: Tensor, keys: Tensor) -> Tensor:
         noise = -torch.log(-torch.log(random.uniform(keys, (*keys.shape, len(codes)))))
-        drawn = (logits(x, codes, book.metric) / temperature + noise).argmax(-1)
-        return torch.where(rows.finite(x), drawn, -1)
+        return torch.where(rows.finite(x), (logits(x, codes, book.metric) / temperature + noise).argmax(-1), -1)
 
-    heads = zip(_table(book, x), at_least_float32(flat), rows.row_keys(key, numbers), strict=True)
+    heads = zip(_table(book, x), rows.at_least_float32(flat), rows.row_keys(key, numbers), strict=True)
     drawn = torch.stack([rows.map_tiles(partial(sample_tile, c), len(c), t, k) for c, t, k in heads])
     return rows.unflatten_heads(drawn, x)
 
@@ -103,12 +93,6 @@ def logits(x: Tensor, codes: Tensor, metric: str) -> Tensor:
         return inner
     squares = x.square().sum(-1)[..., None] + codes.square().sum(-1)[..., None, :]
     return -(squares - 2 * inner).clamp(min=MIN_SQUARE).sqrt()
-
-
-def _check_top(book: Book, top: int | None) -> None:
-    num_codes = book.codes.shape[-2]
-    if top is not None and not 1 <= top <= num_codes:
-        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
 
 
 def _table(book: Book, x: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
     layer = implicit.init(key, num_codes=256, dim=64)
     x     = implicit.decode(layer, codes, before)      # before: the sum of the layers before, in a residual
 
-The network maps ``before`` and a code to the vector that the code stands for, so each row has a codebook of its own:
+Each row has a codebook of its own, because ``before`` and a code are mapped to the vector of the code:
 
     x = enter([before, code])                   2D to D
     x = x + down(silu(up(x)))                   ``depth`` blocks, D to H to D
 
 Book and network train by gradients; stats only restart dead codes. The search runs the network for every row and every
-code: rows · K · D numbers, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
+code, in tiles. The first layer of the residual is a plain book (``residual.init_implicit``).
 """
 
 from dataclasses import replace
@@ -22,18 +22,15 @@ from torch.nn.functional import silu
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Quantized
+from ..quantized import Codes, Key, Mask, Quantized, Seed
 from ..scalar.projection_layers import Dense, dense
 from . import book as books
 from . import rows
+from . import update as updates
 from .book import Book, Metric
 from .encode import encode_among
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment
-from .rows import RowOffset, unit
-from .update import Stats
-from .update import stats as stats_of
-from .update import update as update_book
 
 
 @tree.node
@@ -61,13 +58,7 @@ class Implicit:
 
 
 def init(
-    key: int | Tensor,
-    num_codes: int,
-    dim: int,
-    *,
-    depth: int = 4,
-    hidden: int | None = None,
-    metric: Metric = "euclidean",
+    key: Seed, num_codes: int, dim: int, *, depth: int = 4, hidden: int | None = None, metric: Metric = "euclidean"
 ) -> Implicit:
     """Create a layer with ``depth`` blocks of width ``hidden``, by default dim, initialised as torch's nn.Linear."""
     hidden = dim if hidden is None else hidden
@@ -89,7 +80,7 @@ def adapt(layer: Implicit, codes: Tensor, before: Tensor) -> Tensor:
     x = linear(x, net.enter.weight, net.enter.bias)
     for block in net.blocks:
         x = x + linear(silu(linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
-    return unit(x) if layer.book.metric == "cosine" else x
+    return rows.unit(x) if layer.book.metric == "cosine" else x
 
 
 def encode(layer: Implicit, x: Tensor, before: Tensor, top: int | None = None) -> Tensor:
@@ -107,13 +98,13 @@ def apply(
     layer: Implicit,
     x: Tensor,
     before: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
-    gradient: GradientEstimator = rotation,
-    codes: Tensor | None = None,
+    gradient: Estimator = rotation,
+    codes: Codes = None,
     draw: bool = False,
-    row_offset: RowOffset | None = None,
+    row_offset: rows.RowOffset | None = None,
 ) -> Quantized:
     """Quantise x f[... D] given ``before`` f[... D], with the arguments and errors of ``vq.apply`` of a learnable Book.
 
@@ -124,15 +115,15 @@ def apply(
     point, valid, _, keys = rows.prepare(layer.book, x, key, mask, row_offset)
     codes = torch.where(valid, encode(layer, point, before) if codes is None else codes, -1)
     valid = codes >= 0
-    start = unit(point) if layer.book.metric == "cosine" else point
+    start = rows.unit(point) if layer.book.metric == "cosine" else point
     q = decode(layer, codes, before)
     # Without the book: an estimator that compares rows with its codes would use codes that are not adapted.
     out = torch.where(valid[..., None], gradient(start, q, None, keys), 0).to(x.dtype)
     drawing = {"key": random.fold(key, "draw"), "row_offset": row_offset} if draw and key is not None else {}
-    found = stats_of(layer.book, x, codes, mask, **drawing)
+    found = updates.stats(layer.book, x, codes, mask, **drawing)
     return Quantized(out, codes, {"commitment": commitment(start, q, valid)}, found)
 
 
-def update(layer: Implicit, stats: Stats, **options: Any) -> Implicit:
+def update(layer: Implicit, stats: updates.Stats, **options: Any) -> Implicit:
     """Update the book of ``layer`` as ``vq.update`` does."""
-    return replace(layer, book=update_book(layer.book, stats, **options))
+    return replace(layer, book=updates.update(layer.book, stats, **options))

@@ -2,11 +2,9 @@
 
     book = kmeans(book, x, key, row_offset=shard.rows(len(x), mesh, axes), psum=psum)      # or without the last two
 
-Lloyd's iterations start at rows drawn by number (``rows.py``). Each takes the stats of the book and one ``psum``, so a
-mesh runs iterations + 1 collectives of fixed shapes. For any split of the rows the result is that of one process.
-
-A cluster without rows would never move. It is put beside a large one to share its rows: both become copies of its mean,
-each slightly larger than the other in every second dim, as in faiss.
+Lloyd's iterations start at rows drawn by number (``rows.py``). A mesh runs iterations + 1 collectives of fixed shapes,
+and for any split of the rows the result is that of one process. A cluster without rows would never move. It is put
+beside a large one: both become copies of its mean, each slightly larger than the other in every second dim (faiss).
 """
 
 from dataclasses import replace
@@ -14,14 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ... import random
+from ... import random, tree
+from ...communication import identity
 from ...kernels import dispatch
-from ...tree import map as tree_map
-from ..quantized import Psum, one_process
+from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
-from .rows import RowOffset, unit
 from .update import Stats, drawn_rows, stats
 
 SPLIT_DISTANCE = 1 / 1024  # of the two copies of a mean, relative to it
@@ -33,41 +30,44 @@ def kmeans(
     key: Tensor,
     iterations: int = 10,
     *,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     split: bool = True,
-    row_offset: RowOffset | None = None,
-    psum: Psum = one_process,
+    row_offset: rows.RowOffset | None = None,
+    psum: Psum = identity,
 ) -> Book:
-    """Set codes, counts and sums of ``book`` to clusters of rows ``x`` f[... D] (with heads [... h D]).
+    """Set codes, counts and sums of ``book`` to clusters of the finite rows ``x`` f[... D] (with heads [... h D]).
 
-    Rows are the finite ones that ``mask`` selects. ``split`` puts empty clusters beside large ones; without it they
-    keep their mean. A code with an empty cluster after the last iteration has a count of one, as a new code has. Raises
-    ValueError for rows of two ranks with the same numbers, and fewer rows than codes on all ranks together; where
-    values cannot be seen, the missing codes start at the book's.
+    ``split`` puts empty clusters beside large ones; without it they keep their mean. A code with an empty cluster after
+    the last iteration has a count of one. Raises ValueError for rows of two ranks with the same numbers, and fewer rows
+    than codes on all ranks; where values cannot be seen, the missing codes start at the book's.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; wanted at least 1")
     rows.check(book, x)
-    _check_enough(book, x, mask, row_offset)
+    kept, num_codes = rows.flat_mask(book, mask, x), book.codes.shape[-2]
+    total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
+    total = total if row_offset is None else row_offset[1]
+    if (not isinstance(total, Tensor) or dispatch.is_direct(total)) and int(total) < num_codes:
+        wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
+        raise ValueError(f"kmeans: got {int(total)} rows for {num_codes} codes; {wanted}")
     no_codes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
     start = psum(stats(book, x, no_codes, mask, key=random.fold(key, "start"), row_offset=row_offset))
     drawn, hit = drawn_rows(start)
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
-        found = psum(stats(book, x, encode(book, x), mask))
-        book = _move_to_means(book, found, split and step < iterations - 1)
-    return tree_map(torch.Tensor.detach, book)
+        book = _move_to_means(book, psum(stats(book, x, encode(book, x), mask)), split and step < iterations - 1)
+    return tree.map(torch.Tensor.detach, book)
 
 
 def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
     """Set codes, counts and sums of ``book`` to the means of ``found``."""
     empty = found.counts == 0
     means = found.sums / found.counts.clamp(min=1)[..., None]
-    means = unit(means) if book.metric == "cosine" else means
+    means = rows.unit(means) if book.metric == "cosine" else means
     codes = torch.where(empty[..., None], book.codes, means)
     if split:
         codes = _split(codes, found.counts, empty)
-        codes = unit(codes) if book.metric == "cosine" else codes
+        codes = rows.unit(codes) if book.metric == "cosine" else codes
     counts = found.counts.clamp(min=1)
     return replace(book, codes=codes, counts=counts, sums=codes * counts[..., None])
 
@@ -75,25 +75,11 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
 def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:
     """Put each empty one of ``codes`` beside a large one, the next largest for the next empty one."""
     order = torch.sort(counts, dim=-1, descending=True, stable=True).indices
-    turn = empty.cumsum(-1) - 1
-    num_empty = empty.sum(-1, keepdim=True)
-    source = torch.where(empty, order.gather(-1, turn.clamp(min=0)), 0)
+    source = torch.where(empty, order.gather(-1, (empty.cumsum(-1) - 1).clamp(min=0)), 0)
     moves = empty & (counts.gather(-1, source) > 1)  # a single row cannot be shared
-    size_rank = order.argsort(-1)
-    shares = ~empty & (size_rank < num_empty) & (counts > 1)
+    shares = ~empty & (order.argsort(-1) < empty.sum(-1, keepdim=True)) & (counts > 1)  # the largest
     even = torch.arange(codes.shape[-1], device=codes.device) % 2 == 0
     factor = torch.where(even, 1 + SPLIT_DISTANCE, 1 - SPLIT_DISTANCE)
     copies = codes.gather(-2, source[..., None].expand(codes.shape)) * factor
     moved = torch.where(moves[..., None], copies, codes)
     return torch.where(shares[..., None], codes * (2 - factor), moved)
-
-
-def _check_enough(book: Book, x: Tensor, mask: Tensor | None, row_offset: RowOffset | None) -> None:
-    kept = rows.flat_mask(book, mask, x)
-    total = rows.flatten_heads(book, x, 1).shape[1] if kept is None else kept.sum(1).min()
-    total = total if row_offset is None else row_offset[1]
-    if isinstance(total, Tensor) and not dispatch.is_direct(total):
-        return
-    if int(total) < book.codes.shape[-2]:
-        wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
-        raise ValueError(f"kmeans: got {int(total)} rows for {book.codes.shape[-2]} codes; {wanted}")

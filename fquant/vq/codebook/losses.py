@@ -1,37 +1,36 @@
-"""Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean.
+"""Auxiliary losses of a codebook: rows near their codes, and codes in use; each a Mean, in float32 or float64.
 
-Rows that a mask excludes, that are not finite, or that have no code, have no term. Losses are computed in float32, or
-float64 for float64. Distances to all codes are computed in tiles of rows, again in the backward. (The backward of
-torch.func.grad keeps the recomputed distances, unless it is captured.)
+Rows that a mask excludes, that are not finite, or that have no code, have no term. Distances to all codes are computed
+in tiles of rows, again in the backward. (That of torch.func.grad keeps them, unless it is captured.)
 """
 
 import torch
 from torch import Tensor
 
+from ...communication import identity
 from ..precision import matmul
-from ..quantized import Mean, Psum, one_process
+from ..quantized import Mask, Mean, Psum
 from . import rows
 from .book import Book, check_row_codes, vectors_by_head
 from .encode import logits
-from .rows import at_least_float32, unit
 
 MIN_PROBABILITY = 1e-5  # in a logarithm
 
 
-def commitment(x: Tensor, q: Tensor, mask: Tensor | None = None) -> Mean:
+def commitment(x: Tensor, q: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of (q - x)² over the numbers of rows x and q [... D] that ``mask`` bool[...] selects."""
-    square = (at_least_float32(q) - at_least_float32(x)).square()
+    square = (rows.at_least_float32(q) - rows.at_least_float32(x)).square()
     if mask is None:
         return Mean(square.sum(), square.new_full((), square.numel()))
     mask = rows.expand_mask(mask, x)
     return Mean(torch.where(mask, square, 0).sum(), mask.sum(dtype=square.dtype))
 
 
-def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = None) -> Mean:
+def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Mask = None) -> Mean:
     """Return the mean of -log softmax(logits)[code] over rows ``x`` [... D] with ``codes`` i64[...]; -1 has no term.
 
-    The codes are those of the rows, or targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each
-    row, IndexError for codes beyond the book, where values can be seen.
+    Codes may be targets (Shen et al. 2023). Raises ValueError unless they are one int64 for each row, IndexError for
+    codes beyond the book, where values can be seen.
     """
     flat, table, valid = _flatten(book, x, mask)
     check_row_codes(book, codes, x)
@@ -47,9 +46,7 @@ def cross_entropy(book: Book, x: Tensor, codes: Tensor, mask: Tensor | None = No
     return Mean(torch.where(valid, terms, 0).sum(), valid.sum(dtype=terms.dtype))
 
 
-def diversity(
-    book: Book, x: Tensor, temperature: float = 100.0, mask: Tensor | None = None, psum: Psum = one_process
-) -> Mean:
+def diversity(book: Book, x: Tensor, temperature: float = 100.0, mask: Mask = None, psum: Psum = identity) -> Mean:
     """Return the mean over positions n of minus the entropy of the batch mean of softmax(temperature · logits).
 
     ``x`` is f[... n D], with heads [... n h D], where heads count as more of the batch. ``psum`` sums a tree over the
@@ -60,8 +57,7 @@ def diversity(
     metric, batch = book.metric, flat.shape[1] // max(1, size)
 
     def tile_sums(x: Tensor, weight: Tensor, codes: Tensor) -> Tensor:  # [m b D], [m b] -> [m K]
-        probabilities = (temperature * logits(x, codes, metric)).softmax(-1)
-        return (probabilities * weight[..., None]).sum(1)
+        return ((temperature * logits(x, codes, metric)).softmax(-1) * weight[..., None]).sum(1)
 
     by_position = lambda t: t.unflatten(0, (batch, size)).transpose(0, 1)
     weights = valid.to(flat.dtype)
@@ -78,10 +74,9 @@ def diversity(
 def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     """Return the mean of squared cosines between two codes, less its minimum 1/K (Shin et al. 2021, equation 2).
 
-    ``among`` bool[K] or [h K] selects codes: ``stats.counts > 0`` those in use, ``random.permutation(key, K) < n`` any
-    n.
+    ``among`` bool[K] or [h K] selects codes, as ``stats.counts > 0`` or ``random.permutation(key, K) < n``.
     """
-    codes = unit(at_least_float32(vectors_by_head(book)))
+    codes = rows.unit(rows.at_least_float32(vectors_by_head(book)))
     among = torch.ones_like(book.counts, dtype=torch.bool) if among is None else among
     if among.dtype is not torch.bool or among.shape not in (book.counts.shape, book.counts.shape[-1:]):
         raise ValueError(f"among: got {among.dtype} {tuple(among.shape)}; wanted bool {tuple(book.counts.shape)}")
@@ -91,9 +86,9 @@ def orthogonal(book: Book, among: Tensor | None = None) -> Mean:
     return Mean(matmul(codes.mT, codes).square().sum() - number.sum(), number.square().sum())
 
 
-def _flatten(book: Book, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _flatten(book: Book, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows [h n D], zeros where invalid, the code vectors [h K D], and which rows are valid, bool[h n]."""
     rows.check(book, x)
-    flat = rows.flatten_heads(book, at_least_float32(x), 1)
+    flat = rows.flatten_heads(book, rows.at_least_float32(x), 1)
     flat, valid = rows.zero_invalid(flat, rows.flat_mask(book, mask, x))
-    return unit(flat) if book.metric == "cosine" else flat, vectors_by_head(book).to(flat.dtype), valid
+    return rows.unit(flat) if book.metric == "cosine" else flat, vectors_by_head(book).to(flat.dtype), valid

@@ -3,8 +3,7 @@
 *Layout.* A book sees rows as [h n D], with h = 1 without heads, and masks and codes as [h n].
 
 *Validity.* A row is *kept* if the mask selects it. A kept row is *lost* if it is not finite or has no code: it counts,
-but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic, so they
-reach no gradient.
+but adds nothing to any sum. The other kept rows are *valid*. Invalid rows become zeros before any arithmetic.
 
 *Drawing.* K-means starts, and dead codes restart, at rows drawn by number among the kept rows of all ranks. Each rank
 gives those that it has, among zeros, so their sum over ranks does not depend on the split. All rows are cut into as
@@ -25,6 +24,7 @@ from torch import Tensor
 from ... import random
 from ...activation_checkpoint import remat
 from ...kernels.dispatch import is_direct
+from ..quantized import Key, Mask
 
 if TYPE_CHECKING:
     from .book import Book
@@ -42,15 +42,17 @@ def mask(lengths: Tensor, size: int) -> Tensor:
     return torch.arange(size, device=lengths.device) < lengths[..., None]
 
 
-def check(book: Book, x: Tensor) -> None:
-    """Check that ``x`` has floats (TypeError) and shape [... D], with heads [... h D] (ValueError)."""
+def check(book: Book, x: Tensor, top: int | None = None) -> None:
+    """Check that ``x`` has floats (TypeError), its shape [... D] or [... h D], and ``top`` (ValueError)."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x: got {got}; wanted a tensor of floats")
-    *heads, _, dim = book.codes.shape
+    *heads, num_codes, dim = book.codes.shape
     if x.shape[-len(heads) - 1 :] != (*heads, dim):
         shown = " ".join(map(str, (*heads, dim)))
         raise ValueError(f"x: got shape {tuple(x.shape)} for a book of {dim} dims; wanted [... {shown}]")
+    if top is not None and not 1 <= top <= num_codes:
+        raise ValueError(f"top is {top} for a book of {num_codes} codes; wanted 1 to {num_codes}")
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ def finite(x: Tensor, dims: int = 1) -> Tensor:
     return x.isfinite().flatten(-dims).all(-1)
 
 
-def zero_invalid(x: Tensor, kept: Tensor | None, dims: int = 1) -> tuple[Tensor, Tensor]:
+def zero_invalid(x: Tensor, kept: Mask, dims: int = 1) -> tuple[Tensor, Tensor]:
     """Replace invalid rows by zeros; return the rows and which are valid, the finite ones of ``kept`` bool[...]."""
     valid = finite(x, dims) if kept is None else finite(x, dims) & kept
     return torch.where(valid[(..., *[None] * dims)], x, 0), valid
@@ -109,13 +111,13 @@ def unflatten_heads(t: Tensor, x: Tensor) -> Tensor:
     return t.transpose(0, 1).reshape((*x.shape[:-1], *t.shape[2:]))
 
 
-def flat_mask(book: Book, mask: Tensor | None, x: Tensor) -> Tensor | None:
+def flat_mask(book: Book, mask: Mask, x: Tensor) -> Tensor | None:
     """Return :func:`row_mask` as [h n]."""
     return None if mask is None else flatten_heads(book, row_mask(mask, x))
 
 
 def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple[Any, ...] = ()) -> Tensor:
-    """Return ``f(*rows, *shared)``, computed tile by tile along dim 0, for an ``f`` that needs ``width`` numbers a row.
+    """Return ``f(*rows, *shared)`` by tiles along dim 0, for an ``f`` that needs ``width`` numbers a row.
 
     With ``shared``, which is differentiated too, a backward recomputes each tile.
     """
@@ -128,11 +130,11 @@ def map_tiles(f: Callable[..., Tensor], width: int, *rows: Tensor, shared: tuple
 
 
 def prepare(
-    book: Book, x: Tensor, key: Tensor | None, mask: Tensor | None, row_offset: RowOffset | None
+    book: Book, x: Tensor, key: Key, mask: Mask, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Prepare rows ``x`` [... D] for ``apply``, with the errors of :func:`check` and :func:`row_mask`.
 
-    Returns the rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
+    Returns rows, at least float32 and zeros where invalid; which are valid, bool[...]; their numbers i64[h n]; and
     their keys i64[...] for the gradient estimator, or None.
     """
     check(book, x)
@@ -142,7 +144,7 @@ def prepare(
     return point, valid, numbers, keys
 
 
-def number_rows(kept: Tensor | None, rows: Tensor, row_offset: RowOffset | None) -> Tensor:
+def number_rows(kept: Mask, rows: Tensor, row_offset: RowOffset | None) -> Tensor:
     """Number ``rows`` [h n D] among the kept ones of all ranks: i64[h n], arbitrary for rows that are not kept."""
     first = 0 if row_offset is None else row_offset[0]
     if kept is None:
@@ -157,12 +159,11 @@ def row_keys(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def draw(
-    key: Tensor, count: int, rows: Tensor, kept: Tensor | None, valid: Tensor, row_offset: RowOffset | None
+    key: Tensor, count: int, rows: Tensor, kept: Mask, valid: Tensor, row_offset: RowOffset | None
 ) -> tuple[Tensor, Tensor]:
     """Draw ``count`` distinct rows a head from the kept ``rows`` [h n D] of all ranks.
 
-    Returns this rank's among zeros, [h count D], and ones where it has one, f32[h count]. A lost row is drawn as zeros
-    without a one, and so are those beyond the number of rows.
+    Returns this rank's among zeros, [h count D], and ones f32[h count] where it has one that is not lost.
     """
     _check_row_offset(row_offset, rows.shape[1] if kept is None else kept)
     heads, size, dim = rows.shape

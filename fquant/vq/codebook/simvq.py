@@ -3,10 +3,9 @@
     state = simvq.init(key, num_codes=8192, dim=64)
     frozen f32[K F]  ->  map  ->  codes f32[K D]          encode: the nearest of them, as for a Book
 
-The map moves all codes together, so none dies and a large codebook stays in use. It trains by gradients alone. The
-frozen codes are drawn from N(0, 1 / F). The map is one linear layer without a bias, or with ``hidden`` widths several
-with ReLU between. ``apply`` returns two losses, whose weights are the caller's: ``codebook`` moves the map to the rows,
-``commitment`` the rows to their codes. The paper and vector-quantize-pytorch weigh the second by ¼.
+The map moves all codes together, so none dies. It trains by gradients alone: one linear layer without a bias, or with
+``hidden`` widths several with ReLU between. The frozen codes are drawn from N(0, 1 / F). The loss ``codebook`` moves
+the map to the rows, ``commitment`` the rows to their codes, which the paper and vector-quantize-pytorch weigh by ¼.
 """
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from ... import random, tree
 from ..precision import linear
-from ..quantized import Quantized
+from ..quantized import Codes, Key, Mask, Quantized, Seed
 from ..scalar import projection_layers
 from ..scalar.projection_layers import Dense
-from .book import constant
-from .book import decode as decode_book
+from . import book as books
 from .encode import encode as encode_book
-from .gradient_estimators import GradientEstimator, rotation
+from .gradient_estimators import Estimator, rotation
 from .losses import commitment
 
 update = projection_layers.update
@@ -35,9 +33,7 @@ class SimVQ:
     dim: int = tree.static()
 
 
-def init(
-    key: int | Tensor, num_codes: int, dim: int, *, frozen_dim: int | None = None, hidden: tuple[int, ...] = ()
-) -> SimVQ:
+def init(key: Seed, num_codes: int, dim: int, *, frozen_dim: int | None = None, hidden: tuple[int, ...] = ()) -> SimVQ:
     """Create a state for x f[... dim], frozen codes of ``frozen_dim``, by default dim; ValueError for sizes below 1."""
     widths = (dim if frozen_dim is None else frozen_dim, *hidden, dim)
     if num_codes < 1 or min(widths) < 1:
@@ -55,28 +51,21 @@ def code_vectors(state: SimVQ) -> Tensor:
 
 def encode(state: SimVQ, x: Tensor, top: int | None = None) -> Tensor:
     """Return the nearest code of every row of ``x`` f[... dim], i64[...], as ``encode`` of a Book does."""
-    return encode_book(constant(code_vectors(state).detach()), x, top)
+    return encode_book(books.constant(code_vectors(state).detach()), x, top)
 
 
 def decode(state: SimVQ, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Look up ``codes`` i64[...]: [... dim] in ``dtype``, or the state's; zeros for -1; with the errors of a Book."""
-    q = torch.where((codes == -1)[..., None], 0.0, _map(state, decode_book(constant(state.frozen), codes)))
+    q = torch.where((codes == -1)[..., None], 0.0, _map(state, books.decode(books.constant(state.frozen), codes)))
     return q if dtype is None else q.to(dtype)
 
 
 def apply(
-    state: SimVQ,
-    x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    gradient: GradientEstimator = rotation,
-    codes: Tensor | None = None,
+    state: SimVQ, x: Tensor, key: Key = None, mask: Mask = None, *, gradient: Estimator = rotation, codes: Codes = None
 ) -> Quantized:
     """Quantise x f[... dim], with losses ``codebook`` and ``commitment``, and a RowCounts as statistics.
 
-    ``mask`` bool[...] selects the rows that count. ``gradient`` is the gradient estimator for x, and ``key``, whose
-    dims are the first of x, is for it. ``codes`` i64[...] are those of another search.
+    ``gradient`` is the gradient estimator for x, and ``key``, whose dims are the first of x, is for it.
     """
     if codes is not None and codes.shape != x.shape[:-1]:
         raise ValueError(f"simvq.apply: codes are {tuple(codes.shape)} for x {tuple(x.shape)}; wanted one for each row")

@@ -4,32 +4,31 @@
     s    = shard.psum(s, mesh, axes)                  # on a mesh: one all-reduce of K·(D + 1)·4 bytes a head, and 8
     book = ema(book, s)                               # the same on every rank, local
 
-Summed stats are those of all rows, so the result of one process on the whole batch is the definition of right. With a
-``key``, stats carry as many drawn rows as there are codes (``rows.py``), at which ``expire`` restarts codes with small
-counts. Rows are drawn even if no code is dead, because no rank knows that before the collective.
-
-The average is that of van den Oord et al. 2017 (appendix A.1) with the Laplace smoothing of vector-quantize-pytorch.
+The result of one process on the whole batch is the definition of right. With a ``key``, stats carry as many drawn rows
+as there are codes (``rows.py``), at which ``expire`` restarts codes with small counts. They do so even if no code is
+dead, because no rank knows that before the collective. The average is that of van den Oord et al. 2017 (appendix A.1)
+with the Laplace smoothing of vector-quantize-pytorch.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ... import tree
 from ...kernels import dispatch
-from ...tree import node
+from ..quantized import Key, Mask
 from . import rows
-from .book import Book, check_row_codes, invert_affine
-from .rows import RowOffset, at_least_float32, unit
+from .book import Book, as_codes, check_row_codes
 
 T = TypeVar("T")
 
 DECAY, EPS = 0.8, 1e-5  # of vector-quantize-pytorch
 
 
-@node
+@tree.node
 class Stats:
     """Sums over rows; the sum of two is that of all their rows."""
 
@@ -45,29 +44,26 @@ def stats(
     book: Book,
     x: Tensor,
     codes: Tensor,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     *,
-    key: Tensor | None = None,
-    row_offset: RowOffset | None = None,
+    key: Key = None,
+    row_offset: rows.RowOffset | None = None,
 ) -> Stats:
-    """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...], those that ``mask`` bool[...] selects.
+    """Return the stats of rows ``x`` f[... D] with ``codes`` i64[...].
 
-    The dims of the mask are the first of x. With a ``key``, the same on every rank, rows are drawn for dead codes;
-    ``row_offset`` numbers this rank's rows among all (``rows.py``). Raises IndexError for codes beyond the book where
-    values can be seen, TypeError for another dtype, and ValueError for another shape.
+    With a ``key``, the same on every rank, rows are drawn for dead codes; ``row_offset`` numbers this rank's rows among
+    all. Raises IndexError for codes beyond the book where values can be seen, TypeError for another dtype, else
+    ValueError.
     """
     rows.check(book, x)
     check_float32(book)
     check_row_codes(book, codes, x)
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
-    flat = at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
+    flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
     codes, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
     flat, valid = rows.zero_invalid(flat, codes >= 0 if kept is None else (codes >= 0) & kept)
-    if book.metric == "cosine":
-        flat = unit(flat)
-    elif book.affine is not None:
-        flat = torch.where(valid[..., None], invert_affine(book, flat), 0)
+    flat = torch.where(valid[..., None], as_codes(book, flat), 0)
     heads, num_codes, dim = len(flat), *book.codes.shape[-2:]
     # A code beyond the book must fail in the sum, and not be added to a code of the next head.
     first = torch.arange(heads, device=codes.device)[:, None] * num_codes
@@ -100,8 +96,7 @@ def add(*each: Stats) -> Stats:
 def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None = None) -> Book:
     """Move counts and sums of ``book`` towards those of ``stats`` by (1 - decay)·weight; codes stay.
 
-    ``weight`` f32[K] or [h K] scales the step of each code, from 0, no step, to 1. Raises TypeError for a book that is
-    not of float32, ValueError for other shapes.
+    ``weight`` f32[K] or [h K] is from 0 to 1. Raises TypeError for a book not of float32, ValueError for other shapes.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is {decay}; wanted 0 <= decay < 1")
@@ -109,9 +104,8 @@ def move(book: Book, stats: Stats, decay: float = DECAY, weight: Tensor | None =
     if weight is None:
         step = sums_step = 1 - decay
     elif weight.shape not in (book.counts.shape, book.counts.shape[-1:]):
-        raise ValueError(
-            f"weight: got shape {tuple(weight.shape)}; wanted {tuple(book.counts.shape)}, one for each code"
-        )
+        wanted = f"{tuple(book.counts.shape)}, one for each code"
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}; wanted {wanted}")
     else:
         step = ((1 - decay) * weight.to(book.counts.dtype)).expand(book.counts.shape)
         sums_step = step[..., None].expand_as(book.sums)
@@ -131,7 +125,7 @@ def refresh(book: Book, eps: float = EPS, whole: tuple[Tensor, int] | None = Non
     total, num_codes = whole or (book.counts.sum(-1, keepdim=True), book.counts.shape[-1])
     smooth = (book.counts + eps) / (total + num_codes * eps) * total
     codes = book.sums / torch.where(smooth > 0, smooth, 1)[..., None]
-    codes = unit(codes) if book.metric == "cosine" else codes
+    codes = rows.unit(codes) if book.metric == "cosine" else codes
     return replace(book, codes=torch.where((smooth > 0)[..., None], codes, book.codes))
 
 
@@ -141,11 +135,10 @@ def ema(book: Book, stats: Stats, decay: float = DECAY, eps: float = EPS, weight
 
 
 def expire(book: Book, stats: Stats, threshold: float = 2.0, reset: float | None = None) -> Book:
-    """Restart codes of ``book`` with a count below ``threshold``, each at a drawn row of ``stats``.
+    """Restart codes of ``book`` with a count below ``threshold``, at drawn rows of ``stats``, while there are any.
 
-    Their count becomes ``reset``, by default the threshold. If more codes are dead than rows were drawn, the rest stay.
-    Raises ValueError for a threshold or a reset that is not positive, and stats without drawn rows. Raises it, where
-    values can be seen, for a row drawn twice: ranks whose rows have the same numbers.
+    Their count becomes ``reset``, by default the threshold. Raises ValueError for a threshold or a reset that is not
+    positive, and stats without drawn rows. Raises it, where values can be seen, for a row drawn twice.
     """
     if not threshold > 0 or (reset is not None and not reset > 0):
         raise ValueError(f"threshold is {threshold} and reset is {reset}; wanted both above 0")
@@ -167,10 +160,7 @@ def drawn_rows(stats: Stats) -> tuple[Tensor, Tensor]:
 
 
 def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Assign the drawn rows that ``hit`` bool[... K] marks to ``dead`` bool[... k] codes, after ``before`` of others.
-
-    Returns which codes get a row, bool[... k], and its index in K.
-    """
+    """Return which ``dead`` bool[... k] codes get a drawn row that ``hit`` bool[... K] marks, and its index in K."""
     order = torch.argsort(torch.where(hit, 0, 1), dim=-1, stable=True)
     turn = before + dead.cumsum(-1) - 1
     restarts = dead & (turn < hit.sum(-1, keepdim=True))
@@ -179,12 +169,8 @@ def assign_drawn(dead: Tensor, hit: Tensor, before: Tensor | int = 0) -> tuple[T
 
 def restart_at(book: Book, restarts: Tensor, row: Tensor, count: float) -> Book:
     """Set the codes of ``book`` that ``restarts`` marks to ``row`` [K D] or [h K D], with that ``count``."""
-    return replace(
-        book,
-        codes=torch.where(restarts[..., None], row, book.codes),
-        counts=torch.where(restarts, count, book.counts),
-        sums=torch.where(restarts[..., None], row * count, book.sums),
-    )
+    codes, sums = (torch.where(restarts[..., None], *t) for t in ((row, book.codes), (row * count, book.sums)))
+    return replace(book, codes=codes, counts=torch.where(restarts, count, book.counts), sums=sums)
 
 
 def update(
@@ -202,10 +188,21 @@ def update(
     return expire(book, stats, threshold, reset) if threshold else book
 
 
-def unless_empty(stats: Stats, new: T, old: T) -> T:
-    """Select the tree ``new`` if ``stats`` count any row, else ``old``."""
-    reached = stats.counts.sum() > 0
-    return tree.map(lambda a, b: torch.where(reached, a, b), new, old)
+def update_each(name: str, kind: str, states: Sequence[T], stats: Sequence[Any], update: Callable[..., T]) -> list[T]:
+    """Update each of ``states`` by its stats; errors give the path ``kind.i``. Raises ValueError for another number."""
+    if len(stats) != len(states):
+        raise ValueError(f"{name}: got stats of {len(stats)} {kind}; wanted {len(states)}")
+    new = []
+    for i, both in enumerate(zip(states, stats, strict=True)):
+        with tree.at(f"{kind}.{i}"):
+            new.append(update(*both))
+    return new
+
+
+def unless_empty(update: Callable[..., T], state: T, stats: Stats, **options: Any) -> T:
+    """Update ``state`` if ``stats`` count any row; else it stays."""
+    new, reached = update(state, stats, **options), stats.counts.sum() > 0
+    return tree.map(lambda a, b: torch.where(reached, a, b), new, state)
 
 
 def perplexity(counts: Tensor) -> Tensor:

@@ -5,35 +5,29 @@
 
 Each of ``beam`` candidates is extended by its ``beam`` nearest codes, and the best extensions are kept. The score is
 that of vector-quantize-pytorch: minus the weighted sum of the layers' commitment losses, each the mean square of what
-the layer leaves. With all weight on the last layer it is the error of the sum, the right choice if only that matters.
-``beam=1`` is the plain ``encode``. Ties keep the candidate with the better start, then the nearer code.
+the layer leaves. With all weight on the last layer it is the error of the sum. ``beam=1`` is the plain ``encode``. Ties
+keep the candidate with the better start, then the nearer code.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codebook.implicit import Implicit
 from ..codebook.rows import map_tiles, unit
-from ..codebook.simvq import SimVQ
-from ..scalar import mixed_radix
 from . import residual
-from .layer import verbs_of
-from .residual import Residual
+from .residual import Residual, verbs_of
 
 
 def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | None = None) -> Tensor:
     """Return codes i64[... layers] of x f[... dim] by a search with ``beam`` candidates; -1 for rows not finite.
 
-    ``weights`` are those of the layers' losses, 1 by default. Memory holds beam² rows for each row of a tile. Raises
-    TypeError for scalar layers.
+    ``weights`` are those of the layers' losses, 1 by default. Memory holds beam² rows for each row of a tile.
     """
     layers = residual.layers_of(state)
     for i, layer in enumerate(layers):
-        if not verbs_of(layer).searchable:
+        if verbs_of(layer).table is None:
             raise TypeError(f"beam.encode: layers.{i} is a {type(layer).__name__}; wanted Book, Implicit or SimVQ")
     if beam < 1:
         raise ValueError(f"beam.encode: beam is {beam}; wanted at least 1")
@@ -44,7 +38,7 @@ def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | Non
         rest, live = residual.project_in("beam.encode", state, x.detach(), None)
         flat = rest.reshape(-1, rest.shape[-1])
         codes = map_tiles(partial(_search, layers, weights, beam), beam * beam * rest.shape[-1], flat)
-    return torch.where(live[..., None], codes.reshape(*live.shape, len(layers)), mixed_radix.NONE)
+    return torch.where(live[..., None], codes.reshape(*live.shape, len(layers)), -1)
 
 
 def _search(layers: list, weights: list[float], beam: int, x: Tensor) -> Tensor:
@@ -53,7 +47,8 @@ def _search(layers: list, weights: list[float], beam: int, x: Tensor) -> Tensor:
     score = torch.zeros_like(rest[..., 0])
     paths = torch.zeros((*score.shape, 0), dtype=torch.int64, device=x.device)  # [m j layers so far]
     for i, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
-        verbs, (num_codes, metric) = verbs_of(layer), _num_codes_and_metric(layer)
+        verbs = verbs_of(layer)
+        num_codes, metric = verbs.table(layer)  # type: ignore[misc]
         codes = verbs.encode(layer, rest, so_far, min(beam, num_codes))  # [m j t]
         q = verbs.decode(layer, codes, so_far[..., None, :].expand(*codes.shape, x.shape[-1]))
         start = unit(rest) if metric == "cosine" else rest
@@ -67,10 +62,3 @@ def _search(layers: list, weights: list[float], beam: int, x: Tensor) -> Tensor:
         parent = best.div(codes.shape[-1], rounding_mode="floor").expand(-1, -1, x.shape[-1])
         rest, so_far = rest.gather(1, parent) - q, so_far.gather(1, parent) + q
     return paths[:, 0]
-
-
-def _num_codes_and_metric(layer: Any) -> tuple[int, str]:
-    if isinstance(layer, SimVQ):
-        return layer.frozen.shape[0], "euclidean"
-    book = layer.book if isinstance(layer, Implicit) else layer
-    return book.codes.shape[-2], book.metric

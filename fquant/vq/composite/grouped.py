@@ -9,13 +9,15 @@ group. Dropout gives all groups of a row the same depth.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import random, tree
-from ..quantized import Quantized, stack_trees
+from ..codebook.update import update_each
+from ..quantized import Key, Mask, Quantized, Seed, stack_trees
 from . import residual
 from .residual import Residual
 
@@ -27,7 +29,7 @@ class Grouped:
     groups: list[Residual]
 
 
-def init(key: int | Tensor, groups: Sequence[Callable[[Tensor], Residual]]) -> Grouped:
+def init(key: Seed, groups: Sequence[Callable[[Tensor], Residual]]) -> Grouped:
     """Return a state for x f[... dim], dim being the sum over groups; each function gets a key of its own.
 
     Raises TypeError if one returns no Residual, ValueError for groups with different numbers of layers or dropout.
@@ -58,9 +60,7 @@ def decode(state: Grouped, codes: Tensor, dtype: torch.dtype = torch.float32) ->
     return torch.cat([residual.decode(group, part, dtype) for group, part in each], -1)
 
 
-def apply(
-    state: Grouped, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> Quantized:
+def apply(state: Grouped, x: Tensor, key: Key = None, mask: Mask = None, **options: Any) -> Quantized:
     """Quantise x f[... dim]. Arguments are those of ``residual.apply``, with ``codes`` [... groups layers]."""
     first = state.groups[0]
     if options.get("depth") is None and key is not None and first.dropout:
@@ -77,13 +77,8 @@ def apply(
 
 def update(state: Grouped, stats: Sequence[Any], **options: Any) -> Grouped:
     """Return ``state`` with each group updated from its statistics. Raises what ``residual.update`` does."""
-    if len(stats) != len(state.groups):
-        raise ValueError(f"grouped.update: got stats of {len(stats)} groups; wanted {len(state.groups)}")
-    groups = []
-    for i, (group, group_stats) in enumerate(zip(state.groups, stats, strict=True)):
-        with tree.at(f"groups.{i}"):
-            groups.append(residual.update(group, group_stats, **options))
-    return replace(state, groups=groups)
+    update_group = partial(residual.update, **options)
+    return replace(state, groups=update_each("grouped.update", "groups", state.groups, stats, update_group))
 
 
 def _depths(group: Residual) -> tuple[int, bool, int, int]:

@@ -11,16 +11,15 @@ Each scale quantises the means of the remainder of x over its cells, and subtrac
 ``upsample`` is linear. ``blend`` is (1 - p) · full + p · conv(full), with a trained convolution over 3 places: one for
 all scales, or several, each for consecutive scales. As in vector-quantize-pytorch the remainder carries gradients, too.
 
-A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1.
-Statistics are a list, a Stats of each scale's cells, or one of all cells for a shared book, which is updated once.
-
-With a key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all.
-The others have code -1 and add nothing to the output, losses or statistics.
+A cell's mean covers its live rows, which the mask keeps and which are finite; a cell without any has code -1. With a
+key, *nested dropout* keeps only the first scales with probability ``dropout``: at least ``least``, and not all. The
+others have code -1 and add nothing to the output, losses or statistics.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +28,13 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook import book as books
+from ..codebook import update as updates
 from ..codebook.apply import apply as apply_book
 from ..codebook.book import Book, Metric
-from ..codebook.gradient_estimators import GradientEstimator, straight_through
+from ..codebook.gradient_estimators import Estimator, straight_through
 from ..codebook.rows import RowOffset
-from ..codebook.update import Stats, add, unless_empty
-from ..codebook.update import update as update_book
 from ..precision import no_autocast
-from ..quantized import Quantized, stack_trees
+from ..quantized import Key, Mask, Quantized, Seed, stack_trees
 from ..scalar import projection_layers
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -67,14 +65,14 @@ class Hierarchical:
 
 @tree.node
 class Levels:
-    """The statistics of the books, and the number f32[] of ``lost`` rows: kept by the mask, but not finite."""
+    """The statistics of each scale's book, or of the shared one, and the number f32[] of ``lost`` rows, not finite."""
 
-    books: list[Stats]
+    books: list[updates.Stats]
     lost: Tensor
 
 
 def init(
-    key: int | Tensor,
+    key: Seed,
     num_codes: int | Sequence[int],
     dim: int,
     scales: Sequence[int | Sequence[int]],
@@ -119,7 +117,7 @@ def init(
     return Hierarchical(new, params, each, blend, dropout, least)
 
 
-def encode(state: Hierarchical, x: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+def encode(state: Hierarchical, x: Tensor, mask: Mask = None) -> list[Tensor]:
     """Return codes i64[... *scale] of each scale for x f[... *places dim]; -1 for a cell without live rows."""
     with torch.no_grad():
         return apply(state, x.detach(), mask=mask, losses=()).codes  # type: ignore[return-value]
@@ -141,8 +139,7 @@ def decode(
     for i, (cells, scale) in enumerate(zip(codes, state.scales, strict=False)):
         if cells.shape != (*lead, *scale):
             raise ValueError(f"hierarchical.decode: codes.{i} are {tuple(cells.shape)}; wanted {(*lead, *scale)}")
-        cells = cells.reshape(-1, *scale)
-        book = state.books[min(i, len(state.books) - 1)]
+        cells, book = cells.reshape(-1, *scale), state.books[min(i, len(state.books) - 1)]
         out = out + _upsample(state, i, books.decode(book, cells), cells, size)
     out = out.movedim(1, -1).reshape(*lead, *size, state.books[0].codes.shape[-1])
     return out if dtype is None else out.to(dtype)
@@ -151,18 +148,18 @@ def decode(
 def apply(
     state: Hierarchical,
     x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
+    key: Key = None,
+    mask: Mask = None,
     *,
     depth: Tensor | None = None,
-    gradient: GradientEstimator = straight_through,
+    gradient: Estimator = straight_through,
     row_offset: RowOffset | None = None,
     **options: Any,
 ) -> Quantized:
     """Quantise x f[... *places dim]: codes are a list, losses Means of [scales] numbers, and statistics Levels.
 
     * key: i64[], equal on every rank; turns on dropout and the books' randomness.
-    * mask: bool[... *places], True for the rows that count; ``vq.mask`` makes one from lengths.
+    * mask: bool[... *places]; ``vq.mask`` makes one from lengths.
     * depth: i64[] or [...], the number of scales of an example, instead of a draw.
     * row_offset: (first, total) numbers of this rank's examples, see ``rows.py``.
     * options: those of ``vq.apply``, whose errors it raises.
@@ -190,11 +187,10 @@ def apply(
         used = count[:, 0] > 0  # [b *scale]
         if depth is not None:
             used = used & (i < depth).reshape(-1, *[1] * spatial)
-        down = (pooled / count.clamp(min=SMALL)).movedim(1, -1)
         before = total * sum(cells[:i]) if shared else 0
         got = apply_book(
             state.books[0 if shared else i],
-            torch.where(used[..., None], down, torch.nan),
+            torch.where(used[..., None], (pooled / count.clamp(min=SMALL)).movedim(1, -1), torch.nan),
             None if key is None else key if shared else random.fold(key, i),
             gradient=gradient,
             row_offset=(before + first * cells[i], total * (sum(cells) if shared else cells[i])),
@@ -207,20 +203,14 @@ def apply(
         stats.append(replace(got.stats, kept=got.stats.kept - unused, lost=got.stats.lost - unused))
         losses.append(got.losses)
     result = torch.where(live[..., None], out.movedim(1, -1).reshape(x.shape), 0.0).to(x.dtype)
-    lost = projection_layers.count_rows(live, mask).bad.to(torch.float32)
-    levels = Levels([add(*stats)] if shared else stats, lost)
-    return Quantized(result, codes, stack_trees(losses), levels)  # type: ignore[arg-type]
+    stats = Levels([updates.add(*stats)] if shared else stats, projection_layers.count_rows(live, mask).bad.float())
+    return Quantized(result, codes, stack_trees(losses), stats)  # type: ignore[arg-type]
 
 
 def update(state: Hierarchical, stats: Levels, **options: Any) -> Hierarchical:
     """Return ``state`` with each book that a row reached updated as by ``vq.update`` with ``options``."""
-    if len(stats.books) != len(state.books):
-        raise ValueError(f"hierarchical.update: got stats of {len(stats.books)} books; wanted {len(state.books)}")
-    new = []
-    for i, (book, book_stats) in enumerate(zip(state.books, stats.books, strict=True)):
-        with tree.at(f"books.{i}"):
-            new.append(unless_empty(book_stats, update_book(book, book_stats, **options), book))
-    return replace(state, books=new)
+    update = partial(updates.unless_empty, updates.update, **options)
+    return replace(state, books=updates.update_each("hierarchical.update", "books", state.books, stats.books, update))
 
 
 def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
@@ -229,9 +219,8 @@ def draw_depth(state: Hierarchical, key: Tensor) -> Tensor:
     choices = most - state.least
     if choices < 1:
         return torch.full_like(key, most)
-    drops = random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape)
     fewer = state.least + (random.bits(random.fold(key, "depth"), key.shape) * choices >> 32)
-    return torch.where(drops, fewer, most)
+    return torch.where(random.bernoulli(random.fold(key, "dropout"), state.dropout, key.shape), fewer, most)
 
 
 def _pool(t: Tensor, scale: tuple[int, ...]) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
 from ..precision import matmul
-from ..quantized import Mean, Quantized
-from . import mixed_radix, projection_layers
+from ..quantized import Key, Mask, Mean, Quantized, Seed
+from . import projection_layers
 
 MOST = 20  # bits, because rows have 2^bits numbers
 update = projection_layers.update
@@ -32,7 +32,7 @@ class Binary:
     free: float = tree.static(default=math.log(2.0))
 
 
-def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary:
+def init(key: Seed, bits: int, *, free: float = math.log(2.0)) -> Binary:
     """Return a state for logits f[... bits]; ``key`` is not used. Raises ValueError for bits outside [1, 20]."""
     if not 1 <= bits <= MOST:
         raise ValueError(f"binary.init: bits are {bits}; wanted from 1 to {MOST}, for rows have 2^bits numbers")
@@ -44,22 +44,19 @@ def init(key: int | Tensor, bits: int, *, free: float = math.log(2.0)) -> Binary
 def encode(state: Binary, x: Tensor) -> Tensor:
     """Return the most probable codes i64[...] of logits x f[... bits]; -1 for a row that is not finite."""
     x, live = projection_layers.prepare_rows("binary.encode", x, state.bits, None)
-    return _codes(state, x > 0, live)
+    return projection_layers.encode_digits((x > 0)[..., None, :].long(), (2,) * state.bits, live)
 
 
 def decode(state: Binary, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the one-hot [... 2^bits] of codes i[...], zero for -1. Raises IndexError for a code out of range."""
-    codes = mixed_radix.checked("binary.decode", codes, 2**state.bits)
+    codes = projection_layers.check_codes("binary.decode", codes, 2**state.bits)
     return (codes[..., None] == torch.arange(2**state.bits, device=codes.device)).to(dtype)
 
 
-def apply(
-    state: Binary, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Quantized:
+def apply(state: Binary, x: Tensor, key: Key = None, mask: Mask = None, *, temperature: float = 1.0) -> Quantized:
     """Sample codes of logits x f[... bits]: one-hot f[... 2^bits] with the patterns' gradient, and the loss "kl".
 
-    ``key``, whose shape leads x's, draws the bits; without it they are the most probable. ``mask`` bool[...] keeps
-    rows.
+    ``key``, whose shape leads x's, draws the bits; without it they are the most probable.
     """
     if not temperature > 0.0:
         raise ValueError(f"binary.apply: temperature is {temperature}; wanted more than 0")
@@ -67,8 +64,10 @@ def apply(
     ones = logits > 0
     if key is not None:
         ones = random.uniform(key, logits.shape, logits.dtype) < torch.sigmoid(logits / temperature)
-    codes = _codes(state, ones, live)
-    soft = _log_probs(state, logits).exp()
+    codes = projection_layers.encode_digits(ones[..., None, :].long(), (2,) * state.bits, live)
+    all_codes = torch.arange(2**state.bits, device=logits.device)
+    pattern = projection_layers.digits_of(all_codes, (2,) * state.bits).to(logits.dtype)  # [2^bits bits]
+    soft = (matmul(F.logsigmoid(logits), pattern.T) + matmul(F.logsigmoid(-logits), (1.0 - pattern).T)).exp()
     out = torch.where(live[..., None], straight_through(soft, decode(state, codes, soft.dtype)), 0.0)
     on, off = torch.sigmoid(logits), torch.sigmoid(-logits)
     entropy = -(on * F.logsigmoid(logits) + off * F.logsigmoid(-logits)).sum(-1)  # of a row's bits, in nats
@@ -82,19 +81,9 @@ def log_prob(state: Binary, x: Tensor, codes: Tensor) -> Tensor:
 
     They are zero for a code of -1 or a row that is not finite. Raises IndexError for a code out of range.
     """
-    codes = mixed_radix.checked("binary.log_prob", codes, 2**state.bits)
+    codes = projection_layers.check_codes("binary.log_prob", codes, 2**state.bits)
     if codes.shape != x.shape[:-1]:
         raise ValueError(f"binary.log_prob: codes are {tuple(codes.shape)} beside x {tuple(x.shape)}; wanted one a row")
-    x, live = projection_layers.prepare_rows("binary.log_prob", x, state.bits, codes != mixed_radix.NONE)
-    ones = mixed_radix.decode(codes, (2,) * state.bits) > 0
+    x, live = projection_layers.prepare_rows("binary.log_prob", x, state.bits, codes != -1)
+    ones = projection_layers.digits_of(codes, (2,) * state.bits) > 0
     return torch.where(live, torch.where(ones, F.logsigmoid(x), F.logsigmoid(-x)).sum(-1), 0.0)
-
-
-def _codes(state: Binary, ones: Tensor, live: Tensor) -> Tensor:
-    return projection_layers.encode_digits(ones[..., None, :].long(), (2,) * state.bits, live)
-
-
-def _log_probs(state: Binary, logits: Tensor) -> Tensor:
-    """Return the log-probabilities of all patterns: [... bits] -> [... 2^bits]."""
-    ones = mixed_radix.decode(torch.arange(2**state.bits, device=logits.device), (2,) * state.bits).to(logits.dtype)
-    return matmul(F.logsigmoid(logits), ones.T) + matmul(F.logsigmoid(-logits), (1.0 - ones).T)

@@ -3,24 +3,24 @@
     z -> u = CDF(z) in [0, 1] -> the middle of u's bin, one of L        codes: the bins in a mixed radix
                               -> or u + uniform noise in ±1/2L          in training, with probability 1 - quantize_rate
 
-(https://arxiv.org/abs/2602.17133.) The CDF is one of ``DISTRIBUTIONS``. The output is (u - ½) · √12, of variance 1 for
-uniform u, with the gradient of u; with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that
-would leave (0, 1) is not added. All levels are used if z follows the distribution, so :class:`Moments` is a loss on the
-first four moments of each feature over rows. On a mesh ``psum`` makes them those of all ranks' rows (:func:`apply`).
+(https://arxiv.org/abs/2602.17133.) The output is (u - ½) · √12, of variance 1 for uniform u, with the gradient of u;
+with ``inverse`` it is the value of that quantile, with the gradient of z. Noise that would leave (0, 1) is not added.
+All levels are used if z follows the distribution, so :class:`Moments` is a loss on four moments of each feature.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import random, tree
+from ...communication import identity
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Mean, Psum, Quantized, one_process
-from . import mixed_radix, projection_layers
+from ..quantized import Key, Mask, Mean, Psum, Quantized, Seed
+from . import projection_layers
 from .projection_layers import Projections, per_scalar
 
 STD = 12**-0.5  # of a uniform number in [0, 1)
@@ -80,24 +80,18 @@ class FSP:
 
 
 def init(
-    key: int | Tensor,
-    levels: tuple[int, ...],
-    dim: int | None = None,
-    *,
-    bias: bool | None = None,
-    distribution: str = "tanh",
-    quantize_rate: float = 0.0,
-    inverse: bool = False,
-    moments: Moments | None = VAR_TANH,
+    key: Seed, levels: tuple[int, ...], dim: int | None = None, *, bias: bool | None = None, **options: Any
 ) -> FSP:
-    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected."""
-    levels = mixed_radix.check("fsp.init", levels, 2**22)  # up to there float32 represents half a level
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(f"fsp.init: distribution is {distribution!r}; wanted one of {', '.join(DISTRIBUTIONS)}")
-    if not 0.0 <= quantize_rate <= 1.0:
-        raise ValueError(f"fsp.init: quantize_rate is {quantize_rate}; wanted a probability in [0, 1]")
+    """Return a state for x f[... dim], by default ``len(levels)``, else projected; ``options`` are fields of FSP."""
+    levels = projection_layers.check_levels("fsp.init", levels, 2**22)  # up to there float32 represents half a level
+    state = FSP(None, levels, 0, **options)  # without its leaves
+    if state.distribution not in DISTRIBUTIONS:
+        known = ", ".join(DISTRIBUTIONS)
+        raise ValueError(f"fsp.init: distribution is {state.distribution!r}; wanted one of {known}")
+    if not 0.0 <= state.quantize_rate <= 1.0:
+        raise ValueError(f"fsp.init: quantize_rate is {state.quantize_rate}; wanted a probability in [0, 1]")
     dim, params = projection_layers.init("fsp.init", random.key(key), dim, 1, len(levels), bias)
-    return FSP(params, levels, dim, distribution, quantize_rate, inverse, moments)
+    return replace(state, params=params, dim=dim)
 
 
 def encode(state: FSP, x: Tensor) -> Tensor:
@@ -109,22 +103,22 @@ def encode(state: FSP, x: Tensor) -> Tensor:
 
 def decode(state: FSP, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[...]; zero for -1."""
-    bins, known = projection_layers.decode_digits("fsp.decode", codes, state.levels)
-    return projection_layers.project_out(_value(state, _middle(state, bins.to(dtype))), state.params, known)
+    digits, known = projection_layers.decode_digits("fsp.decode", codes, state.levels)
+    bins = digits.to(dtype)
+    value = _value(state, (bins + 0.5) / per_scalar(state.levels, bins))
+    return projection_layers.project_out(value, state.params, known)
 
 
-def apply(
-    state: FSP, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None, *, psum: Psum = one_process
-) -> Quantized:
+def apply(state: FSP, x: Tensor, key: Key = None, mask: Mask = None, *, psum: Psum = identity) -> Quantized:
     """Quantise x f[... dim], or perturb it if there is a ``key``, whose shape leads x's; a RowCounts as statistics.
 
-    ``mask`` bool[...] is True for the rows that count. The loss "moments" covers all rows that ``psum``, which is
-    differentiable, sums over, in two calls on every rank; weighted by the local rows, it adds up over ranks.
+    The loss "moments" covers all rows that ``psum``, which is differentiable, sums over, in two calls on every rank;
+    weighted by the local rows, it adds up over ranks.
     """
     z, live = projection_layers.project_in("fsp.apply", x, state.dim, mask, state.params)
     u = DISTRIBUTIONS[state.distribution].cdf(z)
     bins = _bins(state, u)
-    q = straight_through(u, _middle(state, bins))
+    q = straight_through(u, (bins + 0.5) / per_scalar(state.levels, bins))
     if key is not None and state.quantize_rate < 1.0:
         noise = random.uniform(random.fold(key, "noise"), u.shape, u.dtype) * 2.0 - 1.0
         perturbed = u + noise / (2.0 * per_scalar(state.levels, u))
@@ -140,10 +134,6 @@ def apply(
 def _bins(state: FSP, u: Tensor) -> Tensor:
     """Return the bin of each u [... c d], from 0; 1 is in the last bin."""
     return (u.clamp(max=1.0 - torch.finfo(u.dtype).eps) * per_scalar(state.levels, u)).floor().detach()
-
-
-def _middle(state: FSP, bins: Tensor) -> Tensor:
-    return (bins + 0.5) / per_scalar(state.levels, bins)
 
 
 def _value(state: FSP, u: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
     state = fsq.init(key, levels=(8, 5, 5, 5))           # 1000 codes, dim 4, nothing to train
     state = fsq.init(key, levels=(8, 5, 5, 5), dim=64)   # with projections to train, state.params
 
-No codebook has to be learned, or can collapse: a code is its scalars' levels in a mixed radix (``mixed_radix.py``).
 With L levels and half = L // 2 a scalar z becomes, with a straight-through gradient of the rounding,
 
     plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ for even L, else 0,
@@ -11,9 +10,12 @@ With L levels and half = L // 2 a scalar z becomes, with a straight-through grad
     symmetric   2 / (L - 1) · floor((L - 1) · (tanh(z) + 1) / 2 + ½) - 1      (Parker et al. 2024, section 3.2)
 
 The plain bound overshoots by a thousandth, which is a level from 1001 levels on, so these are refused. ``hard_clamp``
-replaces tanh by a clamp to [-1, 1]; ``rotation`` is fixed and random, and comes before. With probability
-``noise_dropout`` training moves a quantised scalar by uniform noise in ±½, within [-1, 1], but not its code.
+replaces tanh by a clamp to [-1, 1]. ``noise_dropout`` is the share of quantised scalars that training moves by uniform
+noise in ±½, within [-1, 1], which leaves their codes.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from torch import Tensor
 from ... import random, tree
 from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Quantized
-from . import mixed_radix, projection_layers
+from ..quantized import Key, Mask, Quantized, Seed
+from . import projection_layers
 from .projection_layers import Projections, per_scalar
 
 OVERSHOOT = 1e-3  # of the plain form's bound
@@ -47,32 +49,31 @@ class FSQ:
 
 
 def init(
-    key: int | Tensor,
+    key: Seed,
     levels: tuple[int, ...],
     dim: int | None = None,
     *,
-    num_codebooks: int = 1,
     bias: bool | None = None,
-    symmetric: bool = False,
-    hard_clamp: bool = False,
-    noise_dropout: float = 0.0,
     rotation: bool = False,
+    **options: Any,
 ) -> FSQ:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    ``bias`` False omits the projections' biases. 2 levels and ``noise_dropout`` need ``symmetric``.
+    ``options`` are fields of FSQ; 2 levels and ``noise_dropout`` need ``symmetric``. ``bias`` False omits the
+    projections' biases, and ``rotation`` draws a fixed one.
     """
-    levels = mixed_radix.check("fsq.init", levels, MOST if symmetric else MOST_PLAIN)
-    if not symmetric and min(levels) == 2:
+    state = FSQ(None, None, tuple(levels), 0, **options)  # without its leaves
+    levels = projection_layers.check_levels("fsq.init", levels, MOST if state.symmetric else MOST_PLAIN)
+    if not state.symmetric and min(levels) == 2:
         raise ValueError(f"fsq.init: levels {levels} have a 2, which the plain form makes -1 and 0; use symmetric=True")
-    if not 0.0 <= noise_dropout <= 1.0:
-        raise ValueError(f"fsq.init: noise_dropout is {noise_dropout}; wanted a probability in [0, 1]")
-    if noise_dropout and not symmetric:
+    if not 0.0 <= state.noise_dropout <= 1.0:
+        raise ValueError(f"fsq.init: noise_dropout is {state.noise_dropout}; wanted a probability in [0, 1]")
+    if state.noise_dropout and not state.symmetric:
         raise ValueError("fsq.init: noise_dropout moves codes of the plain form off centre; use symmetric=True")
     key = random.key(key)
-    dim, params = projection_layers.init("fsq.init", key, dim, num_codebooks, len(levels), bias)
+    dim, params = projection_layers.init("fsq.init", key, dim, state.num_codebooks, len(levels), bias)
     matrix = projection_layers.orthogonal(random.fold(key, "rotation"), len(levels)) if rotation else None
-    return FSQ(params, matrix, levels, dim, num_codebooks, symmetric, hard_clamp, noise_dropout)
+    return replace(state, params=params, rotation=matrix, levels=levels, dim=dim)
 
 
 def encode(state: FSQ, x: Tensor) -> Tensor:
@@ -93,14 +94,14 @@ def decode(state: FSQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 def decode_levels(state: FSQ, codes: Tensor) -> Tensor:
     """Return the levels i64[... d] from 0 of codes i[...], or [... c d] of [... c]; -1 for -1."""
     digits, known = projection_layers.decode_digits("fsq.decode_levels", codes, state.levels, state.num_codebooks)
-    digits = torch.where(known[..., None], digits, mixed_radix.NONE)
+    digits = torch.where(known[..., None], digits, -1)
     return digits.squeeze(-2) if state.num_codebooks == 1 else digits
 
 
-def apply(state: FSQ, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: FSQ, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Quantise x f[... dim] with the gradient of the bound; no losses, and a RowCounts as statistics.
 
-    ``key``, whose shape leads x's, turns ``noise_dropout`` on. ``mask`` bool[...] is True for the rows that count.
+    ``key``, whose shape leads x's, turns ``noise_dropout`` on.
     """
     z, live = _project_in("fsq.apply", state, x, mask)
     bounded = _bound(state, z)
@@ -115,7 +116,7 @@ def apply(state: FSQ, x: Tensor, key: Tensor | None = None, mask: Tensor | None 
     return Quantized(out.to(x.dtype), codes, {}, projection_layers.count_rows(live, mask))
 
 
-def _project_in(name: str, state: FSQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _project_in(name: str, state: FSQ, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     z, live = projection_layers.project_in(name, x, state.dim, mask, state.params, state.num_codebooks)  # [... c d]
     if state.scale is not None:
         z = z / per_scalar(state.scale, z)
@@ -131,17 +132,14 @@ def _project_out(state: FSQ, q: Tensor, known: Tensor) -> Tensor:
 
 def _bound(state: FSQ, z: Tensor) -> Tensor:
     """Bound z. The plain form then rounds to the nearest integer, the symmetric one down."""
+    squash = (lambda z: z.clamp(-1.0, 1.0)) if state.hard_clamp else torch.tanh
     levels = per_scalar(state.levels, z)
     if state.symmetric:
-        return (levels - 1) * (_squash(state, z) + 1.0) / 2.0 + 0.5
+        return (levels - 1) * (squash(z) + 1.0) / 2.0 + 0.5
     half = (levels - 1) * (1 + OVERSHOOT) / 2
     offset = torch.where(levels % 2 == 0, 0.5, 0.0)
     shift = offset / half if state.hard_clamp else torch.atanh(offset / half)
-    return _squash(state, z + shift) * half - offset
-
-
-def _squash(state: FSQ, z: Tensor) -> Tensor:
-    return z.clamp(-1.0, 1.0) if state.hard_clamp else torch.tanh(z)
+    return squash(z + shift) * half - offset
 
 
 def _round(state: FSQ, bounded: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,8 @@
     state = latent.init(key, levels=(5, 5, 8))       # params.values: f32[5], f32[5], f32[8], evenly spaced in ±1/2
 
 The gradient of the output passes straight through to x, and none of it reaches the values. Two losses of the scalars z,
-behind the projection, and their values q are therefore added, each with a weight (0.1 in the paper):
-
-    commitment      mean of (z - sg(q))²       moves scalars to their values
-    quantisation    mean of (sg(z) - q)²       moves values to their scalars
+behind the projection, and their values q are therefore added, each with a weight (0.1 in the paper): ``commitment``,
+mean of (z - sg(q))², moves scalars to their values, ``quantisation``, mean of (sg(z) - q)², values to their scalars.
 """
 
 from typing import Any
@@ -16,9 +14,10 @@ from torch import Tensor
 
 from ... import random, tree
 from ..codebook.gradient_estimators import straight_through
-from ..quantized import Quantized
-from . import mixed_radix, projection_layers
-from .projection_layers import Projections
+from ..codebook.losses import commitment
+from ..quantized import Key, Mask, Quantized, Seed
+from . import projection_layers
+from .projection_layers import Projections, project_in
 
 update = projection_layers.update
 
@@ -42,18 +41,10 @@ class Latent:
 
 
 def init(
-    key: int | Tensor,
-    levels: tuple[int, ...],
-    dim: int | None = None,
-    *,
-    num_codebooks: int = 1,
-    bias: bool | None = None,
+    key: Seed, levels: tuple[int, ...], dim: int | None = None, *, num_codebooks: int = 1, bias: bool | None = None
 ) -> Latent:
-    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
-
-    Zero is a value; an even number of values leaves out 1/2.
-    """
-    levels = mixed_radix.check("latent.init", levels, 2**16)  # each row is compared with as many values
+    """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected."""
+    levels = projection_layers.check_levels("latent.init", levels, 2**16)  # each row is compared with as many values
     key = random.key(key)
     dim, ends = projection_layers.init("latent.init", key, dim, num_codebooks, len(levels), bias)
     kind: Any = {"dtype": torch.float32, "device": key.device}
@@ -63,7 +54,7 @@ def init(
 
 def encode(state: Latent, x: Tensor) -> Tensor:
     """Return codes i64[...] of x f[... dim], or [... c] of several codebooks; -1 for a row that is not finite."""
-    z, live = _project_in("latent.encode", state, x, None)
+    z, live = project_in("latent.encode", x, state.dim, None, state.params.projections, state.num_codebooks)
     return projection_layers.encode_digits(_nearest(state, z), state.levels, live)
 
 
@@ -73,22 +64,15 @@ def decode(state: Latent, codes: Tensor, dtype: torch.dtype = torch.float32) -> 
     return projection_layers.project_out(_values(state, digits, dtype), state.params.projections, known)
 
 
-def apply(state: Latent, x: Tensor, key: Tensor | None = None, mask: Tensor | None = None) -> Quantized:
+def apply(state: Latent, x: Tensor, key: Key = None, mask: Mask = None) -> Quantized:
     """Quantise x f[... dim] with a straight-through gradient, two losses, and a RowCounts; ``key`` is not used."""
-    z, live = _project_in("latent.apply", state, x, mask)
+    z, live = project_in("latent.apply", x, state.dim, mask, state.params.projections, state.num_codebooks)
     digits = _nearest(state, z)
     q = _values(state, digits, z.dtype)
     out = projection_layers.project_out(straight_through(z, q), state.params.projections, live[..., None])
-    losses = {
-        "commitment": projection_layers.squared_error(z, q.detach(), live),
-        "quantisation": projection_layers.squared_error(z.detach(), q, live),
-    }
+    losses = {"commitment": commitment(z, q.detach(), live), "quantisation": commitment(z.detach(), q, live)}
     codes = projection_layers.encode_digits(digits, state.levels, live)
     return Quantized(out.to(x.dtype), codes, losses, projection_layers.count_rows(live, mask))
-
-
-def _project_in(name: str, state: Latent, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return projection_layers.project_in(name, x, state.dim, mask, state.params.projections, state.num_codebooks)
 
 
 def _nearest(state: Latent, z: Tensor) -> Tensor:

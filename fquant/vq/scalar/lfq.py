@@ -13,12 +13,13 @@ low. All codes are used if the entropy of the mean of p over rows is high.
 
 All codes have the same length, so p is a product over bits of ``σ(±4 · inv_temperature · |c_i| · z_i)``. H(p) is the
 sum of the bits' entropies. The mean of p is one product of two matrices [rows, 2^(bits / 2)], one for each half of the
-bits. No tensor has rows times codes numbers, and both entropies are exact, without a floor under probabilities. Beyond
-24 bits the entropies of groups of bits are added, as in the last paper; the sum is an upper bound. On a mesh ``psum``
-makes the mean that of all ranks' rows, inside the gradient.
+bits. No tensor has rows times codes numbers, and both entropies are exact. Beyond 24 bits the entropies of groups of
+bits are added, as in the last paper; the sum is an upper bound.
 """
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,12 @@ from einops import rearrange
 from torch import Tensor
 
 from ... import random, tree
+from ...communication import identity
 from ..codebook import rows
 from ..codebook.gradient_estimators import straight_through
-from ..precision import matmul
-from ..quantized import Mean, Psum, Quantized, one_process
+from ..codebook.losses import commitment
+from ..precision import linear, matmul
+from ..quantized import Key, Mask, Mean, Psum, Quantized, Seed
 from . import projection_layers
 from .projection_layers import Projections
 
@@ -50,63 +53,43 @@ class LFQ:
     num_codebooks: int = tree.static(default=1)
     scale: float = tree.static(default=1.0)
     spherical: bool = tree.static(default=False)
-    clamp: float | None = tree.static(default=None)
-    cosine: float | None = tree.static(default=None)
-    activation: str = tree.static(default="identity")
-    gamma: float = tree.static(default=1.0)
-    share: float = tree.static(default=1.0)
-    offset: float | None = tree.static(default=None)
-    group: int | None = tree.static(default=None)
+    clamp: float | None = tree.static(default=None)  # bounds the scalars to ± this by tanh
+    cosine: float | None = tree.static(default=None)  # projects unit vectors onto unit vectors, times this
+    activation: str = tree.static(default="identity")  # or "tanh": the function whose gradient x gets
+    gamma: float = tree.static(default=1.0)  # the weight of the entropy of the mean
+    share: float = tree.static(default=1.0)  # the share of the rows, drawn by key, that enter the entropies
+    offset: float | None = tree.static(default=None)  # makes the entropy loss softplus(loss + offset), above 0
+    group: int | None = tree.static(default=None)  # bits in a group of the entropy of the mean; None for all
 
 
 def init(
-    key: int | Tensor,
-    bits: int,
-    dim: int | None = None,
-    *,
-    num_codebooks: int = 1,
-    bias: bool | None = None,
-    scale: float = 1.0,
-    spherical: bool = False,
-    rotation: bool = False,
-    clamp: float | None = None,
-    cosine: float | None = None,
-    activation: str = "identity",
-    gamma: float = 1.0,
-    share: float = 1.0,
-    offset: float | None = None,
-    group: int | None = None,
+    key: Seed, bits: int, dim: int | None = None, *, bias: bool | None = None, rotation: bool = False, **options: Any
 ) -> LFQ:
     """Return a state for x f[... dim], by default ``num_codebooks * bits``; another dim is projected.
 
-    * clamp: bound the scalars to ± this by tanh.
-    * cosine: project unit vectors onto unit vectors, times this.
-    * activation: the function whose gradient x gets, "identity" or "tanh".
-    * gamma: the weight of the entropy of the mean.
-    * share: the share of the rows, drawn by key, that enter the entropies.
-    * offset: make the entropy loss softplus(loss + offset), which is positive.
-    * group: the number of bits in a group of the entropy of the mean; all bits by default.
+    ``options`` are fields of LFQ. ``bias`` False omits the projections' biases, and ``rotation`` draws a fixed one.
     """
     if not 1 <= bits <= 62:
         raise ValueError(f"lfq.init: bits are {bits}; wanted from 1 to 62; use codebooks for more")
-    for name, number in {"scale": scale, "clamp": clamp, "cosine": cosine}.items():
+    state = LFQ(None, None, bits, 0, **options)  # without its leaves
+    clamp, scale, group = state.clamp, state.scale, state.group
+    for name, number in {"scale": scale, "clamp": clamp, "cosine": state.cosine}.items():
         if number is not None and not 0.0 < number < math.inf:
             raise ValueError(f"lfq.init: {name} is {number}; wanted a positive number")
     if clamp is not None and clamp < scale:
         raise ValueError(f"lfq.init: clamp is {clamp}, below scale {scale}, which no scalar could reach; use more")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"lfq.init: activation is {activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"lfq.init: share is {share}; wanted a part of the rows in (0, 1]")
+    if state.activation not in ACTIVATIONS:
+        raise ValueError(f"lfq.init: activation is {state.activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
+    if not 0.0 < state.share <= 1.0:
+        raise ValueError(f"lfq.init: share is {state.share}; wanted a part of the rows in (0, 1]")
     if group is None and bits > MOST_TOGETHER:
         raise ValueError(f"lfq.init: the mean of rows would be 2^{bits} probabilities; use group=, some of the bits")
     if group is not None and (not 1 <= group <= MOST_TOGETHER or bits % group):
         raise ValueError(f"lfq.init: group is {group}; wanted from 1 to {MOST_TOGETHER} bits that divide {bits}")
-    key = random.key(key)
-    dim, params = projection_layers.init("lfq.init", key, dim, num_codebooks, bits, bias, cosine is not None)
+    key, cosine = random.key(key), state.cosine is not None
+    dim, params = projection_layers.init("lfq.init", key, dim, state.num_codebooks, bits, bias, cosine)
     matrix = projection_layers.orthogonal(random.fold(key, "rotation"), bits) if rotation else None
-    options = (scale, spherical, clamp, cosine, activation, gamma, share, offset, group)
-    return LFQ(params, matrix, bits, dim, num_codebooks, *options)
+    return replace(state, params=params, rotation=matrix, dim=dim)
 
 
 def encode(state: LFQ, x: Tensor) -> Tensor:
@@ -117,55 +100,44 @@ def encode(state: LFQ, x: Tensor) -> Tensor:
 def decode(state: LFQ, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x [... dim] of codes i[...] or [... c]; zero for -1."""
     ones, known = projection_layers.decode_digits("lfq.decode", codes, (2,) * state.bits, state.num_codebooks)
-    return _project_out(state, _value(state, ones.flip(-1) > 0, dtype), known)
+    return projection_layers.project_out(_value(state, ones.flip(-1) > 0, dtype), state.params, known, state.rotation)
 
 
 def apply(
-    state: LFQ,
-    x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    inv_temperature: float = 100.0,
-    psum: Psum = one_process,
+    state: LFQ, x: Tensor, key: Key = None, mask: Mask = None, *, inv_temperature: float = 100.0, psum: Psum = identity
 ) -> Quantized:
     """Quantise x f[... dim] with a straight-through gradient; two losses, and a RowCounts as statistics.
 
     "commitment" is the squared distance of scalars to their quantised values, which are constants. "entropy" covers all
     rows that ``psum``, which is differentiable, sums over; weighted by the local rows, it adds up over ranks. ``key``,
     whose shape leads x's, draws the ``share`` of rows in the entropies, rounded up for each key; without it all enter.
-    ``mask`` bool[...] is True for the rows that count.
     """
     z, live = _project_in("lfq.apply", state, x, mask)
     q = _value(state, z > 0, z.dtype)
-    out = _project_out(state, straight_through(ACTIVATIONS[state.activation](z), q), live[..., None])
+    value = straight_through(ACTIVATIONS[state.activation](z), q)
+    out = projection_layers.project_out(value, state.params, live[..., None], state.rotation)
     per_row, of_mean, num_local = _entropies(state, z, live, key, inv_temperature, psum)
     entropy = per_row - state.gamma * of_mean
     if state.offset is not None:
         entropy = F.softplus(entropy + state.offset)
     entropy = Mean(entropy * num_local, num_local)
-    losses = {"commitment": projection_layers.squared_error(z, q, live), "entropy": entropy}
+    losses = {"commitment": commitment(z, q, live), "entropy": entropy}
     return Quantized(out.to(x.dtype), _codes(state, z, live), losses, projection_layers.count_rows(live, mask))
 
 
 def entropies(
-    state: LFQ,
-    x: Tensor,
-    key: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    inv_temperature: float = 100.0,
-    psum: Psum = one_process,
+    state: LFQ, x: Tensor, key: Key = None, mask: Mask = None, *, inv_temperature: float = 100.0, psum: Psum = identity
 ) -> tuple[Tensor, Tensor]:
     """Return the entropies of :func:`apply` in nats: the mean of the rows' entropies, and the entropy of the mean."""
     z, live = _project_in("lfq.entropies", state, x, mask)
     return _entropies(state, z, live, key, inv_temperature, psum)[:2]
 
 
-def _project_in(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _project_in(name: str, state: LFQ, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if state.params is not None and state.cosine is not None:
         x, live = projection_layers.prepare_rows(name, x, state.dim, mask)
-        z = projection_layers.cosine(x, state.params, state.num_codebooks) * state.cosine  # [... c d]
+        z = linear(rows.direction(x), rows.direction(state.params.project_in.weight))
+        z = rearrange(z, "... (c d) -> ... c d", c=state.num_codebooks) * state.cosine
     else:
         z, live = projection_layers.project_in(name, x, state.dim, mask, state.params, state.num_codebooks)
     if state.clamp is not None:
@@ -175,10 +147,6 @@ def _project_in(name: str, state: LFQ, x: Tensor, mask: Tensor | None) -> tuple[
     if state.spherical:
         z = rows.direction(z) * state.scale
     return z, live
-
-
-def _project_out(state: LFQ, q: Tensor, known: Tensor) -> Tensor:
-    return projection_layers.project_out(projection_layers.rotate(q, state.rotation, back=True), state.params, known)
 
 
 def _magnitude(state: LFQ) -> float:
@@ -194,11 +162,14 @@ def _codes(state: LFQ, z: Tensor, live: Tensor) -> Tensor:
 
 
 def _entropies(
-    state: LFQ, z: Tensor, live: Tensor, key: Tensor | None, inv_temperature: float, psum: Psum
+    state: LFQ, z: Tensor, live: Tensor, key: Key, inv_temperature: float, psum: Psum
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean entropy of the rows of z [... c d], the entropy of the mean, and the number of local rows."""
     if key is not None and state.share < 1.0:
-        z, live = _draw_rows(state.share, z, live, random.fold(key, "share"))
+        n = math.prod(live.shape[key.ndim :])  # rows of each key
+        z, live = z.reshape(*key.shape, n, *z.shape[-2:]), live.reshape(*key.shape, n)
+        chosen = random.permutation(random.fold(key, "share"), n)[..., : math.ceil(state.share * n)]  # [*key m]
+        z, live = z.take_along_dim(chosen[..., None, None], -3), live.take_along_dim(chosen, -1)
     num_rows, num_codebooks = live.numel(), z.shape[-2]
     weight = live.reshape(num_rows).to(z.dtype)
     logits = 4.0 * inv_temperature * _magnitude(state) * z.reshape(num_rows, *z.shape[-2:])
@@ -223,11 +194,3 @@ def _patterns(off: Tensor, on: Tensor) -> Tensor:
     for i in range(on.shape[-1]):
         p = torch.stack([p * off[..., i, None], p * on[..., i, None]], -1).flatten(-2)
     return p
-
-
-def _draw_rows(share: float, z: Tensor, live: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a ``share`` of the rows of each key: z [*key m c d] and live bool[*key m]."""
-    n = math.prod(live.shape[key.ndim :])
-    z, live = z.reshape(*key.shape, n, *z.shape[-2:]), live.reshape(*key.shape, n)
-    chosen = random.permutation(key, n)[..., : math.ceil(share * n)]  # [*key m]
-    return z.take_along_dim(chosen[..., None, None], -3), live.take_along_dim(chosen, -1)

@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from fquant import random, vq
 from fquant.vq.codebook import rows as rows_module
-from fquant.vq.codebook.book import unit
+from fquant.vq.codebook.rows import unit
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
 

@@ -43,7 +43,7 @@ def spread(name):
 def test_with_room_for_all_choices_it_is_exhaustive(name, weights):
     state = spread(name)
     x = drawn(12, state.dim)
-    sizes = [beam._num_codes_and_metric(layer)[0] for layer in residual.layers_of(state)]
+    sizes = [residual.verbs_of(layer).table(layer)[0] for layer in residual.layers_of(state)]  # type: ignore[misc]
     start = residual.project_in("", state, x, None)[0]
     best = torch.full((12,), torch.inf)
     wanted = torch.zeros(12, 3, dtype=torch.int64)
