@@ -98,15 +98,24 @@ class Residual:
 
 
 def init(
-    key: Seed, layers: Sequence[Any], dim: int | None = None, *, bias: bool | None = None, **options: Any
+    key: Seed,
+    layers: Sequence[Any],
+    dim: int | None = None,
+    *,
+    bias: bool | None = None,
+    clamp: float | tuple[float, ...] | None = None,
+    dropout: bool = False,
+    cutoff: int = 0,
+    multiple: int = 1,
+    shared: int | None = None,
 ) -> Residual:
     """Return a state for x f[... dim], by default the dim of the layers; another dim is projected.
 
-    ``options`` are fields of Residual; ``clamp`` may be one number for all scalars. Raises TypeError for layers of an
-    unknown kind, and if only some learn from statistics. Raises ValueError for layers of different dims, with
+    The options are those of :class:`Residual`; ``clamp`` may be one number for all scalars. Raises TypeError for layers
+    of an unknown kind, and if only some learn from statistics. Raises ValueError for layers of different dims, with
     projections or several codebooks, and for options out of range.
     """
-    layers, name, clamp = list(layers), "residual.init", options.pop("clamp", None)
+    layers, name = list(layers), "residual.init"
     if not layers:
         raise ValueError(f"{name}: there are no layers; wanted at least 1")
     for i, layer in enumerate(layers):
@@ -124,21 +133,19 @@ def init(
         if (verbs_of(layer).update is None) != (first.update is None):
             kinds = f"a {type(layer).__name__} beside a {type(layers[0]).__name__}"
             raise TypeError(f"{name}: layers.{i} is {kinds}; wanted all to learn from statistics, or none")
-    state = Residual(layers, None, 0, **options)  # without its projections
-    shared, cutoff, multiple = state.shared, state.cutoff, state.multiple
     if shared is not None and (shared < 1 or len(layers) != 1 or not isinstance(layers[0], books.Book)):
         raise ValueError(f"{name}: shared is {shared} with {len(layers)} layers; wanted at least 1 of one Book")
     num_layers = shared or len(layers)
     if not 0 <= cutoff < num_layers or multiple < 1:
         wanted = f"a cutoff in [0, {num_layers}) and a multiple of at least 1"
         raise ValueError(f"{name}: cutoff is {cutoff}, multiple {multiple}; wanted {wanted}")
-    if not state.dropout and (cutoff, multiple) != (0, 1):
+    if not dropout and (cutoff, multiple) != (0, 1):
         raise ValueError(f"{name}: cutoff and multiple are options of dropout; use dropout=True")
     bounds = None if clamp is None else tuple(clamp) if isinstance(clamp, Sequence) else (clamp,) * width
     if bounds is not None and (len(bounds) != width or not min(bounds) > 0):
         raise ValueError(f"{name}: clamp is {clamp}; wanted a positive number, or {width} of them")
     dim, params = projection_layers.init(name, random.key(key), dim, 1, width, bias)
-    return replace(state, params=params, dim=dim, clamp=bounds)
+    return Residual(layers, params, dim, bounds, dropout, cutoff, multiple, shared)
 
 
 def init_books(
@@ -186,7 +193,8 @@ def init_fsq(key: Seed, levels: tuple[int, ...], num_layers: int, dim: int | Non
     if new["hard_clamp"] and own.get("clamp") is not None:
         raise ValueError("residual.init_fsq: clamp beside hard_clamp, which has one of its own; use hard_clamp=False")
     scales = [tuple(float(n) ** -i for n in levels) for i in range(num_layers)]
-    layers = [fsq.init(random.fold(key, i), tuple(levels), scale=scale, **new) for i, scale in enumerate(scales)]
+    each = [fsq.init(random.fold(key, i), tuple(levels), **new) for i in range(num_layers)]
+    layers = [replace(layer, scale=scale) for layer, scale in zip(each, scales, strict=True)]
     if new["hard_clamp"]:
         own["clamp"] = tuple(1 + 1 / (n - 1) for n in levels)
     return init(key, layers, dim, **own)

@@ -11,7 +11,7 @@ All levels are used if z follows the distribution, so :class:`Moments` is a loss
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,18 +80,24 @@ class FSP:
 
 
 def init(
-    key: Seed, levels: tuple[int, ...], dim: int | None = None, *, bias: bool | None = None, **options: Any
+    key: Seed,
+    levels: tuple[int, ...],
+    dim: int | None = None,
+    *,
+    bias: bool | None = None,
+    distribution: str = "tanh",
+    quantize_rate: float = 0.0,
+    inverse: bool = False,
+    moments: Moments | None = VAR_TANH,
 ) -> FSP:
-    """Return a state for x f[... dim], by default ``len(levels)``, else projected; ``options`` are fields of FSP."""
+    """Return a state for x f[... dim], by default ``len(levels)``; another dim is projected."""
     levels = projection_layers.check_levels("fsp.init", levels, 2**22)  # up to there float32 represents half a level
-    state = FSP(None, levels, 0, **options)  # without its leaves
-    if state.distribution not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"fsp.init: distribution is {state.distribution!r}; wanted one of {known}")
-    if not 0.0 <= state.quantize_rate <= 1.0:
-        raise ValueError(f"fsp.init: quantize_rate is {state.quantize_rate}; wanted a probability in [0, 1]")
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(f"fsp.init: distribution is {distribution!r}; wanted one of {', '.join(DISTRIBUTIONS)}")
+    if not 0.0 <= quantize_rate <= 1.0:
+        raise ValueError(f"fsp.init: quantize_rate is {quantize_rate}; wanted a probability in [0, 1]")
     dim, params = projection_layers.init("fsp.init", random.key(key), dim, 1, len(levels), bias)
-    return replace(state, params=params, dim=dim)
+    return FSP(params, levels, dim, distribution, quantize_rate, inverse, moments)
 
 
 def encode(state: FSP, x: Tensor) -> Tensor:

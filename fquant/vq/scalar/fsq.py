@@ -14,9 +14,6 @@ replaces tanh by a clamp to [-1, 1]. ``noise_dropout`` is the share of quantised
 noise in ±½, within [-1, 1], which leaves their codes.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,27 +50,29 @@ def init(
     levels: tuple[int, ...],
     dim: int | None = None,
     *,
+    num_codebooks: int = 1,
     bias: bool | None = None,
+    symmetric: bool = False,
+    hard_clamp: bool = False,
+    noise_dropout: float = 0.0,
     rotation: bool = False,
-    **options: Any,
 ) -> FSQ:
     """Return a state for x f[... dim], by default ``num_codebooks * len(levels)``; another dim is projected.
 
-    ``options`` are fields of FSQ; 2 levels and ``noise_dropout`` need ``symmetric``. ``bias`` False omits the
+    2 levels and ``noise_dropout`` need ``symmetric``. ``bias`` False omits the
     projections' biases, and ``rotation`` draws a fixed one.
     """
-    state = FSQ(None, None, tuple(levels), 0, **options)  # without its leaves
-    levels = projection_layers.check_levels("fsq.init", levels, MOST if state.symmetric else MOST_PLAIN)
-    if not state.symmetric and min(levels) == 2:
+    levels = projection_layers.check_levels("fsq.init", levels, MOST if symmetric else MOST_PLAIN)
+    if not symmetric and min(levels) == 2:
         raise ValueError(f"fsq.init: levels {levels} have a 2, which the plain form makes -1 and 0; use symmetric=True")
-    if not 0.0 <= state.noise_dropout <= 1.0:
-        raise ValueError(f"fsq.init: noise_dropout is {state.noise_dropout}; wanted a probability in [0, 1]")
-    if state.noise_dropout and not state.symmetric:
+    if not 0.0 <= noise_dropout <= 1.0:
+        raise ValueError(f"fsq.init: noise_dropout is {noise_dropout}; wanted a probability in [0, 1]")
+    if noise_dropout and not symmetric:
         raise ValueError("fsq.init: noise_dropout moves codes of the plain form off centre; use symmetric=True")
     key = random.key(key)
-    dim, params = projection_layers.init("fsq.init", key, dim, state.num_codebooks, len(levels), bias)
+    dim, params = projection_layers.init("fsq.init", key, dim, num_codebooks, len(levels), bias)
     matrix = projection_layers.orthogonal(random.fold(key, "rotation"), len(levels)) if rotation else None
-    return replace(state, params=params, rotation=matrix, levels=levels, dim=dim)
+    return FSQ(params, matrix, levels, dim, num_codebooks, symmetric, hard_clamp, noise_dropout)
 
 
 def encode(state: FSQ, x: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ bits are added, as in the last paper; the sum is an upper bound.
 """
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,33 +61,48 @@ class LFQ:
 
 
 def init(
-    key: Seed, bits: int, dim: int | None = None, *, bias: bool | None = None, rotation: bool = False, **options: Any
+    key: Seed,
+    bits: int,
+    dim: int | None = None,
+    *,
+    num_codebooks: int = 1,
+    bias: bool | None = None,
+    scale: float = 1.0,
+    spherical: bool = False,
+    rotation: bool = False,
+    clamp: float | None = None,
+    cosine: float | None = None,
+    activation: str = "identity",
+    gamma: float = 1.0,
+    share: float = 1.0,
+    offset: float | None = None,
+    group: int | None = None,
 ) -> LFQ:
     """Return a state for x f[... dim], by default ``num_codebooks * bits``; another dim is projected.
 
-    ``options`` are fields of LFQ. ``bias`` False omits the projections' biases, and ``rotation`` draws a fixed one.
+    The options are those of :class:`LFQ`. ``bias`` False omits the projections' biases, and ``rotation`` draws a fixed
+    one.
     """
     if not 1 <= bits <= 62:
         raise ValueError(f"lfq.init: bits are {bits}; wanted from 1 to 62; use codebooks for more")
-    state = LFQ(None, None, bits, 0, **options)  # without its leaves
-    clamp, scale, group = state.clamp, state.scale, state.group
-    for name, number in {"scale": scale, "clamp": clamp, "cosine": state.cosine}.items():
+    for name, number in {"scale": scale, "clamp": clamp, "cosine": cosine}.items():
         if number is not None and not 0.0 < number < math.inf:
             raise ValueError(f"lfq.init: {name} is {number}; wanted a positive number")
     if clamp is not None and clamp < scale:
         raise ValueError(f"lfq.init: clamp is {clamp}, below scale {scale}, which no scalar could reach; use more")
-    if state.activation not in ACTIVATIONS:
-        raise ValueError(f"lfq.init: activation is {state.activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
-    if not 0.0 < state.share <= 1.0:
-        raise ValueError(f"lfq.init: share is {state.share}; wanted a part of the rows in (0, 1]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"lfq.init: activation is {activation!r}; wanted one of {', '.join(ACTIVATIONS)}")
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"lfq.init: share is {share}; wanted a part of the rows in (0, 1]")
     if group is None and bits > MOST_TOGETHER:
         raise ValueError(f"lfq.init: the mean of rows would be 2^{bits} probabilities; use group=, some of the bits")
     if group is not None and (not 1 <= group <= MOST_TOGETHER or bits % group):
         raise ValueError(f"lfq.init: group is {group}; wanted from 1 to {MOST_TOGETHER} bits that divide {bits}")
-    key, cosine = random.key(key), state.cosine is not None
-    dim, params = projection_layers.init("lfq.init", key, dim, state.num_codebooks, bits, bias, cosine)
+    key = random.key(key)
+    dim, params = projection_layers.init("lfq.init", key, dim, num_codebooks, bits, bias, cosine is not None)
     matrix = projection_layers.orthogonal(random.fold(key, "rotation"), bits) if rotation else None
-    return replace(state, params=params, rotation=matrix, dim=dim)
+    options = (scale, spherical, clamp, cosine, activation, gamma, share, offset, group)
+    return LFQ(params, matrix, bits, dim, num_codebooks, *options)
 
 
 def encode(state: LFQ, x: Tensor) -> Tensor:
