@@ -71,9 +71,7 @@ def node(cls: type[T]) -> type[T]:
 
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    children = tuple(f.name for f in fields if not f.metadata.get("static"))
-    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+    children, statics = field_names(cls)
 
     def flatten(self: Any) -> tuple[list[Any], Any]:
         present: list[str] = []
@@ -104,6 +102,12 @@ def node(cls: type[T]) -> type[T]:
     _register(NODES, cls)
     _CLASSES.add(cls)
     return cls
+
+
+def field_names(cls: Any) -> tuple[list[str], list[str]]:
+    """Return the names of a node class's children and of its static fields."""
+    named = lambda static: [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == static]
+    return named(False), named(True)
 
 
 def name_of(cls: type) -> str:
@@ -170,12 +174,12 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
 
 def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Replace every leaf by ``f(path, leaf)``; an error of ``f`` is raised with the path in front."""
-    found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    out = []
-    for keys, leaf in found:
+
+    def call(keys: Any, leaf: Any) -> Any:
         with at(path := path_of(keys)):
-            out.append(f(path, leaf))
-    return unflatten(spec, out)
+            return f(path, leaf)
+
+    return pytree.tree_map_with_path(call, tree, is_leaf=is_leaf)
 
 
 def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
@@ -253,6 +257,12 @@ def at(path: str) -> Iterator[None]:
         if type(error) not in (ValueError, TypeError) or not path:
             raise
         raise type(error)(f"{path}: {error}") from error
+
+
+def expect(condition: object, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error(message)`` unless the ``condition`` is true."""
+    if not condition:
+        raise error(message)
 
 
 def _listed(names: list[str], limit: int = 8) -> str:
