@@ -26,6 +26,7 @@ from .communication import AfterLoad, Loadable, LookedUpRows
 from .lazy import Lazy
 from .packed import Packed, dequantize
 from .packed_linear import Adapted, Lora, row_norms, scaling, square_norms
+from .tree import expect
 
 __all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
 
@@ -33,37 +34,24 @@ Adapters = dict[str, Lora]
 
 
 def init(
-    base: Any,
-    targets: str,
-    rank: int,
-    alpha: float = 16.0,
-    key: int | Tensor = 0,
-    *,
-    init: str = "kaiming",
-    dora: bool = False,
-    rank_stabilised: bool = False,
-    dropout: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> Adapters:
+    base: Any, targets: str, rank: int, alpha: float = 16.0, key: int | Tensor = 0, *, init: str = "kaiming",
+    dora: bool = False, rank_stabilised: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32,
+) -> Adapters:  # fmt: skip
     """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
     depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
     except for ``dora``. Raises ValueError if nothing matches, or a match is not a weight [out in].
     """
-    if init not in ("kaiming", "gaussian"):
-        raise ValueError(f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
-    if rank < 1:
-        raise ValueError(f"rank is {rank}; wanted at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
+    expect(init in ("kaiming", "gaussian"), f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
+    expect(rank >= 1, f"rank is {rank}; wanted at least 1")
+    expect(0 <= dropout < 1, f"dropout is {dropout}; wanted 0 <= dropout < 1")
     key = random.key(key)
     rule = re.compile(targets)
     weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
     targeted = {path: w for path, w in weights if rule.fullmatch(path)}
-    if not targeted:
-        known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
-        raise ValueError(f"targets {targets!r} match no weight; the weights are {known}")
+    known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
+    expect(targeted, f"targets {targets!r} match no weight; the weights are {known}")
 
     def adapter(path: str, w: Any) -> Lora:
         with tree.at(path):
@@ -171,6 +159,5 @@ def _shape(w: Any) -> tuple[int, int]:
             shape = tuple(w.shape)
         case _:
             raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")
-    if len(shape) != 2:
-        raise ValueError(f"a weight of shape {shape} cannot be adapted; wanted [out in]")
+    expect(len(shape) == 2, f"a weight of shape {shape} cannot be adapted; wanted [out in]")
     return shape[0], shape[1]

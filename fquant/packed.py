@@ -35,7 +35,7 @@ from .format import Format
 from .kernels import packed_ops
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
-from .tree import node, static
+from .tree import expect, node, static
 
 
 @node
@@ -85,17 +85,13 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
-    if not isinstance(w, Tensor):
-        raise TypeError(f"quantize got a {type(w).__name__}; wanted a tensor")
-    if w.dtype not in FLOATS:
-        raise TypeError(f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}")
-    if w.ndim == 0 or w.numel() == 0:
-        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted at least one element along one dim")
-    if w.ndim == 1 and not format.flat:
-        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted a matrix [out in], leave norms and biases dense")
-    if is_mapped(w):
-        fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
-        raise RuntimeError(f"quantize was called under vmap; {fix}")
+    expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
+    expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
+    got = f"quantize got shape {tuple(w.shape)}"
+    expect(w.ndim and w.numel(), f"{got}; wanted at least one element along one dim")
+    expect(w.ndim > 1 or format.flat, f"{got}; wanted a matrix [out in], leave norms and biases dense")
+    fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
+    expect(not is_mapped(w), f"quantize was called under vmap; {fix}", RuntimeError)
     if importance is not None:
         _check_importance(importance, w, format)
     return _quantize(w.detach(), format, importance)
@@ -157,16 +153,14 @@ def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Te
 
 
 def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
-    if format.vectors is None:
-        raise ValueError(f"{format.name} has no use for importance; leave it out, or quantize to a format of vectors")
+    fix = "leave it out, or quantize to a format of vectors"
+    expect(format.vectors, f"{format.name} has no use for importance; {fix}")
     shape, wanted = tuple(importance.shape), tuple(w.shape)
-    if shape not in (wanted, wanted[-1:]) or not importance.is_floating_point() or importance.device != w.device:
-        got = f"{_name(importance.dtype)} {shape} on {importance.device}"
-        raise ValueError(f"importance: got {got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
-    if importance.is_meta:
-        return
-    if not bool((importance.isfinite() & (importance >= 0)).all()) or not bool((importance > 0).any()):
-        raise ValueError("importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
+    fits = shape in (wanted, wanted[-1:]) and importance.is_floating_point() and importance.device == w.device
+    got = f"importance: got {_name(importance.dtype)} {shape} on {importance.device}"
+    expect(fits, f"{got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
+    fits = importance.is_meta or bool((importance.isfinite() & (importance >= 0)).all() & (importance > 0).any())
+    expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
 def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:

@@ -93,10 +93,8 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
         if isinstance(x, torch.dtype):
             return {"dtype": str(x).removeprefix("torch.")}
         if VALUES.get(name_of(kind)) is kind:
-            return {
-                "value": name_of(kind),
-                "fields": inside((f.name, getattr(x, f.name)) for f in dataclasses.fields(x)),
-            }
+            fields = ((f.name, getattr(x, f.name)) for f in dataclasses.fields(x))
+            return {"value": name_of(kind), "fields": inside(fields)}
         got = f"{_dots(path)}: got {kind.__module__}.{kind.__qualname__}, wanted something a file can hold"
         raise TypeError(f"{got}; use a node, a plain value, or a frozen dataclass registered with tree.value")
     if isinstance(x, Tensor):
