@@ -26,9 +26,8 @@ from .tree import expect
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
 
-    ``order`` 1 allows one reverse derivative, and any number of forward ones before it; 2 allows any. Raises TypeError
-    if ``f`` closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is differentiated
-    twice.
+    ``order`` 1 allows one reverse derivative, after any number of forward ones; 2 allows any. Raises TypeError if ``f``
+    closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is differentiated twice.
     """
     expect(order in (1, 2), f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
     _check_closure(f)
@@ -119,11 +118,10 @@ def _check_result(f: Any, result: Any) -> None:
 
 
 def _check_closure(f: Any) -> None:
+    bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
     if isinstance(f, partial):
         bound = {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
         _check_closure(f.func)
-    else:
-        bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
     for name, x in bound.items():
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
             fault = f"closes over the tensor {name!r}, whose gradient would silently be zero"

@@ -6,14 +6,13 @@ An array is divided by its scales, the root mean squares of its blocks. The quot
 elements along a row. A group becomes the sum of one vector of each stage:
 
 1. *Stages by k-means.* Lloyd's iterations for the groups, then for the residuals of the first stage, and so on.
-2. *Beam search* keeps ``BEAM`` candidates from stage to stage. The nearest vector of a stage is not always the best
-   one beside those of later stages.
+2. *Beam search* keeps ``BEAM`` candidates, because the best vector beside those of later stages may not be the nearest.
 3. *Joint refinement.* Rounds of search move each stage's vectors to the means of the other stages' residuals.
 4. The same search gives the codes of all groups.
 
-Steps 1 to 3 see up to ``SAMPLE`` groups, one of each stratum of the array. They minimise the squared error of the
-array, so groups of large rows weigh more in means. *Importance* weighs the squared error of an element or a column. The
-mean square of a column's inputs is, up to a factor, the diagonal of the Hessian of the squared error of outputs.
+Steps 1 to 3 see up to ``SAMPLE`` groups. They minimise the squared error of the array, so groups of large rows weigh
+more in means. *Importance* weighs the squared error of an element or a column. The mean square of a column's inputs is,
+up to a factor, the diagonal of the Hessian of the squared error of outputs.
 
 The format's text gives the random key: on CPUs the same array gives the same codes. GPUs sum in any order, in float64.
 
@@ -64,7 +63,7 @@ def scales(rows: Tensor, format: Format) -> Tensor:
 def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes u8[r groups·stages] and vectors f32[stages·256·dim] of finite ``rows`` f[r width] with ``scale``.
 
-    ``importance`` f[width] or f[r width] is at least zero. Fewer than 256 groups become a vector each.
+    ``importance`` f[1 width] or f[r width] is at least zero. Fewer than 256 groups become a vector each.
     """
     sizes = format.vectors
     assert sizes is not None
@@ -109,8 +108,7 @@ def _pick(number: Tensor, rows: Tensor, scale: Tensor, format: Format, importanc
         return _Groups(x, None, mass)
     near = torch.ones_like(x) if importance is None else importance.expand(rows.shape)[row, column].float()
     near = torch.where(inside, near, 0)
-    mass = mass * near
-    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=LEAST), mass)
+    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=LEAST), mass * near)
 
 
 def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:

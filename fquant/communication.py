@@ -74,9 +74,9 @@ def identity(x: Any) -> Any:
 class Comm:
     """The communication of a forward pass, as six functions; see the module's docstring.
 
-    Models call the methods :meth:`load`, :meth:`rows` and :meth:`part`, which use these fields: ``open`` gathers one
-    Loadable into the tree that it stands for. ``pick`` gathers the rows of one closed table that ids ask for, or the
-    table. ``cut`` opens one closed block except for its table, which may become a VocabShard. None means ``open``.
+    The methods use these fields: ``open`` gathers one Loadable into the tree that it stands for. ``pick`` gathers the
+    rows of one closed table that ids ask for, or the table. ``cut`` opens one closed block except for its table, which
+    may become a VocabShard. None means ``open``.
     """
 
     open: Callable[[Any], Any] = identity
@@ -103,19 +103,15 @@ class Comm:
 
         The head's table at ``path`` is [vocab dim] or a VocabShard of it. Work that waits is done on the whole table.
         """
-        if self.cut is None or isinstance(x, AfterLoad) or not isinstance(x, Loadable):
-            return self.load(x)
-        return self.cut(x, rows, path)
+        is_closed = isinstance(x, Loadable) and not isinstance(x, AfterLoad)
+        return self.cut(x, rows, path) if self.cut is not None and is_closed else self.load(x)
 
 
 LOCAL = Comm()
 
 
 class RowExchange(NamedTuple):
-    """The collectives of rows that are sharded over ranks along dim 0; the defaults are those of one rank.
-
-    ``shard.exchange_rows`` makes one over an axis of a mesh.
-    """
+    """The collectives of rows sharded along dim 0 (see ``shard.exchange_rows``); the defaults are those of one rank."""
 
     gather: Callable[[Tensor], Tensor] = identity  # [n ...] of each rank to [N ...] of all, each padded to the maximum
     mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # this rank's n rows of [N ...]

@@ -1,7 +1,7 @@
 """torch.func's grad, grad_and_value, vjp and jvp, which check the differentiated leaves first.
 
-torch.func rejects an integer or absent leaf without naming it ("only Tensors of floating point dtype can require
-gradients"). These functions raise TypeError with its path and the fix, and are torch.func's otherwise.
+torch.func rejects an integer or absent leaf without naming it. These functions raise TypeError with its path and the
+fix, and are torch.func's otherwise.
 """
 
 from collections.abc import Callable

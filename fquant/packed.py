@@ -103,7 +103,14 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
-    codes, absmax, vectors = _encode(rows, format, importance)
+    if format.vectors is None:
+        (codes, absmax), vectors = packed_ops.encode(rows, format), None
+        _check_finite(rows, absmax, format)
+    else:
+        absmax = additive_quantization.scales(rows, format)
+        _check_finite(rows, absmax, format)
+        importance = None if importance is None else importance.detach().reshape(-1, shape[-1])
+        codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
@@ -136,20 +143,6 @@ def buffers(p: Packed) -> list[Tensor]:
     """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
     return found + [t for t in (p.offset, p.vectors) if t is not None]
-
-
-def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes [r bytes], scales [r blocks] and, in a format that learns them, vectors."""
-    if format.vectors is None:
-        codes, absmax = packed_ops.encode(rows, format)
-        _check_finite(rows, absmax, format)
-        return codes, absmax, None
-    rms = additive_quantization.scales(rows, format)
-    _check_finite(rows, rms, format)
-    if importance is not None:
-        importance = importance.detach().expand(*rows.shape) if importance.ndim == 1 else importance.reshape(rows.shape)
-    codes, vectors = additive_quantization.learn(rows, rms, format, importance)
-    return codes, rms, vectors
 
 
 def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:

@@ -7,7 +7,6 @@
 A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
 Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
 (key, position). So a value depends neither on the order of calls, nor on the world size, nor on a recomputation.
-
 The shape of a key leads the shape of the numbers, as ``vmap`` over keys [] and shapes [t d] does:
 
     key [b]  +  shape [b t d]  ->  stream of key[i], counter = flat position inside [t d]

@@ -1,7 +1,6 @@
-"""Trees: frozen dataclasses of tensors, registered as pytree nodes with torch.
+"""Trees of *nodes*: frozen dataclasses, registered as pytree nodes with torch.
 
-A model, an adapter set, an optimiser state and a quantised weight are all trees of *nodes*: frozen dataclasses whose
-fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
+A node's fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
 
     @node
     class Packed:
@@ -11,11 +10,10 @@ fields are tensors, or lists, dicts and nodes of tensors, beside hashable *stati
 
 * A field that is None is absent: it is not a leaf, and its absence is part of the structure. (torch's own pytree counts
   None as a leaf, and ``torch.func.grad`` rejects it.)
-* Static fields are hashable and hold no tensor. They are compared when structures are compared.
+* Static fields hold no tensor, and are compared when structures are compared.
 * A node has no method that computes. Verbs are functions.
 
-The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``. No
-other module imports torch's pytree.
+The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``.
 """
 
 import contextlib
@@ -116,10 +114,9 @@ def name_of(cls: type) -> str:
 
 
 def _register(table: dict[str, type], cls: type) -> None:
-    other = table.get(name_of(cls), cls)
-    if other.__module__ != cls.__module__:  # within a module it is the same class, defined again
-        name = f"{cls.__module__}.{cls.__name__}"
-        raise ValueError(f"{name}: {other.__module__} has a class of that name; choose another")
+    other, here = table.get(name_of(cls), cls).__module__, cls.__module__
+    fault = f"{here}.{cls.__name__}: {other} has a class of that name; choose another"
+    expect(other == here, fault)  # within a module it is the same class, defined again
     table[name_of(cls)] = cls
 
 

@@ -60,10 +60,7 @@ def load(tensors: Mapping[str, Tensor], name: str) -> Packed:
         beside = {part: tensors[key] for part in _BESIDE if (key := _sibling(name, part)) in tensors}
         fault = f"no {_STATE}nf4, {_STATE}fp4 or SCB beside it, so it is not quantised; load it as it is"
         expect(inside or beside, fault)
-        if not inside:
-            return _load8(tensors[name], beside)
-        check_keys("tensors beside it", {*inside, *beside}, _wanted(inside))
-        return _load4(tensors[name], inside)
+        return _load4(tensors[name], inside, beside) if inside else _load8(tensors[name], beside)
 
 
 def save(packed: Packed, name: str) -> dict[str, Tensor]:
@@ -96,20 +93,16 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
         return {f"{name}.{part}".rstrip("."): t for part, t in out.items()}
 
 
-def _wanted(inside: Mapping[str, Tensor]) -> set[str]:
-    """Return all keys that a weight with those ``inside`` must have; check the key of the JSON."""
-    states = [key for key in inside if key.startswith("quant_state.")]
+def _load4(weight: Tensor, inside: Mapping[str, Tensor], beside: Mapping[str, Tensor]) -> Packed:
+    states, of_nested = [key for key in inside if key.startswith("quant_state.")], {"nested_absmax", "nested_quant_map"}
+    nested = bool(of_nested & inside.keys())
+    kind = states[0].removeprefix(_STATE) if len(states) == 1 else ""
     got = f"got quant_state {', '.join(states) or 'none'}"
-    known = len(states) == 1 and states[0].removeprefix(_STATE) in _PLAIN
-    expect(known, f"{got}; wanted exactly one of {_STATE}nf4 and {_STATE}fp4")
-    nested = {"nested_absmax", "nested_quant_map"}
-    return {states[0], "absmax", "quant_map"} | (nested if nested & inside.keys() else set())
-
-
-def _load4(weight: Tensor, inside: Mapping[str, Tensor]) -> Packed:
-    key, nested = next(key for key in inside if key.startswith(_STATE)), "nested_absmax" in inside
-    with at(key):
-        state = _parse(inside[key], key.removeprefix(_STATE), nested)
+    expect(kind in _PLAIN, f"{got}; wanted exactly one of {_STATE}nf4 and {_STATE}fp4")
+    wanted = {*states, "absmax", "quant_map", *(of_nested if nested else ())}
+    check_keys("tensors beside it", {*inside, *beside}, wanted)
+    with at(states[0]):
+        state = _parse(inside[states[0]], kind, nested)
     shape, block = tuple(state["shape"]), state["blocksize"]
     count = math.prod(shape)
     format = (_NESTED if nested else _PLAIN)[state["quant_type"]]

@@ -327,7 +327,8 @@ FOREIGN = {
         "recipe.tests.Recipe: missing none, unknown x; wanted bits",
     ),
     "missing field": (
-        spec(box(recipe={"value": "tests.Recipe", "fields": {"bits": 1}})), "recipe.tests.Recipe: missing dtype, inner, table, unknown none;",
+        spec(box(recipe={"value": "tests.Recipe", "fields": {"bits": 1}})),
+        "recipe.tests.Recipe: missing dtype, inner, table, unknown none;",
     ),
     "rejected": (
         spec(box(recipe={"value": "tests.Recipe", "fields": RECIPE | {"bits": 0}})),
