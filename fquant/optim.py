@@ -60,7 +60,7 @@ def adamw(
 ) -> Optimizer[AdamState]:
     """Return AdamW as in ``torch.optim.AdamW``."""
     rate = _rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    init = lambda params: AdamState(_zero_step(params), _zeros(params), _zeros(params))
+    init = lambda params: AdamState(*_zeros(params, 2))
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_like(grads, params)
@@ -78,7 +78,7 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: f
     """Return gradient descent with momentum as in ``torch.optim.SGD`` without dampening."""
     rate = _rate(lr, momentum=momentum, weight_decay=weight_decay)
     expect(momentum > 0 or not nesterov, "nesterov: got momentum 0.0, wanted one above 0; use momentum=0.9")
-    init = lambda params: MomentumState(_zero_step(params), _zeros(params) if momentum else None)
+    init = lambda params: MomentumState(*_zeros(params, 1 if momentum else 0))
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
@@ -95,7 +95,7 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: f
 def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer[MomentumState]:
     """Return Lion, whose update is the sign of a mean that leans towards the newest gradient."""
     rate = _rate(lr, b1=b1, b2=b2, weight_decay=weight_decay)
-    init = lambda params: MomentumState(_zero_step(params), _zeros(params))
+    init = lambda params: MomentumState(*_zeros(params, 1))
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
@@ -182,14 +182,12 @@ def _debias(b: float, step: Tensor) -> Tensor:
     return -torch.expm1(step.float() * (math.log(b) if b else -math.inf))
 
 
-def _zero_step(params: Any) -> Tensor:
+def _zeros(params: Any, count: int) -> list[Any]:
+    """Return the step 0, and ``count`` moments of zeros."""
     _check_float(params)
-    leaves = tree.leaves(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
-
-
-def _zeros(params: Any) -> Any:
-    return tree.map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+    device = next((p.device for p in tree.leaves(params)), None)
+    moment = lambda: tree.map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+    return [torch.zeros((), dtype=torch.int64, device=device), *(moment() for _ in range(count))]
 
 
 def _check_float(params: Any) -> None:

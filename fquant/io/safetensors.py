@@ -86,8 +86,9 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
     Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
     """
     with at(str(header.path)):
-        known = f"one of the {len(header.tensors)} there: {', '.join(sorted(header.tensors)[:8])}"
-        expect(name in header.tensors, f"got no tensor {name!r}, wanted {known}")
+        if name not in header.tensors:
+            known = ", ".join(sorted(header.tensors)[:8])
+            raise ValueError(f"got no tensor {name!r}, wanted one of the {len(header.tensors)} there: {known}")
         entry = header.tensors[name]
         shape, start = entry.shape, entry.start
         if rows is not None:
@@ -222,10 +223,8 @@ def _check_writable(name: str, tensor: Tensor) -> None:
     expect(is_named, f"{name!r}: got {kind.__name__}, wanted a tensor under a string", TypeError)
     with at(name):
         expect(name != "__metadata__", "got a tensor of that name, wanted another; the format reserves it")
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"got a name that is no Unicode text ({error}), wanted one in UTF-8") from error
+        is_text = name.encode(errors="ignore").decode() == name  # without a lone surrogate
+        expect(is_text, f"got a name that is no Unicode text ({name!r}), wanted one in UTF-8")
         fault = f"got a {kind.__name__}, wanted a plain tensor; collect it to one process first"
         expect(kind in (Tensor, torch.nn.Parameter), fault, TypeError)
         fault = f"got {tensor.dtype} {tensor.layout}, wanted a dense tensor of {', '.join(DTYPES)}"
