@@ -43,7 +43,8 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             result = f(*tree.unflatten(structure, replace_at(static, places, tensors)))
-            _check_result(f, result)
+            with tree.at(f"remat({_name(f)}) returned"):
+                tree.check_floats(result, "return the rest from outside")
             structure_of_result[:] = [tree.structure(result)]
             return tuple(tree.leaves(result))
 
@@ -107,14 +108,6 @@ class _FirstOrderOnly(torch.autograd.Function):
 
 def _name(f: Any) -> str:
     return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
-
-
-def _check_result(f: Any, result: Any) -> None:
-    for path, leaf in tree.items(result):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            fault = f"remat({_name(f)}) returned{f' at {path}' if path else ''} {got}"
-            raise TypeError(f"{fault}; wanted tensors of floats only, return the rest from outside")
 
 
 def _check_closure(f: Any) -> None:

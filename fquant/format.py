@@ -1,8 +1,7 @@
 """Quantisation formats: the meaning of the codes of a quantised array, as frozen values.
 
-Values of codes come from a table in the format, from the integers themselves, or from vectors that are learned and kept
-for each array. A new format is a line in this file, and a variation is ``dataclasses.replace(NF4, block=128)``. Double
-quantisation is a format whose ``scale`` is another format.
+A new format is a line in this file, and a variation is ``dataclasses.replace(NF4, block=128)``. Double quantisation is
+a format whose ``scale`` is another format.
 
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
 optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables equal those

@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import tree
 
@@ -47,9 +46,5 @@ def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ..
 
 def check(x: Any) -> None:
     """Raise TypeError, naming the path, unless every leaf of ``x`` is a float tensor."""
-    for path, leaf in tree.items(x):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            got = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-            fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
-            fault = f"{path} is {got} and cannot be differentiated"
-            raise TypeError(f"{fault}; {fix} and pass quantised weights as another argument")
+    fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
+    tree.check_floats(x, f"{fix} and pass quantised weights as another argument")

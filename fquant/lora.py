@@ -31,6 +31,7 @@ from .tree import expect
 __all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
 
 Adapters = dict[str, Lora]
+_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
 
 
 def init(
@@ -136,10 +137,6 @@ def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> An
 def stack(many: list[Adapters]) -> Adapters:
     """Stack adapters of one structure along a new dim 0, for vmap."""
     return tree.map(lambda *leaves: torch.stack(leaves), *many)
-
-
-def _is_adapters(x: Any) -> bool:
-    return isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
 
 
 def _shape(w: Any) -> tuple[int, int]:

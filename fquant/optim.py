@@ -191,10 +191,7 @@ def _zeros(params: Any, count: int) -> list[Any]:
 
 
 def _check_float(params: Any) -> None:
-    for path, leaf in tree.items(params):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(f"{path}: got {got}, wanted a float tensor; optimise only the trainable part of the tree")
+    tree.check_floats(params, "optimise only the trainable part of the tree", allow_complex=False)
 
 
 def _check_like(grads: Any, params: Any) -> None:

@@ -262,6 +262,16 @@ def expect(condition: object, message: str, error: type[Exception] = ValueError)
         raise error(message)
 
 
+def check_floats(tree: Any, fix: str, allow_complex: bool = True) -> None:
+    """Raise TypeError, naming the path, unless every leaf is a float tensor, or a complex one if these are allowed."""
+    for path, leaf in items(tree):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if not is_tensor or not (leaf.is_floating_point() or (allow_complex and leaf.is_complex())):
+            got = str(leaf.dtype).removeprefix("torch.") if is_tensor else type(leaf).__name__
+            with at(path):
+                raise TypeError(f"got {got}, wanted a float tensor; {fix}")
+
+
 def _listed(names: list[str], limit: int = 8) -> str:
     shown = ", ".join(names[:limit]) or "nothing"
     return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")

@@ -35,6 +35,8 @@ _NESTED = {"nf4": NF4_DQ, "fp4": replace(FP4, name="fp4_dq", scale=DYNAMIC8)}
 _BESIDE = ("SCB", "weight_format")
 _STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+_sibling = lambda name, part: f"{name.rpartition('.')[0]}.{part}".lstrip(".")  # X.weight -> X.SCB
+_table = lambda format: torch.tensor(format.table, dtype=torch.float32, device="cpu")
 _is_size = lambda x: type(x) is int and x > 0
 _RULES: dict[str, Rule] = {  # of the JSON beside quant_type
     "dtype": one_of(*_DTYPES),
@@ -172,15 +174,6 @@ def _check_table(parts: Mapping[str, Tensor], key: str, format: Format) -> None:
     expect(got.equal(table), f"{key}: got another table than {format.name}'s; wanted bitsandbytes' own")
 
 
-def _table(format: Format) -> Tensor:
-    return torch.tensor(format.table, dtype=torch.float32, device="cpu")
-
-
 def _check_size(codes: Tensor, count: int) -> None:
     got, wanted = codes.numel(), -(-count // 2)
     expect(got == wanted, f"got {got} bytes of codes; wanted {wanted} for the shape")
-
-
-def _sibling(name: str, part: str) -> str:
-    """Replace the last part of a name: ``X.weight`` -> ``X.SCB``."""
-    return ".".join([*name.split(".")[:-1], part])

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..lora import Adapters, Lora
 from ..packed import FLOATS
-from ..packed_linear import Lora
 from ..tree import expect
 from . import safetensors
 from .tree_json import Rule, check_values, one_of, parse
@@ -42,9 +42,7 @@ IGNORED = {
 }  # fmt: skip
 
 
-def save(
-    folder: str | Path, adapters: dict[str, Lora], module_name: Callable[[str], str], base_model: str = ""
-) -> None:
+def save(folder: str | Path, adapters: Adapters, module_name: Callable[[str], str], base_model: str = "") -> None:
     """Write adapters as a PEFT directory, tensors in float32.
 
     ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base. Raises
@@ -74,7 +72,7 @@ def save(
         file.write(text.encode())
 
 
-def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, Lora]:
+def load(folder: str | Path, path_of: Callable[[str], str | None]) -> Adapters:
     """Read the adapters of a PEFT directory, tensors in the stored dtype.
 
     ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. Raises ValueError that names the
@@ -88,7 +86,7 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, 
     with tree.at(str(found.path)):
         modules = _modules(found)
         _check_targets(config, modules)
-        out: dict[str, Lora] = {}
+        out: Adapters = {}
         for module in modules:
             path = path_of(module)
             if path is None or path in out:
@@ -163,11 +161,11 @@ def _modules(found: safetensors.Header) -> dict[str, dict[str, str]]:
 
 def _check_targets(config: dict[str, Any], modules: dict[str, Any]) -> None:
     """Check that the modules of the tensors are those that the settings target, if the settings list them."""
-    targets = config["target_modules"]
+    targets, missing = config["target_modules"], []
     if targets is None or targets == "all-linear":
         return
     if isinstance(targets, str):
-        surplus, missing = [module for module in modules if not re.fullmatch(targets, module)], []
+        surplus = [module for module in modules if not re.fullmatch(targets, module)]
     else:
         ends = {module: {module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")} for module in modules}
         surplus = [module for module in modules if not ends[module] & set(targets)]
@@ -211,14 +209,12 @@ def _compiles(pattern: str) -> bool:
         return False
 
 
-def _is_targets(x: Any) -> bool:
-    return x is None or (_compiles(x) if type(x) is str else type(x) is list and set(map(type, x)) <= {str})
-
-
+_is_names = lambda x: type(x) is list and set(map(type, x)) <= {str}
+_is_targets = lambda x: x is None or (_compiles(x) if type(x) is str else _is_names(x))
 _is_number = lambda x: type(x) in (int, float) and math.isfinite(x)
 _is_rank = lambda x: type(x) is int and x > 0
 _is_pattern = lambda x, fits: isinstance(x, dict) and all(map(_compiles, x)) and all(map(fits, x.values()))
-_switch = (lambda x: type(x) is bool, "true or false")
+_switch, _anything = (lambda x: type(x) is bool, "true or false"), (lambda x: True, "anything")
 READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default, and the values that are supported
     "peft_type": (None, one_of("LORA")),
     "bias": ("none", one_of("none")),
@@ -232,6 +228,6 @@ READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default,
     "use_dora": (False, _switch),
     "lora_dropout": (0.0, (lambda x: _is_number(x) and 0 <= x < 1, "a number in [0, 1)")),
     "target_modules": (None, (_is_targets, "null, a regular expression or a list of strings")),
-    "exclude_modules": (None, (lambda x: True, "anything")),
-    "layers_to_transform": (None, (lambda x: True, "anything")),
+    "exclude_modules": (None, _anything),
+    "layers_to_transform": (None, _anything),
 }

@@ -3,10 +3,9 @@
     u64 n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {...}} | data
 
 All is little-endian. Offsets count from the end of the JSON, and the tensors cover the data without holes. (The format
-is https://github.com/huggingface/safetensors; files are interchangeable.) Nothing is mapped, and :func:`write` streams
-to a temporary file, which then replaces the target. :func:`save` and :func:`load` put a tree into such a file: each
-leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing
-from a file is executed.
+is https://github.com/huggingface/safetensors; files are interchangeable.) :func:`save` and :func:`load` put a tree into
+such a file: each leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is
+mapped, pickled or executed.
 """
 
 import collections
@@ -39,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TREE = "fquant.tree"  # the metadata key of a tree's structure
+_counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,3 @@ def _bytes(tensor: Tensor) -> memoryview:
     fault = "got a big-endian machine, wanted a little-endian one; safetensors data are little-endian"
     expect(sys.byteorder == "little", fault)
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)

@@ -24,6 +24,7 @@ Rule: TypeAlias = tuple[Callable[[Any], object], str]  # True for a value that f
 
 VERSION = 1
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_dots = lambda path: ".".join(path) or "the tree"
 NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # not in JSON
 
 
@@ -40,7 +41,7 @@ def encode(tree: Any) -> tuple[str, dict[str, Tensor]]:
 def decode(text: str, leaf: Callable[[str], Any]) -> Any:
     """Return the tree of ``text``, with ``leaf(path)`` for each tensor; raise ValueError for any other text."""
     with at("structure"):
-        content = parse(text, "what fquant writes", parse_constant=_no_constant)
+        content = parse(text, "what fquant writes", parse_constant=lambda name: expect(False, f"{name} is no JSON"))
     check_keys("structure", content, {"version", "tree"})
     got = content["version"]
     expect(got == VERSION, f"structure: got version {got!r}, wanted {VERSION}; use another release")
@@ -165,14 +166,6 @@ def _make(cls: type, path: Path, parts: dict[str, Any]) -> Any:
     except Exception as error:  # a class may raise anything for wrong fields
         message = f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check the file"
         raise ValueError(message) from error
-
-
-def _dots(path: Path) -> str:
-    return ".".join(path) or "the tree"
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
