@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import random
 from .format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
@@ -48,15 +49,13 @@ class _Groups(NamedTuple):
 def scales(rows: Tensor, format: Format) -> Tensor:
     """Return the root mean square of every block of ``rows`` f[r width], f32[r blocks]; NaN and infinity propagate."""
     width = rows.shape[-1]
-    block = format.block or width
     out = rows.new_empty(len(rows), num_blocks(format, width), dtype=torch.float32)
     step = max(1, CHUNK * 16 // width)
     for start in range(0, len(rows), step):
-        for column, part in enumerate(rows[start : start + step].split(block, -1)):
+        for column, part in enumerate(rows[start : start + step].split(format.block or width, -1)):
             wide = part.float().contiguous()  # because the order of sums depends on strides
             top = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)  # because squares overflow and vanish
-            mean = (wide / top).square().mean(-1)
-            out[start : start + step, column] = top[:, 0] * mean.sqrt()
+            out[start : start + step, column] = top[:, 0] * (wide / top).square().mean(-1).sqrt()
     return out
 
 
@@ -77,19 +76,15 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     key = random.fold(torch.zeros((), dtype=torch.int64, device=rows.device), text)
     pick = lambda number: _pick(number, rows, scale, format, importance)
     vectors = _vectors(pick(_sample(key, total)), sizes.stages, key)
-    codes = torch.empty(total, sizes.stages, dtype=torch.uint8, device=rows.device)
-    for start in range(0, total, CHUNK):
-        groups = pick(torch.arange(start, min(start + CHUNK, total), device=rows.device))
-        codes[start : start + CHUNK] = _search(groups, vectors)
-    return codes.view(len(rows), -1), vectors.flatten()
+    codes = [_search(pick(number), vectors) for number in torch.arange(total, device=rows.device).split(CHUNK)]
+    return torch.cat(codes).view(len(rows), -1), vectors.flatten()
 
 
 def _sample(key: Tensor, total: int) -> Tensor:
     """Return the numbers of up to ``SAMPLE`` groups of ``total``, one of each stratum."""
-    if total <= SAMPLE:
-        return torch.arange(total, device=key.device)
-    edges = torch.arange(SAMPLE + 1, device=key.device) * total // SAMPLE
-    words = random.bits(random.fold(key, "sample"), (SAMPLE,))
+    count = min(total, SAMPLE)
+    edges = torch.arange(count + 1, device=key.device) * total // count
+    words = random.bits(random.fold(key, "sample"), (count,))
     return edges[:-1] + words % (edges[1:] - edges[:-1])
 
 
@@ -126,8 +121,7 @@ def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:
 def _cluster(groups: _Groups, key: Tensor) -> Tensor:
     """Return the means f32[256 D] of clusters by Lloyd's iterations from random groups."""
     drawn = groups.x[random.permutation(key, len(groups.x))[:CODES]]
-    table = groups.x.new_zeros(CODES, groups.x.shape[-1])
-    table[: len(drawn)] = drawn
+    table = pad(drawn, (0, 0, 0, CODES - len(drawn)))
     for _ in range(ITERATIONS):
         codes = _nearest(groups.x[:, None], groups.near, table, 1)[:, 0, 0]
         error = ((groups.x - table[codes]).square() * groups.mass).sum(-1)

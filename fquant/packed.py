@@ -94,6 +94,7 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     expect(not is_mapped(w), f"quantize was called under vmap; {fix}", RuntimeError)
     if importance is not None:
         _check_importance(importance, w, format)
+        importance = importance.detach().reshape(-1, w.shape[-1])  # [1 in] or [rows in]
     return _quantize(w.detach(), format, importance)
 
 
@@ -109,7 +110,6 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     else:
         absmax = additive_quantization.scales(rows, format)
         _check_finite(rows, absmax, format)
-        importance = None if importance is None else importance.detach().reshape(-1, shape[-1])
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
@@ -164,8 +164,8 @@ def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
         top = rows.float().abs().max().item()
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
-    count, where = f"{int(bad.sum())} of {rows.numel()} values", f"the first at row {row}, column {column}"
-    raise ValueError(f"{count} are NaN or infinite, {where}; a quantised weight must be finite")
+    fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"
+    raise ValueError(f"{fault}; a quantised weight must be finite")
 
 
 def _name(dtype: torch.dtype) -> str:

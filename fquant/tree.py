@@ -185,20 +185,18 @@ def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
     The outermost match wins, and its inside is not visited. Raises ValueError if nothing matches. An error of ``f`` is
     raised with the path in front.
     """
-    rule = re.compile(pattern)
-    matched = False
+    rule, found = re.compile(pattern), []
 
     def visit(prefix: tuple[str, ...], x: Any) -> Any:
-        nonlocal matched
         path = ".".join(prefix)
         if prefix and rule.fullmatch(path):
-            matched = True
+            found.append(path)
             with at(path):
                 return f(x)
         return map_children(lambda name, child: visit((*prefix, name), child), x)
 
     out = visit((), tree)
-    if not matched:
+    if not found:
         is_small = lambda x: is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
         names = paths(tree, is_leaf=lambda x: x is not tree and is_small(x))
         raise ValueError(f"{pattern!r} matches no path; the tree has {_listed(names)}")

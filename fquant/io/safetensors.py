@@ -234,6 +234,5 @@ def _check_writable(name: str, tensor: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    fault = "got a big-endian machine, wanted a little-endian one; safetensors data are little-endian"
-    expect(sys.byteorder == "little", fault)
+    expect(sys.byteorder == "little", "got a big-endian machine, wanted a little-endian one, as the data are")
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -164,8 +164,7 @@ def _make(cls: type, path: Path, parts: dict[str, Any]) -> Any:
     try:
         return cls(**parts)
     except Exception as error:  # a class may raise anything for wrong fields
-        message = f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check the file"
-        raise ValueError(message) from error
+        raise ValueError(f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check it") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
