@@ -103,7 +103,7 @@ def node(cls: type[T]) -> type[T]:
 
 
 def field_names(cls: Any) -> tuple[list[str], list[str]]:
-    """Return the names of a node class's children and of its static fields."""
+    """Return the names of the children and of the static fields of a node class; a value's fields are children."""
     named = lambda static: [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == static]
     return named(False), named(True)
 

@@ -112,8 +112,7 @@ def _config(by_module: dict[str, Lora], base_model: str) -> dict[str, Any]:
 
 def _shared(by_module: dict[str, Lora], name: str, option: Callable[[Lora], Any]) -> Any:
     """Return the value that all modules share; raise ValueError if they differ."""
-    first = next(iter(by_module))
-    shared = option(by_module[first])
+    first, shared = next((module, option(lora)) for module, lora in by_module.items())
     for module, lora in by_module.items():
         got = f"{module}: got {name} {option(lora)}, wanted {shared} as in {first}"
         expect(option(lora) == shared, f"{got}, PEFT has one for all; save them as two adapters")

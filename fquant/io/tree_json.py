@@ -8,7 +8,6 @@ int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered 
 up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -83,7 +82,7 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
     def inside(pairs: Any, tensors: dict[str, Tensor] | None = tensors) -> dict[str, Any]:
         return {name: _encode(child, (*path, str(name)), tensors) for name, child in pairs}
 
-    kind = type(x)
+    kind, pairs = type(x), lambda names: ((name, getattr(x, name)) for name in names)
     if x is None or (tensors is None and (kind in (bool, int, str) or (kind is float and math.isfinite(x)))):
         return x
     if kind is tuple or (kind is list and tensors is not None):
@@ -94,8 +93,7 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
         if isinstance(x, torch.dtype):
             return {"dtype": str(x).removeprefix("torch.")}
         if VALUES.get(name_of(kind)) is kind:
-            fields = ((f.name, getattr(x, f.name)) for f in dataclasses.fields(x))
-            return {"value": name_of(kind), "fields": inside(fields)}
+            return {"value": name_of(kind), "fields": inside(pairs(field_names(kind)[0]))}
         got = f"{_dots(path)}: got {kind.__module__}.{kind.__qualname__}, wanted something a file can hold"
         raise TypeError(f"{got}; use a node, a plain value, or a frozen dataclass registered with tree.value")
     if isinstance(x, Tensor):
@@ -104,8 +102,8 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
         tensors[name] = x
         return "tensor"
     if is_node(x):
-        fields, statics = (((name, getattr(x, name)) for name in names) for names in field_names(kind))
-        return {"node": name_of(kind), "fields": inside(fields), "static": inside(statics, None)}
+        fields, statics = field_names(kind)
+        return {"node": name_of(kind), "fields": inside(pairs(fields)), "static": inside(pairs(statics), None)}
     if kind is dict:
         for key in x:
             got = f"{_dots((*path, str(key)))}: got a key of type {type(key).__name__}"
@@ -135,7 +133,7 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any] | None) -> Any:
             return inside(items.items())
         case {"node": str(name), "fields": dict(children), "static": dict(statics), **rest} if leaf and not rest:
             cls = _lookup(NODES, name, path)
-            now = [FORMER_FIELDS.get((name_of(cls), key), key) for key in children]
+            now = [FORMER_FIELDS.get((name_of(cls), str(key)), str(key)) for key in children]
             for got, wanted in zip((now, statics), field_names(cls), strict=True):
                 check_keys(_dots((*path, name)), got, wanted)
             found = dict(zip(now, inside(children.items()).values(), strict=True))
@@ -143,8 +141,8 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any] | None) -> Any:
         case {"value": value, **rest} if leaf and not rest:
             return _decode(value, path, None)
         case {"value": str(name), "fields": dict(fields), **rest} if not leaf and not rest:
-            cls: Any = _lookup(VALUES, name, path)
-            check_keys(_dots((*path, name)), fields, [f.name for f in dataclasses.fields(cls)])
+            cls = _lookup(VALUES, name, path)
+            check_keys(_dots((*path, name)), fields, field_names(cls)[0])
             return _make(cls, path, inside(fields.items()))
         case {"float": str(name), **rest} if not leaf and not rest and name in NUMBERS:
             return NUMBERS[name]
