@@ -6,14 +6,13 @@ An array is divided by its scales, the root mean squares of its blocks. The quot
 elements along a row. A group becomes the sum of one vector of each stage:
 
 1. *Stages by k-means.* Lloyd's iterations for the groups, then for the residuals of the first stage, and so on.
-2. *Beam search* keeps ``BEAM`` candidates from stage to stage. The nearest vector of a stage is not always the best
-   one beside those of later stages.
+2. *Beam search* keeps ``BEAM`` candidates, because the best vector beside those of later stages may not be the nearest.
 3. *Joint refinement.* Rounds of search move each stage's vectors to the means of the other stages' residuals.
 4. The same search gives the codes of all groups.
 
-Steps 1 to 3 see up to ``SAMPLE`` groups, one of each stratum of the array. They minimise the squared error of the
-array, so groups of large rows weigh more in means. *Importance* weighs the squared error of an element or a column. The
-mean square of a column's inputs is, up to a factor, the diagonal of the Hessian of the squared error of outputs.
+Steps 1 to 3 see up to ``SAMPLE`` groups. They minimise the squared error of the array, so groups of large rows weigh
+more in means. *Importance* weighs the squared error of an element or a column. The mean square of a column's inputs is,
+up to a factor, the diagonal of the Hessian of the squared error of outputs.
 
 The format's text gives the random key: on CPUs the same array gives the same codes. GPUs sum in any order, in float64.
 
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import random
 from .format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
@@ -49,22 +49,20 @@ class _Groups(NamedTuple):
 def scales(rows: Tensor, format: Format) -> Tensor:
     """Return the root mean square of every block of ``rows`` f[r width], f32[r blocks]; NaN and infinity propagate."""
     width = rows.shape[-1]
-    block = format.block or width
     out = rows.new_empty(len(rows), num_blocks(format, width), dtype=torch.float32)
     step = max(1, CHUNK * 16 // width)
     for start in range(0, len(rows), step):
-        for column, part in enumerate(rows[start : start + step].split(block, -1)):
+        for column, part in enumerate(rows[start : start + step].split(format.block or width, -1)):
             wide = part.float().contiguous()  # because the order of sums depends on strides
             top = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)  # because squares overflow and vanish
-            mean = (wide / top).square().mean(-1)
-            out[start : start + step, column] = top[:, 0] * mean.sqrt()
+            out[start : start + step, column] = top[:, 0] * (wide / top).square().mean(-1).sqrt()
     return out
 
 
 def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes u8[r groups·stages] and vectors f32[stages·256·dim] of finite ``rows`` f[r width] with ``scale``.
 
-    ``importance`` f[width] or f[r width] is at least zero. Fewer than 256 groups become a vector each.
+    ``importance`` f[1 width] or f[r width] is at least zero. Fewer than 256 groups become a vector each.
     """
     sizes = format.vectors
     assert sizes is not None
@@ -78,19 +76,15 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     key = random.fold(torch.zeros((), dtype=torch.int64, device=rows.device), text)
     pick = lambda number: _pick(number, rows, scale, format, importance)
     vectors = _vectors(pick(_sample(key, total)), sizes.stages, key)
-    codes = torch.empty(total, sizes.stages, dtype=torch.uint8, device=rows.device)
-    for start in range(0, total, CHUNK):
-        groups = pick(torch.arange(start, min(start + CHUNK, total), device=rows.device))
-        codes[start : start + CHUNK] = _search(groups, vectors)
-    return codes.view(len(rows), -1), vectors.flatten()
+    codes = [_search(pick(number), vectors) for number in torch.arange(total, device=rows.device).split(CHUNK)]
+    return torch.cat(codes).view(len(rows), -1), vectors.flatten()
 
 
 def _sample(key: Tensor, total: int) -> Tensor:
     """Return the numbers of up to ``SAMPLE`` groups of ``total``, one of each stratum."""
-    if total <= SAMPLE:
-        return torch.arange(total, device=key.device)
-    edges = torch.arange(SAMPLE + 1, device=key.device) * total // SAMPLE
-    words = random.bits(random.fold(key, "sample"), (SAMPLE,))
+    count = min(total, SAMPLE)
+    edges = torch.arange(count + 1, device=key.device) * total // count
+    words = random.bits(random.fold(key, "sample"), (count,))
     return edges[:-1] + words % (edges[1:] - edges[:-1])
 
 
@@ -109,8 +103,7 @@ def _pick(number: Tensor, rows: Tensor, scale: Tensor, format: Format, importanc
         return _Groups(x, None, mass)
     near = torch.ones_like(x) if importance is None else importance.expand(rows.shape)[row, column].float()
     near = torch.where(inside, near, 0)
-    mass = mass * near
-    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=LEAST), mass)
+    return _Groups(x, near / near.amax(-1, keepdim=True).clamp(min=LEAST), mass * near)
 
 
 def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:
@@ -128,8 +121,7 @@ def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:
 def _cluster(groups: _Groups, key: Tensor) -> Tensor:
     """Return the means f32[256 D] of clusters by Lloyd's iterations from random groups."""
     drawn = groups.x[random.permutation(key, len(groups.x))[:CODES]]
-    table = groups.x.new_zeros(CODES, groups.x.shape[-1])
-    table[: len(drawn)] = drawn
+    table = pad(drawn, (0, 0, 0, CODES - len(drawn)))
     for _ in range(ITERATIONS):
         codes = _nearest(groups.x[:, None], groups.near, table, 1)[:, 0, 0]
         error = ((groups.x - table[codes]).square() * groups.mass).sum(-1)

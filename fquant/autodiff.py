@@ -1,9 +1,8 @@
 """Saved tensors and forward mode inside autograd Functions under torch.func.
 
-*Dead wrappers.* A backward may run after a transform around its forward has ended: torch.func.vjp returns before the
-function that it returns is called. Saved tensors are then still wrapped for levels that have ended. Ops see through
-such wrappers, but a vjp with respect to them fails inside torch ("escaped?") if one has no gradient within an outer
-transform. So a backward that calls vjp passes its saved tensors through :func:`unwrap_dead` first.
+*Dead wrappers.* A backward may run after a transform around its forward has ended, as that of torch.func.vjp does.
+Saved tensors are then still wrapped for levels that have ended. A vjp with respect to them fails inside torch
+("escaped?"), so a backward that calls vjp passes its saved tensors through :func:`unwrap_dead` first.
 
 *Forward mode.* torch disables forward mode while the jvp of a Function runs, and the second forward derivative would
 silently be wrong. Every jvp therefore computes inside :func:`forward_mode`, which enables it again. It yields the saved
@@ -37,9 +36,7 @@ def forward_mode(saved: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield [forward_ad.unpack_dual(t).primal for t in saved]
 
 
-def pull_back(
-    f: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[int], grads: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
+def pull_back(f: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[int], grads: Sequence[Any]) -> Any:
     """Return the gradients of the ``wanted`` inputs of ``f``, given those of its results; None is zero."""
     of_wanted = lambda *some: f(*replace_at(inputs, wanted, some))
     outputs, pull, *_ = torch.func.vjp(of_wanted, *[inputs[i] for i in wanted])

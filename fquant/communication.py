@@ -1,13 +1,6 @@
 """Comm: the six places where a forward pass may communicate.
 
-A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded:
-
-    load(subtree)      called by a block on its parameters first: gathers the sharded ones
-    rows(table, ids)   called by an embedding on its table: gathers only the rows that the ids need
-    part(block, x)     called by the loss of a head: the table may stay sharded if the rows of ``x`` travel instead
-    enter(x), exit(x)  around a column- and row-parallel pair: identity forward and sum backward, and the reverse
-    wrap(block)        calls a block, perhaps with recomputation in the backward (see fquant.remat)
-
+A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded.
 ``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
 """
 
@@ -72,11 +65,13 @@ def identity(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
-    """The communication of a forward pass, as six functions; see the module's docstring.
+    """The communication of a forward pass; a block calls ``load`` first, an embedding ``rows``, a head's loss ``part``.
 
-    Models call the methods :meth:`load`, :meth:`rows` and :meth:`part`, which use these fields: ``open`` gathers one
-    Loadable into the tree that it stands for. ``pick`` gathers the rows of one closed table that ids ask for, or the
-    table. ``cut`` opens one closed block except for its table, which may become a VocabShard. None means ``open``.
+    ``enter`` and ``exit`` surround a column- and row-parallel pair: identity forward and sum backward, and the reverse.
+    ``wrap`` calls a block, perhaps with recomputation in the backward (see fquant.remat). The methods use the others:
+    ``open`` gathers one Loadable into the tree that it stands for. ``pick`` gathers the rows of one closed table that
+    ids ask for, or the table. ``cut`` opens one closed block except for its table, which may become a VocabShard if the
+    rows travel instead. None means ``open``.
     """
 
     open: Callable[[Any], Any] = identity
@@ -103,19 +98,15 @@ class Comm:
 
         The head's table at ``path`` is [vocab dim] or a VocabShard of it. Work that waits is done on the whole table.
         """
-        if self.cut is None or isinstance(x, AfterLoad) or not isinstance(x, Loadable):
-            return self.load(x)
-        return self.cut(x, rows, path)
+        is_closed = isinstance(x, Loadable) and not isinstance(x, AfterLoad)
+        return self.cut(x, rows, path) if self.cut is not None and is_closed else self.load(x)
 
 
 LOCAL = Comm()
 
 
 class RowExchange(NamedTuple):
-    """The collectives of rows that are sharded over ranks along dim 0; the defaults are those of one rank.
-
-    ``shard.exchange_rows`` makes one over an axis of a mesh.
-    """
+    """The collectives of rows sharded along dim 0 (see ``shard.exchange_rows``); the defaults are those of one rank."""
 
     gather: Callable[[Tensor], Tensor] = identity  # [n ...] of each rank to [N ...] of all, each padded to the maximum
     mine: Callable[[Tensor, int], Tensor] = lambda t, n: t  # this rank's n rows of [N ...]

@@ -1,8 +1,7 @@
 """Quantisation formats: the meaning of the codes of a quantised array, as frozen values.
 
-Values of codes come from a table in the format, from the integers themselves, or from vectors that are learned and kept
-for each array. A new format is a line in this file, and a variation is ``dataclasses.replace(NF4, block=128)``. Double
-quantisation is a format whose ``scale`` is another format.
+A new format is a line in this file, and a variation is ``dataclasses.replace(NF4, block=128)``. Double quantisation is
+a format whose ``scale`` is another format.
 
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
 optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables equal those
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .tree import value
+from .tree import at, expect, value
 
 CODES = 256  # vectors in a stage: the code of a vector is a byte
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -37,8 +36,7 @@ class Vectors:
 
     def __post_init__(self) -> None:
         for name in ("dim", "stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"vectors: {name} is {getattr(self, name)}; wanted at least 1")
+            expect(getattr(self, name) >= 1, f"vectors: {name} is {getattr(self, name)}; wanted at least 1")
 
 
 @value
@@ -73,18 +71,20 @@ class Format:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
-        if self.bits not in (4, 8):
-            raise ValueError(f"{self.name}: bits is {self.bits}; wanted 4 or 8")
-        if self.block is not None and self.block not in BLOCKS:
-            raise ValueError(f"{self.name}: block is {self.block}; wanted one of {', '.join(map(str, BLOCKS))}")
-        if self.block is None and self.bits == 4:
-            raise ValueError(f"{self.name}: a 4-bit format needs a block; use one of {', '.join(map(str, BLOCKS))}")
-        if self.table is not None and (size := len(self.table)) != 2**self.bits:
-            raise ValueError(f"{self.name}: the table has {size} values; {self.bits} bits need {2**self.bits}")
-        if self.table is None and self.bits != 8:
-            raise ValueError(f"{self.name}: codes without a table are int8, so bits is 8 and not {self.bits}")
-        if self.vectors is not None:
-            _check_vectors(self, self.vectors)
+        bits, block, table, blocks = self.bits, self.block, self.table, ", ".join(map(str, BLOCKS))
+        with at(self.name):
+            expect(bits in (4, 8), f"bits is {bits}; wanted 4 or 8")
+            expect(block is None or block in BLOCKS, f"block is {block}; wanted one of {blocks}")
+            expect(block is not None or bits == 8, f"a 4-bit format needs a block; use one of {blocks}")
+            if table is None:
+                expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
+            else:
+                expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
+            for name in ("table", "scale", "flat", "center") if self.vectors else ():
+                expect(not getattr(self, name), f"learned vectors do not combine with {name}; leave it out")
+            if self.vectors and block:
+                fault = f"block is {block}; wanted whole vectors of {self.vectors.dim} elements"
+                expect(block % self.vectors.dim == 0, fault)
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
@@ -94,16 +94,6 @@ class Format:
 
     def __repr__(self) -> str:
         return f"Format({self.name!r}, block={self.block})"
-
-
-def _check_vectors(format: Format, vectors: Vectors) -> None:
-    for name in ("table", "scale", "flat", "center"):
-        if getattr(format, name):
-            raise ValueError(f"{format.name}: learned vectors do not combine with {name}; leave it out")
-    if format.bits != 8:
-        raise ValueError(f"{format.name}: bits is {format.bits}; a code of {CODES} vectors has 8")
-    if format.block is not None and format.block % vectors.dim:
-        raise ValueError(f"{format.name}: block is {format.block}; wanted whole vectors of {vectors.dim} elements")
 
 
 def _spell(format: Format) -> str:
@@ -172,8 +162,7 @@ def _from_dict(parts: dict[str, Any]) -> Format:
 def parse(name: str, block: int | None = None) -> Format:
     """Return the format called ``name``, with another ``block`` if given; raise ValueError if there is none such."""
     name = FORMER_NAMES.get(name, name)
-    if name not in FORMATS:
-        raise ValueError(f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")
+    expect(name in FORMATS, f"format {name!r} is unknown; wanted one of {', '.join(FORMATS)}")
     return FORMATS[name] if block is None else replace(FORMATS[name], block=block)
 
 

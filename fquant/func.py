@@ -1,7 +1,7 @@
 """torch.func's grad, grad_and_value, vjp and jvp, which check the differentiated leaves first.
 
-torch.func rejects an integer or absent leaf without naming it ("only Tensors of floating point dtype can require
-gradients"). These functions raise TypeError with its path and the fix, and are torch.func's otherwise.
+torch.func rejects an integer or absent leaf without naming it. These functions raise TypeError with its path and the
+fix, and are torch.func's otherwise.
 """
 
 from collections.abc import Callable
@@ -9,22 +9,18 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import tree
-
-Argnums = int | tuple[int, ...]
 
 
 def _checked(transform: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(transform)
-    def checked(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    def checked(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
         transformed = transform(f, argnums, has_aux)
 
         @wraps(transformed)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for i in (argnums,) if isinstance(argnums, int) else argnums:
-                check(args[i], f"argument {i}")
+            check({f"argument_{i}": args[i] for i in ((argnums,) if isinstance(argnums, int) else argnums)})
             return transformed(*args, **kwargs)
 
         return call
@@ -38,25 +34,17 @@ grad_and_value = _checked(torch.func.grad_and_value)
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Call ``torch.func.vjp`` on checked primals."""
-    for i, primal in enumerate(primals):
-        check(primal, f"argument {i}")
+    check({f"argument_{i}": primal for i, primal in enumerate(primals)})
     return torch.func.vjp(f, *primals, has_aux=has_aux)
 
 
 def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False) -> Any:
     """Call ``torch.func.jvp`` on checked primals."""
-    for i, primal in enumerate(primals):
-        check(primal, f"argument {i}")
+    check({f"argument_{i}": primal for i, primal in enumerate(primals)})
     return torch.func.jvp(f, primals, tangents, has_aux=has_aux)
 
 
-def check(x: Any, where: str = "") -> None:
+def check(x: Any) -> None:
     """Raise TypeError, naming the path, unless every leaf of ``x`` is a float tensor."""
-    for path, leaf in tree.items(x):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            continue
-        got = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-        name = ".".join(part for part in (where.replace(" ", "_") if path else where, path) if part)
-        fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
-        fix += " and pass quantised weights as another argument"
-        raise TypeError(f"{name} is {got} and cannot be differentiated; {fix}")
+    fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
+    tree.check_floats(x, f"{fix} and pass quantised weights as another argument")

@@ -26,46 +26,31 @@ from .communication import AfterLoad, Loadable, LookedUpRows
 from .lazy import Lazy
 from .packed import Packed, dequantize
 from .packed_linear import Adapted, Lora, row_norms, scaling, square_norms
+from .tree import expect
 
 __all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
 
 Adapters = dict[str, Lora]
+_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
 
 
 def init(
-    base: Any,
-    targets: str,
-    rank: int,
-    alpha: float = 16.0,
-    key: int | Tensor = 0,
-    *,
-    init: str = "kaiming",
-    dora: bool = False,
-    rank_stabilised: bool = False,
-    dropout: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> Adapters:
+    base: Any, targets: str, rank: int, alpha: float = 16.0, key: int | Tensor = 0, *, init: str = "kaiming",
+    dora: bool = False, rank_stabilised: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32,
+) -> Adapters:  # fmt: skip
     """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
     depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
     except for ``dora``. Raises ValueError if nothing matches, or a match is not a weight [out in].
     """
-    if init not in ("kaiming", "gaussian"):
-        raise ValueError(f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
-    if rank < 1:
-        raise ValueError(f"rank is {rank}; wanted at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; wanted 0 <= dropout < 1")
+    expect(init in ("kaiming", "gaussian"), f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
+    expect(rank >= 1, f"rank is {rank}; wanted at least 1")
+    expect(0 <= dropout < 1, f"dropout is {dropout}; wanted 0 <= dropout < 1")
     key = random.key(key)
-    rule = re.compile(targets)
     weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
-    targeted = {path: w for path, w in weights if rule.fullmatch(path)}
-    if not targeted:
-        known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
-        raise ValueError(f"targets {targets!r} match no weight; the weights are {known}")
-
-    def adapter(path: str, w: Any) -> Lora:
+    adapters: Adapters = {}
+    for path, w in [(path, w) for path, w in weights if re.fullmatch(targets, path)]:
         with tree.at(path):
             out, width = _shape(w)
             own, shape = random.fold(key, path), (rank, width)
@@ -74,9 +59,10 @@ def init(
                 raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
             magnitude = square_norms(w).sqrt().to(dtype) if dora else None
             b = a.new_zeros(out, rank, dtype=dtype)
-            return Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
-
-    return {path: adapter(path, w) for path, w in targeted.items()}
+            adapters[path] = Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
+    known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
+    expect(adapters, f"targets {targets!r} match no weight; the weights are {known}")
+    return adapters
 
 
 def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
@@ -94,16 +80,16 @@ def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
 
 @dataclass(frozen=True)
 class _Attach:
-    """``attach`` at ``path``; a value, because it is a static field of an AfterLoad."""
+    """``attach`` below ``prefix``, a path and a dot; a value, because it is a static field of an AfterLoad."""
 
-    path: str = ""
+    prefix: str = ""
 
     def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:
         adapters, keys = waiting
         if isinstance(x, Loadable):
             return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
-            with tree.at(self.path):
+            with tree.at(self.prefix[:-1]):
                 lora, (out, width) = adapters[""], _shape(x)
                 a, b = tuple(lora.a.shape), tuple(lora.b.shape)
                 if (b[-2], a[-1]) != (out, width) or a[-2] != b[-1]:
@@ -115,16 +101,14 @@ class _Attach:
         def visit(name: str, child: Any) -> Any:
             inside = {path for path in adapters if path == name or path.startswith(name + ".")}
             left.difference_update(inside)
-            if not inside:
-                return child
             within = lambda items: {path[len(name) + 1 :]: v for path, v in items.items() if path in inside}
-            return _Attach(f"{self.path}.{name}" if self.path else name)(child, (within(adapters), within(keys)))
+            return _Attach(f"{self.prefix}{name}.")(child, (within(adapters), within(keys))) if inside else child
 
         out = tree.map_children(visit, x)
         if left:
-            missing = f"{self.path}.{min(left)}" if self.path else min(left)
             names = ", ".join(name for name, _ in tree.children(x) or []) or "a leaf"
-            raise ValueError(f"adapter {missing!r} has no weight to be attached to; there is {names}")
+            missing = repr(self.prefix + min(left))
+            raise ValueError(f"adapter {missing} has no weight to be attached to; there is {names}")
         return out
 
 
@@ -155,10 +139,6 @@ def stack(many: list[Adapters]) -> Adapters:
     return tree.map(lambda *leaves: torch.stack(leaves), *many)
 
 
-def _is_adapters(x: Any) -> bool:
-    return isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
-
-
 def _shape(w: Any) -> tuple[int, int]:
     match w:
         case Lazy(like=like):
@@ -171,6 +151,5 @@ def _shape(w: Any) -> tuple[int, int]:
             shape = tuple(w.shape)
         case _:
             raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")
-    if len(shape) != 2:
-        raise ValueError(f"a weight of shape {shape} cannot be adapted; wanted [out in]")
+    expect(len(shape) == 2, f"a weight of shape {shape} cannot be adapted; wanted [out in]")
     return shape[0], shape[1]

@@ -14,30 +14,28 @@ gradient; SGD adds the decay to the gradient. A schedule gets the number of upda
 
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import tree
-from .tree import node
+from .tree import expect, node
 
 Tree = TypeVar("Tree")  # of parameters, their gradients or updates
 State = TypeVar("State")
 Schedule: TypeAlias = Callable[[Tensor], Tensor]  # step i64[] -> learning rate f32[]
+Rate: TypeAlias = float | Schedule
 
-
-class Update(Protocol[State]):
-    """A function of gradients, state and parameters to the updates and the state after them."""
-
-    def __call__(self, grads: Tree, state: State, params: Tree, /) -> tuple[Tree, State]: ...
+_BELOW_1, _FINITE = (1, "in [0, 1)"), (math.inf, "a finite number of at least 0")
+RANGES = {"b1": _BELOW_1, "b2": _BELOW_1, "momentum": _BELOW_1, "eps": _FINITE, "weight_decay": _FINITE}
 
 
 class Optimizer(NamedTuple, Generic[State]):
     """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``."""
 
     init: Callable[[Any], State]
-    update: Update[State]
+    update: Callable[[Any, State, Any], tuple[Any, State]]
 
 
 @node
@@ -58,14 +56,11 @@ class MomentumState:
 
 
 def adamw(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+    lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer[AdamState]:
     """Return AdamW as in ``torch.optim.AdamW``."""
-    rate = lr if callable(lr) else constant(lr)
-    _check_range(1, "in [0, 1)", b1=b1, b2=b2)
-    _check_range(math.inf, "a finite number of at least 0", eps=eps, weight_decay=weight_decay)
-
-    init = lambda params: AdamState(_zero_step(params), _zeros(params), _zeros(params))
+    rate = _rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    init = lambda params: AdamState(*_zeros(params, 2))
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_like(grads, params)
@@ -79,17 +74,11 @@ def adamw(
     return Optimizer(init, update)
 
 
-def sgd(
-    lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
-) -> Optimizer[MomentumState]:
+def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer[MomentumState]:
     """Return gradient descent with momentum as in ``torch.optim.SGD`` without dampening."""
-    rate = lr if callable(lr) else constant(lr)
-    _check_range(1, "in [0, 1)", momentum=momentum)
-    _check_range(math.inf, "a finite number of at least 0", weight_decay=weight_decay)
-    if nesterov and momentum == 0.0:
-        raise ValueError("nesterov: got momentum 0.0, wanted one above 0; use momentum=0.9")
-
-    init = lambda params: MomentumState(_zero_step(params), _zeros(params) if momentum else None)
+    rate = _rate(lr, momentum=momentum, weight_decay=weight_decay)
+    expect(momentum > 0 or not nesterov, "nesterov: got momentum 0.0, wanted one above 0; use momentum=0.9")
+    init = lambda params: MomentumState(*_zeros(params, 1 if momentum else 0))
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
@@ -103,19 +92,14 @@ def sgd(
     return Optimizer(init, update)
 
 
-def lion(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
-) -> Optimizer[MomentumState]:
+def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Optimizer[MomentumState]:
     """Return Lion, whose update is the sign of a mean that leans towards the newest gradient."""
-    rate = lr if callable(lr) else constant(lr)
-    _check_range(1, "in [0, 1)", b1=b1, b2=b2)
-    _check_range(math.inf, "a finite number of at least 0", weight_decay=weight_decay)
-    init = lambda params: MomentumState(_zero_step(params), _zeros(params))
+    rate = _rate(lr, b1=b1, b2=b2, weight_decay=weight_decay)
+    init = lambda params: MomentumState(*_zeros(params, 1))
 
     def update(grads: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         _check_like(grads, params)
         factor = -rate(state.step)
-
         change = lambda m, g, p: factor * (torch.sign(b1 * m + (1 - b1) * g.float()) + weight_decay * p.float())
         mean = tree.map(lambda m, g: b2 * m + (1 - b2) * g.float(), state.momentum, grads)
         return tree.map(change, state.momentum, grads, params), MomentumState(state.step + 1, mean)
@@ -125,8 +109,7 @@ def lion(
 
 def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
     """Scale all gradients in float32 by min(1, max_norm / (norm + 1e-6)), as torch's ``clip_grad_norm_`` does."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm: got {max_norm}, wanted above 0")
+    expect(max_norm > 0, f"max_norm: got {max_norm}, wanted above 0")
 
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
@@ -151,8 +134,7 @@ def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
 def global_norm(x: Any) -> Tensor:
     """Return the Euclidean norm of all leaves together, f32[]."""
     squares = [leaf.float().square().sum() for leaf in tree.leaves(x)]
-    if not squares:
-        raise ValueError("global_norm: got a tree without leaves, wanted at least one tensor")
+    expect(squares, "global_norm: got a tree without leaves, wanted at least one tensor")
     return torch.stack(squares).sum().sqrt()
 
 
@@ -179,18 +161,14 @@ def cosine(lr: float, total: int, warmup: int = 0, end: float = 0.0) -> Schedule
 
 def _decay(lr: float, total: int, warmup: int, end: float, shape: Callable[[Tensor, float], Tensor]) -> Schedule:
     schedule = _schedule(lr, warmup, lambda i: shape((i / (total - warmup)).clamp(max=1.0), end / lr))
-    if not total > warmup:
-        raise ValueError(f"total: got {total} steps, wanted more than the {warmup} of warmup")
-    if not 0 <= end <= lr:
-        raise ValueError(f"end: got {end}, wanted between 0 and lr = {lr}")
+    expect(total > warmup, f"total: got {total} steps, wanted more than the {warmup} of warmup")
+    expect(0 <= end <= lr, f"end: got {end}, wanted between 0 and lr = {lr}")
     return schedule
 
 
 def _schedule(lr: float, warmup: int, after_warmup: Callable[[Tensor], Tensor]) -> Schedule:
-    if not 0 < lr < math.inf:
-        raise ValueError(f"lr: got {lr}, wanted a finite number above 0")
-    if warmup < 0:
-        raise ValueError(f"warmup: got {warmup} steps, wanted at least 0")
+    expect(0 < lr < math.inf, f"lr: got {lr}, wanted a finite number above 0")
+    expect(warmup >= 0, f"warmup: got {warmup} steps, wanted at least 0")
 
     def schedule(step: Tensor) -> Tensor:
         i = step.float()  # exact up to 2^24 steps
@@ -204,21 +182,16 @@ def _debias(b: float, step: Tensor) -> Tensor:
     return -torch.expm1(step.float() * (math.log(b) if b else -math.inf))
 
 
-def _zero_step(params: Any) -> Tensor:
+def _zeros(params: Any, count: int) -> list[Any]:
+    """Return the step 0, and ``count`` moments of zeros."""
     _check_float(params)
-    leaves = tree.leaves(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
-
-
-def _zeros(params: Any) -> Any:
-    return tree.map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+    device = next((p.device for p in tree.leaves(params)), None)
+    moment = lambda: tree.map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+    return [torch.zeros((), dtype=torch.int64, device=device), *(moment() for _ in range(count))]
 
 
 def _check_float(params: Any) -> None:
-    for path, leaf in tree.items(params):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(f"{path}: got {got}, wanted a float tensor; optimise only the trainable part of the tree")
+    tree.check_floats(params, "optimise only the trainable part of the tree", allow_complex=False)
 
 
 def _check_like(grads: Any, params: Any) -> None:
@@ -232,7 +205,9 @@ def _check_like(grads: Any, params: Any) -> None:
             raise ValueError(f"{path}: gradient of shape {tuple(g.shape)}, wanted the parameter's {tuple(p.shape)}")
 
 
-def _check_range(end: float, wanted: str, **given: float) -> None:
-    for name, x in given.items():
-        if not 0 <= x < end:
-            raise ValueError(f"{name}: got {x}, wanted {wanted}")
+def _rate(lr: Rate, **options: float) -> Schedule:
+    """Check the options of an optimiser; return its learning rate as a schedule."""
+    for name, x in options.items():
+        end, wanted = RANGES[name]
+        expect(0 <= x < end, f"{name}: got {x}, wanted {wanted}")
+    return lr if callable(lr) else constant(lr)

@@ -35,7 +35,7 @@ from .format import Format
 from .kernels import packed_ops
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
-from .tree import node, static
+from .tree import expect, node, static
 
 
 @node
@@ -85,19 +85,16 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
-    if not isinstance(w, Tensor):
-        raise TypeError(f"quantize got a {type(w).__name__}; wanted a tensor")
-    if w.dtype not in FLOATS:
-        raise TypeError(f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}")
-    if w.ndim == 0 or w.numel() == 0:
-        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted at least one element along one dim")
-    if w.ndim == 1 and not format.flat:
-        raise ValueError(f"quantize got shape {tuple(w.shape)}; wanted a matrix [out in], leave norms and biases dense")
-    if is_mapped(w):
-        fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
-        raise RuntimeError(f"quantize was called under vmap; {fix}")
+    expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
+    expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
+    got = f"quantize got shape {tuple(w.shape)}"
+    expect(w.ndim and w.numel(), f"{got}; wanted at least one element along one dim")
+    expect(w.ndim > 1 or format.flat, f"{got}; wanted a matrix [out in], leave norms and biases dense")
+    fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
+    expect(not is_mapped(w), f"quantize was called under vmap; {fix}", RuntimeError)
     if importance is not None:
         _check_importance(importance, w, format)
+        importance = importance.detach().reshape(-1, w.shape[-1])  # [1 in] or [rows in]
     return _quantize(w.detach(), format, importance)
 
 
@@ -107,7 +104,13 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
-    codes, absmax, vectors = _encode(rows, format, importance)
+    if format.vectors is None:
+        (codes, absmax), vectors = packed_ops.encode(rows, format), None
+        _check_finite(rows, absmax, format)
+    else:
+        absmax = additive_quantization.scales(rows, format)
+        _check_finite(rows, absmax, format)
+        codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
@@ -142,31 +145,15 @@ def buffers(p: Packed) -> list[Tensor]:
     return found + [t for t in (p.offset, p.vectors) if t is not None]
 
 
-def _encode(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes [r bytes], scales [r blocks] and, in a format that learns them, vectors."""
-    if format.vectors is None:
-        codes, absmax = packed_ops.encode(rows, format)
-        _check_finite(rows, absmax, format)
-        return codes, absmax, None
-    rms = additive_quantization.scales(rows, format)
-    _check_finite(rows, rms, format)
-    if importance is not None:
-        importance = importance.detach().expand(*rows.shape) if importance.ndim == 1 else importance.reshape(rows.shape)
-    codes, vectors = additive_quantization.learn(rows, rms, format, importance)
-    return codes, rms, vectors
-
-
 def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
-    if format.vectors is None:
-        raise ValueError(f"{format.name} has no use for importance; leave it out, or quantize to a format of vectors")
+    fix = "leave it out, or quantize to a format of vectors"
+    expect(format.vectors, f"{format.name} has no use for importance; {fix}")
     shape, wanted = tuple(importance.shape), tuple(w.shape)
-    if shape not in (wanted, wanted[-1:]) or not importance.is_floating_point() or importance.device != w.device:
-        got = f"{_name(importance.dtype)} {shape} on {importance.device}"
-        raise ValueError(f"importance: got {got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
-    if importance.is_meta:
-        return
-    if not bool((importance.isfinite() & (importance >= 0)).all()) or not bool((importance > 0).any()):
-        raise ValueError("importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
+    fits = shape in (wanted, wanted[-1:]) and importance.is_floating_point() and importance.device == w.device
+    got = f"importance: got {_name(importance.dtype)} {shape} on {importance.device}"
+    expect(fits, f"{got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
+    fits = importance.is_meta or bool((importance.isfinite() & (importance >= 0)).all() & (importance > 0).any())
+    expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
 def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
@@ -177,8 +164,8 @@ def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
         top = rows.float().abs().max().item()
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
-    count, where = f"{int(bad.sum())} of {rows.numel()} values", f"the first at row {row}, column {column}"
-    raise ValueError(f"{count} are NaN or infinite, {where}; a quantised weight must be finite")
+    fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"
+    raise ValueError(f"{fault}; a quantised weight must be finite")
 
 
 def _name(dtype: torch.dtype) -> str:

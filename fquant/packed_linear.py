@@ -3,8 +3,6 @@
     y = linear(x, w)            # x f[... in], w [out in]  ->  f[... out], computed in x's dtype
     y = embedding(tokens, w)    # tokens i[...], w [vocab dim]  ->  f[... dim]
 
-``w`` is a Tensor, a Packed, or an Adapted (either of these with a low-rank update).
-
 A packed weight is a constant: gradients pass through it to ``x`` and never to it. One autograd Function computes
 ``x · Wᵀ`` and, transposed, its dual ``g · W``, each by one op of ``fquant.kernels``. It saves the packed buffers for
 the backward, so a dense weight never exists. Its backward and its jvp are the Function itself, at every order.
@@ -103,21 +101,20 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             if w.format.flat:
                 raise ValueError(f"{w.format.name}'s blocks straddle rows, so no row can be read; dequantize it first")
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            flat, dim = tokens.reshape(tokens.numel()), w.shape[1]
-            shape = (flat.shape[0], dim)
+            flat, shape = tokens.reshape(tokens.numel()), (tokens.numel(), w.shape[1])
             rows = replace(w, codes=w.codes[flat], scale=absmax[flat], format=w.format.plain, shape=shape)
-            return dequantize(rows).reshape(*tokens.shape, dim)
+            return dequantize(rows).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
-            update = scaling(lora) * (b @ lora.a)
+            total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
             if lora.magnitude is None:
-                return y + update.to(y.dtype)
+                return total
             n = tokens.numel()
-            of_rows = replace(lora, b=b.reshape(n, b.shape[-1]))
-            gain = lora.magnitude[tokens].reshape(n) / row_norms(y.reshape(n, y.shape[-1]), of_rows)
-            return (y + update.to(y.dtype)) * gain.reshape(*tokens.shape, 1).to(y.dtype)
+            norms = row_norms(y.reshape(n, y.shape[-1]), replace(lora, b=b.reshape(n, b.shape[-1])))
+            gain = lora.magnitude[tokens].reshape(n) / norms
+            return total * gain.reshape(*tokens.shape, 1).to(y.dtype)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
@@ -133,12 +130,11 @@ def _adapted(x: Tensor, w: Adapted) -> Tensor:
     y = linear(x, w.base)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
     update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
+    update = update.to(y.dtype)
     if lora.magnitude is None:
-        return y + update.to(y.dtype)
+        return y + update
     gain = (lora.magnitude / row_norms(w.base, lora)).to(y.dtype)  # f[out]
-    if dropped is x:
-        return gain * (y + update.to(y.dtype))
-    return y + (gain - 1) * linear(dropped, w.base) + gain * update.to(y.dtype)
+    return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base) + gain * update
 
 
 def row_norms(base: Weight, lora: Lora) -> Tensor:
@@ -154,14 +150,11 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
-    match w:
-        case Adapted(base=base, lora=lora):
-            norms = row_norms(base, lora).square()
-            return norms if lora.magnitude is None else lora.magnitude.detach().square()
-        case Packed():
-            return dequantize(w, dtype).square().sum(-1)
-        case _:
-            return w.detach().to(dtype).square().sum(-1)
+    if isinstance(w, Adapted):
+        norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()
+        return norms.square()
+    dense = dequantize(w, dtype) if isinstance(w, Packed) else w.detach().to(dtype)
+    return dense.square().sum(-1)
 
 
 class _Product(NamedTuple):
@@ -188,8 +181,7 @@ class _ReverseOnly(torch.autograd.Function):
         b4: Tensor | None, b5: Tensor | None, b6: Tensor | None, b7: Tensor | None,
     ) -> Tensor:  # fmt: skip
         present = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
-        op = packed_ops.matmul_t if product.transposed else packed_ops.matmul
-        k = product.stacked
+        op, k = packed_ops.matmul_t if product.transposed else packed_ops.matmul, product.stacked
         if x.ndim == k + 2:
             return op(x, present, product.spec)
         rows = x.reshape(*x.shape[:k], math.prod(x.shape[k:-1]), x.shape[-1])  # [*stack m in]
@@ -236,8 +228,7 @@ class _Matmul(_ReverseOnly):
 def _matmul(x: Tensor, *rest: Any) -> Tensor:
     """Apply the Function without its jvp under torch.compile, which refuses one; call the kernel if it suffices."""
     if torch.compiler.is_dynamo_compiling():
-        x = x.view_as(x)  # because torch.compile takes grad's own x for a constant
-        return _ReverseOnly.apply(x, *rest)
+        return _ReverseOnly.apply(x.view_as(x), *rest)  # because torch.compile takes grad's own x for a constant
     # Outside of differentiation and vmap the kernel suffices; applying takes as long as the product of a row.
     plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
     if plain and not torch._C._are_functorch_transforms_active():
@@ -259,8 +250,8 @@ def _check_tokens(tokens: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"embedding got a weight of shape {shape}; wanted [vocab dim]")
     if tokens.device.type == "cpu" and dispatch.is_direct(tokens) and tokens.numel():
         least, most = (int(t) for t in tokens.aminmax())
-        if least < 0 or most >= shape[0]:
-            wrong = least if least < 0 else most
+        wrong = least if least < 0 else most
+        if not 0 <= wrong < shape[0]:
             raise IndexError(f"embedding got token {wrong}; wanted 0 to {shape[0] - 1}, check the tokenizer")
 
 

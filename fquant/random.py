@@ -7,7 +7,6 @@
 A *key* is an int64 tensor of any shape, 64 bits of seed an element. :func:`bits` runs the counter-based generator
 Threefry-2x32-20 (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on
 (key, position). So a value depends neither on the order of calls, nor on the world size, nor on a recomputation.
-
 The shape of a key leads the shape of the numbers, as ``vmap`` over keys [] and shapes [t d] does:
 
     key [b]  +  shape [b t d]  ->  stream of key[i], counter = flat position inside [t d]
@@ -30,9 +29,7 @@ def key(seed: int | Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         _check_key(seed)
         return seed
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed: got {type(seed).__name__}, wanted an int")
-    return torch.tensor(_int64("seed", seed), dtype=torch.int64)
+    return torch.tensor(_int64("seed", seed, "an int"), dtype=torch.int64)
 
 
 def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
@@ -45,9 +42,7 @@ def fold(key: Tensor, data: int | str | Tensor) -> Tensor:
         if data.dtype is not torch.int64:
             raise TypeError(f"data: got {data.dtype}, wanted int64; use data.long()")
         return random_bits.fold(key, data)
-    if not isinstance(data, int | str) or isinstance(data, bool):
-        raise TypeError(f"data: got {type(data).__name__}, wanted an int, a str or an int64 tensor")
-    number = _hash(data) if isinstance(data, str) else _int64("data", data)
+    number = _hash(data) if isinstance(data, str) else _int64("data", data, "an int, a str or an int64 tensor")
     return random_bits.fold(key, torch.full((), number, dtype=torch.int64, device=key.device))
 
 
@@ -131,7 +126,9 @@ def _check_key(key: Tensor) -> None:
         raise TypeError(f"key: got {got}, wanted an int64 tensor; use fquant.random.key(seed)")
 
 
-def _int64(name: str, x: int) -> int:
+def _int64(name: str, x: int, wanted: str) -> int:
+    if not isinstance(x, int) or isinstance(x, bool):
+        raise TypeError(f"{name}: got {type(x).__name__}, wanted {wanted}")
     if not -(2**63) <= x < 2**63:
         raise ValueError(f"{name}: got {x}, wanted an integer of 64 bits with a sign")
     return x

@@ -1,7 +1,6 @@
-"""Trees: frozen dataclasses of tensors, registered as pytree nodes with torch.
+"""Trees of *nodes*: frozen dataclasses, registered as pytree nodes with torch.
 
-A model, an adapter set, an optimiser state and a quantised weight are all trees of *nodes*: frozen dataclasses whose
-fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
+A node's fields are tensors, or lists, dicts and nodes of tensors, beside hashable *static* fields.
 
     @node
     class Packed:
@@ -11,11 +10,10 @@ fields are tensors, or lists, dicts and nodes of tensors, beside hashable *stati
 
 * A field that is None is absent: it is not a leaf, and its absence is part of the structure. (torch's own pytree counts
   None as a leaf, and ``torch.func.grad`` rejects it.)
-* Static fields are hashable and hold no tensor. They are compared when structures are compared.
+* Static fields hold no tensor, and are compared when structures are compared.
 * A node has no method that computes. Verbs are functions.
 
-The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``. No
-other module imports torch's pytree.
+The *path* of a leaf is the field names, keys and indices that lead to it, joined by dots: ``layers.0.q.codes``.
 """
 
 import contextlib
@@ -71,9 +69,7 @@ def node(cls: type[T]) -> type[T]:
 
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    children = tuple(f.name for f in fields if not f.metadata.get("static"))
-    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+    children, statics = field_names(cls)
 
     def flatten(self: Any) -> tuple[list[Any], Any]:
         present: list[str] = []
@@ -106,16 +102,21 @@ def node(cls: type[T]) -> type[T]:
     return cls
 
 
+def field_names(cls: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the children and of the static fields of a node class; a value's fields are children."""
+    named = lambda static: [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == static]
+    return named(False), named(True)
+
+
 def name_of(cls: type) -> str:
     """Return the name of a class in files: package and class name, because modules of a package may be renamed."""
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
 def _register(table: dict[str, type], cls: type) -> None:
-    other = table.get(name_of(cls), cls)
-    if other.__module__ != cls.__module__:  # within a module it is the same class, defined again
-        name = f"{cls.__module__}.{cls.__name__}"
-        raise ValueError(f"{name}: {other.__module__} has a class of that name; choose another")
+    other, here = table.get(name_of(cls), cls).__module__, cls.__module__
+    fault = f"{here}.{cls.__name__}: {other} has a class of that name; choose another"
+    expect(other == here, fault)  # within a module it is the same class, defined again
     table[name_of(cls)] = cls
 
 
@@ -170,12 +171,12 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
 
 def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Replace every leaf by ``f(path, leaf)``; an error of ``f`` is raised with the path in front."""
-    found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    out = []
-    for keys, leaf in found:
+
+    def call(keys: Any, leaf: Any) -> Any:
         with at(path := path_of(keys)):
-            out.append(f(path, leaf))
-    return unflatten(spec, out)
+            return f(path, leaf)
+
+    return pytree.tree_map_with_path(call, tree, is_leaf=is_leaf)
 
 
 def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
@@ -184,20 +185,18 @@ def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
     The outermost match wins, and its inside is not visited. Raises ValueError if nothing matches. An error of ``f`` is
     raised with the path in front.
     """
-    rule = re.compile(pattern)
-    matched = False
+    rule, found = re.compile(pattern), []
 
     def visit(prefix: tuple[str, ...], x: Any) -> Any:
-        nonlocal matched
         path = ".".join(prefix)
         if prefix and rule.fullmatch(path):
-            matched = True
+            found.append(path)
             with at(path):
                 return f(x)
         return map_children(lambda name, child: visit((*prefix, name), child), x)
 
     out = visit((), tree)
-    if not matched:
+    if not found:
         is_small = lambda x: is_node(x) and all(isinstance(c, torch.Tensor) for _, c in children(x) or [])
         names = paths(tree, is_leaf=lambda x: x is not tree and is_small(x))
         raise ValueError(f"{pattern!r} matches no path; the tree has {_listed(names)}")
@@ -253,6 +252,22 @@ def at(path: str) -> Iterator[None]:
         if type(error) not in (ValueError, TypeError) or not path:
             raise
         raise type(error)(f"{path}: {error}") from error
+
+
+def expect(condition: object, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error(message)`` unless the ``condition`` is true."""
+    if not condition:
+        raise error(message)
+
+
+def check_floats(tree: Any, fix: str, allow_complex: bool = True) -> None:
+    """Raise TypeError, naming the path, unless every leaf is a float tensor, or a complex one if these are allowed."""
+    for path, leaf in items(tree):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if not is_tensor or not (leaf.is_floating_point() or (allow_complex and leaf.is_complex())):
+            got = str(leaf.dtype).removeprefix("torch.") if is_tensor else type(leaf).__name__
+            with at(path):
+                raise TypeError(f"got {got}, wanted a float tensor; {fix}")
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

@@ -3,10 +3,9 @@
     u64 n | n bytes of JSON: {"name": {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {...}} | data
 
 All is little-endian. Offsets count from the end of the JSON, and the tensors cover the data without holes. (The format
-is https://github.com/huggingface/safetensors; files are interchangeable.) Nothing is mapped, and :func:`write` streams
-to a temporary file, which then replaces the target. :func:`save` and :func:`load` put a tree into such a file: each
-leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is pickled and nothing
-from a file is executed.
+is https://github.com/huggingface/safetensors; files are interchangeable.) :func:`save` and :func:`load` put a tree into
+such a file: each leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is
+mapped, pickled or executed.
 """
 
 import collections
@@ -26,7 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ..tree import at
+from ..tree import at, expect
 from . import tree_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -39,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TREE = "fquant.tree"  # the metadata key of a tree's structure
+_counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +63,18 @@ class Header:
 def header(path: str | Path) -> Header:
     """Read and check the header of a file; raise ValueError that names the file and the fault."""
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: got no such file, wanted a safetensors file; check the name")
+    expect(path.is_file(), f"{path}: got no such file, wanted a safetensors file; check the name")
     size = path.stat().st_size
     with path.open("rb") as file, at(str(path)):
-        if size < 8:
-            raise ValueError(f"got {size} bytes, wanted at least 8; the file is cut short, fetch it again")
+        expect(size >= 8, f"got {size} bytes, wanted at least 8; the file is cut short, fetch it again")
         (length,) = struct.unpack("<Q", file.read(8))
-        if length > size - 8:
-            fault = "the file is cut short or no safetensors file, fetch it again"
-            raise ValueError(f"got a header of {length} bytes, wanted at most the {size - 8} that follow; {fault}")
-        try:
-            content = json.loads(file.read(length).decode(), object_pairs_hook=unique)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"got a header that is no JSON ({error}), wanted safetensors; check the file") from error
-        _expect(isinstance(content, dict), f"header: got a JSON {type(content).__name__}, wanted an object")
+        got = f"got a header of {length} bytes, wanted at most the {size - 8} that follow"
+        expect(length <= size - 8, f"{got}; the file is cut short or no safetensors file, fetch it again")
+        with at("header"):
+            content = tree_json.parse(file.read(length), "safetensors")
         metadata = content.pop("__metadata__", {})
         is_text = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
-        _expect(is_text, f"__metadata__: got {metadata!r:.80}, wanted an object of strings")
+        expect(is_text, f"__metadata__: got {metadata!r:.80}, wanted an object of strings")
         tensors = {name: _entry(name, item, 8 + length) for name, item in content.items()}
         _check_cover(tensors, 8 + length, size)
     return Header(path, tensors, metadata)
@@ -98,22 +92,20 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
         entry = header.tensors[name]
         shape, start = entry.shape, entry.start
         if rows is not None:
-            _expect(bool(shape), f"{name}: got rows of a scalar, wanted a tensor of at least one dim; leave rows out")
+            expect(bool(shape), f"{name}: got rows of a scalar, wanted a tensor of at least one dim; leave rows out")
             first, last = rows.start or 0, shape[0] if rows.stop is None else rows.stop
             got = f"{name}: got rows {first}:{last}:{rows.step or 1}"
             fits = rows.step in (None, 1) and 0 <= first <= last <= shape[0]
-            _expect(fits, f"{got}, wanted rows within 0:{shape[0]} and no step")
+            expect(fits, f"{got}, wanted rows within 0:{shape[0]} and no step")
             start += first * math.prod(shape[1:]) * entry.dtype.itemsize
             shape = (last - first, *shape[1:])
         out = torch.empty(shape, dtype=entry.dtype, device="cpu")
         left = _bytes(out)
         with header.path.open("rb", buffering=0) as file:
             file.seek(start)
-            while left:
-                got = file.readinto(left)
-                if not got:
-                    raise ValueError(f"{name}: got {len(left)} bytes too few; the file changed since it was opened")
-                left = left[got:]
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+            expect(not left, f"{name}: got {len(left)} bytes too few; the file changed since it was opened")
         return out
 
 
@@ -133,12 +125,10 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 
     Raises TypeError or ValueError, before anything is written, for tensors that the format cannot hold.
     """
-    content: dict[str, Any] = {}
     for key, text in (metadata or {}).items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise TypeError(f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps")
-    if metadata:
-        content["__metadata__"] = metadata
+        is_text = isinstance(key, str) and isinstance(text, str)
+        expect(is_text, f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps", TypeError)
+    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for name, tensor in tensors.items():
         _check_writable(name, tensor)
     offset = 0
@@ -171,12 +161,12 @@ def load(path: str | Path) -> Any:
     found = header(path)
     names: list[str] = []
     with at(str(path)):
-        if TREE not in found.metadata:
-            raise ValueError(f"got no {TREE!r} in its metadata, wanted a file of fquant; use header and read instead")
+        fault = f"got no {TREE!r} in its metadata, wanted a file of fquant; use header and read instead"
+        expect(TREE in found.metadata, fault)
         tree_json.decode(found.metadata[TREE], names.append)  # everything is checked before a tensor is read
         for name, count in collections.Counter(names).items():
-            _expect(count == 1, f"{name}: got {count} leaves of that path, wanted one; write the file again")
-            _expect(name in found.tensors, f"{name}: got no such tensor, wanted one; write the file again")
+            expect(count == 1, f"{name}: got {count} leaves of that path, wanted one; write the file again")
+            expect(name in found.tensors, f"{name}: got no such tensor, wanted one; write the file again")
         for name in found.tensors.keys() - set(names):
             raise ValueError(f"{name}: got a tensor that the structure lacks, wanted none; write the file again")
     return tree_json.decode(found.metadata[TREE], lambda name: read(found, name))
@@ -205,16 +195,16 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 def _entry(name: str, item: Any, data: int) -> Entry:
     with at(name):
         is_entry = isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"}
-        _expect(is_entry, f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets")
+        expect(is_entry, f"got {item!r:.80}, wanted exactly dtype, shape and data_offsets")
         dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
         is_known = isinstance(dtype, str) and dtype in DTYPES
-        _expect(is_known, f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
-        _expect(_counts(shape), f"got shape {shape!r:.80}, wanted a list of numbers of at least 0")
-        _expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
+        expect(is_known, f"got unknown dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
+        expect(_counts(shape), f"got shape {shape!r:.80}, wanted a list of numbers of at least 0")
+        expect(_counts(offsets) and len(offsets) == 2, f"got data_offsets {offsets!r:.80}, wanted [start, stop]")
         start, stop = offsets
         wanted = math.prod(shape) * DTYPES[dtype].itemsize
         fault = f"got bytes {start} to {stop}, wanted {wanted} bytes for {dtype} of shape {shape}; the file is damaged"
-        _expect(stop - start == wanted, fault)
+        expect(stop - start == wanted, fault)
         return Entry(DTYPES[dtype], tuple(shape), data + start, data + stop)
 
 
@@ -223,46 +213,26 @@ def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         fault = "overlaps what is before it" if entry.start < end else "leaves a hole before it"
         got = f"{name}: got data at byte {entry.start}, wanted {end}"
-        _expect(entry.start == end, f"{got}, it {fault}; the file is damaged")
+        expect(entry.start == end, f"{got}, it {fault}; the file is damaged")
         end = entry.stop
-    _expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
+    expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise TypeError(f"{name!r}: got {type(tensor).__name__}, wanted a tensor under a string")
+    kind, is_named = type(tensor), isinstance(name, str) and isinstance(tensor, Tensor)
+    expect(is_named, f"{name!r}: got {kind.__name__}, wanted a tensor under a string", TypeError)
     with at(name):
-        _expect(name != "__metadata__", "got a tensor of that name, wanted another; the format reserves it")
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"got a name that is no Unicode text ({error}), wanted one in UTF-8") from error
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"got a {type(tensor).__name__}, wanted a plain tensor; collect it to one process first")
-        if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
-            raise TypeError(f"got {tensor.dtype} {tensor.layout}, wanted a dense tensor of {', '.join(DTYPES)}")
-        _expect(not tensor.is_meta, "got a meta tensor, wanted one with values")
+        expect(name != "__metadata__", "got a tensor of that name, wanted another; the format reserves it")
+        is_text = name.encode(errors="ignore").decode() == name  # without a lone surrogate
+        expect(is_text, f"got a name that is no Unicode text ({name!r}), wanted one in UTF-8")
+        fault = f"got a {kind.__name__}, wanted a plain tensor; collect it to one process first"
+        expect(kind in (Tensor, torch.nn.Parameter), fault, TypeError)
+        fault = f"got {tensor.dtype} {tensor.layout}, wanted a dense tensor of {', '.join(DTYPES)}"
+        expect(tensor.dtype in NAMES and tensor.layout is torch.strided, fault, TypeError)
+        expect(not tensor.is_meta, "got a meta tensor, wanted one with values")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    if sys.byteorder != "little":
-        raise ValueError("got a big-endian machine, wanted a little-endian one; safetensors data are little-endian")
+    expect(sys.byteorder == "little", "got a big-endian machine, wanted a little-endian one, as the data are")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's pairs as a dict; raise ValueError for a name that occurs twice."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return out
-
-
-def _expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -8,21 +8,22 @@ int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered 
 up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field.
 """
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..tree import FORMER_FIELDS, FORMER_NAMES, NODES, VALUES, is_node, name_of
+from ..tree import FORMER_FIELDS, FORMER_NAMES, NODES, VALUES, at, expect, field_names, is_node, name_of
 
 Path = tuple[str, ...]  # names that lead to a leaf, joined by dots in files and messages
+Rule: TypeAlias = tuple[Callable[[Any], object], str]  # True for a value that fits, and the values that fit in words
 
 VERSION = 1
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_dots = lambda path: ".".join(path) or "the tree"
 NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # not in JSON
 
 
@@ -38,112 +39,122 @@ def encode(tree: Any) -> tuple[str, dict[str, Tensor]]:
 
 def decode(text: str, leaf: Callable[[str], Any]) -> Any:
     """Return the tree of ``text``, with ``leaf(path)`` for each tensor; raise ValueError for any other text."""
-    try:
-        content = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"structure: got no JSON ({error}), wanted what fquant writes; check the file") from error
-    _check_keys(content, {"version", "tree"}, ("structure",))
-    if content["version"] != VERSION:
-        raise ValueError(f"structure: got version {content['version']!r}, wanted {VERSION}; use another release")
+    with at("structure"):
+        content = parse(text, "what fquant writes", parse_constant=lambda name: expect(False, f"{name} is no JSON"))
+    check_keys("structure", content, {"version", "tree"})
+    got = content["version"]
+    expect(got == VERSION, f"structure: got version {got!r}, wanted {VERSION}; use another release")
     return _decode(content["tree"], (), leaf)
 
 
-def _encode(x: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
-    def inner(pairs: Any) -> list[Any]:
-        return [_encode(child, _join(path, name), tensors) for name, child in pairs]
+def parse(text: str | bytes, wanted: str, **options: Any) -> dict[str, Any]:
+    """Return the JSON object ``text``; raise ValueError for anything else, and for a name that occurs twice."""
+    try:
+        content = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique, **options)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"got no JSON ({error}), wanted {wanted}; the file is damaged, fetch it again") from error
+    expect(isinstance(content, dict), f"got a JSON {type(content).__name__}, wanted an object; check the file")
+    return content
 
+
+def check_keys(where: str, got: Collection[str], wanted: Collection[str]) -> None:
+    """Raise ValueError that begins with ``where`` unless the names ``got`` are those ``wanted``."""
+    missing, unknown = set(wanted).difference(got), set(got).difference(wanted)
+    listed = lambda names: ", ".join(sorted(names)) or "none"
+    fault = f"{where}: missing {listed(missing)}, unknown {listed(unknown)}; wanted {listed(wanted)}"
+    expect(not missing and not unknown, f"{fault}; check the release that wrote it")
+
+
+def check_values(content: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError that names the key of a value of ``content`` against the rules."""
+    for key, (fits, wanted) in rules.items():
+        expect(fits(content[key]), f"{key}: got {content[key]!r:.80}, wanted {wanted}; others are not supported")
+
+
+def one_of(*values: Any) -> Rule:
+    """Return the rule of one of these values."""
+    return values.__contains__, " or ".join(map(repr, values))
+
+
+def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
+    """Encode ``x``, part of a tree, or of a static field if ``tensors`` is None."""
+
+    def inside(pairs: Any, tensors: dict[str, Tensor] | None = tensors) -> dict[str, Any]:
+        return {name: _encode(child, (*path, str(name)), tensors) for name, child in pairs}
+
+    kind, pairs = type(x), lambda names: ((name, getattr(x, name)) for name in names)
+    if x is None or (tensors is None and (kind in (bool, int, str) or (kind is float and math.isfinite(x)))):
+        return x
+    if kind is tuple or (kind is list and tensors is not None):
+        return {kind.__name__: list(inside(enumerate(x)).values())}
+    if tensors is None:
+        if kind is float:
+            return {"float": str(x)}
+        if isinstance(x, torch.dtype):
+            return {"dtype": str(x).removeprefix("torch.")}
+        if VALUES.get(name_of(kind)) is kind:
+            return {"value": name_of(kind), "fields": inside(pairs(field_names(kind)[0]))}
+        got = f"{_dots(path)}: got {kind.__module__}.{kind.__qualname__}, wanted something a file can hold"
+        raise TypeError(f"{got}; use a node, a plain value, or a frozen dataclass registered with tree.value")
     if isinstance(x, Tensor):
         name = ".".join(path)
-        if name in tensors:
-            raise ValueError(f"{name}: got two tensors of that path, wanted one; rename a key that contains a dot")
+        expect(name not in tensors, f"{name}: got two tensors of that path, wanted one; rename a key that has a dot")
         tensors[name] = x
         return "tensor"
     if is_node(x):
-        fields, statics = _fields(type(x))
-        children = inner((name, getattr(x, name)) for name in fields)
-        values = {name: _encode_value(getattr(x, name), _join(path, name)) for name in statics}
-        return {"node": name_of(type(x)), "fields": dict(zip(fields, children, strict=True)), "static": values}
-    if type(x) is dict:
+        fields, statics = field_names(kind)
+        return {"node": name_of(kind), "fields": inside(pairs(fields)), "static": inside(pairs(statics), None)}
+    if kind is dict:
         for key in x:
-            if type(key) is not str:
-                where = _dots(_join(path, key))
-                raise TypeError(f"{where}: got a key of type {type(key).__name__}, wanted str; use str(key)")
-        return {"dict": dict(zip(x, inner(x.items()), strict=True))}
-    if type(x) in (list, tuple):
-        return {type(x).__name__: inner(enumerate(x))}
-    return None if x is None else {"value": _encode_value(x, path)}
+            got = f"{_dots((*path, str(key)))}: got a key of type {type(key).__name__}"
+            expect(type(key) is str, f"{got}, wanted str; use str(key)", TypeError)
+        return {"dict": inside(x.items())}
+    return {"value": _encode(x, path, None)}
 
 
-def _decode(spec: Any, path: Path, leaf: Callable[[str], Any]) -> Any:
+def _decode(spec: Any, path: Path, leaf: Callable[[str], Any] | None) -> Any:
+    """Decode a part of a tree, or of a static field if ``leaf`` is None."""
+
+    def inside(pairs: Any, leaf: Callable[[str], Any] | None = leaf) -> dict[str, Any]:
+        return {key: _decode(child, (*path, str(key)), leaf) for key, child in pairs}
+
     match spec:
-        case "tensor":
-            return leaf(".".join(path))
         case None:
             return None
-        case {"node": str(name), "fields": dict(children), "static": dict(static), **rest} if not rest:
-            cls = _lookup(NODES, name, path)
-            fields, statics = _fields(cls)
-            now = {str(key): FORMER_FIELDS.get((name_of(cls), str(key)), str(key)) for key in children}
-            _check_keys({now[key]: child for key, child in children.items()}, set(fields), _join(path, name))
-            _check_keys(static, set(statics), _join(path, name))
-            parts = {now[key]: _decode(child, _join(path, key), leaf) for key, child in children.items()}
-            return _make(cls, path, parts | {key: _decode_value(static[key], _join(path, key)) for key in statics})
-        case {"dict": dict(inner), **rest} if not rest:
-            return {key: _decode(child, _join(path, key), leaf) for key, child in inner.items()}
-        case {"list": list(inner), **rest} if not rest:
-            return [_decode(child, _join(path, i), leaf) for i, child in enumerate(inner)]
-        case {"tuple": list(inner), **rest} if not rest:
-            return tuple(_decode(child, _join(path, i), leaf) for i, child in enumerate(inner))
-        case {"value": inner, **rest} if not rest:
-            return _decode_value(inner, path)
-    raise ValueError(f"{_dots(path)}: got structure {spec!r:.80}, wanted what fquant writes; check the file")
-
-
-def _encode_value(x: Any, path: Path) -> Any:
-    if x is None or type(x) in (bool, int, str):
-        return x
-    if type(x) is float:
-        return x if math.isfinite(x) else {"float": str(x)}
-    if type(x) is tuple:
-        return {"tuple": [_encode_value(item, _join(path, i)) for i, item in enumerate(x)]}
-    if isinstance(x, torch.dtype):
-        return {"dtype": str(x).removeprefix("torch.")}
-    if VALUES.get(name_of(type(x))) is type(x):
-        parts = {f.name: _encode_value(getattr(x, f.name), _join(path, f.name)) for f in dataclasses.fields(x)}
-        return {"value": name_of(type(x)), "fields": parts}
-    fix = "use a node, a plain value, or a frozen dataclass registered with tree.value"
-    got = f"{type(x).__module__}.{type(x).__qualname__}"
-    raise TypeError(f"{_dots(path)}: got {got}, wanted something a file can hold; {fix}")
-
-
-def _decode_value(spec: Any, path: Path) -> Any:
-    match spec:
-        case None | bool() | int() | float() | str():
+        case "tensor" if leaf:
+            return leaf(".".join(path))
+        case bool() | int() | float() | str() if not leaf:
             return spec
-        case {"float": str(name), **rest} if not rest and name in NUMBERS:
-            return NUMBERS[name]
-        case {"tuple": list(inner), **rest} if not rest:
-            return tuple(_decode_value(item, _join(path, i)) for i, item in enumerate(inner))
-        case {"dtype": str(name), **rest} if not rest and name in DTYPES:
-            return DTYPES[name]
-        case {"value": str(name), "fields": dict(inner), **rest} if not rest:
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(inside(enumerate(items)).values())
+        case {"list": list(items), **rest} if leaf and not rest:
+            return list(inside(enumerate(items)).values())
+        case {"dict": dict(items), **rest} if leaf and not rest:
+            return inside(items.items())
+        case {"node": str(name), "fields": dict(children), "static": dict(statics), **rest} if leaf and not rest:
+            cls = _lookup(NODES, name, path)
+            now = [FORMER_FIELDS.get((name_of(cls), str(key)), str(key)) for key in children]
+            for got, wanted in zip((now, statics), field_names(cls), strict=True):
+                check_keys(_dots((*path, name)), got, wanted)
+            found = dict(zip(now, inside(children.items()).values(), strict=True))
+            return _make(cls, path, found | inside(statics.items(), None))
+        case {"value": value, **rest} if leaf and not rest:
+            return _decode(value, path, None)
+        case {"value": str(name), "fields": dict(fields), **rest} if not leaf and not rest:
             cls = _lookup(VALUES, name, path)
-            names = [f.name for f in dataclasses.fields(cls)]
-            _check_keys(inner, set(names), _join(path, name))
-            return _make(cls, path, {key: _decode_value(inner[key], _join(path, key)) for key in names})
-    raise ValueError(f"{_dots(path)}: got value {spec!r:.80}, wanted what fquant writes; check the file")
-
-
-def _fields(cls: type) -> tuple[list[str], list[str]]:
-    """Return the names of a node's children and of its static fields."""
-    named = lambda static: [f.name for f in dataclasses.fields(cls) if bool(f.metadata.get("static")) == static]
-    return named(False), named(True)
+            check_keys(_dots((*path, name)), fields, field_names(cls)[0])
+            return _make(cls, path, inside(fields.items()))
+        case {"float": str(name), **rest} if not leaf and not rest and name in NUMBERS:
+            return NUMBERS[name]
+        case {"dtype": str(name), **rest} if not leaf and not rest and name in DTYPES:
+            return DTYPES[name]
+    got = f"{'structure' if leaf else 'value'} {spec!r:.80}"
+    raise ValueError(f"{_dots(path)}: got {got}, wanted what fquant writes; check the file")
 
 
 def _lookup(table: dict[str, type], name: str, path: Path) -> type:
     name = FORMER_NAMES.get(name, name)
-    if name not in table:
-        raise ValueError(f"{_dots(path)}: got class {name!r}, wanted a registered one; import its module first")
+    expect(name in table, f"{_dots(path)}: got class {name!r}, wanted a registered one; import its module first")
     return table[name]
 
 
@@ -151,24 +162,9 @@ def _make(cls: type, path: Path, parts: dict[str, Any]) -> Any:
     try:
         return cls(**parts)
     except Exception as error:  # a class may raise anything for wrong fields
-        message = f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check the file"
-        raise ValueError(message) from error
+        raise ValueError(f"{_dots(path)}: got a {cls.__name__} that its class rejects ({error}); check it") from error
 
 
-def _check_keys(content: Any, wanted: set[str], path: Path) -> None:
-    if not isinstance(content, dict) or content.keys() != wanted:
-        got = ", ".join(content) if isinstance(content, dict) else f"{content!r:.40}"
-        names = ", ".join(sorted(wanted))
-        raise ValueError(f"{_dots(path)}: got fields {got}; wanted {names}; use the release that wrote it")
-
-
-def _join(path: Path, name: Any) -> Path:
-    return (*path, str(name))
-
-
-def _dots(path: Path) -> str:
-    return ".".join(path) or "the tree"
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    expect(len(out := dict(pairs)) == len(pairs), "a name occurs twice")
+    return out

@@ -232,13 +232,13 @@ def test_closures_over_other_things_are_not():
 RESULTS = {
     "integers": (
         lambda x: {"y": x, "n": [x.argmax()]},
-        r"remat\(<lambda>\) returned at n\.0 torch.int64; wanted tensors",
+        r"remat\(<lambda>\) returned: n\.0: got int64, wanted a float tensor",
     ),
     "None": (
         lambda x: (x, None),
-        r"returned at 1 NoneType; wanted tensors of floats only, return the rest from outside",
+        r"returned: 1: got NoneType, wanted a float tensor; return the rest from outside",
     ),
-    "a number": (lambda x: 3.0, r"remat\(<lambda>\) returned float; wanted tensors of floats only"),
+    "a number": (lambda x: 3.0, r"remat\(<lambda>\) returned: got float, wanted a float tensor"),
 }
 
 

@@ -310,4 +310,4 @@ def test_the_search_starts_as_before_the_renaming_of_formats(monkeypatch):
     monkeypatch.setattr(random, "fold", lambda key, data: texts.append(data) or fold(key, data))
     for format in (AQ_2X8, replace(AQ_3X8, block=32)):
         quantize(w, format)
-    assert [text for text in texts if isinstance(text, str)] == ["vq2", "vq3:32"]
+    assert [text for text in texts if isinstance(text, str)] == ["vq2", "sample", "vq3:32", "sample"]
