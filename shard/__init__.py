@@ -4,9 +4,10 @@ from . import passes
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
 from .communication import comm
-from .data import exchange_rows, local_range, max_local_rows, psum, reduce, rows, share
+from .data import max_local_rows, psum, reduce, rows, share
 from .device_mesh import abstract_mesh, close, mesh
 from .placement import abstract_local, collect, local, place, replicate
+from .row_exchange import exchange_rows, local_range
 from .rules import Rules
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fquant.activation_checkpoint import remat
 from fquant.communication import Comm, identity
 
-from . import bundle, vocab_parallel
+from . import bundle, sharded_embedding, vocab_parallel
 from .bundle import Bundle
 from .collectives import all_gather
 from .device_mesh import position
@@ -58,12 +58,12 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
 
     def pick(x: Any, ids: Tensor) -> Any:
         _check(x, ranks)
-        is_less = vocab_parallel.rows_are_less(x.layout, ranks, tokens)
-        return vocab_parallel.rows(x, ids, group, tokens) if is_less else open(x)
+        is_less = sharded_embedding.is_less(x.layout, ranks, tokens)
+        return sharded_embedding.rows(x, ids, group, tokens) if is_less else open(x)
 
     def cut(x: Any, rows: Tensor, path: str) -> Any:
         _check(x, ranks)
-        is_less = vocab_parallel.cut_is_less(x.layout, path, ranks, tokens, rows)
+        is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
 
     return Comm(open=open, wrap=wrap, pick=pick, cut=cut)

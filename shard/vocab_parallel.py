@@ -1,20 +1,7 @@
-"""Vocabulary-parallel tables: each rank keeps its bytes of an embedding or a head, and rows or tokens travel instead.
+"""Vocabulary-parallel loss: each rank keeps some rows of a head, and the tokens of all ranks come to them.
 
-*Lookups.* An embedding reads one row for each token. Of a table with 32000 rows, a gather brings 31488 that none of 512
-tokens asks for. Here the ids travel and the rows come back, in two collectives whose sizes do not depend on the ids:
-
-    ids      i32[max_tokens]           of every rank to all: one all-gather
-    rows     u8[ranks·max_tokens row]  each rank's part of the rows, zero elsewhere: one reduce-scatter
-
-        rank 0  holds rows 0 and 1, asks for 3  ->  row 3
-        rank 1  holds rows 2 and 3, asks for 0  ->  row 0
-
-A bundle's bytes are cut into equal parts, so one row may be on several ranks. Each gives its bytes at their place in
-the row, and at most one term of each byte's sum is not zero. A row of a packed table is the rows of its buffers side by
-side; the rank that asked decodes it.
-
-*Losses.* The loss of a token needs all rows of the head, but its results are small: a number, and a gradient as wide as
-the token. A table of 32000 rows has 31 times the bytes of 1024 tokens. With up to m tokens on each rank:
+The loss of a token needs all rows of the head, but its results are small: a number, and a gradient as wide as the
+token. A table of 32000 rows has 31 times the bytes of 1024 tokens. With up to m tokens on each rank:
 
     missing bytes      u8[ranks·room]                 see below; if any rank misses bytes: one reduce-scatter
     x, targets         f[ranks·m dim], i64[ranks·m]   of every rank to all: two all-gathers
@@ -27,104 +14,39 @@ the token. A table of 32000 rows has 31 times the bytes of 1024 tokens. With up 
 The computation between is in models/vocab_parallel.py. Sums, losses and gradients travel at least in float32, because
 in bfloat16 a sum over ranks would be rounded once for each rank.
 
-A rank has most bytes of its rows already. It may miss those of a row that is cut, of a packed table's scales, and of
-other buffers, which every rank needs whole. The layout determines who misses what. Each rank gives its part of the
-missing bytes, zero elsewhere, and the sum completes them.
+A bundle's bytes are cut into equal parts, so a rank has most bytes of its rows already. It may miss those of a row that
+is cut, and those of a packed table's scales, which are behind all codes. It misses other buffers of the block, too,
+which every rank needs whole. The layout determines who misses what. Each rank gives its part of the missing bytes, zero
+elsewhere, and the sum completes them.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from fquant import tree
-from fquant.communication import LookedUpRows, VocabShard
+from fquant.communication import VocabShard
 
-from . import bundle
+from . import bundle, sharded_embedding
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather, reduce_scatter
 
-_ID = torch.int32
 Span = tuple[int, int]  # a range of bytes of a bundle: the first, and the end
 
 
-def rows_are_less(layout: Layout, ranks: int, max_tokens: int) -> bool:
-    """Return True if ``max_tokens`` rows for each rank are fewer bytes on the wire than the block of ``layout``.
-
-    False if the table has no separate rows, as in flat formats such as the nested scales of double quantisation.
-    """
-    row = sum(buffer.width for buffer in layout.buffers) if num_rows(layout.buffers) else math.inf
-    return ranks * max_tokens * (_ID.itemsize + row) < layout.size
-
-
-def num_rows(buffers: Sequence[Buffer]) -> int:
-    """Return the number of rows of the table with these ``buffers``, 0 if it has no separate rows."""
-    shapes = [buffer.shape for buffer in buffers]
-    apart = bool(shapes) and min(map(len, shapes)) > 1 and len({shape[0] for shape in shapes}) == 1
-    return shapes[0][0] if apart else 0
-
-
-def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> LookedUpRows:
-    """Return the rows of the table ``x`` for ``ids`` i[...], in their order; ``x`` has this rank's part of the bytes.
-
-    It is not used on one device, and has no backward, because the table is a constant. Raises ValueError for more than
-    ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is outside of the table.
-    """
-    _check_count(ids.numel(), "are looked up", max_tokens)
-    buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
-    flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
-    asked = all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group)  # [ranks·max_tokens]
-    asked = asked + asked.new_zeros(()).expand(total).index_select(0, asked)  # IndexError outside of [0, total)
-    begin = group.rank() * x.bytes.shape[-1]
-    found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·max_tokens row]
-    mine = reduce_scatter(found, group)[: flat.shape[0]]
-    parts = mine.split([buffer.width for buffer in buffers], -1)
-
-    def read(buffer: Buffer, t: Tensor) -> Tensor:
-        t = t.clone(memory_format=torch.contiguous_format)  # bytes cannot be viewed where they are not aligned
-        return t.view(buffer.dtype).reshape(t.shape[0], *buffer.shape[1:])
-
-    return LookedUpRows(tree.unflatten(x.layout.structure, list(map(read, buffers, parts))), total)
-
-
-def _check_count(tokens: int, purpose: str, max_tokens: int) -> None:
-    if tokens > max_tokens:
-        fault = f"{tokens} tokens {purpose}, and this comm is for at most {max_tokens} a rank"
-        raise ValueError(f"{fault}; make it with tokens={tokens} or more, the same on every rank")
-
-
-def _found(part: Tensor, begin: int, buffer: Buffer, asked: Tensor) -> Tensor:
-    """Return the rows ``asked`` [n] of a buffer as u8[n width], zero outside of ``part``, which begins at ``begin``."""
-    width, total, end = buffer.width, buffer.shape[0], begin + part.shape[-1]
-    first = min(max(0, -((buffer.offset - begin) // width)), total)  # of the rows that are here whole
-    last = min(max(0, (end - buffer.offset) // width), total)  # the one behind the last of these
-    out = part.new_zeros(()).expand(asked.shape[-1], width)
-    if first < last:
-        whole = part.narrow(-1, buffer.offset + first * width - begin, (last - first) * width)
-        found = whole.unflatten(-1, (last - first, width)).index_select(0, (asked - first).clamp(0, last - first - 1))
-        out = torch.where(((asked >= first) & (asked < last))[:, None], found, out)
-    for row in sorted({first - 1, last} - set(range(first, last))):  # rows that are cut, at either end
-        low, high = buffer.offset + row * width, buffer.offset + (row + 1) * width
-        start, stop = max(low, begin), min(high, end)
-        if 0 <= row < total and start < stop:
-            cut = F.pad(part.narrow(-1, start - begin, stop - start), (start - low, high - stop))
-            out = torch.where((asked == row)[:, None], cut, out)
-    return out
-
-
-def cut_is_less(layout: Layout, path: str, ranks: int, max_tokens: int, x: Tensor) -> bool:
+def is_less(layout: Layout, path: str, ranks: int, max_tokens: int, x: Tensor) -> bool:
     """Return True if the losses of ``max_tokens`` tokens ``x`` f[... dim] for each rank are fewer bytes than the block.
 
     The table is at ``path`` in the block of ``layout``. False if it has no separate rows, or fewer rows than ranks.
     """
-    if num_rows(_table(layout, path)) < ranks:
+    if sharded_embedding.num_rows(_table(layout, path)) < ranks:
         return False
     wide = torch.promote_types(x.dtype, torch.float32).itemsize  # of sums, losses and gradients
     token = x.shape[-1] * (x.itemsize + wide) + torch.int64.itemsize + (ranks + 1) * wide
@@ -139,7 +61,7 @@ def cut(
     ``rows`` f[... dim] are the tokens of the loss; ``whole(x)`` opens all of the block. It is not used on one device.
     The table is a constant and has no backward. Raises ValueError for more than ``max_tokens`` tokens.
     """
-    _check_count(math.prod(rows.shape[:-1]), "have a loss", max_tokens)
+    sharded_embedding.check_count(math.prod(rows.shape[:-1]), "have a loss", max_tokens)
     ranks, rank, begin = group.size(), group.rank(), group.rank() * x.bytes.shape[-1]
     missing = _missing(x.layout, path, ranks)
     received = _receive(x.bytes, begin, missing, group)
@@ -154,7 +76,7 @@ def cut(
         return bundle.view(bytes_of(*pieces), buffer)
 
     block = tree.unflatten(x.layout.structure, list(map(read, _own(x.layout, path, rank, ranks))))
-    table, total = tree.get(block, path), num_rows(_table(x.layout, path))
+    table, total = tree.get(block, path), sharded_embedding.num_rows(_table(x.layout, path))
     gather, scatter = partial(all_gather, group=group), partial(reduce_scatter, group=group)
     first, full = total * rank // ranks, lambda closed: tree.get(whole(closed), path)
     shard = VocabShard(table, x, first, total, rank, max_tokens, gather, scatter, full)

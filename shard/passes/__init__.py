@@ -9,7 +9,8 @@ whose collectives differ in order would wait for each other forever, and graphs 
 passes decide only by what is the same on every rank: the order, sizes and uses of gathers. Time is counted in waits.
 """
 
-from .gathers import deduplicate_gathers, prefetch_gathers
+from .deduplicate import deduplicate_gathers
+from .prefetch import prefetch_gathers
 from .regather import regather_blocks
 from .report import Row, schedule, schedule_text
 

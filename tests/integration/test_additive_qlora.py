@@ -15,7 +15,7 @@ from fquant.packed import Packed
 from models import decoder
 from models.blocks import cross_entropy
 from models.fused_cross_entropy import cross_entropy as head_loss
-from shard import Rules, bundle, vocab_parallel
+from shard import Rules, bundle, sharded_embedding
 from tests.helpers import ranks
 from tests.helpers import transform_table as table
 from tests.helpers.cases import slow_after
@@ -168,5 +168,5 @@ def looked_up(rows):
 @pytest.mark.parametrize("rows", [2, 300])
 def test_rows_of_a_table(rows):
     layout = bundle.plan(quantize(normal("w", rows, 64), AQ_2X8), 2)
-    assert vocab_parallel.num_rows(layout.buffers) == 0 and not vocab_parallel.rows_are_less(layout, 1, 1)
+    assert sharded_embedding.num_rows(layout.buffers) == 0 and not sharded_embedding.is_less(layout, 1, 1)
     assert all(alike(*pair) for pair in ranks.run(2, looked_up, rows))

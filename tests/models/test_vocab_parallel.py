@@ -18,7 +18,8 @@ from models import decoder, fused_cross_entropy
 from models.blocks import IGNORE
 from models.config import Config
 from shard import Rules
-from shard.passes.gathers import deduplicate_gathers, prefetch_gathers
+from shard.passes.deduplicate import deduplicate_gathers
+from shard.passes.prefetch import prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.sharding.meshes import dims_of
 

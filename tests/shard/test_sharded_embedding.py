@@ -17,9 +17,10 @@ from fquant.packed_linear import embedding
 from models import decoder
 from models.blocks import cross_entropy
 from models.config import Config
-from shard import Rules, bundle, vocab_parallel
+from shard import Rules, bundle, sharded_embedding
 from shard.bundle import Buffer
-from shard.passes.gathers import deduplicate_gathers, prefetch_gathers
+from shard.passes.deduplicate import deduplicate_gathers
+from shard.passes.prefetch import prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
@@ -40,7 +41,7 @@ def test_parts_of_rows_add_up(offset, size):
     buffer = Buffer("", torch.uint8, (9, 7), offset)
     whole = torch.randint(1, 256, (offset + 63 + 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     table, ids = whole[offset : offset + 63].reshape(9, 7), torch.tensor([8, 0, 3, 3, 4, 7, 1, 2, 6, 5])
-    parts = [vocab_parallel._found(part, i * size, buffer, ids) for i, part in enumerate(whole.split(size))]
+    parts = [sharded_embedding._found(part, i * size, buffer, ids) for i, part in enumerate(whole.split(size))]
     assert torch.equal(torch.stack(parts).sum(0), table[ids])
     assert (torch.stack(parts) != 0).sum(0).max() == 1  # no byte comes twice
 
@@ -105,14 +106,14 @@ def test_what_is_less():
     layout = bundle.plan(torch.empty(100, 16, device="meta"), 2)
     assert (
         layout.size == 6400
-        and vocab_parallel.rows_are_less(layout, 2, 47)
-        and not vocab_parallel.rows_are_less(layout, 2, 48)
+        and sharded_embedding.is_less(layout, 2, 47)
+        and not sharded_embedding.is_less(layout, 2, 48)
     )  # 68 bytes each
-    assert vocab_parallel.rows_are_less(layout, 4, 23) and not vocab_parallel.rows_are_less(layout, 4, 24)
+    assert sharded_embedding.is_less(layout, 4, 23) and not sharded_embedding.is_less(layout, 4, 24)
     for strange in (torch.empty(100), (torch.empty(100, 4), torch.empty(99, 4)), {}, torch.empty(0, 4)):
-        assert not vocab_parallel.rows_are_less(bundle.plan(strange, 2), 2, 1)
+        assert not sharded_embedding.is_less(bundle.plan(strange, 2), 2, 1)
     flat = quantize(drawn(64, 64), replace(NF4, flat=True))
-    assert not vocab_parallel.rows_are_less(bundle.plan(flat, 2), 2, 1)
+    assert not sharded_embedding.is_less(bundle.plan(flat, 2), 2, 1)
 
 
 def refused():

@@ -68,7 +68,7 @@ def test_what_is_less():
     """True exactly if the bytes are fewer; False for tables without separate rows and for ranks without rows."""
     layout = bundle.plan(torch.empty(6400, 16, device="meta"), 2)
     f32, bf16 = torch.empty(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
-    less = lambda x, most, layout=layout, path="", n=2: vocab_parallel.cut_is_less(layout, path, n, most, x)
+    less = lambda x, most, layout=layout, path="", n=2: vocab_parallel.is_less(layout, path, n, most, x)
     assert layout.size == 409600
     assert less(f32, 1383) and not less(f32, 1384)  # 148 bytes a token: x, dx, target, a sum of each rank, a loss
     assert less(bf16, 1765) and not less(bf16, 1766)  # 116

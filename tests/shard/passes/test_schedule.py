@@ -10,7 +10,8 @@ from torch.fx import Graph
 import shard
 from fquant.compile.cost import of
 from fquant.compile.trace import trace
-from shard.passes.gathers import deduplicate_gathers, prefetch_gathers
+from shard.passes.deduplicate import deduplicate_gathers
+from shard.passes.prefetch import prefetch_gathers
 from shard.passes.report import Row, schedule, schedule_text
 from tests.helpers import ranks
 from tests.helpers.qlora_step import equal

@@ -12,7 +12,8 @@ from fquant import jit, lora, optim, tree
 from fquant.compile.cost import of
 from fquant.compile.trace import trace
 from models import decoder
-from shard.passes.gathers import deduplicate_gathers, prefetch_gathers
+from shard.passes.deduplicate import deduplicate_gathers
+from shard.passes.prefetch import prefetch_gathers
 from shard.passes.report import schedule
 from tests.helpers import ranks
 from tests.helpers.live_memory import Peak

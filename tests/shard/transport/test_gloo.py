@@ -20,7 +20,7 @@ from fquant import cost, jit
 from fquant.compile import graph
 from fquant.compile.trace import trace
 from shard import bundle
-from shard.passes.gathers import prefetch_gathers
+from shard.passes.prefetch import prefetch_gathers
 from shard.transport import gloo, shared_memory
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
