@@ -27,7 +27,7 @@ from fquant import lora, optim
 from fquant.compile import graph, liveness, trace
 from fquant.compile.cost import Collective
 from fquant.compile.cost import of as cost_of
-from fquant.compile.passes.donate import written_over
+from fquant.compile.donation import written_over
 from fquant.format import Format
 from models import decoder
 from models.config import Config

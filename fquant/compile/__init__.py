@@ -6,7 +6,7 @@
     fake_tensor.py  corrects torch's fake tensors; errors.py names the cause of a failed trace
     graph.py        what nodes read, write and share; liveness.py: how long memory is held
     passes/         rewrites of the graph that keep every bit of its results
-    donation.py     donated tensors raise when they are used again
+    donation.py     results written over donated tensors, which raise when they are used again
     memory/         where results are placed, and the replay in that memory
     validate.py     the first replay, which checks every node against the trace
     cost.py         peak memory, FLOPs and bytes on the wire, read off the graph

@@ -24,8 +24,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from . import collective_check, graph, liveness, trace
-from .passes.donate import written_over
+from . import collective_check, donation, graph, liveness, trace
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
 
@@ -81,7 +80,7 @@ def cost(
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
     call = functools.partial(trace.apply, fn)
-    return of(trace.trace(call, bound, written_over(bound, donate), passes, recompute, fuse))
+    return of(trace.trace(call, bound, donation.written_over(bound, donate), passes, recompute, fuse))
 
 
 def of(captured: trace.Captured) -> Cost:

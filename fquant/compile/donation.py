@@ -1,6 +1,7 @@
 """Donated tensors: a result takes the memory of an argument, and the argument raises from then on.
 
-As in JAX, a donated array is gone after the call. The tensor object that the caller passed exchanges its C++ tensor
+As in JAX, a donated array is gone after the call. A new value of a parameter, or of an optimiser's moment, takes the
+memory of the old one after the last read of that. The tensor object that the caller passed exchanges its C++ tensor
 with a fresh object: the fresh object is the result, and the old one becomes a ``Donated``. So every other reference to
 the old object raises on use instead of changing its value. A ``Donated`` refuses Python calls and attributes by
 ``__torch_function__``, and ops inside transforms, which unwrap tensors in C++, by ``__torch_dispatch__``.
@@ -11,21 +12,68 @@ of the donated tensors are lost, and they raise as well. The traceback gives the
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import tree
-from . import graph
+from . import graph as graphs
+from .liveness import last_uses
 
 Donations = Mapping[int, str]  # positions of the tensors that results take over, and "a.w was donated to step(...)"
 _TAKEN = "and its memory holds a result now"
 _FAILED = "which failed after it may have written a result there"
 _FIX = "keep a copy (tree.map(torch.clone, x)) before the call, or do not donate it"
 _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
+    """Return the ids of the donated tensors whose memory no other tensor shares, as far as torch knows."""
+    if not donate:
+        return set()
+    holders: Any = lambda t: torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1  # type: ignore[attr-defined]
+    given = {name: tree.leaves(x) for name, x in bound.items()}
+    times = Counter(id(t) for leaves in given.values() for t in leaves)
+    donated = [t for name in donate for t in given.get(name, ()) if isinstance(t, Tensor)]
+    return {id(t) for t in donated if times[id(t)] == 1 and (t.is_meta or holders(t) == 1)}  # -1: holders itself
+
+
+def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
+    """Write a result over every donated placeholder, of its shape, dtype, strides and device.
+
+    Results are matched in order. One is copied in after its own last write and the last read of the old value. Later
+    uses of the result read the placeholder instead, so that the result is not kept beside it. Return the placeholders
+    that are written over; one that the graph returns, itself or as a view, is not. Raises ValueError if no result is
+    left.
+    """
+    nodes, last, returned = list(graph.nodes), last_uses(graph), graphs.outputs(graph)
+    place = {node: i for i, node in enumerate(nodes)}
+    last_writes = {storage: i for i, node in enumerate(nodes) for storage in graphs.written_storages(node)}
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs, kept, taken = graphs.all_storages(placeholders), graphs.all_storages(returned), list[Node]()
+    free = {node: graphs.tensor_layouts(node) for node in returned if not graphs.storages(node) & inputs}
+    for path, placeholder in donated.items():
+        if graphs.storages(placeholder) & kept:
+            continue
+        layout = graphs.tensor_layouts(placeholder)
+        if (result := next((node for node, kind in free.items() if kind == layout), None)) is None:
+            raise ValueError(
+                f"donate: {path} is {graphs.describe(*graphs.tensors(placeholder))}, and no result of this kind is "
+                "left to take its place; do not donate it"
+            )
+        del free[result]
+        ends = [last[storage] for storage in graphs.storages(placeholder)]
+        after = nodes[max(place[result], *ends, *(last_writes.get(storage, 0) for storage in graphs.storages(result)))]
+        users = [node for node in result.users if node in place and place[node] > place[after]]
+        behind = after if after.op != "placeholder" else placeholders[-1]
+        copy = graphs.insert_before(behind.next, torch.ops.aten.copy_.default, (placeholder, result))
+        graphs.replace_uses(result, copy, users)
+        taken.append(placeholder)
+    return taken
 
 
 class Donated(Tensor):
@@ -80,8 +128,8 @@ def _may_have_written(error: BaseException, donations: Donations, modules: Seque
     """Return False if the traceback shows that no node has run, or failed, that writes a donated tensor."""
     nodes = list(modules[0].graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
-    memory = graph.all_storages(given[i] for i in donations)
-    writers = {node.name for node in nodes if graph.written_storages(node) & memory}
+    memory = graphs.all_storages(given[i] for i in donations)
+    writers = {node.name for node in nodes if graphs.written_storages(node) & memory}
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is Interpreter.run.__code__ and isinstance(node := frame.f_locals.get("node"), Node):
             return not writers.isdisjoint(each.name for each in node.graph.nodes if each <= node)

@@ -47,9 +47,9 @@ from ..autodiff import is_dual
 from ..kernels.dispatch_bypass import is_lazy
 from . import collective_check, errors, graph, guards
 from .closure import Closure, may_change
+from .donation import written_over
 from .guards import Key, key_of
 from .memory import allocator
-from .passes.donate import written_over
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
 MAX_TRACES = 8  # of one function, by default

@@ -24,9 +24,7 @@ from .. import tree
 from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import Fake
 from .memory import allocator, plan
-from .passes.donate import donate as write_over_donated
-from .passes.fuse_pointwise import fuse_pointwise
-from .passes.reinplace import reinplace
+from .passes.fuse_pointwise import fuse_pointwise, reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, simplify
 
@@ -114,7 +112,7 @@ def trace(
         graph.run(module.graph, (rematerialize,) if recompute else ())
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
-        taken = set(write_over_donated(module.graph, donated))
+        taken = set(donation.donate(module.graph, donated))
         fusion = (fuse_pointwise, reinplace) if fuse else ()
         graph.run(module.graph, (*fusion, remove_products_with_one))
         module.recompile()

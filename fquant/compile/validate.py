@@ -84,12 +84,8 @@ class _First(Interpreter):
 
 def _use_copy(node: Node) -> None:
     """Replace uses of ``node`` with a copy in the traced layout."""
-    graph, traced, users = node.graph, node.meta["val"], list(node.users)
-    kind = {"dtype": traced.dtype, "device": traced.device}
-    with graph.inserting_before(node.next):
-        empty = graph.call_function(_aten.empty_strided.default, (list(traced.shape), list(traced.stride())), kind)
-        copy = graph.call_function(_aten.copy_.default, (empty, node))
-    for new in (empty, copy):
-        new.meta["val"] = traced
-        graphs.refresh_value(new)
-    graphs.replace_uses(node, copy, users)
+    traced, users = node.meta["val"], list(node.users)
+    layout, kind = (list(traced.shape), list(traced.stride())), {"dtype": traced.dtype, "device": traced.device}
+    empty = graphs.insert_before(node.next, _aten.empty_strided.default, layout, traced, kind)
+    graphs.refresh_value(empty)
+    graphs.replace_uses(node, graphs.insert_before(empty.next, _aten.copy_.default, (empty, node)), users)

@@ -30,7 +30,7 @@ from ...kernels import dispatch_bypass
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
-from ..passes.reinplace import redirect
+from ..passes.fuse_pointwise import redirect
 
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 

@@ -2,10 +2,8 @@
 
     simplify.py             dead code, aliases, repeated views, constants
     rematerialize.py        cheap tensors computed again in the backward rather than held
-    donate.py               results written over the arguments that the caller gives away
     canonicalize.py         in-place ops, shared casts, views and rotary halves in forms that fuse
-    fuse_pointwise.py       chains of elementwise nodes as one node; pointwise_lowering.py: a node as a step of one
-    reinplace.py            results of such a node written over its dead arguments
+    fuse_pointwise.py       chains of elementwise nodes as one node, whose results are written over dead arguments
 
-``trace.py`` runs them in this order, and user passes behind the first.
+``trace.py`` runs them in this order, user passes behind the first, and donation (``donation.py``) before fusion.
 """

@@ -1,4 +1,4 @@
-"""Canonicalisation for pointwise fusion: rewrites that remove what keeps elementwise nodes from being one program.
+"""Lowering of nodes to steps of a pointwise program, and rewrites that remove what keeps them from being one program.
 
     cat([-x[..., h:], x[..., :h]], -1)        # becomes turn(x, h), x f[... 2h]: rotary embeddings
     cat([x[..., h:], -x[..., :h]], -1)        # becomes turn(x, -h), its transpose, which gradients have
@@ -7,25 +7,39 @@
     (a * b).view(shape) + c                   # becomes a.view(shape) * b.view(shape) + c
 
 Each keeps every bit. Halves are recognised by their memory offsets, so x may be sliced, split or chunked.
+
+A node is a step of a program (``fquant/kernels/ops/pointwise.py``) only if the C kernels return its bits: operations of
+torch that IEEE 754 defines, and our own ops, on the CPU, with dtypes and arguments for which the step means the same.
 """
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from ...kernels.ops.pointwise_program import Step, is_turned
+from ...kernels.dispatch_bypass import is_lazy
+from ...kernels.ops.pointwise_program import DTYPES, Step, is_turned
 from ...kernels.ops.rotate_half import OP as ROTATE_HALF
+from ...kernels.ops.silu import OPS as SILU
 from .. import graph as graphs
-from .pointwise_lowering import FLOATS, constant_value, step_of
 from .simplify import replace_with_full
 
 _aten = torch.ops.aten
-_OUT_OF_PLACE: dict[Any, Any] = {
-    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
-    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
+FLOATS = tuple(DTYPES.values())
+_OPS: dict[Any, str] = {
+    _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
+    _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
+    _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal", _aten._to_copy.default: "to",
+    _aten.where.self: "where", ROTATE_HALF: "turn", **{op: name for name, op in SILU.items()},
 }  # fmt: skip
+SQUARE, COPY, FULL = _aten.pow.Tensor_Scalar, _aten.copy_.default, _aten.full.default
+_OUT_OF_PLACE = {
+    getattr(_aten, name + "_").Tensor: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")
+}
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
@@ -43,11 +57,8 @@ def _replace_rotary_halves(graph: Graph) -> None:
         matched = _match_rotary_halves(node) if node.target is _aten.cat.default else None
         if matched is None or graphs.storages(matched[0]) & written:  # a half may have been read before the write
             continue
-        with graph.inserting_before(node):
-            rotated = graph.call_function(ROTATE_HALF, matched)
-        rotated.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(rotated)
-        _erase_unused(graph, node)
+        node.replace_all_uses_with(graphs.insert_before(node, ROTATE_HALF, matched, node.meta["val"]))
+        erase_unused(graph, [node])
 
 
 def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
@@ -80,12 +91,12 @@ def _sliced_node(part: Any) -> Node | None:
     return part.args[0] if part.target is op else None
 
 
-def _erase_unused(graph: Graph, node: Node) -> None:  # and the nodes that only it used
-    arguments = node.all_input_nodes
-    graph.erase_node(node)
-    for argument in arguments:
-        if not argument.users and argument.op == "call_function":
-            _erase_unused(graph, argument)
+def erase_unused(graph: Graph, nodes: Collection[Node]) -> None:
+    """Erase ``nodes``, which are in order, and the nodes that only they used."""
+    for node in reversed([*nodes]):
+        arguments = node.all_input_nodes
+        graph.erase_node(node)
+        erase_unused(graph, [x for x in arguments if not x.users and x.op == "call_function" and x not in nodes])
 
 
 def _functionalize(graph: Graph) -> None:
@@ -100,10 +111,7 @@ def _functionalize(graph: Graph) -> None:
             if replace_with_full(graph, node, node.args[1]):  # type: ignore[arg-type]
                 graph.erase_node(written)
         elif node.target in _OUT_OF_PLACE and _keeps_layout(node):
-            with graph.inserting_before(node):
-                new = graph.call_function(_OUT_OF_PLACE[node.target], node.args, node.kwargs)
-            new.meta["val"] = node.meta["val"]
-            graphs.refresh_value(new)
+            new = graphs.insert_before(node, _OUT_OF_PLACE[node.target], node.args, kwargs=node.kwargs)
             graphs.replace_uses(node, new)
             graph.erase_node(node)
 
@@ -141,12 +149,57 @@ def _hoist_views(graph: Graph) -> None:
         alone = len(viewed.users) == 1 and not any(step_of(x) or constant_value(x) is not None for x in arguments)
         if not isinstance(step, Step) or step.op == "turn" or not fit or not alone:
             continue
-        with graph.inserting_before(viewed):
-            views = {x: graph.call_function(_aten.view.default, (x, list(graphs.shape(view)))) for x in arguments}
-            new = graph.node_copy(viewed, views.__getitem__)
-        for node, like in [*((node, x) for x, node in views.items()), (new, viewed)]:
-            node.meta["val"] = like.meta["val"]
-            graphs.refresh_value(node)
-        graphs.replace_uses(view, new)
-        graph.erase_node(view)
-        graph.erase_node(viewed)
+        shape = list(graphs.shape(view))
+        views = {x: graphs.insert_before(viewed, _aten.view.default, (x, shape)) for x in arguments}
+        args, kwargs = map_arg((viewed.args, viewed.kwargs), views.__getitem__)
+        graphs.replace_uses(view, graphs.insert_before(viewed, viewed.target, args, kwargs=kwargs))
+        erase_unused(graph, [viewed, view])
+
+
+def step_of(node: Node) -> Step | str | None:
+    """Return a node's step without its arguments; "copy" for a copy into an input of the graph; None for others."""
+    if node.op != "call_function":
+        return None
+    if node.target is COPY:
+        target, value, *rest = node.args
+        if rest or not isinstance(target, Node) or target.op != "placeholder" or not isinstance(value, Node):
+            return None
+        return "copy" if graphs.tensor_layouts(target) == graphs.tensor_layouts(value) and _is_supported(node) else None
+    op = "mul" if node.target is SQUARE else _OPS.get(node.target)
+    if op is None or not _is_supported(node) or not node.all_input_nodes:  # casts of numbers, by vmap, stay
+        return None
+    (t,) = graphs.tensors(node)
+    allowed = {"dtype", "device", "layout"} if op == "to" else set()  # autograd passes the layout, always strided
+    if set(node.kwargs) - allowed or (node.target is SQUARE and node.args[1] != 2):
+        return None
+    args = node.args[:1] if node.target is SQUARE else node.args
+    return Step(op, t.dtype, ()) if all(_is_argument(a, t.dtype, op, i) for i, a in enumerate(args)) else None
+
+
+def _is_argument(argument: Any, dtype: torch.dtype, op: str, index: int) -> bool:
+    """Return True if the C kernels convert an argument of a step as torch does."""
+    if not isinstance(argument, Node):
+        return type(argument) in (int, float) and abs(argument) < 2**24
+    kinds = {t.dtype for t in graphs.tensors(argument) if t.is_cpu and not is_lazy(t)}
+    if op == "where" and index == 0:
+        return kinds == {torch.bool}
+    return kinds == {dtype} or (len(kinds) == 1 and kinds < {*FLOATS} and (op == "to" or dtype is torch.float32))
+
+
+def _is_supported(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or is_lazy(value):
+        return False
+    return value.is_cpu and value.dtype in FLOATS and value.is_contiguous()
+
+
+def constant_value(argument: Any) -> float | None:
+    """Return the number that fills an argument, rounded to its dtype; None if it is no constant."""
+    if isinstance(argument, int | float):
+        return float(argument)
+    if isinstance(argument, Node) and argument.target in (FULL, _aten.scalar_tensor.default):
+        (t,) = graphs.tensors(argument)
+        number = argument.args[argument.target is FULL]
+        if isinstance(number, int | float) and t.dtype in FLOATS:
+            return float(torch.tensor(number, dtype=t.dtype, device="cpu"))
+    return None

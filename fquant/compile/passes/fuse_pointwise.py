@@ -11,12 +11,16 @@ holds its arguments longer, e.g. all the terms of a sum; the most that is held n
 the graph does not count, equal layers fuse alike. By the same rules a group then joins a later one that reads the same
 tensors, e.g. the two gradients of a product. The program that makes the new value of a donated argument also writes it.
 
-The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
+``reinplace`` then writes results over arguments of the same layout that are dead behind the program, such as the terms
+of a sum of gradients. So less is held, and the memory that is written is in the cache already.
+
+The passes apply on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
 """
 
 import operator
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,11 +28,10 @@ from torch.fx import Graph, Node
 
 from ...kernels.dispatch import VARIABLE, backend
 from ...kernels.ops.pointwise import OP
-from ...kernels.ops.pointwise_program import Program, Step
+from ...kernels.ops.pointwise_program import Program, Step, parse
 from .. import graph as graphs
 from .. import liveness
-from .canonicalize import canonicalize
-from .pointwise_lowering import COPY, SQUARE, constant_value, step_of
+from .canonicalize import COPY, SQUARE, canonicalize, constant_value, erase_unused, step_of
 
 NO_DEADLINE = sys.maxsize  # an index behind all nodes
 MEMORY_SLACK = 2**16  # bytes that a group may add to the most that is held nearby
@@ -186,19 +189,73 @@ def _replace_with_program(graph: Graph, members: dict[Node, Step | None], reads:
             steps.append(step)
     results = [node for node, step in members.items() if step is not None and not members.keys() >= node.users.keys()]
     program = Program(tuple(steps), tuple(number[node] for node in results), tuple(over))
-    with graph.inserting_after(list(members)[-1]):
-        call = graph.call_function(OP, (reads, written, program.text))
-    call.meta["val"] = [node.meta["val"] for node in results]
-    with graph.inserting_after(call):
-        for i, node in reversed(list(enumerate(results))):
-            result = graph.call_function(operator.getitem, (call, i))
-            result.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(result)
-    for node in reversed(members):
+    behind = list(members)[-1].next
+    values = [node.meta["val"] for node in results]
+    call = graphs.insert_before(behind, OP, (reads, written, program.text), values)
+    for i, (node, value) in enumerate(zip(results, values, strict=True)):
+        node.replace_all_uses_with(graphs.insert_before(behind, operator.getitem, (call, i), value))
+    for node in members:
         if node.target is COPY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        arguments = node.all_input_nodes
-        graph.erase_node(node)
-        for argument in arguments:
-            if not argument.users and constant_value(argument) is not None:
-                graph.erase_node(argument)
+    erase_unused(graph, members)
+
+
+def reinplace(graph: Graph) -> None:
+    """Let each program write results over dead arguments of their layout."""
+    last = liveness.last_uses(graph)
+    given = graphs.all_storages(graph.find_nodes(op="placeholder"))
+    for place, node in enumerate(list(graph.nodes)):
+        if node.target is OP:
+            dead = [x for x in _sole_reads(node) if last[_storage(x)] == place and _storage(x) not in given]
+            _write_over(graph, node, dead, last)
+
+
+def _sole_reads(node: Node) -> list[Node]:
+    """Return the arguments of a program that fill their storage and are its only readers of that."""
+    reads: Any = node.args[0]
+    found = []
+    for read in reads:
+        (t,), memory = graphs.tensors(read), graphs.sizes(read)
+        alone = all(other is read or not memory.keys() & graphs.storages(other) for other in reads)
+        if alone and t.is_contiguous() and list(memory.values()) == [graphs.nbytes(t)]:
+            found.append(read)
+    return found
+
+
+def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]) -> None:
+    """Give each result of a program, in order, the memory of the first of the ``dead`` arguments that fits."""
+    results: dict[int, Any] = {user.args[1]: user for user in node.users}  # type: ignore[misc]
+    targets = dict[int, Node]()
+    for i, result in results.items():
+        fitting = [x for x in dead if graphs.tensor_layouts(x) == graphs.tensor_layouts(result)]
+        if free := [x for x in fitting if x not in targets.values()]:
+            targets[i] = free[0]
+    if not targets:
+        return
+    remaining = redirect(node, targets)
+    node.meta["val"] = [node.meta["val"][i] for i in remaining]
+    for i, result in results.items():
+        assert result.target is operator.getitem
+        if i in targets:
+            last[_storage(targets[i])] = last[_storage(result)]
+            graphs.replace_uses(result, targets[i])
+            graph.erase_node(result)
+        else:
+            result.args = (node, remaining.index(i))
+
+
+def redirect(node: Node, targets: Mapping[int, Node]) -> list[int]:
+    """Let a program write results, by index, over ``targets``; return the indices of those that it still returns."""
+    args: Any = node.args
+    reads, write, text = args
+    program = parse(text)
+    remaining = [i for i in range(len(program.new)) if i not in targets]
+    over = (*program.over, *(program.new[i] for i in targets))
+    program = program._replace(new=tuple(program.new[i] for i in remaining), over=over)
+    node.args = (reads, [*write, *targets.values()], program.text)
+    return remaining
+
+
+def _storage(node: Node) -> int:
+    (storage,) = graphs.storages(node)
+    return storage

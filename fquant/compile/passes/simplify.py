@@ -86,10 +86,7 @@ def replace_with_full(graph: Graph, node: Node, fill: float) -> bool:
     (t,) = graphs.tensors(node)
     if not t.is_contiguous() or t.layout != torch.strided:
         return False
-    with graph.inserting_before(node):
-        kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-        full = graph.call_function(_aten.full.default, (list(t.shape), fill), kwargs)
-    full.meta["val"] = t
-    node.replace_all_uses_with(full)
+    kind = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
+    node.replace_all_uses_with(graphs.insert_before(node, _aten.full.default, (list(t.shape), fill), t, kind))
     graph.erase_node(node)
     return True
