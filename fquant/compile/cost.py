@@ -131,24 +131,19 @@ def flops(node: Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _attention(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of two products of q ``[b h t e]`` with k and v ``[b k s e]``."""
-    return 2 * _product(q, k, causal)
-
-
-def _attention_backward(g: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, p: float, causal: bool, **_: Any) -> int:
-    """Return the FLOPs of five: the scores again, and the gradients of weights, values, q and k."""
-    return 5 * _product(q, k, causal)
-
-
 def _product(q: Any, k: Any, causal: bool) -> int:
+    """Return the FLOPs of the product of q ``[b h t e]`` with k or v ``[b k s e]``."""
     b, h, t, e = q
     return 2 * b * h * e * (t * (t + 1) // 2 if causal else t * k[2])
 
 
-for _op, _formula in (
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _attention),
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward),
-):
-    if _op not in flop_registry:  # a later torch may count them
-        register_flop_formula(_op)(_formula)  # type: ignore[arg-type]
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, dropout=0.0, causal=False, *_, **__: 2 * _product(q, k, causal)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # of weights, values, q, k; and scores again
+        lambda g, q, k, v, y, lse, p, causal, **_: 5 * _product(q, k, causal)
+    ),
+}
+for _op in _FORMULAS.keys() - flop_registry.keys():  # a later torch may count them
+    register_flop_formula(_op)(_FORMULAS[_op])  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import contextlib
 import dis
 import os
 import traceback
-from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Hashable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.fx import Graph
 
 from .. import tree
 from . import graph
-from .closure import Closure
-from .guards import Key, changes
+from .closure import content
 
 _COMPILE = os.path.dirname(__file__) + os.sep
 _TRACE = _COMPILE + "trace.py"
@@ -96,9 +95,7 @@ def _held(x: Any) -> Iterator[tuple[str, Tensor]]:
         return (yield from (*x.named_parameters(), *x.named_buffers()))
     own = dict(getattr(x, "__dict__", {}))
     if isinstance(code := getattr(x, "__code__", None), CodeType):
-        for name, cell in zip(code.co_freevars, x.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # of a cell that is empty
-                own[name] = cell.cell_contents
+        own |= zip(code.co_freevars, map(content, x.__closure__ or ()), strict=False)
     yield from ((path, leaf) for path, leaf in tree.items(own) if isinstance(leaf, Tensor))
 
 
@@ -169,11 +166,3 @@ _INSIDE = (
     "write it as {}, or compute it before the call and pass it in"
 )
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
-
-
-def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key, closure: Closure) -> str:
-    """Return the error of one trace too many: the differences between this key and that of the last trace."""
-    return (
-        f"jit({name}) would be traced more than {max_traces} times: {changes(before, now, paths, closure)}; "
-        "pass what changes from call to call as a tensor argument, or raise max_traces"
-    )

@@ -45,10 +45,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .. import tree
 from ..autodiff import is_dual
 from ..kernels.dispatch_bypass import is_lazy
-from . import collective_check, errors, graph, guards
-from .closure import Closure, may_change
+from . import collective_check, graph, guards
+from .closure import may_change
 from .donation import written_over
-from .guards import Key, key_of
+from .guards import Closure, Key, key_of
 from .memory import allocator
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
@@ -149,7 +149,7 @@ def jit(
     def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:
         guards.check(name, bound)
         if len(traced) == max_traces:
-            raise RuntimeError(errors.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
+            raise RuntimeError(guards.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
         captured = trace(functools.partial(apply, fn), bound, donated, passes, recompute, fuse and not compile, name)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from .. import graph as graphs
 from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
@@ -84,8 +85,9 @@ def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
         for name, value in plan.tensors.items():
             if isinstance(value, Slot):
-                raw = torch.frombuffer(memory, dtype=torch.uint8, count=value.nbytes, offset=value.offset)
-                bound[name] = raw.view(value.dtype).as_strided(value.shape, value.stride)
+                t = value.like
+                raw = torch.frombuffer(memory, dtype=torch.uint8, count=graphs.nbytes(t), offset=value.offset)
+                bound[name] = raw.view(t.dtype).as_strided(t.shape, t.stride())
             else:
                 args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
                 bound[name] = value.target(*args, **kwargs)

@@ -35,12 +35,11 @@ from ..passes.fuse_pointwise import redirect
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
 _aten = torch.ops.aten
-OUT_VARIANTS: dict[Any, Any] = {  # those that compute into ``out``; many others of torch compute elsewhere and copy
-    _aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out, _aten.addmm.default: _aten.addmm.out,
-    _aten.add.Tensor: _aten.add.out, _aten.sub.Tensor: _aten.sub.out, _aten.mul.Tensor: _aten.mul.out,
-    _aten.div.Tensor: _aten.div.out, _aten.neg.default: _aten.neg.out, _aten.sqrt.default: _aten.sqrt.out,
-    _aten.exp.default: _aten.exp.out, _aten.cat.default: _aten.cat.out,
-}  # fmt: skip
+_IN_PLACE = (  # whose out variants compute into ``out``; those of many other ops of torch compute elsewhere and copy
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor,
+    _aten.div.Tensor, _aten.neg.default, _aten.sqrt.default, _aten.exp.default, _aten.cat.default,
+)  # fmt: skip
+OUT_VARIANTS: dict[Any, Any] = {op: op.overloadpacket.out for op in _IN_PLACE}
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn",
@@ -50,13 +49,10 @@ _COPIES = (_aten._to_copy.default, _aten.clone.default)
 
 
 class Slot(NamedTuple):
-    """The offset of a tensor in the memory, and its layout."""
+    """The offset in the memory of a tensor that is like the fake tensor ``like``."""
 
     offset: int
-    nbytes: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
 
 
 class View(NamedTuple):
@@ -154,9 +150,8 @@ def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
     offsets, nbytes = assign_offsets(spans)
     slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node, _ in results}
-    for (node, i), (*_, size), offset in zip(results, spans, offsets, strict=True):
-        t = graphs.tensors(node)[i]
-        slots[node][i] = Slot(offset, size, t.shape, t.stride(), t.dtype)
+    for (node, i), offset in zip(results, offsets, strict=True):
+        slots[node][i] = Slot(offset, graphs.tensors(node)[i])
     return slots, nbytes
 
 
