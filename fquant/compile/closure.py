@@ -61,7 +61,7 @@ def freeze(x: Any) -> Value:
 
 def may_change(x: Any) -> bool:
     """Return True for an argument that is a function, or an object whose attributes may be set."""
-    return isinstance(x, _FUNCTIONS) or is_open(type(x))
+    return not isinstance(x, Tensor) and (isinstance(x, _FUNCTIONS) or is_open(type(x)))
 
 
 class Read(NamedTuple):

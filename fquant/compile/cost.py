@@ -89,9 +89,8 @@ def of(captured: trace.Captured) -> Cost:
     calls = [node for node in g.nodes if node.op == "call_function"]
     working = [node for node in calls if not graph.is_view(node)]
     peak, placeholders = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
-    paths, arguments = dict(zip(placeholders, captured.paths, strict=True)), dict[int, int]()
-    for node in placeholders:
-        arguments |= graph.sizes(node)
+    paths = dict(zip(placeholders, captured.paths, strict=True))
+    arguments = {storage: nbytes for node in placeholders for storage, nbytes in graph.sizes(node).items()}
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),

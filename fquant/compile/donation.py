@@ -10,10 +10,9 @@ A replay that fails before it writes a donated tensor leaves all arguments as th
 of the donated tensors are lost, and they raise as well. The traceback gives the node that failed.
 """
 
-import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,29 +98,23 @@ def retire(t: Tensor, message: str) -> Tensor:
     return new.requires_grad_(False) if new.requires_grad else new
 
 
-def take_over(donations: Donations, tensors: Sequence[Tensor], out: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Retire the donated ones of ``tensors``, and return ``out`` with new objects in their place."""
-    if not donations:
-        return out
-    new = {id(t := tensors[i]): retire(t, f"{text}, {_TAKEN}; {_FIX}") for i, text in donations.items()}
-    return [new.get(id(t), t) for t in out]
+def retire_after(
+    run: Callable[[], Sequence[Tensor]], donations: Donations, tensors: Sequence[Tensor], modules: Sequence[GraphModule]
+) -> Sequence[Tensor]:
+    """Return the results of ``run``, with new objects for the donated ones of ``tensors``, which are retired.
 
-
-@contextlib.contextmanager
-def retire_on_failure(
-    donations: Donations, tensors: Sequence[Tensor], module: GraphModule, *others: GraphModule
-) -> Iterator[None]:
-    """Retire the donated ones of ``tensors`` if the replay inside fails after it may have written one of them.
-
-    ``others`` compute the same as ``module``, by nodes of the same names.
+    If the run fails, they are retired unless none of them has been written. It is of one of ``modules``, which compute
+    the same by nodes of the same names.
     """
     try:
-        yield
+        out = run()
     except BaseException as error:
-        if donations and _may_have_written(error, donations, (module, *others)):
+        if donations and _may_have_written(error, donations, modules):
             for i, text in donations.items():
                 retire(tensors[i], f"{text}, {_FAILED}; {_FIX}")
         raise
+    new = {id(t := tensors[i]): retire(t, f"{text}, {_TAKEN}; {_FIX}") for i, text in donations.items()}
+    return [new.get(id(t), t) for t in out] if donations else out
 
 
 def _may_have_written(error: BaseException, donations: Donations, modules: Sequence[GraphModule]) -> bool:

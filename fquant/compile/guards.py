@@ -60,9 +60,7 @@ class Closure:
     """The Python values that ``fn`` reads and is not given, in numbered versions."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._versions = list[dict[str, Value]]()
-        self._ignored = frozenset[str]()
+        self._fn, self._ignored, self._versions = fn, frozenset[str](), list[dict[str, Value]]()
         self._latest = dict[tuple[int, ...], tuple[Search, int]]()
 
     def version(self, objects: Sequence[tuple[str, Any]] = ()) -> int:

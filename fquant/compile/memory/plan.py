@@ -10,9 +10,6 @@ our own, pointwise programs, and casts, which become copies. A view of a planned
 is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
 receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
 receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it.
-
-All captured functions of a process share the memory, which is as large as the largest plan: nothing in it is live
-between replays.
 """
 
 import mmap
@@ -83,7 +80,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
-    lending = _lending_nodes(graph)
+    kept = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
 
     def planned(name: str, value: Slot | View) -> Node:
         tensors[name] = value
@@ -107,8 +104,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                 copies[node].meta = node.meta
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
-            if node in lending:
-                copies[node].target = node.target.overloadpacket.lent
+            packet = getattr(node.target, "overloadpacket", None)
+            if hasattr(packet, "lent") and not kept & graphs.all_storages((node, *node.users)):
+                copies[node].target = packet.lent
     for node in new.nodes:
         if not any(dispatch_bypass.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
             node.target = dispatch_bypass.of(node.target) or node.target
@@ -138,12 +136,15 @@ def _out_variant(node: Node) -> Any:
 
 def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
     """Return the slots of the results of each node that can be planned, and the bytes of all."""
-    last, external = liveness.last_uses(graph), _external_storages(graph)
-    results = list[tuple[Node, int]]()
+    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
+    in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
+    external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
+    last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
     spans = list[tuple[int, int, int]]()  # indices of maker and of last use, bytes
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
-        fit = [_fills_storage(t) and t.untyped_storage()._cdata not in external for t in tensors]
+        fill = [0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
+        fit = [full and t.untyped_storage()._cdata not in external for full, t in zip(fill, tensors, strict=True)]
         for i, t in enumerate(tensors):
             if all(fit) or (fit[i] and node.target is OP):
                 results.append((node, i))
@@ -186,26 +187,7 @@ def _can_write_to(node: Node) -> bool:
     return copies or node.target is OP or _out_variant(node) is not None
 
 
-def _lending_nodes(graph: Graph) -> set[Node]:
-    """Return the nodes whose op has an overload ``lent``, if nothing writes or returns their result."""
-    fixed = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
-    lent = [node for node in graph.nodes if hasattr(getattr(node.target, "overloadpacket", None), "lent")]
-    return {node for node in lent if not fixed & graphs.all_storages((node, *node.users))}
-
-
 def _is_known_view(node: Node) -> bool:
     """Return True if a node is a view made by a registered op or by indexing."""
     known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
     return known and bool(graphs.tensors(node)) and graphs.is_view(node)
-
-
-def _fills_storage(t: Tensor) -> bool:
-    """Return True if a tensor has elements and its storage nothing else."""
-    return 0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0
-
-
-def _external_storages(graph: Graph) -> set[int]:
-    """Return the storages that the caller owns, or a collective sends or receives, and that are not planned."""
-    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
-    in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
-    return graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))

@@ -68,10 +68,6 @@ class _Group:
         arguments = dict.fromkeys(x for node in self.members for x in node.all_input_nodes)
         return [x for x in arguments if x not in self.members and constant_value(x) is None]
 
-    def full_reads(self) -> list[Node]:
-        """Return the reads that have the group's shape."""
-        return [read for read in self.reads() if graphs.shape(read) == self.shape]
-
 
 class _Grouping:
     """The groups of a graph, formed while its nodes are visited in order."""
@@ -114,17 +110,18 @@ class _Grouping:
     def pair(self) -> None:
         """Merge a group into a later one that reads the same tensors, which are then read once."""
         readers = dict[Node, list[_Group]]()
+        full_reads = lambda group: [read for read in group.reads() if graphs.shape(read) == group.shape]
         for group in sorted(self.groups, key=lambda group: group.place):
             if not group.members or group.written:
                 continue
-            for other in [other for read in group.full_reads() for other in readers.get(read, ())]:
+            for other in [other for read in full_reads(group) for other in readers.get(read, ())]:
                 members = other.members | group.members
                 if not other.members or other is group or other.deadline <= group.place or len(members) > MAX_STEPS:
                     continue
                 if len({*other.reads(), *group.reads()}) <= MAX_READS and self._may_defer(other, group.place):
                     group.members, other.members = members, {}
                     group.deadline = min(group.deadline, other.deadline)
-            for read in group.full_reads():
+            for read in full_reads(group):
                 readers.setdefault(read, []).append(group)
 
     def _may_defer(self, group: _Group, place: int) -> bool:
