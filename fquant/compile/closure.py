@@ -4,9 +4,9 @@ A trace freezes every Python value: ``lr`` of an enclosing function, a global ``
 call compares these values with those of the trace, and a change of one retraces the function. A call costs one identity
 comparison for each name. Only if one differs are the values searched and compared.
 
-The bytecode of the function gives the names that it reads, and the attributes that follow them . The
-functions that it names are searched too: nested ones, methods of an object, ``functools.partial``, and functions that a
-library's function holds, as ``grad(loss)`` does.
+The bytecode of the function gives the names that it reads, and the attributes that follow them. The functions that it
+names are searched too: nested ones, methods of an object, ``functools.partial``, and functions that a library's
+function holds, as ``grad(loss)`` does. Code of a library is distinguished by its file.
 
 Guarded are
 
@@ -99,24 +99,24 @@ class Search:
             return
         self._seen[place] = f, bound  # which keeps the ids
         if isinstance(f, functools.partial):
-            given = dict(zip(parameters(f.func), f.args, strict=False)) | f.keywords
+            given = dict(zip(_parameters(f.func), f.args, strict=False)) | f.keywords
             for name, x in given.items():
                 self._value(name, x)
             self._function(f.func, {**bound, **given})
         elif isinstance(f, types.MethodType):
-            self._function(f.__func__, dict.fromkeys(parameters(f.__func__)[:1], f.__self__))
+            self._function(f.__func__, dict.fromkeys(_parameters(f.__func__)[:1], f.__self__))
         elif isinstance(f, types.FunctionType):
             cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
-            if not is_users(f.__code__.co_filename):
+            if not _is_users(f.__code__.co_filename):
                 return self._functions_in([content(cell) for cell in cells.values()])
-            defaults = dict(zip(reversed(parameters(f)), reversed(f.__defaults__ or ()), strict=False))
+            defaults = dict(zip(reversed(_parameters(f)), reversed(f.__defaults__ or ()), strict=False))
             for name, x in (defaults | (f.__kwdefaults__ or {})).items():
                 self._value(name, x)
-            for read in reads(f.__code__):
+            for read in _reads(f.__code__):
                 self._read(read, f.__globals__, cells, bound)
         elif not isinstance(f, type):
             method = getattr(type(f), "forward" if isinstance(f, torch.nn.Module) else "__call__", None)
-            if isinstance(method, types.FunctionType) and is_users(method.__code__.co_filename):
+            if isinstance(method, types.FunctionType) and _is_users(method.__code__.co_filename):
                 self._function(types.MethodType(method, f), {})
             elif isinstance(inner := getattr(f, "__wrapped__", None), types.FunctionType):
                 self._function(inner, {})
@@ -135,15 +135,15 @@ class Search:
         elif name in names:
             x = self._bind(names.get, name)
         for attribute in read.attributes:
-            if x is _ABSENT or isinstance(x, types.ModuleType) and not is_users(getattr(x, "__file__", None) or ""):
+            if x is _ABSENT or isinstance(x, types.ModuleType) and not _is_users(getattr(x, "__file__", None) or ""):
                 return
-            mapping = mapping_of(x, attribute)
+            mapping = _mapping_of(x, attribute)
             if mapping is None or f"{name}.{attribute}" in self._ignored:
                 break
             raw, is_method = mapping[attribute], isinstance(x, type) or mapping is not getattr(x, "__dict__", None)
             if isinstance(raw, property):
-                return self._function(raw.fget, dict.fromkeys(parameters(raw.fget)[:1], x))
-            if is_method and isinstance(raw, types.FunctionType) and is_users(raw.__code__.co_filename):
+                return self._function(raw.fget, dict.fromkeys(_parameters(raw.fget)[:1], x))
+            if is_method and isinstance(raw, types.FunctionType) and _is_users(raw.__code__.co_filename):
                 return self._function(types.MethodType(raw, x), {})
             if is_method and hasattr(raw, "__get__"):
                 break
@@ -172,7 +172,7 @@ class Search:
         elif type(x) in (set, frozenset):
             self.values[name] = (type(x), frozenset(freeze(each) for each in x if isinstance(each, _ATOMS)))
             self._contents.append((x, _elements(x)))
-        elif (inner := x if isinstance(x, CONTAINERS) else fields(x)) is not None:
+        elif (inner := x if isinstance(x, CONTAINERS) else _fields(x)) is not None:
             self.values[name] = (type(x), len(inner))
             if depth == _DEPTH or len(inner) > LIMIT or (id(x), "elements") in self._seen:
                 return
@@ -189,7 +189,7 @@ class Search:
     def _functions_in(self, x: Any, depth: int = 0) -> None:
         """Search the functions that a value of a library holds."""
         is_record = dataclasses.is_dataclass(x) and not isinstance(x, type)
-        inner = list((fields(x) or {}).values()) if is_record else x
+        inner = list((_fields(x) or {}).values()) if is_record else x
         if isinstance(inner, tuple | list) and depth < _DEPTH and len(inner) <= LIMIT:
             for each in inner:
                 self._functions_in(each, depth + 1)
@@ -198,7 +198,7 @@ class Search:
 
 
 def _elements(x: Any) -> list[Any]:
-    inner = x if isinstance(x, CONTAINERS) else fields(x) or {}
+    inner = x if isinstance(x, CONTAINERS) else _fields(x) or {}
     return [*inner, *inner.values()] if isinstance(inner, dict) else [*inner]
 
 
@@ -211,7 +211,7 @@ def content(cell: types.CellType) -> Any:
 
 
 @functools.lru_cache
-def reads(code: types.CodeType) -> tuple[Read, ...]:
+def _reads(code: types.CodeType) -> tuple[Read, ...]:
     """Return the names that ``code`` reads, and the code within it."""
     found, given = list[Read](), code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     for each in dis.get_instructions(code):
@@ -227,21 +227,21 @@ def reads(code: types.CodeType) -> tuple[Read, ...]:
         else:
             found.append(Read("value", "", ()))  # on top of the stack, where the next attribute is read
     for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
-        for read in [read for read in reads(inner) if read.kind != "parameter"]:
+        for read in [read for read in _reads(inner) if read.kind != "parameter"]:
             is_local = read.kind == "cell" and read.name not in code.co_freevars
             found.append(read._replace(kind="parameter") if is_local else read)
     return tuple(dict.fromkeys(x for x in found if x.kind in ("global", "cell") or x.name in given))
 
 
-def mapping_of(x: Any, name: str) -> Mapping[str, Any] | None:
+def _mapping_of(x: Any, name: str) -> Mapping[str, Any] | None:
     """Return the dictionary of an object, or of one of its classes, that has ``name``; None of a tensor."""
     owners = type.mro(x) if isinstance(x, type) else [] if isinstance(x, Tensor) else [x, *type(x).__mro__]
     return next((names for each in owners if name in (names := getattr(each, "__dict__", {}))), None)
 
 
-def fields(x: Any) -> dict[str, Any] | None:
+def _fields(x: Any) -> dict[str, Any] | None:
     """Return the attributes of a dataclass, a namespace or an object of a user's class; None for any other."""
-    slots = slots_of(type(x))
+    slots = _slots_of(type(x))
     if slots is None:
         return None
     own = getattr(x, "__dict__", {})
@@ -249,13 +249,13 @@ def fields(x: Any) -> dict[str, Any] | None:
 
 
 @functools.lru_cache
-def slots_of(cls: type) -> tuple[str, ...] | None:
-    """Return the slots of a class whose objects have fields in the sense of :func:`fields`, None for another."""
+def _slots_of(cls: type) -> tuple[str, ...] | None:
+    """Return the slots of a class whose objects have fields in the sense of ``_fields``, None for another."""
     if issubclass(cls, torch.nn.Module | Tensor | type | types.FunctionType | enum.Enum):
         return None
     known = dataclasses.is_dataclass(cls) or issubclass(cls, types.SimpleNamespace | argparse.Namespace)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if not known and not (is_users(file) if file else cls.__module__ == "__main__"):
+    if not known and not (_is_users(file) if file else cls.__module__ == "__main__"):
         return None
     slots = [vars(each).get("__slots__", ()) for each in cls.__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
@@ -265,16 +265,14 @@ def slots_of(cls: type) -> tuple[str, ...] | None:
 @functools.lru_cache
 def is_open(cls: type) -> bool:
     """Return True for a class whose objects have fields that may be set."""
-    return slots_of(cls) is not None and not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+    return _slots_of(cls) is not None and not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
 
 
-def parameters(f: Any) -> tuple[str, ...]:
-    """Return the names of the positional parameters of a function."""
+def _parameters(f: Any) -> tuple[str, ...]:
     code = getattr(f, "__code__", None)
     return code.co_varnames[: code.co_argcount] if code else ()
 
 
 @functools.lru_cache
-def is_users(file: str) -> bool:
-    """Return True for a file of neither a library nor the standard library."""
+def _is_users(file: str) -> bool:
     return not file.startswith(_LIBRARIES)

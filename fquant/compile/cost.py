@@ -109,10 +109,8 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     for node in calls:
         if (name := graph.collective(node)) is None:
             continue
-        (out,) = graph.tensors(node)
-        (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))
-        key = name, str(node.args[-1]), collective_check.ranks(node)
-        found.setdefault(key, []).append(max(graph.nbytes(out), graph.nbytes(given)))
+        payload = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
+        found.setdefault((name, str(node.args[-1]), collective_check.ranks(node)), []).append(payload)
     return tuple(
         Collective(
             name, group, ranks, len(sizes), sum(sizes),

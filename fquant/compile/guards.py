@@ -57,17 +57,14 @@ def unhashable(name: str, bound: Any) -> TypeError:
 
 
 class Closure:
-    """The Python values that ``fn`` reads and is not given, in numbered versions."""
+    """The Python values that ``fn`` reads and is not given, in numbered versions; equal values have one number."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn, self._ignored, self._versions = fn, frozenset[str](), list[dict[str, Value]]()
         self._latest = dict[tuple[int, ...], tuple[Search, int]]()
 
     def version(self, objects: Sequence[tuple[str, Any]] = ()) -> int:
-        """Return the number of the present values; equal values have one number.
-
-        ``objects`` are the paths and values of arguments whose attributes are read too.
-        """
+        """Return the number of the present values; attributes of ``objects``, arguments by path, are among them."""
         place = tuple([id(x) for _, x in objects])
         if (found := self._latest.get(place)) is not None and found[0].holds():
             return found[1]

@@ -31,7 +31,6 @@ order (collective_check.py).
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -122,8 +121,7 @@ def jit(
             guards.check(name, bound)
         if any(map(is_lazy, tensors)):
             plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
-            again = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
-            return call(*again.args, **again.kwargs)
+            return apply(call, tree.unflatten(structure, plain))
         donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
         opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
         objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()

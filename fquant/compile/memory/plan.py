@@ -62,15 +62,12 @@ class View(NamedTuple):
 
 @dataclass
 class MemoryPlan:
-    """A graph that computes into planned memory: its tensors there in order of creation, and their current memory.
-
-    ``origin`` maps nodes of ``module`` to the nodes of the unplanned graph that they compute.
-    """
+    """A graph that computes into planned memory: its tensors there in order of creation, and their current memory."""
 
     module: GraphModule
     nbytes: int
     tensors: dict[str, Slot | View]
-    origin: dict[Node, Node]
+    origin: dict[Node, Node]  # for nodes of ``module``, the nodes of the unplanned graph that they compute
     memory: mmap.mmap | None = None
 
 
@@ -98,7 +95,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                     copies[item] = results[i] or new.call_function(operator.getitem, (call, remaining.index(i)))
         elif node not in copies:
             arguments = [copies[argument] for argument in node.all_input_nodes]
-            if arguments and _is_known_view(node) and all(argument.target in tensors for argument in arguments):
+            known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+            inside = arguments and all(argument.target in tensors for argument in arguments)
+            if known and inside and graphs.tensors(node) and graphs.is_view(node):
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = planned(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
                 copies[node].meta = node.meta
@@ -185,9 +184,3 @@ def _can_write_to(node: Node) -> bool:
         return False
     copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
     return copies or node.target is OP or _out_variant(node) is not None
-
-
-def _is_known_view(node: Node) -> bool:
-    """Return True if a node is a view made by a registered op or by indexing."""
-    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return known and bool(graphs.tensors(node)) and graphs.is_view(node)

@@ -6,10 +6,9 @@ once and keeps intermediate values in the nearest cache. ``canonicalize.py`` fir
 
 A group of nodes may run as one, at the place of its last member, if no other node uses a member before. So nodes are
 visited in order: each joins the groups of its arguments if it has their shape, and a group that another node reads is
-closed. A node does not join if its arguments are overwritten before, or if the group would hold too much. Run later, it
-holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not rise. Because the rest of
-the graph does not count, equal layers fuse alike. By the same rules a group then joins a later one that reads the same
-tensors, e.g. the two gradients of a product. The program that makes the new value of a donated argument also writes it.
+closed. Run later, a node holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not
+rise. Because the rest of the graph does not count, equal layers fuse alike. By the same rules a group then joins a
+later one that reads the same tensors. The program that makes the new value of a donated argument also writes it.
 
 ``reinplace`` then writes results over arguments of the same layout that are dead behind the program, such as the terms
 of a sum of gradients. So less is held, and the memory that is written is in the cache already.
@@ -47,8 +46,7 @@ def fuse_pointwise(graph: Graph) -> None:
     grouping = _Grouping(graph)
     for place, node in enumerate(graph.nodes):
         grouping.add(node, place)
-    grouping.pair()
-    for group in grouping.groups:
+    for group in grouping.pair():
         reads = group.reads()
         if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.shape:
             _replace_with_program(graph, group.members, reads)
@@ -73,7 +71,6 @@ class _Grouping:
     """The groups of a graph, formed while its nodes are visited in order."""
 
     def __init__(self, graph: Graph) -> None:
-        self.groups = list[_Group]()
         self.group_of = dict[Node, _Group]()
         self.users = dict[int, list[_Group]]()  # groups that read or write a storage
         self.writers = dict[int, _Group]()
@@ -97,8 +94,6 @@ class _Grouping:
         if step is None:
             return
         group = self._merge(joined) if joined else _Group(graphs.shape(node))
-        if not joined:
-            self.groups.append(group)
         group.members[node] = step if isinstance(step, Step) else None
         group.written |= written
         group.place = place
@@ -107,12 +102,13 @@ class _Grouping:
         for storage in read | written:
             self.users.setdefault(storage, []).append(group)
 
-    def pair(self) -> None:
-        """Merge a group into a later one that reads the same tensors, which are then read once."""
+    def pair(self) -> list[_Group]:
+        """Merge a group into a later one that reads the same tensors, which are then read once; return all in order."""
         readers = dict[Node, list[_Group]]()
         full_reads = lambda group: [read for read in group.reads() if graphs.shape(read) == group.shape]
-        for group in sorted(self.groups, key=lambda group: group.place):
-            if not group.members or group.written:
+        groups = sorted(set(self.group_of.values()), key=lambda group: group.place)
+        for group in groups:
+            if group.written:
                 continue
             for other in [other for read in full_reads(group) for other in readers.get(read, ())]:
                 members = other.members | group.members
@@ -123,6 +119,7 @@ class _Grouping:
                     group.deadline = min(group.deadline, other.deadline)
             for read in full_reads(group):
                 readers.setdefault(read, []).append(group)
+        return groups
 
     def _may_defer(self, group: _Group, place: int) -> bool:
         """Return True, and account for it, if there is memory to hold a group's reads until ``place``."""
