@@ -56,9 +56,7 @@ def _translated(error: BaseException) -> TypeError | None:
         called = _called(error)
         if called.startswith("__") or called in (*_ASKS, str(error.func).split(".")[1].strip("_0123456789")):
             return TypeError(_DATA.format(place, error.func))
-        asks = (
-            f"calls {called}, which itself asks for the value of a tensor ({error.func}) that a capture does not have"
-        )
+        why = f"calls {called}, which itself asks for the value of a tensor ({error.func}) that a capture does not have"
         fix = f"write it as {_INSTEAD.get(called, 'tensor ops')}, or compute it before the call and pass it in"
         return TypeError(f"jit: {place} {why}; {fix}")
     if "torch._C.Generator" in text:  # before torch 2.13, which has it in graphs

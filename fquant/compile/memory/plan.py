@@ -103,7 +103,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                 copies[node].meta = node.meta
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
-            packet = getattr(node.target, "overloadpacket", None)
+            packet: Any = getattr(node.target, "overloadpacket", None)
             if hasattr(packet, "lent") and not kept & graphs.all_storages((node, *node.users)):
                 copies[node].target = packet.lent
     for node in new.nodes:
