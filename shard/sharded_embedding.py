@@ -71,6 +71,7 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> L
 
 
 def check_count(tokens: int, purpose: str, max_tokens: int) -> None:
+    """Raise ValueError if there are more ``tokens`` than the messages have room for."""
     if tokens > max_tokens:
         fault = f"{tokens} tokens {purpose}, and this comm is for at most {max_tokens} a rank"
         raise ValueError(f"{fault}; make it with tokens={tokens} or more, the same on every rank")

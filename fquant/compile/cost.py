@@ -90,9 +90,8 @@ def of(captured: trace.Captured) -> Cost:
     calls = [node for node in g.nodes if node.op == "call_function"]
     working = [node for node in calls if not graph.is_view(node)]
     peak, placeholders = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
-    paths, arguments = dict(zip(placeholders, captured.paths, strict=True)), dict[int, int]()
-    for node in placeholders:
-        arguments |= graph.sizes(node)
+    paths = dict(zip(placeholders, captured.paths, strict=True))
+    arguments = {storage: nbytes for node in placeholders for storage, nbytes in graph.sizes(node).items()}
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),
@@ -111,10 +110,8 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     for node in calls:
         if (name := graph.collective(node)) is None:
             continue
-        (out,) = graph.tensors(node)
-        (given,) = (t for near in node.all_input_nodes for t in graph.tensors(near))
-        key = name, str(node.args[-1]), collective_check.ranks(node)
-        found.setdefault(key, []).append(max(graph.nbytes(out), graph.nbytes(given)))
+        payload = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
+        found.setdefault((name, str(node.args[-1]), collective_check.ranks(node)), []).append(payload)
     return tuple(
         Collective(
             name, group, ranks, len(sizes), sum(sizes),
@@ -132,24 +129,19 @@ def flops(node: Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _attention(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of two products of q ``[b h t e]`` with k and v ``[b k s e]``."""
-    return 2 * _product(q, k, causal)
-
-
-def _attention_backward(g: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, p: float, causal: bool, **_: Any) -> int:
-    """Return the FLOPs of five: the scores again, and the gradients of weights, values, q and k."""
-    return 5 * _product(q, k, causal)
-
-
 def _product(q: Any, k: Any, causal: bool) -> int:
+    """Return the FLOPs of the product of q ``[b h t e]`` with k or v ``[b k s e]``."""
     b, h, t, e = q
     return 2 * b * h * e * (t * (t + 1) // 2 if causal else t * k[2])
 
 
-for _op, _formula in (
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _attention),
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward),
-):
-    if _op not in flop_registry:  # a later torch may count them
-        register_flop_formula(_op)(_formula)  # type: ignore[arg-type]
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, dropout=0.0, causal=False, *_, **__: 2 * _product(q, k, causal)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # of weights, values, q, k; and scores again
+        lambda g, q, k, v, y, lse, p, causal, **_: 5 * _product(q, k, causal)
+    ),
+}
+for _op in _FORMULAS.keys() - flop_registry.keys():  # a later torch may count them
+    register_flop_formula(_op)(_FORMULAS[_op])  # type: ignore[arg-type]

@@ -9,9 +9,8 @@ A replay that fails before it writes a donated tensor leaves all arguments as th
 of the donated tensors are lost, and they raise as well. The traceback gives the node that failed.
 """
 
-import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from .. import tree
-from . import graph
+from . import graph as graphs
 
 Donations = Mapping[int, str]  # positions of the tensors that results take over, and "a.w was donated to step(...)"
 _TAKEN = "and its memory holds a result now"
@@ -51,37 +50,31 @@ def retire(t: Tensor, message: str) -> Tensor:
     return new.requires_grad_(False) if new.requires_grad else new
 
 
-def take_over(donations: Donations, tensors: Sequence[Tensor], out: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Retire the donated ones of ``tensors``, and return ``out`` with new objects in their place."""
-    if not donations:
-        return out
-    new = {id(t := tensors[i]): retire(t, f"{text}, {_TAKEN}; {_FIX}") for i, text in donations.items()}
-    return [new.get(id(t), t) for t in out]
+def retire_after(
+    run: Callable[[], Sequence[Tensor]], donations: Donations, tensors: Sequence[Tensor], modules: Sequence[GraphModule]
+) -> Sequence[Tensor]:
+    """Return the results of ``run``, with new objects for the donated ones of ``tensors``, which are retired.
 
-
-@contextlib.contextmanager
-def retire_on_failure(
-    donations: Donations, tensors: Sequence[Tensor], module: GraphModule, *others: GraphModule
-) -> Iterator[None]:
-    """Retire the donated ones of ``tensors`` if the replay inside fails after it may have written one of them.
-
-    ``others`` compute the same as ``module``, by nodes of the same names.
+    If the run fails, they are retired unless none of them has been written. It is of one of ``modules``, which compute
+    the same by nodes of the same names.
     """
     try:
-        yield
+        out = run()
     except BaseException as error:
-        if donations and _may_have_written(error, donations, (module, *others)):
+        if donations and _may_have_written(error, donations, modules):
             for i, text in donations.items():
                 retire(tensors[i], f"{text}, {_FAILED}; {_FIX}")
         raise
+    new = {id(t := tensors[i]): retire(t, f"{text}, {_TAKEN}; {_FIX}") for i, text in donations.items()}
+    return [new.get(id(t), t) for t in out] if donations else out
 
 
 def _may_have_written(error: BaseException, donations: Donations, modules: Sequence[GraphModule]) -> bool:
     """Return False if the traceback shows that no node has run, or failed, that writes a donated tensor."""
     nodes = list(modules[0].graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
-    memory = graph.all_storages(given[i] for i in donations)
-    writers = {node.name for node in nodes if graph.written_storages(node) & memory}
+    memory = graphs.all_storages(given[i] for i in donations)
+    writers = {node.name for node in nodes if graphs.written_storages(node) & memory}
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is Interpreter.run.__code__ and isinstance(node := frame.f_locals.get("node"), Node):
             return not writers.isdisjoint(each.name for each in node.graph.nodes if each <= node)

@@ -7,7 +7,7 @@ import contextlib
 import dis
 import os
 import traceback
-from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Hashable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.fx import Graph
 
 from .. import tree
 from . import graph
-from .closure import Closure
-from .guards import Key, changes
+from .closure import content
 
 _COMPILE = os.path.dirname(__file__) + os.sep
 _TRACE = _COMPILE + "trace.py"
@@ -52,19 +51,23 @@ def translate_errors() -> Iterator[None]:
 
 
 def _translated(error: BaseException) -> TypeError | None:
+    text, place = str(error), _where(error)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         called = _called(error)
         if called.startswith("__") or called in (*_ASKS, str(error.func).split(".")[1].strip("_0123456789")):
-            return TypeError(_DATA.format(where(error), error.func))
-        return TypeError(_INSIDE.format(where(error), called, error.func, _INSTEAD.get(called, "tensor ops")))
-    if "torch._C.Generator" in str(error):  # before torch 2.13, which has it in graphs
-        return TypeError(_DRAWS.format(where(error)))
-    if ".numpy() is not supported" in str(error):
-        return TypeError(_DATA.format(where(error), "numpy"))
-    if "convert all Tensors to FakeTensors" in str(error) or _DUAL in str(error):
-        return TypeError(_CLOSED.format(closed_over(error)))
-    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in str(error))
-    return TypeError(_MAPPED.format(where(error))) if mixed and "meta" in str(error) else None
+            return TypeError(_DATA.format(place, error.func))
+        why = f"calls {called}, which itself asks for the value of a tensor ({error.func}) that a capture does not have"
+        fix = f"write it as {_INSTEAD.get(called, 'tensor ops')}, or compute it before the call and pass it in"
+        return TypeError(f"jit: {place} {why}; {fix}")
+    if "torch._C.Generator" in text:  # before torch 2.13, which has it in graphs
+        return TypeError(_DRAWS.format(place))
+    if ".numpy() is not supported" in text:
+        return TypeError(_DATA.format(place, "numpy"))
+    if "convert all Tensors to FakeTensors" in text or "is_inference() INTERNAL ASSERT" in text:  # inside a jvp
+        return TypeError(_CLOSED.format(_closed_over(error)))
+    # torch makes its zero tangents on the device meta, and all others on fake devices
+    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text)
+    return TypeError(_MAPPED.format(place)) if mixed and "meta" in text else None
 
 
 def _called(error: BaseException) -> str:
@@ -96,9 +99,7 @@ def _held(x: Any) -> Iterator[tuple[str, Tensor]]:
         return (yield from (*x.named_parameters(), *x.named_buffers()))
     own = dict(getattr(x, "__dict__", {}))
     if isinstance(code := getattr(x, "__code__", None), CodeType):
-        for name, cell in zip(code.co_freevars, x.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # of a cell that is empty
-                own[name] = cell.cell_contents
+        own |= zip(code.co_freevars, map(content, x.__closure__ or ()), strict=False)
     yield from ((path, leaf) for path, leaf in tree.items(own) if isinstance(leaf, Tensor))
 
 
@@ -108,7 +109,7 @@ def check_draws(draws: Graph) -> None:
         raise TypeError(_DRAWS.format(found[0]))
 
 
-def where(error: BaseException) -> str:
+def _where(error: BaseException) -> str:
     """Return the innermost place in the user's code, as ``name (file:line)``."""
     if not (places := _places(error)):
         return "the function"
@@ -116,7 +117,7 @@ def where(error: BaseException) -> str:
     return f"{code.co_name} ({code.co_filename}:{places[-1].tb_lineno})"
 
 
-def closed_over(error: BaseException) -> str:
+def _closed_over(error: BaseException) -> str:
     """Return the name, dtype, shape and place of the outermost real tensor in a trace of fake ones."""
     plain = [item for place in _places(error, modules=True) for item in tree.items(_known(place.tb_frame))]
     held = [(f"{path}.{name}", t) for path, x in plain for name, t in _held(x)]
@@ -125,8 +126,8 @@ def closed_over(error: BaseException) -> str:
         while isinstance(t, Tensor) and _is_wrapped(inner):  # by a transform
             inner = _unwrapped(inner)
         if isinstance(t, Tensor) and not isinstance(inner, FakeTensor):
-            return f"{path} {graph.describe(t)} in {where(error)}"
-    return f"a tensor in {where(error)}"
+            return f"{path} {graph.describe(t)} in {_where(error)}"
+    return f"a tensor in {_where(error)}"
 
 
 def _known(frame: FrameType) -> dict[str, Any]:
@@ -151,11 +152,10 @@ def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
     return found
 
 
-_MAPPED = (  # torch makes its zero tangents on the device meta, and all others on fake devices
+_MAPPED = (
     "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
     "differentiate the mapped function instead: jvp of vmap"
 )
-_DUAL = "is_inference() INTERNAL ASSERT"  # torch's error for a real tensor inside a jvp of fake ones
 _CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
 _DRAWS = "jit: {} draws from a torch.Generator; use fquant.random, and pass a key"
 _ASKS = ("item", "tolist", "is_nonzero", "numpy")  # methods that a user calls for a value
@@ -164,16 +164,4 @@ _INSTEAD = {
     "corrcoef": "d = torch.nn.functional.normalize(x - x.mean(1, keepdim=True)); d @ d.mT",
     "one_hot": "(x[..., None] == torch.arange(num_classes)).long()",
 }
-_INSIDE = (
-    "jit: {} calls {}, which itself asks for the value of a tensor ({}) that a capture does not have; "
-    "write it as {}, or compute it before the call and pass it in"
-)
 _DATA = "jit: {} asks for the value of a tensor ({}), which a capture does not have; use torch.where, or pass it in"
-
-
-def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key, closure: Closure) -> str:
-    """Return the error of one trace too many: the differences between this key and that of the last trace."""
-    return (
-        f"jit({name}) would be traced more than {max_traces} times: {changes(before, now, paths, closure)}; "
-        "pass what changes from call to call as a tensor argument, or raise max_traces"
-    )

@@ -11,6 +11,7 @@ are corrected here. The first replay finds any others (validate.py).
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,41 +91,27 @@ _second_first = lambda out, args: _elementwise(out, args[1::-1])
 _like = lambda out, args: ((args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype)
 _contiguous = lambda out, args: (torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype)
 _loss = lambda out, args: (torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype)  # reduced: no dims
-_RULES: dict[Any, Callable[[Tensor, Sequence[Any]], Kind]] = {
-    op: rule
-    for rule, ops in {
-        _of_two: (
-            _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode,
-            _aten.copysign.Tensor, _aten.xlogy.Tensor, _aten.logaddexp.default, _aten.logaddexp2.default,
-            _aten.special_xlog1py.default, _aten.heaviside.default, _aten.add.Scalar, _aten.sub.Scalar,
-            _aten.mul.Scalar, _aten.div.Scalar, _aten.rsub.Scalar, _aten.fmod.Scalar, _aten.remainder.Scalar,
-            _aten.copysign.Scalar, _aten.xlogy.Scalar_Self, _aten.xlogy.Scalar_Other, _aten.eq.Scalar,
-            _aten.ne.Scalar, _aten.ge.Scalar, _aten.gt.Scalar, _aten.le.Scalar, _aten.lt.Scalar,
-        ),
-        _elementwise: (
-            _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.elu_backward.default, _aten.hardtanh_backward.default,
-            _aten.hardswish_backward.default, _aten.softplus_backward.default, _aten.silu_backward.default,
-            _aten.logit_backward.default, _aten.relu.default, _aten.hardsigmoid.default, _aten.hardshrink.default,
-            _aten.threshold.default, _aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default,
-            _aten.softplus.default, _aten.leaky_relu.default, _aten.where.self, _aten.addcmul.default,
-            _aten.lerp.Scalar, _aten.abs.default, _aten.isnan.default,
-        ),
-        _second_first: (_aten.threshold_backward.default,),
-        _like: (
-            _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
-            _aten.flip.default, _aten.index_put.default, _aten.hardtanh.default, _aten.relu6.default,
-            _aten.nan_to_num.default, _aten.deg2rad.default, _aten.rad2deg.default,
-        ),
-        _contiguous: (
-            _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.tril.default, _aten.triu.default,
-            _aten._log_softmax.default, _aten.index_add.default,
-        ),
-        _loss: (_aten.binary_cross_entropy.default, _aten.huber_loss.default, _aten.soft_margin_loss.default),
-        lambda out, args: (out.stride(), args[1].dtype): (_aten.soft_margin_loss_backward.default,),
-        _loss_gradient: (_aten.binary_cross_entropy_backward.default,),
-        functools.partial(_loss_gradient, memory_format=torch.contiguous_format): (
-            _aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
-        ),
-    }.items()
-    for op in ops
-}  # fmt: skip
+_OPS: dict[Callable[[Tensor, Sequence[Any]], Kind], str] = {  # by rule, the ops of torch.ops.aten
+    _of_two: (
+        "add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode copysign.Tensor xlogy.Tensor logaddexp "
+        "logaddexp2 special_xlog1py heaviside add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar fmod.Scalar "
+        "remainder.Scalar copysign.Scalar xlogy.Scalar_Self xlogy.Scalar_Other eq.Scalar ne.Scalar ge.Scalar "
+        "gt.Scalar le.Scalar lt.Scalar"
+    ),
+    _elementwise: (
+        "neg pow.Tensor_Scalar elu_backward hardtanh_backward hardswish_backward softplus_backward silu_backward "
+        "logit_backward relu hardsigmoid hardshrink threshold clamp clamp_min clamp_max softplus leaky_relu "
+        "where.self addcmul lerp.Scalar abs isnan"
+    ),
+    _second_first: "threshold_backward",
+    _like: "empty_like zeros_like ones_like full_like flip index_put hardtanh relu6 nan_to_num deg2rad rad2deg",
+    _contiguous: "masked_fill.Scalar masked_fill.Tensor tril triu _log_softmax index_add",
+    _loss: "binary_cross_entropy huber_loss soft_margin_loss",
+    lambda out, args: (out.stride(), args[1].dtype): "soft_margin_loss_backward",
+    _loss_gradient: "binary_cross_entropy_backward",
+    functools.partial(_loss_gradient, memory_format=torch.contiguous_format): (
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward"
+    ),
+}
+_op = lambda name: operator.attrgetter(name if "." in name else f"{name}.default")(_aten)
+_RULES = {_op(name): rule for rule, names in _OPS.items() for name in names.split()}

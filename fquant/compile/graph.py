@@ -10,6 +10,7 @@ inputs of the first while other nodes run. So a wait counts as a reader of these
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,13 +148,24 @@ def replace_uses(old: Node, new: Node, users: Iterable[Node] | None = None) -> N
             changed.extend(node.users)
 
 
+def insert_before(at: Node, op: object, args: Any, value: object = None, kwargs: Any = None) -> Node:
+    """Insert a call of ``op`` before a node; its fake value is computed unless given."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
+    if value is None:
+        refresh_value(node)
+    else:
+        node.meta["val"] = value
+    return node
+
+
 def refresh_value(node: Node) -> None:
     """Recompute a node's fake value from its arguments: a storage of its own, unless it is a view or a wait."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     if is_wait(node):
         node.meta["val"] = args[0]
         return
-    with next(t.fake_mode for t in tensors(node) if isinstance(t, FakeTensor)):
+    with next(t.fake_mode for x in (node, *node.all_input_nodes) for t in tensors(x) if isinstance(t, FakeTensor)):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 

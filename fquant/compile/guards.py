@@ -13,14 +13,14 @@ checks for it. Any other argument must be hashable. The key has
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from .closure import Closure, freeze
+from .closure import CONTAINERS, LIMIT, Search, Value, freeze
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -41,11 +41,9 @@ def check(name: str, bound: Any) -> None:
             kind = "nested" if leaf.is_nested else "quantised by torch"
             kind = kind if leaf.layout is torch.strided else str(leaf.layout).removeprefix("torch.")
             raise TypeError(f"{path} is a tensor that is {kind}; pass a dense one")
-        if wants_gradient(leaf):
-            raise TypeError(
-                f"{path} requires a gradient, which a captured function has none of; capture the gradient: "
-                f"jit(grad({name}))"
-            )
+        if _wants_gradient(leaf):
+            fix = f"capture the gradient: jit(grad({name}))"
+            raise TypeError(f"{path} requires a gradient, which a captured function has none of; {fix}")
 
 
 def unhashable(name: str, bound: Any) -> TypeError:
@@ -58,58 +56,102 @@ def unhashable(name: str, bound: Any) -> TypeError:
     return TypeError(f"{name}: the structure of the arguments is not hashable")
 
 
+class Closure:
+    """The Python values that ``fn`` reads and is not given, in numbered versions; equal values have one number."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn, self._ignored, self._versions = fn, frozenset[str](), list[dict[str, Value]]()
+        self._latest = dict[tuple[int, ...], tuple[Search, int]]()
+
+    def version(self, objects: Sequence[tuple[str, Any]] = ()) -> int:
+        """Return the number of the present values; attributes of ``objects``, arguments by path, are among them."""
+        place = tuple([id(x) for _, x in objects])
+        if (found := self._latest.get(place)) is not None and found[0].holds():
+            return found[1]
+        search = Search(self._fn, objects, self._ignored)
+        if search.values not in self._versions:
+            self._versions.append(search.values)
+        number = self._versions.index(search.values)
+        if len(self._latest) >= LIMIT:
+            self._latest.clear()
+        self._latest[place] = search, number
+        return number
+
+    def ignore_changes(self, before: int, objects: Sequence[tuple[str, Any]] = ()) -> int:
+        """Stop guarding what has changed since the version ``before``, and return the version without it."""
+        if (now := self.version(objects)) == before:
+            return now
+        self._ignored |= self._changed(before, now).keys()
+        self._latest.clear()
+        return self.version(objects)
+
+    def changes(self, before: int, now: int) -> list[str]:
+        """Return the differences of two versions, as "`lr` was 0.5, is 0.25"."""
+        found = sorted(self._changed(before, now).items(), key=lambda item: item[0])
+        deepest = [name for name, _ in found if not any(x.startswith((name + ".", name + "[")) for x, _ in found)]
+        return [f"`{name}` was {_text(old)}, is {_text(new)}" for name, (old, new) in found if name in deepest]
+
+    def _changed(self, before: int, now: int) -> dict[str, tuple[Value | None, Value | None]]:
+        old, new = self._versions[before], self._versions[now]
+        return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
+
+
 class Key(NamedTuple):
     """The guards of a trace; hashable if the leaves are."""
 
     structure: tree.Structure
     kinds: tuple[Any, ...]  # of the leaves
     donated: tuple[bool, ...]  # for each tensor
-    ambient: tuple[Any, ...]  # the state of torch, in the order of _AMBIENT_NAMES
+    ambient: tuple[tuple[str, Any], ...]  # the state of torch, by name
     closure: int  # version of the values that the function closes over
 
 
 def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """Return the key of a call in torch's present state."""
     devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
+    autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind))
+    attention = (getattr(torch._C, f"_get_{x}_sdp_enabled")() for x in ("math", "flash", "mem_efficient", "cudnn"))
+    device = torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None  # it is such a mode
     ambient = (
-        torch.get_default_dtype(),
-        torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None,  # it is such a mode
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("math", "flash", "mem_efficient", "cudnn")),
+        ("torch's default dtype", torch.get_default_dtype()),
+        ("torch's default device", device),
+        ("autocast", autocast),
+        ("whether torch's algorithms are deterministic", torch.are_deterministic_algorithms_enabled()),
+        ("the kinds of attention that torch may use", tuple(attention)),
     )
     return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
 
 
-def wants_gradient(t: Tensor) -> bool:
-    """Return True if autograd would record operations on ``t``."""
-    return t.requires_grad and torch.is_grad_enabled()
-
-
-def changes(before: Key, now: Key, paths: Sequence[str], closure: Closure) -> str:
-    """Return the differences of two keys as text; ``paths`` are those of the leaves."""
-    if now.structure != before.structure:
-        return f"the structure of the arguments is {now.structure}, and was {before.structure}"
-    pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=True)]
-    pairs += [(name, *each, str) for name, *each in zip(_AMBIENT_NAMES, before.ambient, now.ambient, strict=True)]
+def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key, closure: Closure) -> str:
+    """Return the error of one trace too many: how its key differs from the last; ``paths`` are those of the leaves."""
+    pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=False)]
+    pairs += [(name, old, new, str) for (name, old), (_, new) in zip(before.ambient, now.ambient, strict=True)]
     found = [f"{name} is {text(new)}, and was {text(old)}" for name, old, new, text in pairs if old != new]
     found += closure.changes(before.closure, now.closure)
-    return "; ".join(found[:3]) or "which donated tensors share memory with others"
+    if now.structure != before.structure:
+        found = [f"the structure of the arguments is {now.structure}, and was {before.structure}"]
+    return (
+        f"jit({name}) would be traced more than {max_traces} times: "
+        f"{'; '.join(found[:3]) or 'which donated tensors share memory with others'}; "
+        "pass what changes from call to call as a tensor argument, or raise max_traces"
+    )
 
 
-_AMBIENT_NAMES = (
-    "torch's default dtype", "torch's default device", "autocast", "whether torch's algorithms are deterministic",
-    "the kinds of attention that torch may use",
-)  # fmt: skip
+def _wants_gradient(t: Tensor) -> bool:
+    return t.requires_grad and torch.is_grad_enabled()
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, wants_gradient(leaf))
+        return (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, _wants_gradient(leaf))
     return freeze(leaf)
 
 
-def _text(kind: Any) -> str:
+def _text(kind: Value | None) -> str:
+    if kind is None:
+        return "absent"
+    if len(kind) == 1 or issubclass(kind[0], CONTAINERS) and isinstance(kind[1], int):
+        return kind[0].__name__ + (f" of {kind[1]}" if len(kind) > 1 else "")
     if issubclass(kind[0], Tensor):
         return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
     return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])

@@ -12,9 +12,9 @@ and Python runs once. The graph has everything that happens to tensors: transfor
 optimiser, dropout. Results equal those of the function in every bit.
 
 Arguments and results are trees. Tensors are the inputs of a replay. Everything else (structure, static fields, numbers,
-configurations, functions) is frozen in the trace. A trace is valid for one key: these, shapes, dtypes, strides,
-devices, torch's state (guards.py), and the Python values that the function closes over (closure.py). A call with a new
-key is traced again. One thread traces at a time; others wait.
+configurations, functions) is frozen in the trace. A trace is valid for one key (guards.py), which has these, layouts,
+torch's state, and the Python values that the function closes over (closure.py). A call with a new key is traced again.
+One thread traces at a time; others wait.
 
 The function must be pure. It may not use a tensor that is not an argument, nor ask for a tensor's value. Its side
 effects happen only while it is traced. Inside another capture or transform, and while autograd detects anomalies, it is
@@ -24,16 +24,13 @@ called as it is.
 an argument, a view or an array from ``t.numpy()`` shares is not taken. An array that lends its memory to
 ``torch.from_numpy`` is not seen.
 
-On CPUs, results of ops share one planned piece of memory (memory/plan.py), which stays for the next replay
-(memory/allocator.py). Under a dispatch mode, such as a counter of FLOPs, each result has memory of its own. The first
-replay checks every op against the trace (validate.py).
-
-Every rank calls a captured function that communicates, in the same order (collective_check.py).
+On CPUs, results of ops share one planned piece of memory (memory/), which stays for the next replay. The first replay
+checks every op against the trace (validate.py). Every rank calls a captured function that communicates, in the same
+order (collective_check.py).
 """
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -45,9 +42,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .. import tree
 from ..autodiff import is_dual
 from ..kernels.dispatch import is_lazy
-from . import collective_check, errors, graph, guards
-from .closure import Closure, may_change
-from .guards import Key, key_of
+from . import collective_check, graph, guards
+from .closure import may_change
+from .guards import Closure, Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
@@ -124,10 +121,10 @@ def jit(
             guards.check(name, bound)
         if any(map(is_lazy, tensors)):
             plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
-            again = inspect.BoundArguments(signature, tree.unflatten(structure, plain))  # type: ignore[arg-type]
-            return call(*again.args, **again.kwargs)
+            return apply(call, tree.unflatten(structure, plain))
         donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
-        objects = () if len(tensors) == len(leaves) else _open_objects(bound, leaves)
+        opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
+        objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()
         flags = tuple(id(t) in donated for t in tensors) if donate else ()
         key = key_of(structure, leaves, flags, closure.version(objects))
         try:
@@ -149,7 +146,7 @@ def jit(
     def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:
         guards.check(name, bound)
         if len(traced) == max_traces:
-            raise RuntimeError(errors.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
+            raise RuntimeError(guards.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
         captured = trace(functools.partial(apply, fn), bound, donated, passes, recompute, fuse and not compile, name)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
@@ -166,12 +163,6 @@ def jit(
 
     call.traced = traced  # type: ignore[attr-defined]
     return call
-
-
-def _open_objects(bound: dict[str, Any], leaves: list[Any]) -> Sequence[tuple[str, Any]]:
-    """Return the paths and values of the arguments whose attributes a trace would freeze."""
-    freezes = lambda leaf: not isinstance(leaf, Tensor) and may_change(leaf)
-    return [item for item in tree.items(bound) if freezes(item[1])] if any(map(freezes, leaves)) else ()
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:

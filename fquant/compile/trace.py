@@ -1,13 +1,13 @@
 """Trace a function of trees into one torch.fx graph on fake tensors, and run the passes on the graph.
 
 The tensors of the argument tree are the inputs of the graph, in the order of :func:`fquant.tree.flatten`. Structure and
-static leaves are constants of the trace. Passes run in the order: tidying, the caller's, rematerialisation, donation,
-fusion.
+static leaves are constants of the trace.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -45,31 +45,24 @@ class Captured:
     donations: donation.Donations
     placed: plan.MemoryPlan | None = None  # the graph with a memory plan
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Replay the graph, and retire the donated tensors."""
-        with self._retire_on_failure(tensors):
-            out = allocator.run_planned(self.placed, self.module, tensors) if self.placed else self.module(*tensors)
-        return self._result(donation.take_over(self.donations, tensors, out))
+    def __call__(self, *tensors: Tensor, interpret: allocator.Interpret = lambda module: module) -> Any:
+        """Replay the graph, and retire the donated tensors; ``interpret`` returns the function that runs a module."""
+        run = functools.partial(allocator.run_planned, self.placed, self.module, tensors, interpret)
+        modules = [self.module, self.placed.module] if self.placed else [self.module]
+        found = iter(donation.retire_after(run, self.donations, tensors, modules))
+        return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
         """Replay with every node checked against the trace; return the result, and this capture corrected."""
-        with self._retire_on_failure(tensors):
-            out, correct = validate.run(self.module, self.placed, tensors)
-        captured = self if correct or self.placed is None else self.laid_out()
-        return self._result(donation.take_over(self.donations, tensors, out)), captured
+        wrong, origin = list[Node](), self.placed.origin if self.placed else {}
+        result = self(*tensors, interpret=lambda module: validate.Checked(module, origin, wrong).run)
+        validate.correct(self.module, wrong)
+        return result, self.laid_out() if wrong and self.placed else self
 
     def laid_out(self) -> Captured:
         """Return this capture with a memory plan, for replays on CPUs."""
         with _disable_current_modes():
             return dataclasses.replace(self, placed=plan.plan_memory(self.module.graph))
-
-    def _retire_on_failure(self, tensors: Sequence[Tensor]) -> Any:
-        planned = [self.placed.module] if self.placed else []
-        return donation.retire_on_failure(self.donations, tensors, self.module, *planned)
-
-    def _result(self, tensors: Sequence[Tensor]) -> Any:
-        found = iter(tensors)
-        return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
 _TENSOR = object()  # the place of a tensor among the leaves of a result

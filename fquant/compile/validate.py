@@ -19,35 +19,19 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ..kernels.dispatch import is_lazy
 from . import graph as graphs
-from .memory import allocator, plan
+from .memory import plan
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # they raise instead of casting
 _TRACED = {out: op for op, out in plan.OUT_VARIANTS.items() if op not in _STRICT}  # out variant -> traced op
 
 
-def run(module: GraphModule, placed: plan.MemoryPlan | None, tensors: Sequence[Tensor]) -> tuple[Any, bool]:
-    """Return the results of ``module``, computed by ``placed`` if given, and whether every layout was as traced.
+class Checked(Interpreter):
+    """An interpreter that adds to ``wrong`` the nodes whose results are not in the traced layout.
 
-    If one was not, the graph of ``module`` is corrected, and ``placed`` is out of date. Raises RuntimeError for an op
-    whose result has another dtype, shape or view than the trace has.
+    ``origin`` gives the nodes of the unplanned graph. Raises RuntimeError for an op whose result has another dtype,
+    shape or view than the trace has.
     """
-    wrong = list[Node]()
-    if placed is None:
-        result = _First(module, {}, wrong).run(*tensors)
-    else:
-        origin = placed.origin
-        result = allocator.run_planned(placed, module, tensors, lambda module: _First(module, origin, wrong).run)
-    for node in wrong:
-        _use_copy(node)
-    if wrong:
-        module.graph.lint()
-        module.recompile()
-    return result, not wrong
-
-
-class _First(Interpreter):
-    """An interpreter that adds to ``wrong`` the nodes whose results are not in the traced layout."""
 
     def __init__(self, module: GraphModule, origin: Mapping[Node, Node], wrong: list[Node]) -> None:
         super().__init__(module)
@@ -82,14 +66,14 @@ class _First(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _use_copy(node: Node) -> None:
-    """Replace uses of ``node`` with a copy in the traced layout."""
-    graph, traced, users = node.graph, node.meta["val"], list(node.users)
-    kind = {"dtype": traced.dtype, "device": traced.device}
-    with graph.inserting_before(node.next):
-        empty = graph.call_function(_aten.empty_strided.default, (list(traced.shape), list(traced.stride())), kind)
-        copy = graph.call_function(_aten.copy_.default, (empty, node))
-    for new in (empty, copy):
-        new.meta["val"] = traced
-        graphs.refresh_value(new)
-    graphs.replace_uses(node, copy, users)
+def correct(module: GraphModule, wrong: Sequence[Node]) -> None:
+    """Replace uses of the nodes ``wrong`` with copies in the traced layout."""
+    for node in wrong:
+        traced, users = node.meta["val"], list(node.users)
+        layout, kind = (list(traced.shape), list(traced.stride())), {"dtype": traced.dtype, "device": traced.device}
+        empty = graphs.insert_before(node.next, _aten.empty_strided.default, layout, traced, kind)
+        graphs.refresh_value(empty)
+        graphs.replace_uses(node, graphs.insert_before(empty.next, _aten.copy_.default, (empty, node)), users)
+    if wrong:
+        module.graph.lint()
+        module.recompile()

@@ -95,5 +95,6 @@ def positions(g: Graph) -> tuple[dict[Node, int], Callable[[set[int], int, int],
 
 
 def check_budget(name: str, budget: int | None) -> None:
+    """Raise ValueError unless ``budget`` is a number of bytes or None."""
     if budget is not None and (type(budget) is not int or budget < 0):
         raise ValueError(f"{name}: budget is {budget!r}; wanted bytes, or None for no bound")

@@ -3,7 +3,8 @@
 The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
 tenth, and more if gathered weights come and go. There are two kinds of memory:
 
-* Planned results (``plan.py``) are in one private mapping that all replays of the process share.
+* Planned results (``plan.py``) are in one private mapping, as large as the largest plan. All captured functions of the
+  process share it, because nothing in it is live between replays.
 * Other tensors come from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
   ``enable_reuse`` turns this off for the whole process, except for tensors of 32 MiB and more. glibc takes no higher
   threshold, and a few huge tensors would fragment the heap. Other allocators lack these options and stay as they are.
@@ -30,9 +31,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from .. import graph as graphs
 from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
+Interpret = Callable[[GraphModule], Callable[..., Any]]
 IN_USE = threading.Lock()  # held by the replay that computes in the mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _OPTIONS = ((_TRIM_THRESHOLD, -1), (_MMAP_THRESHOLD, 32 * 2**20))
@@ -57,18 +60,10 @@ def enable_reuse() -> bool:
     return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
-def run_planned(
-    plan: MemoryPlan,
-    unplanned: GraphModule,
-    tensors: Sequence[Tensor],
-    interpret: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
-) -> Any:
-    """Run the memory-planned graph; run ``unplanned`` if a dispatch mode is active or the memory is in use.
-
-    ``interpret`` returns the function that runs a module, by default the module itself.
-    """
-    if torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
-        return interpret(unplanned)(*tensors)
+def run_planned(plan: MemoryPlan | None, module: GraphModule, tensors: Sequence[Tensor], interpret: Interpret) -> Any:
+    """Run the memory-planned graph; run ``module`` if a dispatch mode is active or the memory is in use."""
+    if plan is None or torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
+        return interpret(module)(*tensors)
     try:
         memory = acquire(plan.nbytes)
         if plan.memory is not memory:
@@ -84,8 +79,9 @@ def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
         for name, value in plan.tensors.items():
             if isinstance(value, Slot):
-                raw = torch.frombuffer(memory, dtype=torch.uint8, count=value.nbytes, offset=value.offset)
-                bound[name] = raw.view(value.dtype).as_strided(value.shape, value.stride)
+                t = value.like
+                raw = torch.frombuffer(memory, dtype=torch.uint8, count=graphs.nbytes(t), offset=value.offset)
+                bound[name] = raw.view(t.dtype).as_strided(t.shape, t.stride())
             else:
                 args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
                 bound[name] = value.target(*args, **kwargs)

@@ -10,9 +10,6 @@ our own, pointwise programs, and casts, which become copies. A view of a planned
 is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
 receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
 receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it.
-
-All captured functions of a process share the memory, which is as large as the largest plan: nothing in it is live
-between replays.
 """
 
 import mmap
@@ -35,12 +32,11 @@ from ..passes.reinplace import redirect
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
 _aten = torch.ops.aten
-OUT_VARIANTS: dict[Any, Any] = {  # those that compute into ``out``; many others of torch compute elsewhere and copy
-    _aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out, _aten.addmm.default: _aten.addmm.out,
-    _aten.add.Tensor: _aten.add.out, _aten.sub.Tensor: _aten.sub.out, _aten.mul.Tensor: _aten.mul.out,
-    _aten.div.Tensor: _aten.div.out, _aten.neg.default: _aten.neg.out, _aten.sqrt.default: _aten.sqrt.out,
-    _aten.exp.default: _aten.exp.out, _aten.cat.default: _aten.cat.out,
-}  # fmt: skip
+_IN_PLACE = (  # whose out variants compute into ``out``; those of many other ops of torch compute elsewhere and copy
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor,
+    _aten.div.Tensor, _aten.neg.default, _aten.sqrt.default, _aten.exp.default, _aten.cat.default,
+)  # fmt: skip
+OUT_VARIANTS: dict[Any, Any] = {op: op.overloadpacket.out for op in _IN_PLACE}
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn",
@@ -50,13 +46,10 @@ _COPIES = (_aten._to_copy.default, _aten.clone.default)
 
 
 class Slot(NamedTuple):
-    """The offset of a tensor in the memory, and its layout."""
+    """The offset in the memory of a tensor that is like the fake tensor ``like``."""
 
     offset: int
-    nbytes: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
 
 
 class View(NamedTuple):
@@ -69,15 +62,12 @@ class View(NamedTuple):
 
 @dataclass
 class MemoryPlan:
-    """A graph that computes into planned memory: its tensors there in order of creation, and their current memory.
-
-    ``origin`` maps nodes of ``module`` to the nodes of the unplanned graph that they compute.
-    """
+    """A graph that computes into planned memory: its tensors there in order of creation, and their current memory."""
 
     module: GraphModule
     nbytes: int
     tensors: dict[str, Slot | View]
-    origin: dict[Node, Node]
+    origin: dict[Node, Node]  # for nodes of ``module``, the nodes of the unplanned graph that they compute
     memory: mmap.mmap | None = None
 
 
@@ -87,7 +77,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
-    lending = _lending_nodes(graph)
+    kept = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
 
     def planned(name: str, value: Slot | View) -> Node:
         tensors[name] = value
@@ -105,14 +95,17 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                     copies[item] = results[i] or new.call_function(operator.getitem, (call, remaining.index(i)))
         elif node not in copies:
             arguments = [copies[argument] for argument in node.all_input_nodes]
-            if arguments and _is_known_view(node) and all(argument.target in tensors for argument in arguments):
+            known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+            inside = arguments and all(argument.target in tensors for argument in arguments)
+            if known and inside and graphs.tensors(node) and graphs.is_view(node):
                 args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = planned(node.name, View(node.target, args, kwargs))  # type: ignore[arg-type]
                 copies[node].meta = node.meta
             else:
                 copies[node] = new.node_copy(node, copies.__getitem__)
-            if node in lending:
-                copies[node].target = node.target.overloadpacket.lent
+            packet: Any = getattr(node.target, "overloadpacket", None)
+            if hasattr(packet, "lent") and not kept & graphs.all_storages((node, *node.users)):
+                copies[node].target = packet.lent
     for node in new.nodes:
         if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
             node.target = dispatch.direct(node.target) or node.target
@@ -142,21 +135,23 @@ def _out_variant(node: Node) -> Any:
 
 def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
     """Return the slots of the results of each node that can be planned, and the bytes of all."""
-    last, external = liveness.last_uses(graph), _external_storages(graph)
-    results = list[tuple[Node, int]]()
+    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
+    in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
+    external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
+    last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
     spans = list[tuple[int, int, int]]()  # indices of maker and of last use, bytes
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
-        fit = [_fills_storage(t) and t.untyped_storage()._cdata not in external for t in tensors]
+        fill = [0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
+        fit = [full and t.untyped_storage()._cdata not in external for full, t in zip(fill, tensors, strict=True)]
         for i, t in enumerate(tensors):
             if all(fit) or (fit[i] and node.target is OP):
                 results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
     offsets, nbytes = assign_offsets(spans)
     slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node, _ in results}
-    for (node, i), (*_, size), offset in zip(results, spans, offsets, strict=True):
-        t = graphs.tensors(node)[i]
-        slots[node][i] = Slot(offset, size, t.shape, t.stride(), t.dtype)
+    for (node, i), offset in zip(results, offsets, strict=True):
+        slots[node][i] = Slot(offset, graphs.tensors(node)[i])
     return slots, nbytes
 
 
@@ -189,28 +184,3 @@ def _can_write_to(node: Node) -> bool:
         return False
     copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
     return copies or node.target is OP or _out_variant(node) is not None
-
-
-def _lending_nodes(graph: Graph) -> set[Node]:
-    """Return the nodes whose op has an overload ``lent``, if nothing writes or returns their result."""
-    fixed = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
-    lent = [node for node in graph.nodes if hasattr(getattr(node.target, "overloadpacket", None), "lent")]
-    return {node for node in lent if not fixed & graphs.all_storages((node, *node.users))}
-
-
-def _is_known_view(node: Node) -> bool:
-    """Return True if a node is a view made by a registered op or by indexing."""
-    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return known and bool(graphs.tensors(node)) and graphs.is_view(node)
-
-
-def _fills_storage(t: Tensor) -> bool:
-    """Return True if a tensor has elements and its storage nothing else."""
-    return 0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0
-
-
-def _external_storages(graph: Graph) -> set[int]:
-    """Return the storages that the caller owns, or a collective sends or receives, and that are not planned."""
-    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
-    in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
-    return graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))

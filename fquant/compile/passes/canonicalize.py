@@ -10,10 +10,12 @@ Each keeps every bit. Halves are recognised by their memory offsets, so x may be
 """
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ...kernels.ops.pointwise import ROTATE_HALF
 from ...kernels.ops.pointwise_program import Step, is_turned
@@ -22,10 +24,9 @@ from .pointwise_lowering import FLOATS, constant_value, step_of
 from .simplify import replace_with_full
 
 _aten = torch.ops.aten
-_OUT_OF_PLACE: dict[Any, Any] = {
-    _aten.add_.Tensor: _aten.add.Tensor, _aten.sub_.Tensor: _aten.sub.Tensor,
-    _aten.mul_.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.div.Tensor,
-}  # fmt: skip
+_OUT_OF_PLACE = {
+    getattr(_aten, name + "_").Tensor: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")
+}
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
@@ -43,11 +44,8 @@ def _replace_rotary_halves(graph: Graph) -> None:
         matched = _match_rotary_halves(node) if node.target is _aten.cat.default else None
         if matched is None or graphs.storages(matched[0]) & written:  # a half may have been read before the write
             continue
-        with graph.inserting_before(node):
-            rotated = graph.call_function(ROTATE_HALF, matched)
-        rotated.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(rotated)
-        _erase_unused(graph, node)
+        node.replace_all_uses_with(graphs.insert_before(node, ROTATE_HALF, matched, node.meta["val"]))
+        erase_unused(graph, [node])
 
 
 def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
@@ -80,12 +78,12 @@ def _sliced_node(part: Any) -> Node | None:
     return part.args[0] if part.target is op else None
 
 
-def _erase_unused(graph: Graph, node: Node) -> None:  # and the nodes that only it used
-    arguments = node.all_input_nodes
-    graph.erase_node(node)
-    for argument in arguments:
-        if not argument.users and argument.op == "call_function":
-            _erase_unused(graph, argument)
+def erase_unused(graph: Graph, nodes: Collection[Node]) -> None:
+    """Erase ``nodes``, which are in order, and the nodes that only they used."""
+    for node in reversed([*nodes]):
+        arguments = node.all_input_nodes
+        graph.erase_node(node)
+        erase_unused(graph, [x for x in arguments if not x.users and x.op == "call_function" and x not in nodes])
 
 
 def _functionalize(graph: Graph) -> None:
@@ -100,10 +98,7 @@ def _functionalize(graph: Graph) -> None:
             if replace_with_full(graph, node, node.args[1]):  # type: ignore[arg-type]
                 graph.erase_node(written)
         elif node.target in _OUT_OF_PLACE and _keeps_layout(node):
-            with graph.inserting_before(node):
-                new = graph.call_function(_OUT_OF_PLACE[node.target], node.args, node.kwargs)
-            new.meta["val"] = node.meta["val"]
-            graphs.refresh_value(new)
+            new = graphs.insert_before(node, _OUT_OF_PLACE[node.target], node.args, kwargs=node.kwargs)
             graphs.replace_uses(node, new)
             graph.erase_node(node)
 
@@ -141,12 +136,8 @@ def _hoist_views(graph: Graph) -> None:
         alone = len(viewed.users) == 1 and not any(step_of(x) or constant_value(x) is not None for x in arguments)
         if not isinstance(step, Step) or step.op == "turn" or not fit or not alone:
             continue
-        with graph.inserting_before(viewed):
-            views = {x: graph.call_function(_aten.view.default, (x, list(graphs.shape(view)))) for x in arguments}
-            new = graph.node_copy(viewed, views.__getitem__)
-        for node, like in [*((node, x) for x, node in views.items()), (new, viewed)]:
-            node.meta["val"] = like.meta["val"]
-            graphs.refresh_value(node)
-        graphs.replace_uses(view, new)
-        graph.erase_node(view)
-        graph.erase_node(viewed)
+        shape = list(graphs.shape(view))
+        views = {x: graphs.insert_before(viewed, _aten.view.default, (x, shape)) for x in arguments}
+        args, kwargs = map_arg((viewed.args, viewed.kwargs), views.__getitem__)
+        graphs.replace_uses(view, graphs.insert_before(viewed, viewed.target, args, kwargs=kwargs))
+        erase_unused(graph, [viewed, view])

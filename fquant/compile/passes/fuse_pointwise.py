@@ -6,10 +6,9 @@ once and keeps intermediate values in the nearest cache. ``canonicalize.py`` fir
 
 A group of nodes may run as one, at the place of its last member, if no other node uses a member before. So nodes are
 visited in order: each joins the groups of its arguments if it has their shape, and a group that another node reads is
-closed. A node does not join if its arguments are overwritten before, or if the group would hold too much. Run later, it
-holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not rise. Because the rest of
-the graph does not count, equal layers fuse alike. By the same rules a group then joins a later one that reads the same
-tensors, e.g. the two gradients of a product. The program that makes the new value of a donated argument also writes it.
+closed. Run later, a node holds its arguments longer, e.g. all the terms of a sum; the most that is held nearby must not
+rise. Because the rest of the graph does not count, equal layers fuse alike. By the same rules a group then joins a
+later one that reads the same tensors. The program that makes the new value of a donated argument also writes it.
 
 The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
 """
@@ -27,7 +26,7 @@ from ...kernels.ops.pointwise import OP
 from ...kernels.ops.pointwise_program import Program, Step
 from .. import graph as graphs
 from .. import liveness
-from .canonicalize import canonicalize
+from .canonicalize import canonicalize, erase_unused
 from .pointwise_lowering import COPY, SQUARE, constant_value, step_of
 
 NO_DEADLINE = sys.maxsize  # an index behind all nodes
@@ -44,8 +43,7 @@ def fuse_pointwise(graph: Graph) -> None:
     grouping = _Grouping(graph)
     for place, node in enumerate(graph.nodes):
         grouping.add(node, place)
-    grouping.pair()
-    for group in grouping.groups:
+    for group in grouping.pair():
         reads = group.reads()
         if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.shape:
             _replace_with_program(graph, group.members, reads)
@@ -65,16 +63,11 @@ class _Group:
         arguments = dict.fromkeys(x for node in self.members for x in node.all_input_nodes)
         return [x for x in arguments if x not in self.members and constant_value(x) is None]
 
-    def full_reads(self) -> list[Node]:
-        """Return the reads that have the group's shape."""
-        return [read for read in self.reads() if graphs.shape(read) == self.shape]
-
 
 class _Grouping:
     """The groups of a graph, formed while its nodes are visited in order."""
 
     def __init__(self, graph: Graph) -> None:
-        self.groups = list[_Group]()
         self.group_of = dict[Node, _Group]()
         self.users = dict[int, list[_Group]]()  # groups that read or write a storage
         self.writers = dict[int, _Group]()
@@ -98,8 +91,6 @@ class _Grouping:
         if step is None:
             return
         group = self._merge(joined) if joined else _Group(graphs.shape(node))
-        if not joined:
-            self.groups.append(group)
         group.members[node] = step if isinstance(step, Step) else None
         group.written |= written
         group.place = place
@@ -108,21 +99,24 @@ class _Grouping:
         for storage in read | written:
             self.users.setdefault(storage, []).append(group)
 
-    def pair(self) -> None:
-        """Merge a group into a later one that reads the same tensors, which are then read once."""
+    def pair(self) -> list[_Group]:
+        """Merge a group into a later one that reads the same tensors, which are then read once; return all in order."""
         readers = dict[Node, list[_Group]]()
-        for group in sorted(self.groups, key=lambda group: group.place):
-            if not group.members or group.written:
+        full_reads = lambda group: [read for read in group.reads() if graphs.shape(read) == group.shape]
+        groups = sorted(set(self.group_of.values()), key=lambda group: group.place)
+        for group in groups:
+            if group.written:
                 continue
-            for other in [other for read in group.full_reads() for other in readers.get(read, ())]:
+            for other in [other for read in full_reads(group) for other in readers.get(read, ())]:
                 members = other.members | group.members
                 if not other.members or other is group or other.deadline <= group.place or len(members) > MAX_STEPS:
                     continue
                 if len({*other.reads(), *group.reads()}) <= MAX_READS and self._may_defer(other, group.place):
                     group.members, other.members = members, {}
                     group.deadline = min(group.deadline, other.deadline)
-            for read in group.full_reads():
+            for read in full_reads(group):
                 readers.setdefault(read, []).append(group)
+        return groups
 
     def _may_defer(self, group: _Group, place: int) -> bool:
         """Return True, and account for it, if there is memory to hold a group's reads until ``place``."""
@@ -186,19 +180,12 @@ def _replace_with_program(graph: Graph, members: dict[Node, Step | None], reads:
             steps.append(step)
     results = [node for node, step in members.items() if step is not None and not members.keys() >= node.users.keys()]
     program = Program(tuple(steps), tuple(number[node] for node in results), tuple(over))
-    with graph.inserting_after(list(members)[-1]):
-        call = graph.call_function(OP, (reads, written, program.text))
-    call.meta["val"] = [node.meta["val"] for node in results]
-    with graph.inserting_after(call):
-        for i, node in reversed(list(enumerate(results))):
-            result = graph.call_function(operator.getitem, (call, i))
-            result.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(result)
-    for node in reversed(members):
+    behind = list(members)[-1].next
+    values = [node.meta["val"] for node in results]
+    call = graphs.insert_before(behind, OP, (reads, written, program.text), values)
+    for i, (node, value) in enumerate(zip(results, values, strict=True)):
+        node.replace_all_uses_with(graphs.insert_before(behind, operator.getitem, (call, i), value))
+    for node in members:
         if node.target is COPY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        arguments = node.all_input_nodes
-        graph.erase_node(node)
-        for argument in arguments:
-            if not argument.users and constant_value(argument) is not None:
-                graph.erase_node(argument)
+    erase_unused(graph, members)

@@ -1,7 +1,4 @@
-"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
-
-A trace multiplies by 1 if the alpha of an adapter is its rank.
-"""
+"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1."""
 
 import operator
 
@@ -14,7 +11,7 @@ from .. import graph as graphs
 _aten = torch.ops.aten
 _IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they return their argument
 _CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # which read only the argument's shape
-_PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
+_PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)  # with 1 if the alpha of an adapter is its rank
 _VIEWS = {  # of ops that change a tensor's own metadata, which a replay in planned memory would apply each time
     _aten.squeeze_.default: _aten.squeeze.default, _aten.squeeze_.dim: _aten.squeeze.dim,
     _aten.squeeze_.dims: _aten.squeeze.dims, _aten.unsqueeze_.default: _aten.unsqueeze.default,
@@ -86,10 +83,7 @@ def replace_with_full(graph: Graph, node: Node, fill: float) -> bool:
     (t,) = graphs.tensors(node)
     if not t.is_contiguous() or t.layout != torch.strided:
         return False
-    with graph.inserting_before(node):
-        kwargs = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
-        full = graph.call_function(_aten.full.default, (list(t.shape), fill), kwargs)
-    full.meta["val"] = t
-    node.replace_all_uses_with(full)
+    kind = {"dtype": t.dtype, "device": t.device, "pin_memory": False}
+    node.replace_all_uses_with(graphs.insert_before(node, _aten.full.default, (list(t.shape), fill), t, kind))
     graph.erase_node(node)
     return True

@@ -113,8 +113,8 @@ def test_what_is_told_where_to_write_may_lie_otherwise(monkeypatch):
 
 
 def test_the_first_replay_is_in_memory_that_is_laid_out(monkeypatch):
-    seen, run = [], validate._First.run
-    monkeypatch.setattr(validate._First, "run", lambda self, *tensors: seen.append(self.module) or run(self, *tensors))
+    seen, run = [], validate.Checked.run
+    monkeypatch.setattr(validate.Checked, "run", lambda self, *tensors: seen.append(self.module) or run(self, *tensors))
     f, x = jit(lambda x: ((x @ x) @ x).softmax(-1)), torch.randn(8, 8)
     assert alike(f(x), f.__wrapped__(x))
     (found,) = f.traced.values()
