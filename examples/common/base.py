@@ -3,10 +3,15 @@
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from fquant import format, quantize, tree
 from fquant.format import Format
+from models import decoder
+from models.config import Config
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linears of a layer
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
 FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "none"]
 
 
@@ -38,15 +43,15 @@ def parse_targets(targets: str) -> tuple[str, ...]:
     return names
 
 
-def check_blocks(fmt: Format | None, shapes: Any) -> None:
-    """Raise ValueError for a weight whose width is not a multiple of the block.
+def check(cfg: Config, fmt: Format | None, seq: int, model: Any) -> None:
+    """Raise ValueError for a weight whose width is not a multiple of the block, and for more tokens than positions.
 
     bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
     """
-    if fmt is None or fmt.block is None:
-        return
-    for path, w in tree.items(shapes):
-        if path.split(".")[-1] in TARGETS and w.shape[1] % fmt.block:
+    for path, w in tree.items(decoder.shapes(cfg)):
+        if fmt is not None and fmt.block and path.split(".")[-1] in TARGETS and w.shape[1] % fmt.block:
             fits = [block for block in format.BLOCKS if w.shape[1] % block == 0]
             fix = f"use --block {fits[-1]}" if fits else "use --format int8"
             raise ValueError(f"{path}: dim 1 = {w.shape[1]} is not a multiple of {fmt.name}'s block {fmt.block}; {fix}")
+    if seq > cfg.max_positions:
+        raise ValueError(f"--seq is {seq}; wanted at most {cfg.max_positions}, the positions of {model}")

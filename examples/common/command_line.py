@@ -2,28 +2,13 @@
 
 import dataclasses
 import difflib
-import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
 from shard.device_mesh import check_axes
 
 T = TypeVar("T")
-
-
-def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
-    """Return the axes of --mesh; without one, fsdp over all ``world`` processes, or over ``alone`` local ones.
-
-    Raises ValueError for a mesh that is not of the world's size.
-    """
-    if mesh is None:
-        return {"fsdp": world or alone}
-    axes = axes_in(mesh)
-    if world is not None and (ranks := math.prod(axes.values())) != world:
-        fix = f"wanted sizes that multiply to {world}, such as fsdp={world}"
-        raise ValueError(f"--mesh {mesh} has {ranks} ranks, and there are {world} processes; {fix}")
-    return axes
 
 
 def axes_in(mesh: str) -> dict[str, int]:
@@ -38,7 +23,14 @@ def axes_in(mesh: str) -> dict[str, int]:
     return axes
 
 
-def command_line(default: T, args: list[str], prog: str) -> T:
+def check_least(options: Any, least: dict[str, int]) -> None:
+    """Raise ValueError for an option below its least value."""
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; wanted at least {low}")
+
+
+def command_line(default: T, args: list[str] | None, prog: str) -> T:
     """Return the options on the command line, else those of ``default``; raise ValueError for an unknown one."""
     options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
     if unknown:

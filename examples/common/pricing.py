@@ -33,7 +33,7 @@ from models import decoder
 from models.config import Config
 
 from . import base, data
-from .training_step import DONATED, Checkpoint, Setup, initial, train_step
+from .training_step import Checkpoint, Setup, initial, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
@@ -118,8 +118,8 @@ def figures(job: Job, axes: Mapping[str, int]) -> Figures:
 def traced(job: Job, mesh: DeviceMesh) -> trace.Captured:
     """Return ``train_step`` traced on the arguments of ``job``."""
     args, step = arguments(job, mesh), partial(trace.apply, train_step)
-    passes, selective = args["setup"].passes(), job.checkpoint == "selective"
-    return trace.trace(step, args, written_over(args, DONATED), passes, recompute=selective)
+    options = args["setup"].capture()
+    return trace.trace(step, args, written_over(args, options.pop("donate")), **options)
 
 
 def total(found: Figures) -> Price:
@@ -141,16 +141,16 @@ def total(found: Figures) -> Price:
 
 def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the arguments of ``train_step`` by name; their tensors are on the device meta."""
-    schedule, rules = optim.cosine(1e-2, 60, 6), shard.Rules()  # no rate changes a cost
+    schedule = optim.cosine(1e-2, 60, 6)  # no rate changes a cost
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    setup = Setup(job.cfg, mesh, rules, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
+    setup = Setup(job.cfg, mesh, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
     with torch.device("meta"):
         weights = base.quantised(decoder.shapes(job.cfg, job.weights), job.format)
         adapters = lora.init(weights, base.pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {
             "state": initial(adapters, opt),
-            "base": shard.abstract_local(weights, decoder.dims(job.cfg), rules, mesh),
+            "base": shard.abstract_local(weights, decoder.dims(job.cfg), setup.rules, mesh),
             "micros": tuple((data.Rows(*tokens), None) for _ in range(job.accumulate)),
             "count": torch.empty((), dtype=torch.int64),
             "setup": setup,

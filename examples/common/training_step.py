@@ -1,6 +1,6 @@
 """One step of LoRA fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
 
-    step = capture(setup)                                    # jit(train_step, donate=("state",), passes=...)
+    step = capture(setup)                                    # jit(train_step, **setup.capture())
     state, measured = step(state, base, micros, count, setup)
 
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
@@ -28,7 +28,6 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import LOCAL, Comm, jit, lora, optim, tree
-from fquant.compile import Pass
 from fquant.compile.cost import of as cost_of
 from models import decoder
 from models.config import Config
@@ -37,7 +36,6 @@ from . import data
 
 Checkpoint = Literal["full", "selective", "none"]
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
-DONATED = ("state",)
 Micro = tuple[data.Rows, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
 
 
@@ -47,23 +45,24 @@ class Setup:
 
     cfg: Config
     mesh: DeviceMesh
-    rules: shard.Rules
     opt: optim.Optimizer
     schedule: optim.Schedule
     rows: int
     seq: int
     checkpoint: Checkpoint = "full"
     dtype: torch.dtype = torch.bfloat16
+    rules: shard.Rules = shard.Rules()
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
         full = self.checkpoint == "full"
         return shard.comm(self.mesh, self.rules, recompute=full, tokens=self.rows * self.seq)
 
-    def passes(self) -> tuple[Pass, ...]:
-        """Return the passes that place the gathers of blocks."""
-        ahead = shard.passes.prefetch_gathers()
-        return (ahead,) if self.checkpoint == "full" else (shard.passes.regather_blocks(), ahead)
+    def capture(self) -> dict[str, Any]:
+        """Return the options of ``jit`` and ``cost``: state is donated, passes place gathers, jit may recompute."""
+        again = () if self.checkpoint == "full" else (shard.passes.regather_blocks(),)
+        passes = (*again, shard.passes.prefetch_gathers())
+        return {"donate": ("state",), "passes": passes, "recompute": self.checkpoint == "selective"}
 
 
 @tree.node
@@ -117,8 +116,8 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
 
 
 def capture(setup: Setup) -> Callable[..., tuple[State, Measured]]:
-    """Return ``train_step`` captured for ``setup``: its state is donated, and its gathers are placed by passes."""
-    return jit(train_step, donate=DONATED, passes=setup.passes(), recompute=setup.checkpoint == "selective")
+    """Return ``train_step`` captured for ``setup``."""
+    return jit(train_step, **setup.capture())
 
 
 @cache

@@ -23,18 +23,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from models import decoder, hf
+from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
-from ..common.base import TARGETS, FormatName, check_blocks, parse_format, parse_targets
-from ..common.command_line import axes_in, command_line
+from ..common.base import DTYPES, TARGETS, FormatName, check, parse_format, parse_targets
+from ..common.command_line import axes_in, check_least, command_line
 from ..common.pricing import Job, Price, price
 from ..common.training_step import Checkpoint
 from .devices import DEVICES, Bound, Device, bound
 
 GIB = 2**30
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
 NAMES = {"moments": "optimiser"}
 WIDTH = 48  # of a bar, in characters
@@ -82,14 +81,10 @@ class Options:
 
     def job(self) -> Job:
         """Return the job to price; raise ValueError for options out of range."""
-        for name in ("rank", "seq", "batch", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        check_least(self, dict.fromkeys(("rank", "seq", "batch", "accumulate"), 1))
         cfg, weights = self.found()
         fmt = parse_format(self.format, self.block)
-        check_blocks(fmt, decoder.shapes(cfg))
-        if self.seq > cfg.max_positions:
-            raise ValueError(f"--seq is {self.seq}; wanted at most {cfg.max_positions}, the positions of {self.model}")
+        check(cfg, fmt, self.seq, self.model)
         targets = parse_targets(self.targets)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
         return Job(cfg, fmt, targets, *sizes, self.checkpoint)
@@ -138,8 +133,7 @@ class Row:
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
     try:
-        given = sys.argv[1:] if args is None else args
-        options = command_line(Options("llama3-8b"), given, "python -m examples.plan")
+        options = command_line(Options("llama3-8b"), args, "python -m examples.plan")
         job, device = options.job(), options.hardware()
         meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
     except ValueError as error:

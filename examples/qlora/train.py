@@ -6,7 +6,7 @@ sums, and a resumed run continues to the bit.
 """
 
 import dataclasses
-import os
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from models.config import Config
 from shard import agree
 
 from ..common import base, data, launch, pricing, runs, training_step
-from ..common.training_step import DONATED, MODES, Checkpoint, Measured, Micro, Setup, State
+from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
 from .options import Options
 
 ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
@@ -52,6 +52,7 @@ class Run:
     work: Work
     setup: Setup
     base: Any
+    local: Any  # shard.local(base)
     step: Callable[..., tuple[State, Measured]]  # train_step, captured
 
 
@@ -86,10 +87,7 @@ def prepare(options: Options) -> Work:
     """Open and check everything that ``options`` name, and write nothing; a ValueError names the fault."""
     cfg, dense = hf.lazy(options.model)
     fmt = base.parse_format(options.format, options.block)
-    base.check_blocks(fmt, decoder.shapes(cfg))
-    if options.seq > cfg.max_positions:
-        wanted = f"wanted at most {cfg.max_positions}, the positions of {options.model}"
-        raise ValueError(f"--seq is {options.seq}; {wanted}")
+    base.check(cfg, fmt, options.seq, options.model)
     packed = base.quantised(dense, fmt)
     targets = base.pattern(base.parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
@@ -106,27 +104,27 @@ def start(options: Options) -> tuple[Run, State]:
 
     Raises ValueError on every rank if one fails or if they disagree.
     """
-    axes = options.axes(int(os.environ.get("WORLD_SIZE", "1")))
+    axes = options.axes()
     torch.set_num_threads(launch.threads())
     mode = options.checkpoint or choose_checkpoint(options, axes)
-    mesh, rules = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1)), shard.Rules()
+    mesh = shard.mesh(**axes)
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     work = agree.attempt("prepare", partial(prepare, options))
     agree.same("start", {"options": repr(options.shared()), "data": data.digest((work.train, work.held))})
-    placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), rules, mesh, work.cfg)
     setup = make_setup(options, work.cfg, mesh, mode)
-    run = Run(options, work, setup, placed, training_step.capture(setup))
+    placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), setup.rules, mesh, work.cfg)
+    run = Run(options, work, setup, placed, shard.local(placed), training_step.capture(setup))
     state = training_step.initial(adapters, setup.opt)
     return run, state if options.resume is None else runs.load(options, state)
 
 
 def make_setup(options: Options, cfg: Config, mesh: DeviceMesh, mode: Checkpoint) -> Setup:
     """Return the static half of the run's step on ``mesh``."""
-    schedule, rules = options.learning_rate(), shard.Rules()
+    schedule = options.learning_rate()
     opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    rows = shard.max_local_rows(options.batch, mesh, rules)
-    return Setup(cfg, mesh, rules, opt, schedule, rows, options.seq, mode, options.stream())
+    rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
+    return Setup(cfg, mesh, opt, schedule, rows, options.seq, mode, base.DTYPES[options.dtype])
 
 
 def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
@@ -136,9 +134,9 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     """
     cfg = hf.read_config(options.model)
     fmt, targets = base.parse_format(options.format, options.block), base.parse_targets(options.targets)
-    ranks = max(1, axes.get("dp", 1) * axes.get("fsdp", 1))
-    sizes = options.rank, -(-options.batch // ranks), options.seq
-    job = pricing.Job(cfg, fmt, targets, *sizes, stream=options.stream(), accumulate=options.accumulate)
+    sizes = options.rank, -(-options.batch // math.prod(axes.values())), options.seq
+    stream = base.DTYPES[options.dtype]
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=stream, accumulate=options.accumulate)
     room = ROOM * launch.available_memory()
     for mode in MODES[:-1]:
         if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
@@ -161,17 +159,15 @@ def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
 
 def predict(run: Run, state: State, placed: Any) -> Cost:
     """Return the cost of a step beside the base ``placed``, read off its graph."""
-    setup, local = run.setup, shard.local(placed)
-    micros, count = micro_batches(run, 0)
-    options = {"donate": DONATED, "passes": setup.passes(), "recompute": setup.checkpoint == "selective"}
-    return cost(training_step.train_step, state, local, micros, count, setup, **options)
+    args = state, shard.local(placed), *micro_batches(run, 0), run.setup
+    return cost(training_step.train_step, *args, **run.setup.capture())
 
 
-def take(run: Run, local: Any, state: State) -> tuple[State, Step]:
-    """Take one step beside the base ``local``. Raises ValueError if the loss is no longer finite."""
+def take(run: Run, state: State) -> tuple[State, Step]:
+    """Take one step. Raises ValueError if the loss is no longer finite."""
     began, step, options = time.perf_counter(), int(state.done), run.options
     micros, count = micro_batches(run, step)
-    state, found = run.step(state, local, micros, count, run.setup)
+    state, found = run.step(state, run.local, micros, count, run.setup)
     value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
     if not torch.isfinite(found.loss):
         raise ValueError(f"step {step}: the loss is {value}; use a smaller --lr")

@@ -1,66 +1,31 @@
-"""The output of examples/vqvae/cli.py: a line a step, one table, two pictures."""
+"""The two pictures of a run of examples/vqvae/cli.py."""
 
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
-from fquant import vq
-from fquant.io.safetensors import replacing
-from models import autoencoder
+from fquant.vq.composite.residual import Residual
 
-from ..common.progress import metrics
-from . import photographs, quantisers, train
-from .train import Job, Result, Run, Step, Training
+from ..common.progress import draw, metrics
+from . import photographs, train
+from .train import Result, Run, Training
 
 COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000")  # of layers, in turn
 
 
-def describe(x: Step) -> str:
-    """Format the measurements of a step."""
-    used = ", ".join(f"{number:.0f}" for number in x.perplexity)
-    return f"loss {x.loss:.4f}  {x.psnr:.2f} dB  perplexity {used}  {x.images_per_second:,.0f} patches/s"
-
-
-def title(job: Job) -> str:
-    """Describe the quantiser in a few words."""
-    times = "".join(f"{number} x " for number in (job.groups, job.layers) if number > 1)
-    return f"{job.quantiser} of {times}{job.codes} codes"
-
-
-def table(job: Job, result: Result, ranks: int) -> Table:
-    """Return the table of results."""
-    out = Table(title=f"Held-out patches: {title(job)}, {ranks} rank{'s' * (ranks > 1)}")
-    for name in ("", "bits a pixel", "PSNR, dB", "perplexity", "codes used"):
-        out.add_column(name, justify="right" if name else "left")
-    rate = f"{result.bits_per_pixel:.3f}"
-    out.add_row("mean colour of a patch", "", f"{result.psnr_mean:.2f}", "", "")
-    out.add_row("k-means of pixels", rate, f"{result.psnr_kmeans:.2f}", "", "")
-    usage = [", ".join(f"{x:.0f}" for x in result.perplexity), ", ".join(f"{x:.1%}" for x in result.used)]
-    out.add_row("VQ-VAE", rate, f"{result.psnr:.2f}", *usage)
-    return out
-
-
-def reconstruction(folder: Path, run: Run, training: Training, books: list[vq.Book], result: Result) -> Path:
+def reconstruction(folder: Path, run: Run, training: Training, books: Residual, result: Result) -> Path:
     """Draw held-out crops of the photographs, and their reconstructions by the autoencoder and by k-means."""
-    scale, verbs = train.config(run.job).scale, run.quantiser.verbs
-    net, state = training.net, training.quantiser
     rows: dict[str, list[Tensor]] = {
         "held-out part": [],
         f"VQ-VAE\n{result.psnr:.1f} dB": [],
         f"k-means of pixels\n{result.psnr_kmeans:.1f} dB": [],
     }
     for photograph in run.photographs:
-        original = photographs.portrait(photograph, scale)[None]
-        with torch.no_grad():
-            codes = autoencoder.to_codes(net, state, original, verbs)
-            decoded = autoencoder.from_codes(net, state, codes, verbs)
-        each = original, decoded, quantisers.from_pixels(books, original, scale)
-        for row, image in zip(rows.values(), each, strict=True):
+        original = photographs.portrait(photograph, run.cfg.scale)[None]
+        _, *others = train.reconstructions(run, training, books, original)
+        for row, image in zip(rows.values(), (original, *others), strict=True):
             row.append(image[0].movedim(0, -1).clamp(0, 1))
     figure = Figure(figsize=(1.9 * len(run.photographs) + 1, 11.5), dpi=120)
     grid: Any = figure.subplots(len(rows), len(run.photographs))
@@ -72,8 +37,8 @@ def reconstruction(folder: Path, run: Run, training: Training, books: list[vq.Bo
             axes.spines[:].set_visible(False)
     for axes, photograph in zip(grid[0], run.photographs, strict=True):
         axes.set_title(photograph.name, fontsize=10)
-    figure.suptitle(f"{title(run.job)}, {result.bits_per_pixel:.3f} bits a pixel", fontsize=11)
-    return _save(figure, folder / "reconstruction.png")
+    figure.suptitle(f"{train.title(run)}, {result.bits_per_pixel:.3f} bits a pixel", fontsize=11)
+    return draw(figure, folder / "reconstruction.png")
 
 
 def codebook(folder: Path, counts: Tensor) -> Path:
@@ -99,11 +64,4 @@ def codebook(folder: Path, counts: Tensor) -> Path:
     for axes in (usage, perplexity):
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, folder / "codebook.png")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.tight_layout()
-    with replacing(path) as file, matplotlib.rc_context({"savefig.dpi": "figure"}):
-        figure.savefig(file, format="png")
-    return path
+    return draw(figure, folder / "codebook.png")

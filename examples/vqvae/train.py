@@ -19,53 +19,20 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import jit, optim, random, tree, vq
+from fquant.vq.composite import residual
+from fquant.vq.composite.residual import Residual
 from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 
-from ..common import data
+from ..common import data, runs
 from . import photographs, quantisers
+from .options import Options
 from .photographs import Part, Photograph
-from .quantisers import Name, Quantiser
+from .quantisers import Quantiser
 
 START_ROWS = 8  # rows a code, for k-means of the first latents
 BASELINE_ROWS = 64  # rows a code, for k-means of pixels
-
-
-@dataclass(frozen=True)
-class Job:
-    """The options that define a training; equal on every rank."""
-
-    quantiser: Name = "vq"
-    """Method of quantisation; see above."""
-    codes: int = 512
-    """Codes a layer: any number in a codebook; a product of 3 to 8 for fsq, fsp, latent; 2^n for lfq, bsq."""
-    layers: int = 1
-    """Layers, each quantising what those before it leave (residual): vq, learnt, simvq, implicit, fsq, lfq."""
-    groups: int = 1
-    """Parts of a latent, each with layers of its own (grouped residual), for the same quantisers."""
-    dim: int = 32
-    """Numbers in a latent, one for each 4 x 4 pixels."""
-    hidden: int = 64
-    """Channels in the middle of the autoencoder."""
-    patch: int = 32
-    """Pixels of a side of a training patch, a multiple of 4."""
-    steps: int = 2000
-    """Steps of the optimiser."""
-    batch: int = 64
-    """Patches in a step, over all processes."""
-    lr: float = 2e-3
-    """Peak learning rate; it rises over a twentieth of the steps, and falls along a cosine."""
-    seed: int = 0
-    """Seed of initial values and of the places of patches."""
-
-    def check(self) -> None:
-        """Raise ValueError for values out of range, before anything is started or read."""
-        for name, least in (("dim", 1), ("patch", 1), ("steps", 1), ("batch", 1), ("hidden", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least {least}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
 
 
 @tree.node
@@ -90,13 +57,15 @@ class Training:
 class Run:
     """The constants of a run."""
 
-    job: Job
+    options: Options
+    cfg: AutoencoderConfig
     mesh: DeviceMesh
     photographs: list[Photograph]
     parts: list[Part]
     quantiser: Quantiser
     schedule: optim.Schedule
     step: Callable[..., Any]  # captured
+    positions: int  # codes of a patch
 
 
 @dataclass(frozen=True)
@@ -124,50 +93,58 @@ class Result:
     used: list[float]
 
 
-def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """Return the photographs, their training parts and the quantiser of ``job``; ValueError for bad options."""
+def title(run: Run) -> str:
+    """Describe the quantiser in a few words."""
+    options = run.options
+    times = "".join(f"{number} x " for number in (options.groups, options.layers) if number > 1)
+    return f"{options.quantiser} of {times}{options.codes} codes"
+
+
+def prepare(options: Options) -> tuple[list[Photograph], list[Part], Quantiser]:
+    """Return the photographs, their training parts and the quantiser; ValueError for bad options."""
     images = photographs.load()
-    parts = photographs.parts(images, job.patch)
-    scale = config(job).scale
-    if job.patch % scale:
-        raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
-    key = random.fold(random.key(job.seed), "quantiser")
-    return images, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
+    parts = photographs.parts(images, options.patch)
+    scale = config(options).scale
+    if options.patch % scale:
+        raise ValueError(f"--patch is {options.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
+    key = random.fold(random.key(options.seed), "quantiser")
+    sizes = options.codes, options.layers, options.dim
+    return images, parts, quantisers.make(options.quantiser, *sizes, key, options.groups)
 
 
-def config(job: Job) -> AutoencoderConfig:
+def config(options: Options) -> AutoencoderConfig:
     """Return the sizes of the autoencoder."""
-    return AutoencoderConfig(dim=job.dim, hidden=job.hidden, inner=max(1, job.hidden // 2))
+    return AutoencoderConfig(dim=options.dim, hidden=options.hidden, inner=max(1, options.hidden // 2))
 
 
-def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
-    """Join the other ranks, compare options and photographs, and initialise, except for :func:`initialise_books`.
+def start(options: Options) -> tuple[Run, Training]:
+    """Join the other ranks, compare options and photographs, and make or load the state.
 
-    Raises ValueError on every rank if one fails or if they disagree.
+    Books begin at the k-means of the untrained autoencoder's latents of some patches. Raises ValueError on every rank
+    if one fails or if they disagree.
     """
-    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
-    images, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
-    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in images])})
-    net, state = autoencoder.init(config(job), random.fold(random.key(job.seed), "autoencoder")), quantiser.state
+    mesh, seed = shard.mesh(**options.axes()), random.key(options.seed)
+    images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
+    shared = {"options": repr(options.shared()), "photographs": data.digest([x.pixels for x in images])}
+    agree.same("start", shared)
+    cfg, state = config(options), quantiser.state
+    net = autoencoder.init(cfg, random.fold(seed, "autoencoder"))
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
-    schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
+    schedule = optim.cosine(options.lr, options.steps + 1, warmup=options.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
     step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
-    run = Run(job, mesh, images, parts, quantiser, schedule, step)
-    return run, Training(net, state, opt.init(weights), torch.tensor(0))
-
-
-def initialise_books(run: Run, training: Training) -> Training:
-    """Return ``training`` with its books at the k-means of the untrained autoencoder's latents of some patches."""
-    job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
-    if not run.quantiser.learns:
-        return training
-    positions = (job.patch // config(job).scale) ** 2
-    images, _, row_offset = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
-    with torch.no_grad():
-        latents = autoencoder.encode(training.net, images)
-    quantiser = quantisers.books_at_kmeans(training.quantiser, latents, key, row_offset, psum(run.mesh))
-    return replace(training, quantiser=quantiser)
+    positions = (options.patch // cfg.scale) ** 2
+    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions)
+    training = Training(net, state, opt.init(weights), torch.tensor(0))
+    if options.resume is not None:
+        return run, runs.load(options, training)
+    if quantiser.learns:
+        key = random.fold(seed, "kmeans")
+        patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
+        with torch.no_grad():
+            latents = autoencoder.encode(net, patches)
+        state = quantisers.books_at_kmeans(state, latents, key, row_offset, psum(mesh))
+    return run, replace(training, quantiser=state)
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -176,9 +153,8 @@ def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tenso
     The offset is that of a Book: the number of the first row, and the number of rows on all ranks.
     """
     numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
-    images = photographs.patches(run.parts, random.fold(key, numbers), run.job.patch)
-    positions = (run.job.patch // config(run.job).scale) ** 2
-    return images, numbers, (numbers[0] * positions, torch.tensor(size * positions))
+    images = photographs.patches(run.parts, random.fold(key, numbers), run.options.patch)
+    return images, numbers, (numbers[0] * run.positions, torch.tensor(size * run.positions))
 
 
 def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
@@ -221,11 +197,11 @@ def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, vari
     return step
 
 
-def take_step(run: Run, training: Training) -> tuple[Training, Step]:
+def take(run: Run, training: Training) -> tuple[Training, Step]:
     """Take one step. Raises ValueError if the loss is not finite."""
     began, done = time.perf_counter(), int(training.done)
-    key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
-    inputs = batch(run, key, run.job.batch)
+    key = random.fold(random.fold(random.key(run.options.seed), "step"), done)
+    inputs = batch(run, key, run.options.batch)
     net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *inputs, key)
     if not torch.isfinite(measured["loss"]):
         raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
@@ -233,40 +209,44 @@ def take_step(run: Run, training: Training) -> tuple[Training, Step]:
     after = Training(net, state, moments, training.done + 1)
     return after, Step(
         done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
-        quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
+        quantisers.share_used(counts), lr, run.options.batch / (time.perf_counter() - began),
     )  # fmt: skip
 
 
-def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
+def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[Result, Tensor, Residual]:
     """Measure held-out tiles: return results, usage counts f32[layers codes], and the books of pixels."""
-    cfg, net, state, verbs = config(run.job), training.net, training.quantiser, run.quantiser.verbs
+    say("measuring held-out patches, and k-means of their pixels")
     books = pixel_books(run)
-    tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
-    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.job.codes)
-    for images in tiles.split(run.job.batch):
-        with torch.no_grad():
-            codes = autoencoder.to_codes(net, state, images, verbs)
-            decoded = autoencoder.from_codes(net, state, codes, verbs)
-        each = decoded, quantisers.from_pixels(books, images, cfg.scale), images.mean((2, 3), keepdim=True)
+    tiles = shard.share(photographs.tiles(run.photographs, run.options.patch), run.mesh, shard.Rules())
+    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.options.codes)
+    for images in tiles.split(run.options.batch):
+        codes, *each = reconstructions(run, training, books, images)
+        each.append(images.mean((2, 3), keepdim=True))
         errors += torch.stack([(x.expand_as(images) - images).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
     errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
-    bits = run.quantiser.num_layers * math.log2(run.job.codes) / cfg.scale**2
+    bits = run.quantiser.num_layers * math.log2(run.options.codes) / run.cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
     result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
     return result, counts, books
 
 
-def pixel_books(run: Run) -> list[vq.Book]:
+def reconstructions(run: Run, training: Training, books: Residual, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of ``images`` f[b c h w], and the images from these codes and from the books of pixels."""
+    state, verbs = training.quantiser, run.quantiser.verbs
+    with torch.no_grad():
+        codes = autoencoder.to_codes(training.net, state, images, verbs)
+        decoded = autoencoder.from_codes(training.net, state, codes, verbs)
+    return codes, decoded, quantisers.from_pixels(books.layers, images, run.cfg.scale)
+
+
+def pixel_books(run: Run) -> Residual:
     """Return the k-means of blocks of pixels, with as many codes and layers as the quantiser."""
-    job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
-    images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
-    rest, books = quantisers.blocks(images, scale), []
-    for i in range(run.quantiser.num_layers):
-        book = vq.init(random.fold(key, i), job.codes, rest.shape[-1])
-        books.append(vq.kmeans(book, rest, random.fold(key, i), row_offset=row_offset, psum=psum(run.mesh)))
-        rest = rest - vq.decode(books[-1], vq.encode(books[-1], rest))
-    return books
+    codes, key = run.options.codes, random.fold(random.key(run.options.seed), "pixels")
+    images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * codes // run.positions))
+    rows = quantisers.blocks(images, run.cfg.scale)
+    books = residual.init_books(key, codes, rows.shape[-1], run.quantiser.num_layers)
+    return quantisers.books_at_kmeans(books, rows, key, row_offset, psum(run.mesh))
 
 
 def psnr(mse: Tensor) -> float:

@@ -82,7 +82,7 @@ def ours(shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = Tr
     adapters, base = _weights(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
     most = shard.max_local_rows(shape.batch, mesh, rules)
-    setup = Setup(cfg, mesh, rules, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
+    setup = Setup(cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
@@ -122,9 +122,7 @@ class _Ours:
         """Return bytes at the peak beside the arguments and bytes sent, predicted and measured."""
         if not hasattr(self.step, "traced"):
             return {}
-        options = {"donate": training_step.DONATED, "passes": self.setup.passes()}
-        recompute = self.setup.checkpoint == "selective"
-        found = cost(training_step.train_step, self.state, *self.rest, recompute=recompute, **options)
+        found = cost(training_step.train_step, self.state, *self.rest, **self.setup.capture())
         with shard.traffic() as traffic:
             self()
         planned = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -183,17 +182,12 @@ def test_predicted_is_measured(name, count, mesh):
 
 def trained(options, axes):
     """Take two steps of examples.qlora: the bytes it reports as sent, the peak of a step, and the predicted peak."""
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    try:
-        run, state = train.start(options)
-    finally:
-        del os.environ["WORLD_SIZE"]
+    run, state = train.start(options)
     assert run.step.__wrapped__ is training_step.train_step
-    local = shard.local(run.base)
-    state, step = train.take(run, local, state)
-    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, local))
+    state, step = train.take(run, state)
+    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, run.local))
     with Peak() as peak:
-        train.take(run, local, state)
+        train.take(run, state)
     return step.wire, held + peak.most, predicted
 
 
