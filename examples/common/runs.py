@@ -132,7 +132,7 @@ def command(program: Program, args: list[str] | None) -> int:
             fault = work(program, options)
         else:
             Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
-            fault = launch.local(ranks, work, program, options)[0]
+            fault = launch.local(ranks, work, program, options)
         if fault is None:
             return 0
         status, message = 2, fault

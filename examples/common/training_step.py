@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import shard
-from fquant import LOCAL, Comm, jit, lora, optim, tree
+from fquant import Comm, jit, lora, optim, tree
 from fquant.compile.cost import of as cost_of
 from models import decoder
 from models.config import Config
@@ -83,20 +83,11 @@ class Measured:
     lr: Tensor
 
 
-def loss(
-    adapters: lora.Adapters,
-    base: Any,
-    batch: data.Rows,
-    count: Tensor,
-    keys: Tensor | None,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def loss(adapters: Any, base: Any, batch: data.Rows, count: Tensor, keys: Tensor | None, setup: Setup) -> Tensor:
     """Return the summed loss of ``batch`` over ``count`` i64[], the targets of the global batch: f32[]."""
-    narrow = tree.map(lambda t: t.to(dtype), adapters)
-    params = lora.attach(base, narrow, keys)
-    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, dtype, count)
+    params = lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
+    rows, options = (batch.tokens, batch.targets), (batch.segments, setup.dtype, count)
+    return decoder.loss(params, *rows, setup.cfg, setup.comm(), *options)
 
 
 def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup) -> tuple[State, Measured]:
@@ -104,9 +95,9 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
 
     ``base`` is ``shard.local(...)`` of the placed base; ``count`` i64[] is the number of targets of the global batch.
     """
-    total, comm = None, setup.comm()
+    total = None
     for batch, keys in micros:
-        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup.cfg, comm, setup.dtype)
+        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
     updates, moments = setup.opt.update(grads, state.moments, state.adapters)

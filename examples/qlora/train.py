@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import shard
 from fquant import lora, optim, random, tree
 from fquant.compile import all_gather_text
 from fquant.compile.cost import Cost, cost
+from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
 from models.config import Config
 from shard import agree
@@ -92,9 +92,7 @@ def prepare(options: Options) -> Work:
     targets = base.pattern(base.parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
     tokenizer = data.tokenizer(options.model)
-    documents = data.documents(options.data, tokenizer)
-    if options.data is None:
-        documents = data.some(documents, options.characters)
+    documents = data.documents(options.data, tokenizer, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
     return Work(cfg, dense, packed, adapters, *data.split(rows, options.holdout))
 
@@ -105,26 +103,21 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     axes = options.axes()
-    torch.set_num_threads(launch.threads())
+    torch.set_num_threads(usable_cores(launch.local_ranks()))
     mode = options.checkpoint or choose_checkpoint(options, axes)
     mesh = shard.mesh(**axes)
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     work = agree.attempt("prepare", partial(prepare, options))
-    agree.same("start", {"options": repr(options.shared()), "data": data.digest((work.train, work.held))})
-    setup = make_setup(options, work.cfg, mesh, mode)
+    agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"data": (work.train, work.held)}))
+    schedule, stream = options.learning_rate(), base.DTYPES[options.dtype]
+    opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
+    rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
+    setup = Setup(work.cfg, mesh, opt, schedule, rows, options.seq, mode, stream)
     placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), setup.rules, mesh, work.cfg)
     run = Run(options, work, setup, placed, shard.local(placed), training_step.capture(setup))
     state = training_step.initial(adapters, setup.opt)
     return run, state if options.resume is None else runs.load(options, state)
-
-
-def make_setup(options: Options, cfg: Config, mesh: DeviceMesh, mode: Checkpoint) -> Setup:
-    """Return the static half of the run's step on ``mesh``."""
-    schedule = options.learning_rate()
-    opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
-    return Setup(cfg, mesh, opt, schedule, rows, options.seq, mode, base.DTYPES[options.dtype])
 
 
 def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
@@ -198,11 +191,10 @@ def size(placed: Any) -> int:
 def perplexity(run: Run, placed: Any, adapters: lora.Adapters) -> float:
     """Return exp of the mean loss of all held-out tokens."""
     total, local, setup = torch.zeros(2, dtype=torch.float64), shard.local(placed), run.setup
-    comm = setup.comm()
     for rows in zip(*(t.split(run.options.batch) for t in tree.leaves(run.work.held)), strict=True):
         mine = shard.share(data.Rows(*rows), setup.mesh, setup.rules)
         with torch.no_grad():
-            nats = training_step.loss(adapters, local, mine, torch.tensor(1), None, setup.cfg, comm, setup.dtype)
+            nats = training_step.loss(adapters, local, mine, torch.tensor(1), None, setup)
         total += torch.stack([nats.double(), (mine.targets >= 0).sum().double()])
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(torch.exp(nats / tokens))

@@ -10,8 +10,11 @@ A run writes reconstruction.png, codebook.png and the files of every run (exampl
 """
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -19,10 +22,12 @@ from torch import Tensor
 from fquant.vq.composite.residual import Residual
 
 from ..common import runs
-from ..common.progress import METRICS
-from . import pictures, train
+from ..common.progress import METRICS, draw, metrics
+from . import photographs, train
 from .options import Options
-from .train import Result, Run, Step, Training, title
+from .train import Result, Run, Step, Training
+
+COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000")  # of layers, in turn
 
 
 def summary(x: Step) -> str:
@@ -31,11 +36,18 @@ def summary(x: Step) -> str:
     return f"loss {x.loss:.4f}  {x.psnr:.2f} dB  perplexity {used}  {x.images_per_second:,.0f} patches/s"
 
 
+def title(run: Run) -> str:
+    """Describe the quantiser in a few words."""
+    options = run.options
+    times = "".join(f"{number} x " for number in (options.groups, options.layers) if number > 1)
+    return f"{options.quantiser} of {times}{options.codes} codes"
+
+
 def show(run: Run, training: Training, measured: tuple[Result, Tensor, Residual]) -> None:
     """Write the result and two pictures, and print one table."""
     folder, console, (result, counts, books) = run.options.folder(), Console(), measured
     runs.write(folder / runs.RESULT, dataclasses.asdict(result))
-    images = pictures.reconstruction(folder, run, training, books, result), pictures.codebook(folder, counts)
+    images = reconstruction(folder, run, training, books, result), codebook(folder, counts)
     console.print(table(run, result, dist.get_world_size()))
     console.print(f"pictures {images[0]}\n         {images[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
 
@@ -51,6 +63,58 @@ def table(run: Run, result: Result, ranks: int) -> Table:
     usage = [", ".join(f"{x:.0f}" for x in result.perplexity), ", ".join(f"{x:.1%}" for x in result.used)]
     out.add_row("VQ-VAE", rate, f"{result.psnr:.2f}", *usage)
     return out
+
+
+def reconstruction(folder: Path, run: Run, training: Training, books: Residual, result: Result) -> Path:
+    """Draw held-out crops of the photographs, and their reconstructions by the autoencoder and by k-means."""
+    rows: dict[str, list[Tensor]] = {
+        "held-out part": [],
+        f"VQ-VAE\n{result.psnr:.1f} dB": [],
+        f"k-means of pixels\n{result.psnr_kmeans:.1f} dB": [],
+    }
+    for photograph in run.photographs.values():
+        original = photographs.portrait(photograph, run.cfg.scale)[None]
+        _, *others = train.reconstructions(run, training, books, original)
+        for row, image in zip(rows.values(), (original, *others), strict=True):
+            row.append(image[0].movedim(0, -1).clamp(0, 1))
+    figure = Figure(figsize=(1.9 * len(run.photographs) + 1, 11.5), dpi=120)
+    grid: Any = figure.subplots(len(rows), len(run.photographs))
+    for line, (name, row) in zip(grid, rows.items(), strict=True):
+        line[0].set_ylabel(name)
+        for axes, image in zip(line, row, strict=True):
+            axes.imshow(image.numpy(), interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+    for axes, name in zip(grid[0], run.photographs, strict=True):
+        axes.set_title(name, fontsize=10)
+    figure.suptitle(f"{title(run)}, {result.bits_per_pixel:.3f} bits a pixel", fontsize=11)
+    return draw(figure, folder / "reconstruction.png")
+
+
+def codebook(folder: Path, counts: Tensor) -> Path:
+    """Draw the usage ``counts`` f32[layers codes] of codes on held-out patches, and the perplexity over steps."""
+    steps = metrics(folder)
+    figure = Figure(figsize=(11, 4), dpi=120)
+    usage, perplexity = figure.subplots(1, 2)
+    total = counts.shape[1]
+    for i, (layer, colour) in enumerate(zip(counts, COLOURS * len(counts), strict=False)):
+        share = layer.sort(descending=True).values / layer.sum().clamp(min=1)
+        name = f"layer {i + 1}" if len(counts) > 1 else "codes"
+        usage.step(range(1, total + 1), (share * total).tolist(), color=colour, label=name, where="mid")
+        perplexity.plot([s["step"] + 1 for s in steps], [s["perplexity"][i] for s in steps], color=colour, label=name)
+    usage.axhline(1, color="#999999", linewidth=1, linestyle="--", label="all as often")
+    usage.set_yscale("symlog", linthresh=0.1)
+    usage.set_ylim(0, 1.3 * max(1.0, total * float((counts / counts.sum(1, keepdim=True).clamp(min=1)).max())))
+    usage.yaxis.set_major_formatter("{x:g}")
+    usage.set_title(f"Usage on held-out patches, {(counts > 0).float().mean():.1%} of codes", loc="left", fontsize=10)
+    usage.set(xlabel="codes, the most frequent first", ylabel="frequency, times the number of codes")
+    perplexity.axhline(total, color="#999999", linewidth=1, linestyle="--", label="all codes")
+    perplexity.set_title("Perplexity of the codes of a batch", loc="left", fontsize=10)
+    perplexity.set(xlabel="step", ylabel="perplexity", ylim=(0, None))
+    for axes in (usage, perplexity):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return draw(figure, folder / "codebook.png")
 
 
 PROGRAM = runs.Program("vqvae", Options(), train.prepare, train.start, train.take, train.measure, title, summary, show)

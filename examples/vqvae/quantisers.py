@@ -14,6 +14,7 @@ Three quantisers of ``fquant.vq`` are missing. ``random_projection`` has no grad
 and ``hierarchical`` fixes the size of a map, while photographs have any.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -146,17 +147,12 @@ def books_at_kmeans(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset
 
 def levels(num_codes: int) -> tuple[int, ...]:
     """Factor ``num_codes`` into as few levels of scalars as possible, the larger first; ValueError if impossible."""
-    if (factors := _factors(num_codes)) is None:
-        wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
-        raise ValueError(f"--codes is {num_codes}, {wanted}")
-    return factors
-
-
-def _factors(n: int) -> tuple[int, ...] | None:
-    if n == 1:
-        return ()
-    choices = [(f, *rest) for f in FACTORS if n % f == 0 and (rest := _factors(n // f)) is not None]
-    return min(choices, key=len, default=None)
+    for count in range(1, num_codes.bit_length()):
+        for factors in itertools.combinations_with_replacement(FACTORS, count):
+            if math.prod(factors) == num_codes:
+                return factors
+    wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
+    raise ValueError(f"--codes is {num_codes}, {wanted}")
 
 
 def bits(num_codes: int) -> int:

@@ -25,10 +25,9 @@ from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 
-from ..common import data, runs
+from ..common import runs
 from . import photographs, quantisers
 from .options import Options
-from .photographs import Part, Photograph
 from .quantisers import Quantiser
 
 START_ROWS = 8  # rows a code, for k-means of the first latents
@@ -60,8 +59,8 @@ class Run:
     options: Options
     cfg: AutoencoderConfig
     mesh: DeviceMesh
-    photographs: list[Photograph]
-    parts: list[Part]
+    photographs: dict[str, Tensor]
+    parts: list[Tensor]
     quantiser: Quantiser
     schedule: optim.Schedule
     step: Callable[..., Any]  # captured
@@ -93,28 +92,20 @@ class Result:
     used: list[float]
 
 
-def title(run: Run) -> str:
-    """Describe the quantiser in a few words."""
-    options = run.options
-    times = "".join(f"{number} x " for number in (options.groups, options.layers) if number > 1)
-    return f"{options.quantiser} of {times}{options.codes} codes"
+def prepare(options: Options) -> tuple[AutoencoderConfig, dict[str, Tensor], list[Tensor], Quantiser]:
+    """Return the sizes of the autoencoder, the photographs, their training parts and the quantiser.
 
-
-def prepare(options: Options) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """Return the photographs, their training parts and the quantiser; ValueError for bad options."""
+    Raises ValueError for bad options.
+    """
+    cfg = AutoencoderConfig(dim=options.dim, hidden=options.hidden, inner=max(1, options.hidden // 2))
     images = photographs.load()
-    parts = photographs.parts(images, options.patch)
-    scale = config(options).scale
-    if options.patch % scale:
-        raise ValueError(f"--patch is {options.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
+    parts = photographs.parts(list(images.values()), options.patch)
+    if options.patch % cfg.scale:
+        wanted = f"wanted a multiple of {cfg.scale}, the pixels that a code stands for"
+        raise ValueError(f"--patch is {options.patch}; {wanted}")
     key = random.fold(random.key(options.seed), "quantiser")
     sizes = options.codes, options.layers, options.dim
-    return images, parts, quantisers.make(options.quantiser, *sizes, key, options.groups)
-
-
-def config(options: Options) -> AutoencoderConfig:
-    """Return the sizes of the autoencoder."""
-    return AutoencoderConfig(dim=options.dim, hidden=options.hidden, inner=max(1, options.hidden // 2))
+    return cfg, images, parts, quantisers.make(options.quantiser, *sizes, key, options.groups)
 
 
 def start(options: Options) -> tuple[Run, Training]:
@@ -124,15 +115,13 @@ def start(options: Options) -> tuple[Run, Training]:
     if one fails or if they disagree.
     """
     mesh, seed = shard.mesh(**options.axes()), random.key(options.seed)
-    images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
-    shared = {"options": repr(options.shared()), "photographs": data.digest([x.pixels for x in images])}
-    agree.same("start", shared)
-    cfg, state = config(options), quantiser.state
-    net = autoencoder.init(cfg, random.fold(seed, "autoencoder"))
+    cfg, images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
+    agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"photographs": images}))
+    net, state = autoencoder.init(cfg, random.fold(seed, "autoencoder")), quantiser.state
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
     schedule = optim.cosine(options.lr, options.steps + 1, warmup=options.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
+    step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("training",))
     positions = (options.patch // cfg.scale) ** 2
     run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions)
     training = Training(net, state, opt.init(weights), torch.tensor(0))
@@ -163,13 +152,15 @@ def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
 
 
 def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
-    """Return the step: a function of the state that it changes, this rank's images, their numbers and the key."""
+    """Return the step: a function of the state, this rank's images, their numbers and the key.
+
+    It returns the next state and the loss, the mean squared error and the usage of codes in the batch.
+    """
     summed, verbs = psum(mesh), quantiser.verbs
     scale = {"reconstruction": 1 / variance, **quantiser.weights}
 
-    def step(
-        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor
-    ) -> tuple[Autoencoder, Any, Any, dict[str, Tensor]]:
+    def step(training: Training, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor) -> Any:
+        state = training.quantiser
         if quantiser.learns:
             options: dict[str, Any] = {"key": key, "draw": True, "row_offset": row_offset}
         else:
@@ -184,40 +175,34 @@ def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, vari
             usage = quantisers.usage(out.codes, quantiser)
             return torch.stack(each).sum(), (losses["reconstruction"], out.stats, usage)
 
-        weights = Weights(net, quantisers.trained_leaves(quantiser, state))
+        weights = Weights(training.net, quantisers.trained_leaves(quantiser, state))
         grads, (value, aux) = grad_and_value(objective, has_aux=True)(weights)
         grads = shard.reduce(grads, mesh)
         value, (reconstruction, stats, counts) = summed((value, aux))
-        updates, moments = opt.update(grads, moments, weights)
-        measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
+        updates, moments = opt.update(grads, training.moments, weights)
         weights = optim.apply_updates(weights, updates)
         state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **quantiser.update)
-        return weights.net, state, moments, measured
+        return Training(weights.net, state, moments, training.done + 1), (value, vq.mean(reconstruction), counts)
 
     return step
 
 
 def take(run: Run, training: Training) -> tuple[Training, Step]:
     """Take one step. Raises ValueError if the loss is not finite."""
-    began, done = time.perf_counter(), int(training.done)
+    began, done, lr = time.perf_counter(), int(training.done), float(run.schedule(training.done))
     key = random.fold(random.fold(random.key(run.options.seed), "step"), done)
-    inputs = batch(run, key, run.options.batch)
-    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *inputs, key)
-    if not torch.isfinite(measured["loss"]):
-        raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
-    counts, lr = measured["counts"], float(run.schedule(training.done))
-    after = Training(net, state, moments, training.done + 1)
-    return after, Step(
-        done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
-        quantisers.share_used(counts), lr, run.options.batch / (time.perf_counter() - began),
-    )  # fmt: skip
+    training, (value, mse, counts) = run.step(training, *batch(run, key, run.options.batch), key)
+    if not torch.isfinite(value):
+        raise ValueError(f"step {done}: the loss is {value.item()}; use a smaller --lr")
+    figures = value.item(), psnr(mse), vq.perplexity(counts).tolist(), quantisers.share_used(counts)
+    return training, Step(done, *figures, lr, run.options.batch / (time.perf_counter() - began))
 
 
 def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[Result, Tensor, Residual]:
     """Measure held-out tiles: return results, usage counts f32[layers codes], and the books of pixels."""
     say("measuring held-out patches, and k-means of their pixels")
     books = pixel_books(run)
-    tiles = shard.share(photographs.tiles(run.photographs, run.options.patch), run.mesh, shard.Rules())
+    tiles = shard.share(photographs.tiles(list(run.photographs.values()), run.options.patch), run.mesh, shard.Rules())
     errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.options.codes)
     for images in tiles.split(run.options.batch):
         codes, *each = reconstructions(run, training, books, images)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import shard
+from examples import plan
 from examples.common import base, data, pricing, training_step
 from examples.common.command_line import axes_in
 from examples.common.pricing import Job, Price, price
-from examples.plan import cli
-from examples.plan.devices import DEVICES, bound
+from examples.plan import DEVICES, bound
 from examples.qlora import train
 from examples.qlora.options import Options
 from fquant import AQ_3X8, NF4, NF4_DQ, lora, random, tree
@@ -200,11 +200,11 @@ def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F
     found = ranks.run(size, trained, options, axes, timeout=240)
     shard.close()
     args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size)]
-    assert cli.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
+    assert plan.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
     price = json.loads(capsys.readouterr().out)["price"]
     sent = sum(c["sent"] for c in price["collectives"])
     assert (sent > 0) == (size > 1)
-    planned = sum(price[kind] for kind in cli.KINDS)
+    planned = sum(price[kind] for kind in plan.KINDS)
     for wire, measured, predicted in found:
         assert wire == sent
         assert abs(predicted - measured) <= 0.1 * measured and abs(planned - measured) <= 0.1 * measured
@@ -229,7 +229,7 @@ def folder(tmp_path):
 
 
 def run(capsys, *args):
-    assert cli.main([*map(str, args), "--json"]) == 0
+    assert plan.main([*map(str, args), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -252,13 +252,13 @@ def test_rows(folder, capsys, alone, meshes):
 @pytest.mark.slow
 def test_what_fits(folder, capsys, alone):
     (x,) = run(capsys, "--model", folder, "--device", "l4")
-    peak = sum(x["price"][kind] for kind in cli.KINDS)
+    peak = sum(x["price"][kind] for kind in plan.KINDS)
     there = DEVICES["l4"].memory
     for reserve, fits in (((there - peak) / 2**30 - 1e-6, True), ((there - peak) / 2**30 + 1e-6, False)):
         assert run(capsys, "--model", folder, "--device", "l4", "--reserve", reserve)[0]["fits"] == fits
-    assert cli.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
+    assert plan.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
     assert "Smallest that fits: fsdp=1, 1 x h200" in capsys.readouterr().out
-    assert cli.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
+    assert plan.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
     assert "It does not fit: fsdp=1 needs" in capsys.readouterr().out
 
 
@@ -272,8 +272,8 @@ def test_bound():
 
 def test_bar_is_the_device():
     p = Price(6 << 30, 1 << 30, 2 << 30, 3 << 30, 4 << 30, "head", 0, 0, 0, ())
-    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == cli.WIDTH * 16 // 24
-    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * cli.WIDTH
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == plan.WIDTH * 16 // 24
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * plan.WIDTH
 
 
 BAD = {
@@ -315,6 +315,6 @@ def test_bad_folder(change, said, folder, capsys):
 
 
 def refused(capsys, said, *args):
-    assert cli.main(list(args)) == 2
+    assert plan.main(list(args)) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1 and err.startswith("plan: "), err

@@ -4,8 +4,12 @@
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
 
-The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device
-(examples/plan/devices.py): the longest of arithmetic, memory traffic and wire, as if they overlapped perfectly.
+The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device: the longest of
+arithmetic, memory traffic and wire, as if they overlapped perfectly.
+
+A device is four figures a rank. Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X). Rates are the
+makers' peaks: dense bfloat16 with float32 sums, and bytes in one direction, half of NVLink's advertised figure. Sources
+are NVIDIA's data sheets, its white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 """
 
 import dataclasses
@@ -27,16 +31,43 @@ from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
-from ..common.base import DTYPES, TARGETS, FormatName, check, parse_format, parse_targets
-from ..common.command_line import axes_in, check_least, command_line
-from ..common.pricing import Job, Price, price
-from ..common.training_step import Checkpoint
-from .devices import DEVICES, Bound, Device, bound
+from .common.base import DTYPES, TARGETS, FormatName, check, parse_format, parse_targets
+from .common.command_line import axes_in, check_least, command_line
+from .common.pricing import Job, Price, price
+from .common.training_step import Checkpoint
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
 NAMES = {"moments": "optimiser"}
 WIDTH = 48  # of a bar, in characters
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second to a neighbour."""
+
+    memory: int
+    bandwidth: float
+    flops: float
+    link: float
+
+
+PCIE4, PCIE5 = 32e9, 64e9  # of 16 lanes
+
+DEVICES: dict[str, Device] = {
+    "b200": Device(183359 * MIB, 8.0e12, 2250e12, 900e9),
+    "h200": Device(143771 * MIB, 4.8e12, 989e12, 450e9),
+    "h100": Device(81559 * MIB, 3.35e12, 989e12, 450e9),
+    "a100-80": Device(81920 * MIB, 2.039e12, 312e12, 300e9),
+    "a100-40": Device(40960 * MIB, 1.555e12, 312e12, 300e9),
+    "l40s": Device(46068 * MIB, 864e9, 362e12, PCIE4),
+    "a10": Device(23028 * MIB, 600e9, 125e12, PCIE4),
+    "l4": Device(23034 * MIB, 300e9, 121e12, PCIE4),
+    "rtx5090": Device(32607 * MIB, 1.792e12, 209.5e12, PCIE5),
+    "rtx4090": Device(24564 * MIB, 1.008e12, 165.2e12, PCIE4),
+    "rtx3090": Device(24576 * MIB, 936e9, 71e12, PCIE4),
+    "mi300x": Device(196592 * MIB, 5.3e12, 1307e12, 448e9),
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +147,30 @@ class Options:
         if not 0 < self.link < math.inf:
             raise ValueError(f"--link is {self.link}; wanted GB/s above 0")
         return dataclasses.replace(device, link=self.link * 1e9)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of a step in seconds: arithmetic, memory traffic and sends, which may overlap."""
+
+    compute: float
+    memory: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the longest of the three."""
+        return max(self.compute, self.memory, self.wire)
+
+    @property
+    def limit(self) -> str:
+        """Return the name of the longest."""
+        return next(name for name in ("compute", "memory", "wire") if getattr(self, name) == self.seconds)
+
+
+def bound(device: Device, flops: int, moved: int, sent: int) -> Bound:
+    """Return the times of ``device`` for ``flops`` FLOPs, ``moved`` bytes of memory traffic and ``sent`` bytes."""
+    return Bound(flops / device.flops, moved / device.bandwidth, sent / device.link)
 
 
 @dataclass(frozen=True)
@@ -222,3 +277,7 @@ def answer(options: Options, rows: list[Row]) -> str:
         f"{found}: {best.mesh}, {best.ranks} x {options.device}; {best.price.peak / GIB:.2f} GiB a rank, "
         f"at its peak in the {best.price.phase}"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
