@@ -24,21 +24,29 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
-from .common.base import DTYPES, TARGETS, FormatName, check, parse_format, parse_targets
-from .common.command_line import axes_in, check_least, command_line
+from .common.command_line import (
+    DTYPES,
+    TARGETS,
+    FormatName,
+    axes_in,
+    check,
+    check_least,
+    command_line,
+    parse_format,
+    parse_targets,
+)  # fmt: skip
 from .common.pricing import Job, Price, price
 from .common.training_step import Checkpoint
 
 GIB, MIB = 2**30, 2**20
 KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
-NAMES = {"moments": "optimiser"}
 WIDTH = 48  # of a bar, in characters
 
 
@@ -142,11 +150,9 @@ class Options:
         device = DEVICES[self.device]
         if not 0 <= self.reserve * GIB < device.memory:
             raise ValueError(f"--reserve is {self.reserve}; wanted 0 to the {device.memory / GIB:.0f} GiB there are")
-        if self.link is None:
-            return device
-        if not 0 < self.link < math.inf:
+        if self.link is not None and not 0 < self.link < math.inf:
             raise ValueError(f"--link is {self.link}; wanted GB/s above 0")
-        return dataclasses.replace(device, link=self.link * 1e9)
+        return device if self.link is None else dataclasses.replace(device, link=self.link * 1e9)
 
 
 @dataclass(frozen=True)
@@ -201,27 +207,22 @@ def main(args: list[str] | None = None) -> int:
         task = progress.add_task("", total=2 * len(meshes), mesh="")
         for mesh, axes in meshes.items():
             progress.update(task, mesh=mesh)
-            rows.append(row(options, device, mesh, axes, price(job, axes, lambda: progress.advance(task))))
+            found, ranks = price(job, axes, lambda: progress.advance(task)), math.prod(axes.values())
+            least = bound(device, found.flops, found.read + found.written, found.sent)
+            fits = found.peak + options.reserve * GIB <= device.memory
+            tokens = ranks * options.batch * options.accumulate * options.seq
+            rows.append(Row(mesh, ranks, found, least, fits, tokens / least.seconds))
     if options.json:
-        for one in rows:
-            print(json.dumps(dataclasses.asdict(one)))
-        return 0
-    show(console, options, device, rows)
+        print(*(json.dumps(dataclasses.asdict(one)) for one in rows), sep="\n")
+    else:
+        show(console, options, device, rows)
     return 0
-
-
-def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found: Price) -> Row:
-    """Return the figures ``found`` as times and memory of ``device``."""
-    ranks = math.prod(axes.values())
-    least = bound(device, found.flops, found.read + found.written, found.sent)
-    fits = found.peak + options.reserve * GIB <= device.memory
-    tokens = ranks * options.batch * options.accumulate * options.seq
-    return Row(mesh, ranks, found, least, fits, tokens / least.seconds)
 
 
 def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
     """Print three tables and an answer, 80 columns wide."""
-    memory = table("GiB of a rank at its peak", "mesh", *(NAMES.get(kind, kind) for kind in KINDS), "peak")
+    kinds = (kind.replace("moments", "optimiser") for kind in KINDS)
+    memory = table("GiB of a rank at its peak", "mesh", *kinds, "peak")
     for column, colour in zip(memory.columns[1:], KINDS.values(), strict=False):
         column.style = colour
     bars = table(f"Of the {device.memory / GIB:.1f} GiB of {options.device}", "mesh", "", "%", "")
@@ -245,10 +246,9 @@ def show(console: Console, options: Options, device: Device, rows: list[Row]) ->
 
 def table(title: str, *names: str) -> Table:
     """Return an empty table; all columns but the first are numbers."""
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(names):
-        out.add_column(name, justify="right" if i and name not in ("", "limit") else "left", no_wrap=True)
-    return out
+    words = names[0], "", "limit"
+    columns = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in names)
+    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def bar(found: Price, device: Device) -> Text:
@@ -267,16 +267,14 @@ def answer(options: Options, rows: list[Row]) -> str:
     fitting = [x for x in rows if x.fits]
     if not fitting:
         least = min(rows, key=lambda x: x.price.peak)
-        kinds = {kind: getattr(least.price, kind) for kind in KINDS}
-        fix = "use more fsdp" if max(kinds, key=kinds.__getitem__) == "base" else "use a smaller --batch or --seq"
+        most = max(KINDS, key=lambda kind: getattr(least.price, kind))
+        fix = "use more fsdp" if most == "base" else "use a smaller --batch or --seq"
         none = "None of these fits" if len(rows) > 1 else "It does not fit"
         return f"{none}: {least.mesh} needs {least.price.peak / GIB:.2f} GiB a rank; {fix}"
     best = min(fitting, key=lambda x: (x.ranks, x.bound.seconds))
     found = "Smallest that fits" if len(rows) > 1 else "It fits"
-    return (
-        f"{found}: {best.mesh}, {best.ranks} x {options.device}; {best.price.peak / GIB:.2f} GiB a rank, "
-        f"at its peak in the {best.price.phase}"
-    )
+    memory = f"{best.price.peak / GIB:.2f} GiB a rank, at its peak in the {best.price.phase}"
+    return f"{found}: {best.mesh}, {best.ranks} x {options.device}; {memory}"
 
 
 if __name__ == "__main__":

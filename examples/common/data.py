@@ -96,8 +96,8 @@ def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int |
         raise ValueError("data: no documents; wanted at least one")
     for what, token in (("eos", eos), ("bos", bos)):
         if token is not None and tokenizer.id_to_token(token) is None:
-            size = tokenizer.get_vocab_size()
-            raise ValueError(f"{what}: the tokenizer has no token {token}; wanted one below {size}")
+            wanted = f"wanted one below {tokenizer.get_vocab_size()}"
+            raise ValueError(f"{what}: the tokenizer has no token {token}; {wanted}")
     name = documents[0].name if len(documents) == 1 else f"{documents[0].name} ... {documents[-1].name}"
     ids: list[int] = []
     flags = bytearray()

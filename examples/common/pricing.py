@@ -32,7 +32,8 @@ from fquant.format import Format
 from models import decoder
 from models.config import Config
 
-from . import base, data
+from . import data
+from .command_line import pattern, quantised
 from .training_step import Checkpoint, Setup, initial, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
@@ -134,8 +135,8 @@ def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
     setup = Setup(job.cfg, mesh, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
     with torch.device("meta"):
-        weights = base.quantised(decoder.shapes(job.cfg, job.weights), job.format)
-        adapters = lora.init(weights, base.pattern(job.targets), job.rank)
+        weights = quantised(decoder.shapes(job.cfg, job.weights), job.format)
+        adapters = lora.init(weights, pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {
             "state": initial(adapters, opt),

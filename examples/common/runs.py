@@ -98,7 +98,7 @@ class Program(NamedTuple):
     options: Any  # by default
     prepare: Callable[[Any], Any]  # checks all input of the options, before processes start
     start: Callable[[Any], tuple[Any, Any]]  # options -> constants of the run, first or loaded state
-    take: Callable[[Any, Any], tuple[Any, Any]]  # run, state -> next state, figures of the step
+    take: Callable[[Any, Any], tuple[Any, Any]]  # run, state -> next state, figures of the step with ``step``, ``loss``
     measure: Callable[..., Any]  # run, state, function that prints a line -> results
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
@@ -159,6 +159,8 @@ def work(program: Program, options: Options) -> str | None:
             shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
             while (done := int(state.done)) < options.steps:
                 state, step = program.take(run, state)
+                if not math.isfinite(step.loss):
+                    raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
                 shown.step(step)
                 if (done + 1) % options.save_every == 0 or done + 1 == options.steps:
                     save(options, state)
@@ -199,12 +201,7 @@ def announce(options: Options) -> None:
     me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}
     ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
-
-    def begin() -> None:
-        options.folder().mkdir(parents=True, exist_ok=True)
-        write(options.folder() / RUN, content)
-
-    agree.attempt("start", begin if dist.get_rank() == 0 else lambda: None)
+    agree.attempt("start", lambda: write(options.folder() / RUN, content) if dist.get_rank() == 0 else None)
 
 
 def save(options: Options, state: Any) -> None:
@@ -227,7 +224,8 @@ def load(options: Options, like: Any) -> Any:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file of JSON, whole or not at all."""
+    """Write a file of JSON, whole or not at all, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with safetensors.replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 

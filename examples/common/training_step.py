@@ -1,6 +1,6 @@
 """One step of LoRA fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
 
-    step = capture(setup)                                    # jit(train_step, **setup.capture())
+    step = jit(train_step, **setup.capture())
     state, measured = step(state, base, micros, count, setup)
 
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
@@ -16,7 +16,7 @@ Checkpointing modes:
 No mode keeps gathered weights: they are gathered again, one block ahead, for the backward. Modes change no bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import shard
-from fquant import Comm, jit, lora, optim, tree
+from fquant import Comm, lora, optim, tree
 from fquant.compile.cost import of as cost_of
 from models import decoder
 from models.config import Config
@@ -55,8 +55,7 @@ class Setup:
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
-        full = self.checkpoint == "full"
-        return shard.comm(self.mesh, self.rules, recompute=full, tokens=self.rows * self.seq)
+        return shard.comm(self.mesh, self.rules, recompute=self.checkpoint == "full", tokens=self.rows * self.seq)
 
     def capture(self) -> dict[str, Any]:
         """Return the options of ``jit`` and ``cost``: state is donated, passes place gathers, jit may recompute."""
@@ -104,11 +103,6 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
     adapters = optim.apply_updates(state.adapters, updates)
     measured = Measured(value, optim.global_norm(grads), setup.schedule(state.done))
     return State(adapters, moments, state.done + 1), measured
-
-
-def capture(setup: Setup) -> Callable[..., tuple[State, Measured]]:
-    """Return ``train_step`` captured for ``setup``."""
-    return jit(train_step, **setup.capture())
 
 
 @cache

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fquant.io import peft
 from models import hf
@@ -59,12 +59,10 @@ def show(run: Run, state: State, result: Result) -> None:
 
 def table(result: Result, options: Options, ranks: int) -> Table:
     """Return the one table at the end; a dense base (--format none) has two columns instead of three."""
-    out = Table(title=f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks")
+    title = f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks"
     packed = options.format != "none"
     names = ("bf16 base", "packed base", "packed + adapter") if packed else ("bf16 base", "bf16 base + adapter")
-    out.add_column("")
-    for name in names:
-        out.add_column(name, justify="right")
+    out = Table("", *(Column(name, justify="right") for name in names), title=title)
     smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
     perplexities = result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted
     rows = {
@@ -72,8 +70,8 @@ def table(result: Result, options: Options, ranks: int) -> Table:
         "bytes a rank sends in a step": (f"{result.wire_bf16:,}", f"{result.wire_packed:,}", ""),
         "held-out perplexity": tuple(f"{p:.2f}" for p in perplexities),
     }
-    for name, (dense, quantised, adapted) in rows.items():
-        out.add_row(name, dense, *((quantised, adapted) if packed else (adapted,)))
+    for name, cells in rows.items():
+        out.add_row(name, *(cells if packed else cells[::2]))
     return out
 
 

@@ -9,7 +9,7 @@ import tyro
 from fquant import optim
 
 from ..common import runs
-from ..common.base import TARGETS, FormatName, parse_format, parse_targets
+from ..common.command_line import TARGETS, FormatName, parse_format, parse_targets
 from ..common.training_step import Checkpoint
 
 HERE = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shard
-from fquant import lora, optim, random, tree
+from fquant import jit, lora, optim, random, tree
 from fquant.compile import all_gather_text
 from fquant.compile.cost import Cost, cost
 from fquant.kernels.cpu import usable_cores
@@ -25,7 +25,8 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import base, data, launch, pricing, runs, training_step
+from ..common import data, launch, pricing, runs, training_step
+from ..common.command_line import DTYPES, check, parse_format, parse_targets, pattern, quantised
 from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
 from .options import Options
 
@@ -86,10 +87,10 @@ class Result:
 def prepare(options: Options) -> Work:
     """Open and check everything that ``options`` name, and write nothing; a ValueError names the fault."""
     cfg, dense = hf.lazy(options.model)
-    fmt = base.parse_format(options.format, options.block)
-    base.check(cfg, fmt, options.seq, options.model)
-    packed = base.quantised(dense, fmt)
-    targets = base.pattern(base.parse_targets(options.targets))
+    fmt = parse_format(options.format, options.block)
+    check(cfg, fmt, options.seq, options.model)
+    packed = quantised(dense, fmt)
+    targets = pattern(parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
     tokenizer = data.tokenizer(options.model)
     documents = data.documents(options.data, tokenizer, options.characters)
@@ -105,17 +106,17 @@ def start(options: Options) -> tuple[Run, State]:
     axes = options.axes()
     torch.set_num_threads(usable_cores(launch.local_ranks()))
     mode = options.checkpoint or choose_checkpoint(options, axes)
-    mesh = shard.mesh(**axes)
+    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     work = agree.attempt("prepare", partial(prepare, options))
     agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"data": (work.train, work.held)}))
-    schedule, stream = options.learning_rate(), base.DTYPES[options.dtype]
+    schedule = options.learning_rate()
     opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
     rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
-    setup = Setup(work.cfg, mesh, opt, schedule, rows, options.seq, mode, stream)
+    setup = Setup(work.cfg, mesh, opt, schedule, rows, options.seq, mode, DTYPES[options.dtype])
     placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), setup.rules, mesh, work.cfg)
-    run = Run(options, work, setup, placed, shard.local(placed), training_step.capture(setup))
+    run = Run(options, work, setup, placed, shard.local(placed), jit(training_step.train_step, **setup.capture()))
     state = training_step.initial(adapters, setup.opt)
     return run, state if options.resume is None else runs.load(options, state)
 
@@ -126,15 +127,12 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     Has to be called before the ranks meet, because the step is priced on an abstract mesh.
     """
     cfg = hf.read_config(options.model)
-    fmt, targets = base.parse_format(options.format, options.block), base.parse_targets(options.targets)
+    fmt, targets = parse_format(options.format, options.block), parse_targets(options.targets)
     sizes = options.rank, -(-options.batch // math.prod(axes.values())), options.seq
-    stream = base.DTYPES[options.dtype]
-    job = pricing.Job(cfg, fmt, targets, *sizes, stream=stream, accumulate=options.accumulate)
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate)
+    peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
     room = ROOM * launch.available_memory()
-    for mode in MODES[:-1]:
-        if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
-            return mode
-    return MODES[-1]
+    return next(mode for mode in MODES if mode == "full" or peak(mode) <= room)
 
 
 def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
@@ -157,13 +155,11 @@ def predict(run: Run, state: State, placed: Any) -> Cost:
 
 
 def take(run: Run, state: State) -> tuple[State, Step]:
-    """Take one step. Raises ValueError if the loss is no longer finite."""
+    """Take one step."""
     began, step, options = time.perf_counter(), int(state.done), run.options
     micros, count = micro_batches(run, step)
     state, found = run.step(state, run.local, micros, count, run.setup)
     value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
-    if not torch.isfinite(found.loss):
-        raise ValueError(f"step {step}: the loss is {value}; use a smaller --lr")
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
     return state, Step(step, value, lr, norm, int(count), through, launch.resident(), training_step.sent(run.step))
 
@@ -180,12 +176,9 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
         dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
         plain = perplexity(run, dense, {})
     wire = lambda x: sum(collective.sent for collective in predict(run, state, x).collectives)
+    bundles = lambda x: tree.leaves(x, is_leaf=lambda x: isinstance(x, shard.Bundle))
+    size = lambda x: sum(bundle.layout.nbytes for bundle in bundles(x))  # over all ranks, without padding and copies
     return Result(size(dense), size(run.base), wire(dense), wire(run.base), plain, packed, adapted)
-
-
-def size(placed: Any) -> int:
-    """Return the bytes of a placed base over all ranks, without padding and copies."""
-    return sum(bundle.layout.nbytes for bundle in tree.leaves(placed, is_leaf=lambda x: isinstance(x, shard.Bundle)))
 
 
 def perplexity(run: Run, placed: Any, adapters: lora.Adapters) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from fquant.vq.composite.residual import Residual
@@ -54,9 +54,8 @@ def show(run: Run, training: Training, measured: tuple[Result, Tensor, Residual]
 
 def table(run: Run, result: Result, ranks: int) -> Table:
     """Return the table of results."""
-    out = Table(title=f"Held-out patches: {title(run)}, {ranks} rank{'s' * (ranks > 1)}")
-    for name in ("", "bits a pixel", "PSNR, dB", "perplexity", "codes used"):
-        out.add_column(name, justify="right" if name else "left")
+    columns = (Column(name, justify="right") for name in ("bits a pixel", "PSNR, dB", "perplexity", "codes used"))
+    out = Table("", *columns, title=f"Held-out patches: {title(run)}, {ranks} rank{'s' * (ranks > 1)}")
     rate = f"{result.bits_per_pixel:.3f}"
     out.add_row("mean colour of a patch", "", f"{result.psnr_mean:.2f}", "", "")
     out.add_row("k-means of pixels", rate, f"{result.psnr_kmeans:.2f}", "", "")
@@ -67,26 +66,19 @@ def table(run: Run, result: Result, ranks: int) -> Table:
 
 def reconstruction(folder: Path, run: Run, training: Training, books: Residual, result: Result) -> Path:
     """Draw held-out crops of the photographs, and their reconstructions by the autoencoder and by k-means."""
-    rows: dict[str, list[Tensor]] = {
-        "held-out part": [],
-        f"VQ-VAE\n{result.psnr:.1f} dB": [],
-        f"k-means of pixels\n{result.psnr_kmeans:.1f} dB": [],
-    }
-    for photograph in run.photographs.values():
+    figure = Figure(figsize=(1.9 * len(run.photographs) + 1, 11.5), dpi=120)
+    grid: Any = figure.subplots(3, len(run.photographs))
+    for column, (name, photograph) in zip(grid.T, run.photographs.items(), strict=True):
         original = photographs.portrait(photograph, run.cfg.scale)[None]
         _, *others = train.reconstructions(run, training, books, original)
-        for row, image in zip(rows.values(), (original, *others), strict=True):
-            row.append(image[0].movedim(0, -1).clamp(0, 1))
-    figure = Figure(figsize=(1.9 * len(run.photographs) + 1, 11.5), dpi=120)
-    grid: Any = figure.subplots(len(rows), len(run.photographs))
-    for line, (name, row) in zip(grid, rows.items(), strict=True):
-        line[0].set_ylabel(name)
-        for axes, image in zip(line, row, strict=True):
-            axes.imshow(image.numpy(), interpolation="nearest")
+        for axes, image in zip(column, (original, *others), strict=True):
+            axes.imshow(image[0].movedim(0, -1).clamp(0, 1).numpy(), interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
-    for axes, name in zip(grid[0], run.photographs, strict=True):
-        axes.set_title(name, fontsize=10)
+        column[0].set_title(name, fontsize=10)
+    names = "held-out part", f"VQ-VAE\n{result.psnr:.1f} dB", f"k-means of pixels\n{result.psnr_kmeans:.1f} dB"
+    for axes, name in zip(grid[:, 0], names, strict=True):
+        axes.set_ylabel(name)
     figure.suptitle(f"{title(run)}, {result.bits_per_pixel:.3f} bits a pixel", fontsize=11)
     return draw(figure, folder / "reconstruction.png")
 

@@ -65,6 +65,7 @@ class Run:
     schedule: optim.Schedule
     step: Callable[..., Any]  # captured
     positions: int  # codes of a patch
+    psum: Callable[[Any], Any]  # the sum of a tree over all ranks
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,7 @@ class Result:
 
 
 def prepare(options: Options) -> tuple[AutoencoderConfig, dict[str, Tensor], list[Tensor], Quantiser]:
-    """Return the sizes of the autoencoder, the photographs, their training parts and the quantiser.
-
-    Raises ValueError for bad options.
-    """
+    """Return sizes, photographs, their training parts and the quantiser; raise ValueError for bad options."""
     cfg = AutoencoderConfig(dim=options.dim, hidden=options.hidden, inner=max(1, options.hidden // 2))
     images = photographs.load()
     parts = photographs.parts(list(images.values()), options.patch)
@@ -114,16 +112,18 @@ def start(options: Options) -> tuple[Run, Training]:
     Books begin at the k-means of the untrained autoencoder's latents of some patches. Raises ValueError on every rank
     if one fails or if they disagree.
     """
-    mesh, seed = shard.mesh(**options.axes()), random.key(options.seed)
+    axes, seed = options.axes(), random.key(options.seed)
+    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     cfg, images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
     agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"photographs": images}))
     net, state = autoencoder.init(cfg, random.fold(seed, "autoencoder")), quantiser.state
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
+    psum = partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
     schedule = optim.cosine(options.lr, options.steps + 1, warmup=options.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("training",))
+    step = jit(make_step(quantiser, opt, mesh, psum, photographs.variance(parts)), donate=("training",))
     positions = (options.patch // cfg.scale) ** 2
-    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions)
+    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
     training = Training(net, state, opt.init(weights), torch.tensor(0))
     if options.resume is not None:
         return run, runs.load(options, training)
@@ -132,7 +132,7 @@ def start(options: Options) -> tuple[Run, Training]:
         patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
         with torch.no_grad():
             latents = autoencoder.encode(net, patches)
-        state = quantisers.books_at_kmeans(state, latents, key, row_offset, psum(mesh))
+        state = quantisers.books_at_kmeans(state, latents, key, row_offset, psum)
     return run, replace(training, quantiser=state)
 
 
@@ -146,30 +146,21 @@ def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tenso
     return images, numbers, (numbers[0] * run.positions, torch.tensor(size * run.positions))
 
 
-def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """Return the function that sums a tree over all ranks."""
-    return partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
-
-
-def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
-    """Return the step: a function of the state, this rank's images, their numbers and the key.
-
-    It returns the next state and the loss, the mean squared error and the usage of codes in the batch.
-    """
-    summed, verbs = psum(mesh), quantiser.verbs
-    scale = {"reconstruction": 1 / variance, **quantiser.weights}
+def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, psum: Any, variance: float) -> Any:
+    """Return the step: next state; loss, mean squared error and usage of codes in the batch."""
+    verbs, scale = quantiser.verbs, {"reconstruction": 1 / variance, **quantiser.weights}
 
     def step(training: Training, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor) -> Any:
         state = training.quantiser
         if quantiser.learns:
             options: dict[str, Any] = {"key": key, "draw": True, "row_offset": row_offset}
         else:
-            options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
+            options = {"key": random.fold(key, numbers)} | ({"psum": psum} if quantiser.inside else {})
 
         def objective(weights: Weights) -> tuple[Tensor, Any]:
             new = quantisers.replace_leaves(state, weights.quantiser)
             losses, out = autoencoder.loss(weights.net, new, images, verbs=verbs, **options)
-            counts = summed({name: loss.count for name, loss in losses.items()})
+            counts = psum({name: loss.count for name, loss in losses.items()})
             # A loss has a number for each layer.
             each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
             usage = quantisers.usage(out.codes, quantiser)
@@ -178,30 +169,33 @@ def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, vari
         weights = Weights(training.net, quantisers.trained_leaves(quantiser, state))
         grads, (value, aux) = grad_and_value(objective, has_aux=True)(weights)
         grads = shard.reduce(grads, mesh)
-        value, (reconstruction, stats, counts) = summed((value, aux))
+        value, (reconstruction, stats, counts) = psum((value, aux))
         updates, moments = opt.update(grads, training.moments, weights)
         weights = optim.apply_updates(weights, updates)
-        state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **quantiser.update)
+        how = quantisers.UPDATE if quantiser.learns else {}
+        state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **how)
         return Training(weights.net, state, moments, training.done + 1), (value, vq.mean(reconstruction), counts)
 
     return step
 
 
 def take(run: Run, training: Training) -> tuple[Training, Step]:
-    """Take one step. Raises ValueError if the loss is not finite."""
+    """Take one step."""
     began, done, lr = time.perf_counter(), int(training.done), float(run.schedule(training.done))
     key = random.fold(random.fold(random.key(run.options.seed), "step"), done)
     training, (value, mse, counts) = run.step(training, *batch(run, key, run.options.batch), key)
-    if not torch.isfinite(value):
-        raise ValueError(f"step {done}: the loss is {value.item()}; use a smaller --lr")
     figures = value.item(), psnr(mse), vq.perplexity(counts).tolist(), quantisers.share_used(counts)
     return training, Step(done, *figures, lr, run.options.batch / (time.perf_counter() - began))
 
 
 def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[Result, Tensor, Residual]:
-    """Measure held-out tiles: return results, usage counts f32[layers codes], and the books of pixels."""
+    """Measure held-out tiles: return results, usage counts f32[layers codes], and the k-means of pixels."""
     say("measuring held-out patches, and k-means of their pixels")
-    books = pixel_books(run)
+    key = random.fold(random.key(run.options.seed), "pixels")
+    patches, _, row_offset = batch(run, key, -(-BASELINE_ROWS * run.options.codes // run.positions))
+    pixels = quantisers.blocks(patches, run.cfg.scale)
+    books = residual.init_books(key, run.options.codes, pixels.shape[-1], run.quantiser.num_layers)
+    books = quantisers.books_at_kmeans(books, pixels, key, row_offset, run.psum)
     tiles = shard.share(photographs.tiles(list(run.photographs.values()), run.options.patch), run.mesh, shard.Rules())
     errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.options.codes)
     for images in tiles.split(run.options.batch):
@@ -209,7 +203,7 @@ def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[R
         each.append(images.mean((2, 3), keepdim=True))
         errors += torch.stack([(x.expand_as(images) - images).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
-    errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
+    errors, counts, number = run.psum((errors, counts, torch.tensor(tiles.numel())))
     bits = run.quantiser.num_layers * math.log2(run.options.codes) / run.cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
     result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
@@ -223,15 +217,6 @@ def reconstructions(run: Run, training: Training, books: Residual, images: Tenso
         codes = autoencoder.to_codes(training.net, state, images, verbs)
         decoded = autoencoder.from_codes(training.net, state, codes, verbs)
     return codes, decoded, quantisers.from_pixels(books.layers, images, run.cfg.scale)
-
-
-def pixel_books(run: Run) -> Residual:
-    """Return the k-means of blocks of pixels, with as many codes and layers as the quantiser."""
-    codes, key = run.options.codes, random.fold(random.key(run.options.seed), "pixels")
-    images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * codes // run.positions))
-    rows = quantisers.blocks(images, run.cfg.scale)
-    books = residual.init_books(key, codes, rows.shape[-1], run.quantiser.num_layers)
-    return quantisers.books_at_kmeans(books, rows, key, row_offset, psum(run.mesh))
 
 
 def psnr(mse: Tensor) -> float:

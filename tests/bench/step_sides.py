@@ -27,9 +27,9 @@ from torch import Tensor
 
 import shard
 from examples.common import data, training_step
-from examples.common.base import TARGETS, pattern
+from examples.common.command_line import TARGETS, pattern
 from examples.common.training_step import Checkpoint, Setup
-from fquant import NF4_DQ, cost, lora, optim, quantize, tree
+from fquant import NF4_DQ, cost, jit, lora, optim, quantize, tree
 from models import decoder
 from models.attention import attention
 from models.config import Config
@@ -86,7 +86,8 @@ def ours(shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = Tr
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
-    step = training_step.capture(setup) if captured else training_step.train_step
+    step = training_step.train_step
+    step = jit(step, **setup.capture()) if captured else step
     return _Ours(step, training_step.initial(adapters, OPT), rest)
 
 

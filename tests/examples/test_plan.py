@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 import shard
 from examples import plan
-from examples.common import base, data, pricing, training_step
+from examples.common import command_line, data, pricing, training_step
 from examples.common.command_line import axes_in
 from examples.common.pricing import Job, Price, price
 from examples.plan import DEVICES, bound
 from examples.qlora import train
 from examples.qlora.options import Options
-from fquant import AQ_3X8, NF4, NF4_DQ, lora, random, tree
+from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
 from models import decoder
 from models.config import Config
 from models.hf_config import to_hf
@@ -25,7 +25,7 @@ from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.live_memory import Peak
 
-ALL = base.TARGETS
+ALL = command_line.TARGETS
 TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
 JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
 # A peak in the head, in the backward of the last or a middle layer, and in the update.
@@ -141,13 +141,13 @@ def really(job, axes):
     """Take two steps on this rank: the bytes it sends, the peak it holds, and both as predicted."""
     mesh = shard.mesh(**axes)
     setup, cfg = pricing.arguments(job, mesh)["setup"], job.cfg
-    weights = base.quantised(decoder.init(cfg, random.key(0), job.weights), job.format)
-    adapters = lora.init(weights, base.pattern(job.targets), job.rank)
+    weights = command_line.quantised(decoder.init(cfg, random.key(0), job.weights), job.format)
+    adapters = lora.init(weights, command_line.pattern(job.targets), job.rank)
     placed, adapters = shard.place((weights, adapters), decoder.dims(cfg), setup.rules, mesh, cfg)
     rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
     batch = data.Rows(rows, rows.roll(-1, -1), rows // 20)
     rest = shard.local(placed), ((batch, None),) * job.accumulate, torch.tensor(rows.numel())
-    step = training_step.capture(setup)
+    step = jit(training_step.train_step, **setup.capture())
     state, _ = step(training_step.initial(adapters, setup.opt), *rest, setup)
     held = tree.nbytes((state, rest))
     with shard.traffic() as traffic, Peak() as peak:
