@@ -8,6 +8,7 @@ model, in float32 on packed documents. The weights are saved in bfloat16.
 """
 
 import ast
+import itertools
 import json
 import sys
 import sysconfig
@@ -111,13 +112,12 @@ def pack(encoded: list[list[int]], seq: int) -> tuple[Tensor, Tensor]:
 
 def batches(encoded: list[list[int]], options: Options) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches without end; epoch e is packed in the order of key (seed, e)."""
-    key, epoch = random.fold(random.key(options.seed), "documents"), 0
-    while True:
+    key = random.fold(random.key(options.seed), "documents")
+    for epoch in itertools.count():
         order = random.permutation(random.fold(key, epoch), len(encoded)).tolist()
         tokens, segments = pack([encoded[i] for i in order], options.seq)
         for i in range(0, len(tokens) - options.batch + 1, options.batch):
             yield tokens[i : i + options.batch], segments[i : i + options.batch]
-        epoch += 1
 
 
 def loss(params: Any, tokens: Tensor, segments: Tensor) -> Tensor:
@@ -169,8 +169,7 @@ def main(options: Options) -> None:
         for _ in range(trials):
             step(params, *next(source))
         steps = max(1, int(options.minutes * 60 * trials / (time.monotonic() - start)))
-    schedule = optim.cosine(options.lr, steps, options.warmup)
-    adamw = optim.adamw(schedule, b2=0.98, weight_decay=options.weight_decay)
+    adamw = optim.adamw(optim.cosine(options.lr, steps, options.warmup), b2=0.98, weight_decay=options.weight_decay)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), adamw)
     state = optimizer.init(params)
     start = time.monotonic()

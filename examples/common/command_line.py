@@ -1,29 +1,65 @@
-"""Parse command lines from dataclasses, and meshes from text."""
+"""Options that several programs have, parsed from text: formats, weights to adapt, meshes; and command lines."""
 
 import dataclasses
 import difflib
-import math
-from typing import TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
+import torch
 import tyro
 
+from fquant import format, quantize, tree
+from fquant.format import Format
+from models import decoder
+from models.config import Config
 from shard.device_mesh import check_axes
 
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linears of a layer
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
+FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "none"]
 T = TypeVar("T")
 
 
-def axes_of(mesh: str | None, world: int | None, alone: int) -> dict[str, int]:
-    """Return the axes of --mesh; without one, fsdp over all ``world`` processes, or over ``alone`` local ones.
+def parse_format(name: str, block: int | None) -> Format | None:
+    """Return the format called ``name``, or None for a dense base; raise ValueError for a block it cannot have."""
+    if name != "none":
+        return format.parse(name, block)
+    if block is not None:
+        raise ValueError(f"--block is {block} with --format none; a dense base has no blocks, leave one out")
+    return None
 
-    Raises ValueError for a mesh that is not of the world's size.
+
+def quantised(dense: Any, fmt: Format | None) -> Any:
+    """Return the tree ``dense`` with the linears of every layer packed in ``fmt``, or as it is without one."""
+    return dense if fmt is None else tree.map_at(pattern(TARGETS), partial(quantize, format=fmt), dense)
+
+
+def pattern(targets: tuple[str, ...]) -> str:
+    """Return the regular expression of the paths of ``targets`` in all layers."""
+    return rf"layers\.\d+\.({'|'.join(targets)})"
+
+
+def parse_targets(targets: str) -> tuple[str, ...]:
+    """Return the names in a value of --targets; raise ValueError for one that is no weight of a layer."""
+    names = tuple(name.strip() for name in targets.split(","))
+    for name in names:
+        if name not in TARGETS:
+            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
+    return names
+
+
+def check(cfg: Config, fmt: Format | None, seq: int, model: Any) -> None:
+    """Raise ValueError for a weight whose width is not a multiple of the block, and for more tokens than positions.
+
+    bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
     """
-    if mesh is None:
-        return {"fsdp": world or alone}
-    axes = axes_in(mesh)
-    if world is not None and (ranks := math.prod(axes.values())) != world:
-        fix = f"wanted sizes that multiply to {world}, such as fsdp={world}"
-        raise ValueError(f"--mesh {mesh} has {ranks} ranks, and there are {world} processes; {fix}")
-    return axes
+    for path, w in tree.items(decoder.shapes(cfg)):
+        if fmt is not None and fmt.block and path.split(".")[-1] in TARGETS and w.shape[1] % fmt.block:
+            fits = [block for block in format.BLOCKS if w.shape[1] % block == 0]
+            fix = f"use --block {fits[-1]}" if fits else "use --format int8"
+            raise ValueError(f"{path}: dim 1 = {w.shape[1]} is not a multiple of {fmt.name}'s block {fmt.block}; {fix}")
+    if seq > cfg.max_positions:
+        raise ValueError(f"--seq is {seq}; wanted at most {cfg.max_positions}, the positions of {model}")
 
 
 def axes_in(mesh: str) -> dict[str, int]:
@@ -38,7 +74,14 @@ def axes_in(mesh: str) -> dict[str, int]:
     return axes
 
 
-def command_line(default: T, args: list[str], prog: str) -> T:
+def check_least(options: Any, least: dict[str, int]) -> None:
+    """Raise ValueError for an option below its least value."""
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; wanted at least {low}")
+
+
+def command_line(default: T, args: list[str] | None, prog: str) -> T:
     """Return the options on the command line, else those of ``default``; raise ValueError for an unknown one."""
     options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
     if unknown:

@@ -14,10 +14,8 @@ Each piece of a document (examples/common/records.py) is tokenised by itself, as
 The last token of a row predicts the first of the next. The last row is padded with a segment of its own and no target.
 """
 
-import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -76,25 +74,16 @@ def special(folder: str | Path) -> tuple[int, int | None]:
     return eos, bos if isinstance(bos, int) else None
 
 
-def digest(x: Any) -> str:
-    """Return a hash of the paths, types, shapes and bytes of the tensors in the tree ``x``."""
-    found = hashlib.blake2b(digest_size=8)
-    for path, t in tree.items(x):
-        found.update(f"{path} {t.dtype} {tuple(t.shape)}".encode())
-        found.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
 def some(documents: list[Document], characters: int) -> list[Document]:
     """Return every n-th document, which together have about ``characters`` characters."""
     total = sum(len(piece.text) for document in documents for piece in document.pieces)
     return documents[:: max(1, round(total / characters))]
 
 
-def documents(path: str | Path | None, tokenizer: Tokenizer) -> list[Document]:
-    """Return the documents of a file (chats in Llama 3's template if the tokenizer has it), or of the stdlib."""
+def documents(path: str | Path | None, tokenizer: Tokenizer, characters: int) -> list[Document]:
+    """Return the documents of a file (chats in Llama 3's template if the tokenizer has it), or some of the stdlib."""
     if path is None:
-        return stdlib_sources()
+        return some(stdlib_sources(), characters)
     return records(path, headers=all(tokenizer.token_to_id(token) is not None for token in HEADERS))
 
 
@@ -107,8 +96,8 @@ def encode(documents: list[Document], tokenizer: Tokenizer, eos: int, bos: int |
         raise ValueError("data: no documents; wanted at least one")
     for what, token in (("eos", eos), ("bos", bos)):
         if token is not None and tokenizer.id_to_token(token) is None:
-            size = tokenizer.get_vocab_size()
-            raise ValueError(f"{what}: the tokenizer has no token {token}; wanted one below {size}")
+            wanted = f"wanted one below {tokenizer.get_vocab_size()}"
+            raise ValueError(f"{what}: the tokenizer has no token {token}; {wanted}")
     name = documents[0].name if len(documents) == 1 else f"{documents[0].name} ... {documents[-1].name}"
     ids: list[int] = []
     flags = bytearray()
@@ -161,11 +150,6 @@ def split(rows: Rows, holdout: int) -> tuple[Rows, Rows]:
     return tree.map(lambda t: t[~held], rows), tree.map(lambda t: t[held], rows)
 
 
-def order(key: Tensor, epoch: int, n: int) -> Tensor:
-    """Return the order in which an epoch visits ``n`` rows, i64[n]."""
-    return random.permutation(random.fold(key, epoch), n)
-
-
 def batch(rows: Rows, step: int, global_batch: int, seed: int) -> Rows:
     """Return the ``global_batch`` rows of a step, the same for every run and world size.
 
@@ -174,6 +158,6 @@ def batch(rows: Rows, step: int, global_batch: int, seed: int) -> Rows:
     key, num_rows = random.fold(random.key(seed), "data"), len(rows.tokens)
     first = step * global_batch
     epochs = range(first // num_rows, (first + global_batch - 1) // num_rows + 1)
-    visited = torch.cat([order(key, epoch, num_rows) for epoch in epochs])
+    visited = torch.cat([random.permutation(random.fold(key, epoch), num_rows) for epoch in epochs])
     start = first - epochs[0] * num_rows
     return tree.map(lambda t: t[visited[start : start + global_batch]], rows)

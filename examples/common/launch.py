@@ -22,13 +22,13 @@ class RankFailed(RuntimeError):
     """A rank died or raised; the message names it."""
 
 
-def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``f(*args)`` on ``ranks`` local processes and return the results by rank; decorate ``f`` with ``record``.
+def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
+    """Run ``f(*args)`` on ``ranks`` local processes and return the first's result; decorate ``f`` with ``record``.
 
     Raises RankFailed naming the first rank that died or raised, after the others were stopped.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads(ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores(ranks)))
     with tempfile.TemporaryDirectory(prefix="fquant-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
@@ -36,10 +36,9 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> list[Any]:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            results = elastic_launch(config, f)(*args)
+            return elastic_launch(config, f)(*args)[0]
         except ChildFailedError as error:
             raise RankFailed(_story(error.failures)) from None
-    return [results[rank] for rank in range(ranks)]
 
 
 def _story(failures: dict[int, ProcessFailure]) -> str:
@@ -57,21 +56,16 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def threads(ranks: int | None = None) -> int:
-    """Return the threads of one of ``ranks`` processes here (default: torchrun's), at least 1."""
-    return usable_cores(ranks or local_ranks())
-
-
 def resident() -> int:
     """Return the bytes of memory resident in this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory() -> int:
     """Return the bytes that one rank may still take: this machine's free memory, within its cgroup, over its ranks."""
-    lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
         free = min(free, int(most) - int(used.read_text()))
     return max(0, free) // local_ranks()

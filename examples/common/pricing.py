@@ -32,8 +32,9 @@ from fquant.format import Format
 from models import decoder
 from models.config import Config
 
-from . import base, data
-from .training_step import DONATED, Checkpoint, Setup, initial, train_step
+from . import data
+from .command_line import pattern, quantised
+from .training_step import Checkpoint, Setup, initial, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
@@ -89,37 +90,28 @@ class Price:
 def price(job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: None) -> Price:
     """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces."""
     layers = job.cfg.num_layers
-    sizes = (FEW, FEW + 1) if layers > FEW + 1 else (layers, layers)
     found = []
-    for size in sizes[: 1 + (sizes[0] != sizes[1])]:
+    for size in (FEW, FEW + 1) if layers > FEW + 1 else (layers,):
         found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes))
         done()
-    return total(extrapolated(found[0], found[-1], layers - FEW))
-
-
-def extrapolated(few: Figures, more: Figures, layers: int) -> Figures:
-    """Return ``few`` with ``layers`` more layers, given ``more`` with one more."""
+    few, more = found[0], found[-1]
     if few.keys() != more.keys():
         raise RuntimeError(f"layers are not alike: {min(few.keys() ^ more.keys())}; price the whole model")
-    return {name: few[name] + layers * (more[name] - few[name]) for name in few}
+    return total({name: few[name] + (layers - FEW) * (more[name] - few[name]) for name in few})
 
 
 def figures(job: Job, axes: Mapping[str, int]) -> Figures:
     """Return every figure of a step as ``job`` has it, by name; none is derived from another."""
     with shard.abstract_mesh(**axes) as mesh:
-        captured = traced(job, mesh)
+        args = arguments(job, mesh)
+        options = args["setup"].capture()
+        donated = written_over(args, options.pop("donate"))
+        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options)
         found = cost_of(captured)
         out: Figures = {("flops",): found.flops, ("read",): found.read, ("written",): found.written}
         for c in found.collectives:
             out |= {(c.name, str(c.ranks), "count"): c.count, (c.name, str(c.ranks), "payload"): c.payload}
     return out | _memory(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
-
-
-def traced(job: Job, mesh: DeviceMesh) -> trace.Captured:
-    """Return ``train_step`` traced on the arguments of ``job``."""
-    args, step = arguments(job, mesh), partial(trace.apply, train_step)
-    passes, selective = args["setup"].passes(), job.checkpoint == "selective"
-    return trace.trace(step, args, written_over(args, DONATED), passes, recompute=selective)
 
 
 def total(found: Figures) -> Price:
@@ -133,24 +125,22 @@ def total(found: Figures) -> Price:
         sent = (2 if name == "all_reduce" else 1) * payload * (n - 1) // n
         collectives.append(Collective(name, "", n, found[name, ranks, "count"], payload, sent))
     counts = {name: found[name,] for name in ("flops", "read", "written")}
-    activations = peak - gathered - sum(kinds.values())
-    return Price(
-        **kinds, **counts, gathered=gathered, activations=activations, phase=where[0], collectives=tuple(collectives)
-    )
+    rest = peak - gathered - sum(kinds.values())
+    return Price(**kinds, **counts, gathered=gathered, activations=rest, phase=where[0], collectives=tuple(collectives))
 
 
 def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the arguments of ``train_step`` by name; their tensors are on the device meta."""
-    schedule, rules = optim.cosine(1e-2, 60, 6), shard.Rules()  # no rate changes a cost
+    schedule = optim.cosine(1e-2, 60, 6)  # no rate changes a cost
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    setup = Setup(job.cfg, mesh, rules, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
+    setup = Setup(job.cfg, mesh, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
     with torch.device("meta"):
-        weights = base.quantised(decoder.shapes(job.cfg, job.weights), job.format)
-        adapters = lora.init(weights, base.pattern(job.targets), job.rank)
+        weights = quantised(decoder.shapes(job.cfg, job.weights), job.format)
+        adapters = lora.init(weights, pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {
             "state": initial(adapters, opt),
-            "base": shard.abstract_local(weights, decoder.dims(job.cfg), rules, mesh),
+            "base": shard.abstract_local(weights, decoder.dims(job.cfg), setup.rules, mesh),
             "micros": tuple((data.Rows(*tokens), None) for _ in range(job.accumulate)),
             "count": torch.empty((), dtype=torch.int64),
             "setup": setup,
@@ -160,8 +150,9 @@ def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
 def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
     """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
-    phase, phases = "start", _phases(captured, leaves, num_layers)
-    paths = _paths(captured)
+    nodes = list(captured.module.graph.nodes)
+    paths = dict(zip(nodes, captured.paths, strict=False))  # of the placeholders, which come first
+    phase, phases = "start", _phases(nodes, paths, leaves, num_layers)
     size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":
@@ -176,18 +167,12 @@ def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
     return out
 
 
-def _paths(captured: trace.Captured) -> dict[Node, str]:
-    inputs = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
-    return dict(zip(inputs, captured.paths, strict=True))
-
-
-def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
+def _phases(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: int) -> dict[Node, str]:
     """Return the nodes that begin a phase: a layer begins when its bytes have arrived, in the forward and backward.
 
     The update begins with the reduction over ranks, which concatenates all gradients.
     """
-    nodes = list(captured.module.graph.nodes)
-    paths = _paths(captured)
+    paths = dict(inputs)
     summed = next(n for n in nodes if n.target is torch.ops.aten.cat.default and len(n.all_input_nodes) > leaves)
     out = {min(summed.all_input_nodes, key=nodes.index): "update"}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}

@@ -73,3 +73,13 @@ def lines(folder: Path) -> list[str]:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the figures of each step in metrics.jsonl."""
     return [json.loads(line) for line in lines(folder)]
+
+
+def draw(figure: Any, path: Path) -> Path:
+    """Write the Figure of matplotlib as a PNG and return its path."""
+    import matplotlib  # late, because it takes memory of every rank
+
+    figure.tight_layout()
+    with replacing(path) as file, matplotlib.rc_context({"savefig.dpi": "figure"}):
+        figure.savefig(file, format="png")
+    return path

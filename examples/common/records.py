@@ -11,6 +11,7 @@ Any other file is one document of plain text. Alpaca records get the template of
 Chats get Llama 3's headers, without the dates of 3.1's system turn, or headings like "### User".
 """
 
+import itertools
 import json
 import sysconfig
 import tokenize
@@ -23,12 +24,7 @@ from fquant import tree
 SKIPPED = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__", "__phello__"}
 SKIPPED |= {"encodings", "pydoc_data", "turtledemo"}
 
-KINDS = {  # a record's first key -> the keys it must have, those it may have
-    "text": ({"text"}, set()),
-    "instruction": ({"instruction", "output"}, {"input"}),
-    "messages": ({"messages"}, set()),
-    "conversations": ({"conversations"}, set()),
-}
+KINDS = ("text", "instruction", "messages", "conversations")  # the key that decides the kind of a record
 TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -113,7 +109,7 @@ def _record(line: str, headers: bool) -> list[Piece]:
     if len(found) != 1:
         raise ValueError(f"got the keys {', '.join(sorted(item)) or '(none)'}; wanted exactly one of {kinds}")
     kind = found[0]
-    need, may = KINDS[kind]
+    need, may = ({kind, "output"}, {"input"}) if kind == "instruction" else ({kind}, set())
     if missing := need - item.keys():
         raise ValueError(f"{kind} without {', '.join(sorted(missing))}; wanted both")
     if unknown := item.keys() - need - may:
@@ -153,13 +149,8 @@ def _chat(turns: Any, kind: str, headers: bool) -> list[Piece]:
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
     """Join neighbours of one kind, so that tokens may cross their boundary."""
-    out: list[Piece] = []
-    for piece in pieces:
-        if out and out[-1].is_target == piece.is_target:
-            out[-1] = Piece(out[-1].text + piece.text, piece.is_target)
-        else:
-            out.append(piece)
-    return out
+    groups = itertools.groupby(pieces, lambda piece: piece.is_target)
+    return [Piece("".join(piece.text for piece in group), is_target) for is_target, group in groups]
 
 
 def _expect_text(name: str, text: Any) -> None:

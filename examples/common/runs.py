@@ -19,51 +19,102 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from socket import gethostname
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import shard
 from fquant import tree
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from shard import agree
 
 from . import launch
-from .command_line import command_line
+from .command_line import axes_in, check_least, command_line
+from .progress import Report
 
 RUN, STATE, RESULT = "run.json", "state.safetensors", "result.json"
+FREE = ("out", "resume", "save_every", "mesh")  # options that change no result
 
 
-class Options(Protocol):
-    """The fields and methods that the options of every program have."""
+class Options:
+    """The options of a program that trains: the base of a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    ALONE: ClassVar[int]  # processes that the program starts without --mesh
+    LEAST: ClassVar[dict[str, int]]  # values of some options
+    POSITIVE: ClassVar[tuple[str, ...]]  # options that are numbers above 0
+    mesh: str | None
+    steps: int
+    save_every: int
+    out: Path | None
+    resume: Path | None
 
-    @property
-    def mesh(self) -> str | None: ...
-    @property
-    def out(self) -> Path | None: ...
-    @property
-    def resume(self) -> Path | None: ...
+    def check(self) -> None:
+        """Raise ValueError for values out of range, before anything is started or read."""
+        check_least(self, self.LEAST | {"steps": 1, "batch": 1, "save_every": 1})
+        for name in self.POSITIVE:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted a number above 0")
+        if self.resume is not None and self.out is not None:
+            raise ValueError("--resume continues in its own folder; leave out --out")
 
-    def check(self) -> None: ...  # raises ValueError for values out of range
-    def axes(self, world: int | None) -> dict[str, int]: ...  # axis -> size; no ``world``: this program starts it
-    def shared(self) -> dict[str, Any]: ...  # must be equal on every rank and in a resumed run
+    def axes(self, world: int | None = None) -> dict[str, int]:
+        """Return the mesh as axis -> size; without --mesh, fsdp over all processes.
+
+        ``world`` is their number, None if this program starts them. Raises ValueError for a mesh of another size.
+        """
+        if self.mesh is None:
+            return {"fsdp": world or self.ALONE}
+        axes = axes_in(self.mesh)
+        if world is not None and (ranks := math.prod(axes.values())) != world:
+            fix = f"wanted sizes that multiply to {world}, such as fsdp={world}"
+            raise ValueError(f"--mesh {self.mesh} has {ranks} ranks, and there are {world} processes; {fix}")
+        return axes
+
+    def shared(self) -> dict[str, Any]:
+        """Return the options that must be equal on every rank and in a resumed run: all that change the result."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in FREE}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        found = self.resume or self.out
+        assert found is not None, "the command chooses a folder before ranks start"
+        return found
+
+    @staticmethod
+    def upgraded(values: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a run.json in today's names and values."""
+        return values
+
+
+class Program(NamedTuple):
+    """The functions of a program that trains; all but ``prepare`` run on each rank, ``show`` on the first."""
+
+    name: str
+    options: Any  # by default
+    prepare: Callable[[Any], Any]  # checks all input of the options, before processes start
+    start: Callable[[Any], tuple[Any, Any]]  # options -> constants of the run, first or loaded state
+    take: Callable[[Any, Any], tuple[Any, Any]]  # run, state -> next state, figures of the step with ``step``, ``loss``
+    measure: Callable[..., Any]  # run, state, function that prints a line -> results
+    title: Callable[[Any], str]  # run -> a line
+    summary: Callable[[Any], str]  # figures of a step -> a line
+    show: Callable[..., None]  # run, state, results -> files and a table
 
 
 T = TypeVar("T", bound=Options)
 
 
-def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any], work: Callable[[T], Any]) -> int:
-    """Run the command line ``args`` of examples.``name`` and return its exit status.
+def command(program: Program, args: list[str] | None) -> int:
+    """Run the command line ``args`` of ``program`` and return its exit status.
 
-    The status is 0, 1 if a rank failed, or 2 for bad input, which one line names. ``prepare`` checks all input before
-    processes start. ``work`` runs on each rank, decorated with ``launch.record``; it returns a message for bad input.
+    The status is 0, 1 if a rank failed, or 2 for bad input, which one line names.
     """
     try:
-        options = parse(default, args, f"python -m examples.{name}")
+        options = parse(program.options, args, f"python -m examples.{program.name}")
         options.check()
         under_torchrun = "RANK" in os.environ
         axes = options.axes(int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
@@ -73,27 +124,55 @@ def command(name: str, default: T, args: list[str], prepare: Callable[[T], Any],
         if options.resume is not None:
             _check_resumed(options.resume, options)
         if not under_torchrun:
-            prepare(options)
+            program.prepare(options)
         if options.resume is None and os.environ.get("RANK", "0") == "0":
-            options = replace(options, out=free_folder(options.out, f"runs/{name}"))
+            options = replace(options, out=free_folder(options.out, f"runs/{program.name}"))
         ranks = math.prod(axes.values())
         if under_torchrun or ranks == 1:
-            outcome = work(options)
+            fault = work(program, options)
         else:
             Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
-            outcome = launch.local(ranks, work, options)[0]
-        if isinstance(outcome, str):
-            raise ValueError(outcome)
+            fault = launch.local(ranks, work, program, options)
+        if fault is None:
+            return 0
+        status, message = 2, fault
     except ValueError as error:
-        return _fail(name, str(error), 2)
+        status, message = 2, str(error)
     except launch.RankFailed as error:
-        return _fail(name, str(error), 1)
+        status, message = 1, str(error)
     except (KeyboardInterrupt, launch.Stopped):
-        return _fail(name, "stopped; continue with --resume and the folder of the run", 130)
-    return 0
+        status, message = 130, "stopped; continue with --resume and the folder of the run"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{program.name}: {message}", file=sys.stderr)
+    return status
 
 
-def parse(default: T, args: list[str], prog: str) -> T:
+@launch.record
+def work(program: Program, options: Options) -> str | None:
+    """Run one rank; return a message if the input is at fault."""
+    try:
+        run, state = program.start(options)
+        first, ranks = dist.get_rank() == 0, dist.get_world_size()
+        announce(options)
+        with Report(options.folder(), first, options.steps, int(state.done), program.summary) as shown:
+            where = f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}"
+            shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
+            while (done := int(state.done)) < options.steps:
+                state, step = program.take(run, state)
+                if not math.isfinite(step.loss):
+                    raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
+                shown.step(step)
+                if (done + 1) % options.save_every == 0 or done + 1 == options.steps:
+                    save(options, state)
+            measured = program.measure(run, state, shown.say)
+        if first:
+            program.show(run, state, measured)
+        shard.close()
+    except ValueError as error:
+        return str(error)
+
+
+def parse(default: T, args: list[str] | None, prog: str) -> T:
     """Return the options on the command line; others are those of the run to resume, or of ``default``."""
     options = command_line(default, args, prog)
     if options.resume is None or not (options.resume / RUN).is_file():
@@ -105,7 +184,7 @@ def restored(kind: type[T], path: Path) -> T:
     """Return the options in a run.json; raise ValueError for options that this release does not know."""
     try:
         run = json.loads(path.read_text())
-        values: dict[str, Any] = {"mesh": run["mesh"], **_upgraded(kind, run["options"])}
+        values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
     types = typing.get_type_hints(kind)
@@ -117,40 +196,23 @@ def restored(kind: type[T], path: Path) -> T:
     return kind(**values)
 
 
-def _upgraded(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a run in today's names, if the program has renamed some (``kind.upgraded``)."""
-    return getattr(kind, "upgraded", dict)(values)
-
-
-def folder(options: Options) -> Path:
-    """Return the folder of a run."""
-    found = options.resume or options.out
-    assert found is not None, "the command chooses a folder before ranks start"
-    return found
-
-
 def announce(options: Options) -> None:
     """Make the folder and write run.json, on rank 0; raise on every rank if that fails."""
     me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}
     ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
-
-    def begin() -> None:
-        folder(options).mkdir(parents=True, exist_ok=True)
-        write(folder(options) / RUN, content)
-
-    agree.attempt("start", begin if dist.get_rank() == 0 else lambda: None)
+    agree.attempt("start", lambda: write(options.folder() / RUN, content) if dist.get_rank() == 0 else None)
 
 
 def save(options: Options, state: Any) -> None:
     """Write the state, from rank 0."""
     if dist.get_rank() == 0:
-        safetensors.save(folder(options) / STATE, state)
+        safetensors.save(options.folder() / STATE, state)
 
 
 def load(options: Options, like: Any) -> Any:
     """Return the state that :func:`save` wrote; raise ValueError on every rank if its structure is not ``like``'s."""
-    path = folder(options) / STATE
+    path = options.folder() / STATE
 
     def read() -> Any:
         state = safetensors.load(path)
@@ -162,7 +224,8 @@ def load(options: Options, like: Any) -> Any:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file of JSON, whole or not at all."""
+    """Write a file of JSON, whole or not at all, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with safetensors.replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
@@ -183,14 +246,8 @@ def _check_resumed(resume: Path, options: Options) -> None:
         if not (resume / name).is_file():
             raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
     safetensors.header(resume / STATE)
-    was = _upgraded(type(options), json.loads((resume / RUN).read_text())["options"])
+    was = options.upgraded(json.loads((resume / RUN).read_text())["options"])
     for name, now in options.shared().items():
         if was.get(name) != now:
             fault = f"--{name.replace('_', '-')} was {was.get(name)} and is now {now}"
             raise ValueError(f"{resume}: {fault}; resume with the options that the run was started with")
-
-
-def _fail(name: str, message: str, status: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: {message}", file=sys.stderr)
-    return status

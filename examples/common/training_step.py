@@ -1,6 +1,6 @@
 """One step of LoRA fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
 
-    step = capture(setup)                                    # jit(train_step, donate=("state",), passes=...)
+    step = jit(train_step, **setup.capture())
     state, measured = step(state, base, micros, count, setup)
 
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
@@ -16,7 +16,7 @@ Checkpointing modes:
 No mode keeps gathered weights: they are gathered again, one block ahead, for the backward. Modes change no bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import shard
-from fquant import LOCAL, Comm, jit, lora, optim, tree
-from fquant.compile import Pass
+from fquant import Comm, lora, optim, tree
 from fquant.compile.cost import of as cost_of
 from models import decoder
 from models.config import Config
@@ -37,7 +36,6 @@ from . import data
 
 Checkpoint = Literal["full", "selective", "none"]
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
-DONATED = ("state",)
 Micro = tuple[data.Rows, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
 
 
@@ -47,23 +45,23 @@ class Setup:
 
     cfg: Config
     mesh: DeviceMesh
-    rules: shard.Rules
     opt: optim.Optimizer
     schedule: optim.Schedule
     rows: int
     seq: int
     checkpoint: Checkpoint = "full"
     dtype: torch.dtype = torch.bfloat16
+    rules: shard.Rules = shard.Rules()
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
-        full = self.checkpoint == "full"
-        return shard.comm(self.mesh, self.rules, recompute=full, tokens=self.rows * self.seq)
+        return shard.comm(self.mesh, self.rules, recompute=self.checkpoint == "full", tokens=self.rows * self.seq)
 
-    def passes(self) -> tuple[Pass, ...]:
-        """Return the passes that place the gathers of blocks."""
-        ahead = shard.passes.prefetch_gathers()
-        return (ahead,) if self.checkpoint == "full" else (shard.passes.regather_blocks(), ahead)
+    def capture(self) -> dict[str, Any]:
+        """Return the options of ``jit`` and ``cost``: state is donated, passes place gathers, jit may recompute."""
+        again = () if self.checkpoint == "full" else (shard.passes.regather_blocks(),)
+        passes = (*again, shard.passes.prefetch_gathers())
+        return {"donate": ("state",), "passes": passes, "recompute": self.checkpoint == "selective"}
 
 
 @tree.node
@@ -84,20 +82,11 @@ class Measured:
     lr: Tensor
 
 
-def loss(
-    adapters: lora.Adapters,
-    base: Any,
-    batch: data.Rows,
-    count: Tensor,
-    keys: Tensor | None,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def loss(adapters: Any, base: Any, batch: data.Rows, count: Tensor, keys: Tensor | None, setup: Setup) -> Tensor:
     """Return the summed loss of ``batch`` over ``count`` i64[], the targets of the global batch: f32[]."""
-    narrow = tree.map(lambda t: t.to(dtype), adapters)
-    params = lora.attach(base, narrow, keys)
-    return decoder.loss(params, batch.tokens, batch.targets, cfg, comm, batch.segments, dtype, count)
+    params = lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
+    rows, options = (batch.tokens, batch.targets), (batch.segments, setup.dtype, count)
+    return decoder.loss(params, *rows, setup.cfg, setup.comm(), *options)
 
 
 def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup) -> tuple[State, Measured]:
@@ -105,20 +94,15 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
 
     ``base`` is ``shard.local(...)`` of the placed base; ``count`` i64[] is the number of targets of the global batch.
     """
-    total, comm = None, setup.comm()
+    total = None
     for batch, keys in micros:
-        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup.cfg, comm, setup.dtype)
+        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
     updates, moments = setup.opt.update(grads, state.moments, state.adapters)
     adapters = optim.apply_updates(state.adapters, updates)
     measured = Measured(value, optim.global_norm(grads), setup.schedule(state.done))
     return State(adapters, moments, state.done + 1), measured
-
-
-def capture(setup: Setup) -> Callable[..., tuple[State, Measured]]:
-    """Return ``train_step`` captured for ``setup``: its state is donated, and its gathers are placed by passes."""
-    return jit(train_step, donate=DONATED, passes=setup.passes(), recompute=setup.checkpoint == "selective")
 
 
 @cache

@@ -1,8 +1,5 @@
 """Run ``python -m examples.qlora``."""
 
-import sys
-
 from .cli import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

@@ -5,32 +5,28 @@
     torchrun --nproc-per-node 4 -m examples.qlora --model DIR --data FILE
     python -m examples.qlora --resume runs/qlora                 # continue, to the bit
 
-Writes to a folder of its own: adapter/ for PEFT, metrics.jsonl with a line a step, loss.png, run.json with the options
-and processes, state.safetensors to resume from. The training is in examples/qlora/train.py.
+Writes adapter/ for PEFT, loss.png and the files of every run (examples/common/runs.py) to a folder of its own. The
+training is in examples/qlora/train.py.
 """
 
 import dataclasses
-import sys
+from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Column, Table
 
-import shard
 from fquant.io import peft
 from models import hf
 
-from ..common import launch, runs
-from ..common.progress import METRICS, Report
-from . import report, train
+from ..common import runs
+from ..common.progress import METRICS, draw, metrics
+from ..common.training_step import State
+from . import train
 from .options import Options
-from .train import Result
+from .train import Result, Run, Step
 
 ADAPTER = "adapter"
-
-
-def main(args: list[str] | None = None) -> int:
-    """Run the command line ``args``; return 0, 1 if a rank failed, or 2 for bad input, which one line names."""
-    return runs.command("qlora", Options(), sys.argv[1:] if args is None else args, prepare, work)
 
 
 def prepare(options: Options) -> None:
@@ -39,34 +35,72 @@ def prepare(options: Options) -> None:
     train.prepare(options)
 
 
-@launch.record
-def work(options: Options) -> Result | str:
-    """Run one rank and return the result, or a message if the input was at fault."""
-    try:
-        run, state = train.start(options)
-        folder, total = runs.folder(options), options.steps
-        first, ranks = dist.get_rank() == 0, dist.get_world_size()
-        runs.announce(options)
-        with Report(folder, first, total, int(state.done), report.summary) as shown:
-            adapters = f"{len(state.adapters)} adapters of rank {options.rank}"
-            how = f"{run.setup.checkpoint} checkpointing, {options.dtype}"
-            what = f"{how}; base in {options.format}, {adapters}"
-            shown.say(f"{ranks} ranks, mesh {options.mesh}; {what}; writing {folder}")
-            base = shard.local(run.base)
-            while (done := int(state.done)) < total:
-                state, step = train.take(run, base, state)
-                shown.step(step)
-                if (done + 1) % options.save_every == 0 or done + 1 == total:
-                    runs.save(options, state)
-            result = train.measure(run, state, shown.say)
-        if first:
-            peft.save(folder / ADAPTER, state.adapters, hf.module_name, base_model=str(options.model))
-            runs.write(folder / runs.RESULT, dataclasses.asdict(result))
-            curve = report.curve(folder, result)
-            console = Console()
-            console.print(report.table(result, options, ranks))
-            console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {curve}", soft_wrap=True)
-        shard.close()
-        return result
-    except ValueError as error:
-        return str(error)
+def title(run: Run) -> str:
+    """Return the kind of base and adapters as one line."""
+    options, adapters = run.options, f"{len(run.work.adapters)} adapters of rank {run.options.rank}"
+    return f"{run.setup.checkpoint} checkpointing, {options.dtype}; base in {options.format}, {adapters}"
+
+
+def summary(x: Step) -> str:
+    """Return the figures of a step as one line."""
+    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
+    return f"loss {x.loss:.4f}  lr {x.lr:.1e}  {speed}  {memory}"
+
+
+def show(run: Run, state: State, result: Result) -> None:
+    """Write the adapter, the result and the loss curve, and print one table."""
+    options, folder, console = run.options, run.options.folder(), Console()
+    peft.save(folder / ADAPTER, state.adapters, hf.module_name, base_model=str(options.model))
+    runs.write(folder / runs.RESULT, dataclasses.asdict(result))
+    drawn = curve(folder, result)
+    console.print(table(result, options, dist.get_world_size()))
+    console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
+
+
+def table(result: Result, options: Options, ranks: int) -> Table:
+    """Return the one table at the end; a dense base (--format none) has two columns instead of three."""
+    title = f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks"
+    packed = options.format != "none"
+    names = ("bf16 base", "packed base", "packed + adapter") if packed else ("bf16 base", "bf16 base + adapter")
+    out = Table("", *(Column(name, justify="right") for name in names), title=title)
+    smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
+    perplexities = result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted
+    rows = {
+        "bytes of the base": (f"{result.bytes_bf16:,}", f"{result.bytes_packed:,}", smaller),
+        "bytes a rank sends in a step": (f"{result.wire_bf16:,}", f"{result.wire_packed:,}", ""),
+        "held-out perplexity": tuple(f"{p:.2f}" for p in perplexities),
+    }
+    for name, cells in rows.items():
+        out.add_row(name, *(cells if packed else cells[::2]))
+    return out
+
+
+def curve(folder: Path, result: Result) -> Path:
+    """Draw the loss of every step in metrics.jsonl to loss.png."""
+    from matplotlib.figure import Figure
+
+    steps = metrics(folder)
+    x, y = [s["step"] + 1 for s in steps], [s["loss"] for s in steps]
+    mean = [sum(last) / len(last) for last in (y[max(0, i - 4) : i + 1] for i in range(len(y)))]
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
+    axes.plot(x, y, color="#9db8d2", linewidth=1, label="training loss of a step")
+    axes.plot(x, mean, color="#1f4e79", linewidth=2, label="mean of five steps")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.set_title(
+        "Low-rank adapters beside a frozen packed base\n"
+        f"held-out perplexity: bf16 base {result.perplexity_bf16:.1f}, as trained {result.perplexity_packed:.1f}, "
+        f"with the adapter {result.perplexity_adapted:.1f}",
+        loc="left", fontsize=10,
+    )  # fmt: skip
+    axes.legend(frameon=False, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    return draw(figure, folder / "loss.png")
+
+
+PROGRAM = runs.Program("qlora", Options(), prepare, train.start, train.take, train.measure, title, summary, show)
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line ``args``; return 0, 1 if a rank failed, or 2 for bad input, which one line names."""
+    return runs.command(PROGRAM, args)

@@ -1,31 +1,32 @@
 """The options of ``python -m examples.qlora``, and the values that follow from them."""
 
-import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
 from fquant import optim
 
-from ..common.base import TARGETS, FormatName, parse_format, parse_targets
-from ..common.command_line import axes_of
+from ..common import runs
+from ..common.command_line import TARGETS, FormatName, parse_format, parse_targets
 from ..common.training_step import Checkpoint
 
 HERE = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(runs.Options):
     """Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
 
     Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
     local processes. It trains on the standard library's source and writes an adapter that PEFT loads. Start it under
     torchrun to use more machines: torchrun --nproc-per-node 8 -m examples.qlora --model DIR --data FILE
     """
+
+    ALONE = 2
+    LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1)
+    POSITIVE = ("alpha", "lr", "clip")
 
     model: Path = HERE / "model"
     """Llama folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
@@ -81,24 +82,13 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        for name in ("rank", "steps", "seq", "batch", "accumulate", "holdout", "characters", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted at least 1")
-        for name in ("alpha", "lr", "clip"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted a number above 0")
+        super().check()
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout is {self.dropout}; wanted 0 <= dropout < 1")
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise ValueError(f"--warmup is {self.warmup}; wanted 0 <= warmup < --steps {self.steps}")
-        if self.resume is not None and self.out is not None:
-            raise ValueError("--resume continues in its own folder; leave out --out")
         parse_format(self.format, self.block)
         parse_targets(self.targets)
-
-    def stream(self) -> torch.dtype:
-        """Return the dtype of the residual stream."""
-        return {"bf16": torch.bfloat16, "f32": torch.float32}[self.dtype]
 
     @staticmethod
     def upgraded(values: dict[str, Any]) -> dict[str, Any]:
@@ -110,19 +100,9 @@ class Options:
         former = {"vq2": "aq_2x8", "vq3": "aq_3x8"}
         return values | {"format": former.get(values.get("format", ""), values.get("format"))}
 
-    def axes(self, world: int | None) -> dict[str, int]:
-        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this program starts them."""
-        return axes_of(self.mesh, world, alone=2)
-
     def learning_rate(self) -> optim.Schedule:
         """Return the schedule of the learning rate."""
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         if self.schedule == "constant":
             return optim.constant(self.lr, warmup)
         return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
-
-    def shared(self) -> dict[str, Any]:
-        """Return the options that must be equal on every rank and in a resumed run: all that change the result."""
-        free = ("out", "resume", "save_every", "mesh")
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in free}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

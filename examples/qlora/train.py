@@ -6,7 +6,7 @@ sums, and a resumed run continues to the bit.
 """
 
 import dataclasses
-import os
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import shard
-from fquant import lora, optim, random, tree
+from fquant import jit, lora, optim, random, tree
 from fquant.compile import all_gather_text
 from fquant.compile.cost import Cost, cost
+from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import base, data, launch, pricing, runs, training_step
-from ..common.training_step import DONATED, MODES, Checkpoint, Measured, Micro, Setup, State
+from ..common import data, launch, pricing, runs, training_step
+from ..common.command_line import DTYPES, check, parse_format, parse_targets, pattern, quantised
+from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
 from .options import Options
 
 ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
@@ -52,6 +53,7 @@ class Run:
     work: Work
     setup: Setup
     base: Any
+    local: Any  # shard.local(base)
     step: Callable[..., tuple[State, Measured]]  # train_step, captured
 
 
@@ -85,18 +87,13 @@ class Result:
 def prepare(options: Options) -> Work:
     """Open and check everything that ``options`` name, and write nothing; a ValueError names the fault."""
     cfg, dense = hf.lazy(options.model)
-    fmt = base.parse_format(options.format, options.block)
-    base.check_blocks(fmt, decoder.shapes(cfg))
-    if options.seq > cfg.max_positions:
-        wanted = f"wanted at most {cfg.max_positions}, the positions of {options.model}"
-        raise ValueError(f"--seq is {options.seq}; {wanted}")
-    packed = base.quantised(dense, fmt)
-    targets = base.pattern(base.parse_targets(options.targets))
+    fmt = parse_format(options.format, options.block)
+    check(cfg, fmt, options.seq, options.model)
+    packed = quantised(dense, fmt)
+    targets = pattern(parse_targets(options.targets))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
     tokenizer = data.tokenizer(options.model)
-    documents = data.documents(options.data, tokenizer)
-    if options.data is None:
-        documents = data.some(documents, options.characters)
+    documents = data.documents(options.data, tokenizer, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
     return Work(cfg, dense, packed, adapters, *data.split(rows, options.holdout))
 
@@ -106,27 +103,22 @@ def start(options: Options) -> tuple[Run, State]:
 
     Raises ValueError on every rank if one fails or if they disagree.
     """
-    axes = options.axes(int(os.environ.get("WORLD_SIZE", "1")))
-    torch.set_num_threads(launch.threads())
+    axes = options.axes()
+    torch.set_num_threads(usable_cores(launch.local_ranks()))
     mode = options.checkpoint or choose_checkpoint(options, axes)
-    mesh, rules = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1)), shard.Rules()
+    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     work = agree.attempt("prepare", partial(prepare, options))
-    agree.same("start", {"options": repr(options.shared()), "data": data.digest((work.train, work.held))})
-    placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), rules, mesh, work.cfg)
-    setup = make_setup(options, work.cfg, mesh, mode)
-    run = Run(options, work, setup, placed, training_step.capture(setup))
+    agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"data": (work.train, work.held)}))
+    schedule = options.learning_rate()
+    opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
+    rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
+    setup = Setup(work.cfg, mesh, opt, schedule, rows, options.seq, mode, DTYPES[options.dtype])
+    placed, adapters = shard.place((work.packed, work.adapters), decoder.dims(work.cfg), setup.rules, mesh, work.cfg)
+    run = Run(options, work, setup, placed, shard.local(placed), jit(training_step.train_step, **setup.capture()))
     state = training_step.initial(adapters, setup.opt)
     return run, state if options.resume is None else runs.load(options, state)
-
-
-def make_setup(options: Options, cfg: Config, mesh: DeviceMesh, mode: Checkpoint) -> Setup:
-    """Return the static half of the run's step on ``mesh``."""
-    schedule, rules = options.learning_rate(), shard.Rules()
-    opt = optim.chain(optim.clip_by_global_norm(options.clip), optim.adamw(schedule, weight_decay=0.0))
-    rows = shard.max_local_rows(options.batch, mesh, rules)
-    return Setup(cfg, mesh, rules, opt, schedule, rows, options.seq, mode, options.stream())
 
 
 def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
@@ -135,15 +127,12 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
     Has to be called before the ranks meet, because the step is priced on an abstract mesh.
     """
     cfg = hf.read_config(options.model)
-    fmt, targets = base.parse_format(options.format, options.block), base.parse_targets(options.targets)
-    ranks = max(1, axes.get("dp", 1) * axes.get("fsdp", 1))
-    sizes = options.rank, -(-options.batch // ranks), options.seq
-    job = pricing.Job(cfg, fmt, targets, *sizes, stream=options.stream(), accumulate=options.accumulate)
+    fmt, targets = parse_format(options.format, options.block), parse_targets(options.targets)
+    sizes = options.rank, -(-options.batch // math.prod(axes.values())), options.seq
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate)
+    peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
     room = ROOM * launch.available_memory()
-    for mode in MODES[:-1]:
-        if pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak <= room:
-            return mode
-    return MODES[-1]
+    return next(mode for mode in MODES if mode == "full" or peak(mode) <= room)
 
 
 def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
@@ -161,20 +150,16 @@ def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
 
 def predict(run: Run, state: State, placed: Any) -> Cost:
     """Return the cost of a step beside the base ``placed``, read off its graph."""
-    setup, local = run.setup, shard.local(placed)
-    micros, count = micro_batches(run, 0)
-    options = {"donate": DONATED, "passes": setup.passes(), "recompute": setup.checkpoint == "selective"}
-    return cost(training_step.train_step, state, local, micros, count, setup, **options)
+    args = state, shard.local(placed), *micro_batches(run, 0), run.setup
+    return cost(training_step.train_step, *args, **run.setup.capture())
 
 
-def take(run: Run, local: Any, state: State) -> tuple[State, Step]:
-    """Take one step beside the base ``local``. Raises ValueError if the loss is no longer finite."""
+def take(run: Run, state: State) -> tuple[State, Step]:
+    """Take one step."""
     began, step, options = time.perf_counter(), int(state.done), run.options
     micros, count = micro_batches(run, step)
-    state, found = run.step(state, local, micros, count, run.setup)
+    state, found = run.step(state, run.local, micros, count, run.setup)
     value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
-    if not torch.isfinite(found.loss):
-        raise ValueError(f"step {step}: the loss is {value}; use a smaller --lr")
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
     return state, Step(step, value, lr, norm, int(count), through, launch.resident(), training_step.sent(run.step))
 
@@ -191,22 +176,18 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
         dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
         plain = perplexity(run, dense, {})
     wire = lambda x: sum(collective.sent for collective in predict(run, state, x).collectives)
+    bundles = lambda x: tree.leaves(x, is_leaf=lambda x: isinstance(x, shard.Bundle))
+    size = lambda x: sum(bundle.layout.nbytes for bundle in bundles(x))  # over all ranks, without padding and copies
     return Result(size(dense), size(run.base), wire(dense), wire(run.base), plain, packed, adapted)
-
-
-def size(placed: Any) -> int:
-    """Return the bytes of a placed base over all ranks, without padding and copies."""
-    return sum(bundle.layout.nbytes for bundle in tree.leaves(placed, is_leaf=lambda x: isinstance(x, shard.Bundle)))
 
 
 def perplexity(run: Run, placed: Any, adapters: lora.Adapters) -> float:
     """Return exp of the mean loss of all held-out tokens."""
     total, local, setup = torch.zeros(2, dtype=torch.float64), shard.local(placed), run.setup
-    comm = setup.comm()
     for rows in zip(*(t.split(run.options.batch) for t in tree.leaves(run.work.held)), strict=True):
         mine = shard.share(data.Rows(*rows), setup.mesh, setup.rules)
         with torch.no_grad():
-            nats = training_step.loss(adapters, local, mine, torch.tensor(1), None, setup.cfg, comm, setup.dtype)
+            nats = training_step.loss(adapters, local, mine, torch.tensor(1), None, setup)
         total += torch.stack([nats.double(), (mine.targets >= 0).sum().double()])
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(torch.exp(nats / tokens))

@@ -10,107 +10,108 @@ A run writes reconstruction.png, codebook.png and the files of every run (exampl
 """
 
 import dataclasses
-import math
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch.distributed as dist
-import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
 
-import shard
+from fquant.vq.composite.residual import Residual
 
-from ..common import launch, runs
-from ..common.command_line import axes_of
-from ..common.progress import METRICS, Report
-from . import pictures, train
-from .train import Job, Result
+from ..common import runs
+from ..common.progress import METRICS, draw, metrics
+from . import photographs, train
+from .options import Options
+from .train import Result, Run, Step, Training
+
+COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000")  # of layers, in turn
 
 
-@dataclass(frozen=True)
-class Options(Job):
-    """Train a VQ-VAE on patches of the photographs that scikit-image carries.
+def summary(x: Step) -> str:
+    """Format the measurements of a step."""
+    used = ", ".join(f"{number:.0f}" for number in x.perplexity)
+    return f"loss {x.loss:.4f}  {x.psnr:.2f} dB  perplexity {used}  {x.images_per_second:,.0f} patches/s"
 
-    Without arguments: a codebook of 512 for each 4 x 4 pixels, on one process.
 
-    With --quantiser: vq, the nearest vector of a codebook that follows its rows; cosine, that of the smallest angle;
-    learnt, a codebook trained by gradients; simvq, a trained linear map of fixed vectors; implicit, a network makes
-    each layer's codebook from the layers before (QINCo; slow, try --layers 2 --codes 64).
+def title(run: Run) -> str:
+    """Describe the quantiser in a few words."""
+    options = run.options
+    times = "".join(f"{number} x " for number in (options.groups, options.layers) if number > 1)
+    return f"{options.quantiser} of {times}{options.codes} codes"
 
-    Without vectors: fsq, each of a few numbers rounded to a few levels; fsp, its quantile, with noise in training; lfq,
-    its sign, with entropies that keep all codes in use; bsq, the same on a sphere; latent, the nearest of a few learnt
-    values.
 
-    Start it under torchrun to use more machines: torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
-    """
+def show(run: Run, training: Training, measured: tuple[Result, Tensor, Residual]) -> None:
+    """Write the result and two pictures, and print one table."""
+    folder, console, (result, counts, books) = run.options.folder(), Console(), measured
+    runs.write(folder / runs.RESULT, dataclasses.asdict(result))
+    images = reconstruction(folder, run, training, books, result), codebook(folder, counts)
+    console.print(table(run, result, dist.get_world_size()))
+    console.print(f"pictures {images[0]}\n         {images[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
 
-    mesh: str | None = None
-    """As in dp=2 or fsdp=2, which both split a batch; default: all of torchrun's ranks, or 1."""
-    out: Path | None = None
-    """Empty folder to write to; default: the first free of runs/vqvae, runs/vqvae-2, ..."""
-    save_every: int = 200
-    """Steps between saved states."""
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of a run to continue, to the bit; its options need not be given again."""
 
-    def check(self) -> None:
-        """Raise ValueError for values out of range, before anything is started or read."""
-        super().check()
-        if self.save_every < 1:
-            raise ValueError(f"--save-every is {self.save_every}; wanted at least 1")
-        if self.resume is not None and self.out is not None:
-            raise ValueError("--resume continues in its own folder; leave out --out")
+def table(run: Run, result: Result, ranks: int) -> Table:
+    """Return the table of results."""
+    columns = (Column(name, justify="right") for name in ("bits a pixel", "PSNR, dB", "perplexity", "codes used"))
+    out = Table("", *columns, title=f"Held-out patches: {title(run)}, {ranks} rank{'s' * (ranks > 1)}")
+    rate = f"{result.bits_per_pixel:.3f}"
+    out.add_row("mean colour of a patch", "", f"{result.psnr_mean:.2f}", "", "")
+    out.add_row("k-means of pixels", rate, f"{result.psnr_kmeans:.2f}", "", "")
+    usage = [", ".join(f"{x:.0f}" for x in result.perplexity), ", ".join(f"{x:.1%}" for x in result.used)]
+    out.add_row("VQ-VAE", rate, f"{result.psnr:.2f}", *usage)
+    return out
 
-    def axes(self, world: int | None) -> dict[str, int]:
-        """Return the mesh as axis -> size. ``world`` is the number of processes, None if this one starts them."""
-        axes = axes_of(self.mesh, world, alone=1)
-        if self.batch < (ranks := math.prod(axes.values())):
-            raise ValueError(f"--batch is {self.batch} over {ranks} ranks; wanted at least a patch for each")
-        return axes
 
-    def job(self) -> Job:
-        """Return the options that define the training."""
-        return Job(**self.shared())
+def reconstruction(folder: Path, run: Run, training: Training, books: Residual, result: Result) -> Path:
+    """Draw held-out crops of the photographs, and their reconstructions by the autoencoder and by k-means."""
+    figure = Figure(figsize=(1.9 * len(run.photographs) + 1, 11.5), dpi=120)
+    grid: Any = figure.subplots(3, len(run.photographs))
+    for column, (name, photograph) in zip(grid.T, run.photographs.items(), strict=True):
+        original = photographs.portrait(photograph, run.cfg.scale)[None]
+        _, *others = train.reconstructions(run, training, books, original)
+        for axes, image in zip(column, (original, *others), strict=True):
+            axes.imshow(image[0].movedim(0, -1).clamp(0, 1).numpy(), interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        column[0].set_title(name, fontsize=10)
+    names = "held-out part", f"VQ-VAE\n{result.psnr:.1f} dB", f"k-means of pixels\n{result.psnr_kmeans:.1f} dB"
+    for axes, name in zip(grid[:, 0], names, strict=True):
+        axes.set_ylabel(name)
+    figure.suptitle(f"{title(run)}, {result.bits_per_pixel:.3f} bits a pixel", fontsize=11)
+    return draw(figure, folder / "reconstruction.png")
 
-    def shared(self) -> dict[str, Any]:
-        """Return the options that must agree on all ranks and on resumption, because they change the result."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Job)}
+
+def codebook(folder: Path, counts: Tensor) -> Path:
+    """Draw the usage ``counts`` f32[layers codes] of codes on held-out patches, and the perplexity over steps."""
+    steps = metrics(folder)
+    figure = Figure(figsize=(11, 4), dpi=120)
+    usage, perplexity = figure.subplots(1, 2)
+    total = counts.shape[1]
+    for i, (layer, colour) in enumerate(zip(counts, COLOURS * len(counts), strict=False)):
+        share = layer.sort(descending=True).values / layer.sum().clamp(min=1)
+        name = f"layer {i + 1}" if len(counts) > 1 else "codes"
+        usage.step(range(1, total + 1), (share * total).tolist(), color=colour, label=name, where="mid")
+        perplexity.plot([s["step"] + 1 for s in steps], [s["perplexity"][i] for s in steps], color=colour, label=name)
+    usage.axhline(1, color="#999999", linewidth=1, linestyle="--", label="all as often")
+    usage.set_yscale("symlog", linthresh=0.1)
+    usage.set_ylim(0, 1.3 * max(1.0, total * float((counts / counts.sum(1, keepdim=True).clamp(min=1)).max())))
+    usage.yaxis.set_major_formatter("{x:g}")
+    usage.set_title(f"Usage on held-out patches, {(counts > 0).float().mean():.1%} of codes", loc="left", fontsize=10)
+    usage.set(xlabel="codes, the most frequent first", ylabel="frequency, times the number of codes")
+    perplexity.axhline(total, color="#999999", linewidth=1, linestyle="--", label="all codes")
+    perplexity.set_title("Perplexity of the codes of a batch", loc="left", fontsize=10)
+    perplexity.set(xlabel="step", ylabel="perplexity", ylim=(0, None))
+    for axes in (usage, perplexity):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return draw(figure, folder / "codebook.png")
+
+
+PROGRAM = runs.Program("vqvae", Options(), train.prepare, train.start, train.take, train.measure, title, summary, show)
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args``. Return 0, 1 if a rank failed, or 2 for bad input, with one line on stderr."""
-    prepare = lambda options: train.prepare(options.job())
-    return runs.command("vqvae", Options(), sys.argv[1:] if args is None else args, prepare, work)
-
-
-@launch.record
-def work(options: Options) -> Result | str:
-    """Run one rank. Return its result, or a message if the input is at fault."""
-    try:
-        folder, job = runs.folder(options), options.job()
-        run, training = train.start(job, options.axes(None))
-        resumed = options.resume is not None
-        training = runs.load(options, training) if resumed else train.initialise_books(run, training)
-        first, ranks = dist.get_rank() == 0, dist.get_world_size()
-        runs.announce(options)
-        with Report(folder, first, job.steps, int(training.done), pictures.describe) as shown:
-            shown.say(f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}; {pictures.title(job)}; writing {folder}")
-            while (done := int(training.done)) < job.steps:
-                training, step = train.take_step(run, training)
-                shown.step(step)
-                if (done + 1) % options.save_every == 0 or done + 1 == job.steps:
-                    runs.save(options, training)
-            shown.say("measuring held-out patches, and k-means of their pixels")
-            result, counts, books = train.measure(run, training)
-        if first:
-            runs.write(folder / runs.RESULT, dataclasses.asdict(result))
-            images = pictures.reconstruction(folder, run, training, books, result), pictures.codebook(folder, counts)
-            console = Console()
-            console.print(pictures.table(job, result, ranks))
-            console.print(f"pictures {images[0]}\n         {images[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
-        shard.close()
-        return result
-    except ValueError as error:
-        return str(error)
+    return runs.command(PROGRAM, args)

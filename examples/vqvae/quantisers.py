@@ -14,6 +14,7 @@ Three quantisers of ``fquant.vq`` are missing. ``random_projection`` has no grad
 and ``hierarchical`` fixes the size of a map, while photographs have any.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -37,17 +38,14 @@ Name = Literal["vq", "cosine", "learnt", "simvq", "implicit", "fsq", "fsp", "lfq
 LAYERED = ("vq", "learnt", "simvq", "implicit", "fsq", "lfq")  # of which a residual can be made
 LEARN = ("vq", "cosine", "learnt", "implicit")  # learn from statistics
 INSIDE = ("fsp", "lfq", "bsq")  # have losses of all ranks' rows
-DECAY, THRESHOLD = 0.95, 1.0  # of a book's averages; a code that gets fewer rows a step begins anew
+UPDATE = {"decay": 0.95, "threshold": 1.0}  # of a book's averages; a code that gets fewer rows a step begins anew
 WEIGHTS: dict[str, dict[str, float]] = {  # of the losses beside the reconstruction loss
-    "vq": {"commitment": 0.25},
-    "cosine": {"commitment": 0.25},
-    "learnt": {"commitment": 1.0},
+    **dict.fromkeys(("vq", "cosine"), {"commitment": 0.25}),
+    **dict.fromkeys(("learnt", "implicit"), {"commitment": 1.0}),
+    **dict.fromkeys(("lfq", "bsq"), {"commitment": 0.25, "entropy": 0.1}),
     "simvq": {"codebook": 1.0, "commitment": 0.25},
-    "implicit": {"commitment": 1.0},
     "fsq": {},
     "fsp": {"moments": 1.0},
-    "lfq": {"commitment": 0.25, "entropy": 0.1},
-    "bsq": {"commitment": 0.25, "entropy": 0.1},
     "latent": {"commitment": 0.1, "quantisation": 0.1},
 }
 FACTORS = range(8, 2, -1)  # numbers of levels that a scalar may have
@@ -61,7 +59,6 @@ class Quantiser(NamedTuple):
     num_codes: int
     num_layers: int
     weights: dict[str, float]  # of the losses that apply returns
-    update: dict[str, float]  # options of ``update``
     learns: bool  # whether statistics move it, and dead codes start again at drawn rows
     inside: bool  # whether ``apply`` takes a psum
     trained: str  # a pattern of the paths of leaves that gradients move
@@ -78,42 +75,36 @@ def make(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, num
         raise ValueError("--layers is 1; wanted 2 or more of --quantiser implicit, which looks at the layers before")
     if dim % num_groups:
         raise ValueError(f"--groups is {num_groups}; wanted a number that divides --dim {dim}")
-    verbs, state = _init(name, num_codes, num_layers, dim, key, num_groups)
+    size: Any = bits(num_codes) if name in ("lfq", "bsq") else num_codes
+    size = levels(num_codes) if name in ("fsq", "fsp", "latent") else size
+    verbs, state = _init(name, size, num_layers, dim, key, num_groups)
     learns, trained = name in LEARN, r"(.*\.)?(params|net)\..*"
     if name in ("learnt", "implicit"):
         trained += r"|(.*\.)?codes"
-    update = {"decay": DECAY, "threshold": THRESHOLD} if learns else {}
-    num_layers = num_layers * num_groups
-    return Quantiser(verbs, state, num_codes, num_layers, WEIGHTS[name], update, learns, name in INSIDE, trained)
+    return Quantiser(verbs, state, num_codes, num_layers * num_groups, WEIGHTS[name], learns, name in INSIDE, trained)
 
 
-def _init(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor, groups: int) -> tuple[ModuleType, Any]:
+def _init(name: Name, size: Any, num_layers: int, dim: int, key: Tensor, groups: int) -> tuple[ModuleType, Any]:
+    """Return the verbs and the state of quantisers with ``size`` codes, bits or levels."""
     if groups > 1:
-        group = partial(_init_layers, name, num_codes, num_layers, dim // groups)
-        return grouped, grouped.init(key, [group] * groups)
+        return grouped, grouped.init(key, [partial(_init_layers, name, size, num_layers, dim // groups)] * groups)
     if num_layers > 1:
-        return residual, _init_layers(name, num_codes, num_layers, dim, key)
+        return residual, _init_layers(name, size, num_layers, dim, key)
     if name in ("vq", "cosine", "learnt"):
         metric = "cosine" if name == "cosine" else "euclidean"
-        return vq, vq.init(key, num_codes, dim, metric=metric, learnable=name == "learnt")
-    if name == "simvq":
-        return simvq, simvq.init(key, num_codes, dim)
-    if name in ("lfq", "bsq"):
-        return lfq, lfq.init(key, bits(num_codes), dim, spherical=name == "bsq")
-    verbs = {"fsq": fsq, "fsp": fsp, "latent": latent}[name]
-    return verbs, verbs.init(key, levels(num_codes), dim)
+        return vq, vq.init(key, size, dim, metric=metric, learnable=name == "learnt")
+    verbs = {"simvq": simvq, "fsq": fsq, "fsp": fsp, "lfq": lfq, "bsq": lfq, "latent": latent}[name]
+    return verbs, verbs.init(key, size, dim, **({"spherical": True} if name == "bsq" else {}))
 
 
-def _init_layers(name: Name, num_codes: int, num_layers: int, dim: int, key: Tensor) -> Residual:
-    if name == "fsq":
-        return residual.init_fsq(key, levels(num_codes), num_layers, dim)
-    if name == "lfq":
-        return residual.init_lfq(key, bits(num_codes), num_layers, dim)
+def _init_layers(name: Name, size: Any, num_layers: int, dim: int, key: Tensor) -> Residual:
+    if name in ("fsq", "lfq"):
+        return (residual.init_fsq if name == "fsq" else residual.init_lfq)(key, size, num_layers, dim)
     if name == "simvq":
-        return residual.init_simvq(key, num_codes, dim, num_layers)
+        return residual.init_simvq(key, size, dim, num_layers)
     if name == "implicit":
-        return residual.init_implicit(key, num_codes, dim, num_layers, depth=1)
-    return residual.init_books(key, num_codes, dim, num_layers, learnable=name == "learnt")
+        return residual.init_implicit(key, size, dim, num_layers, depth=1)
+    return residual.init_books(key, size, dim, num_layers, learnable=name == "learnt")
 
 
 def trained_leaves(quantiser: Quantiser, state: Any) -> dict[str, Tensor]:
@@ -146,17 +137,12 @@ def books_at_kmeans(state: Any, rows: Tensor, key: Tensor, row_offset: RowOffset
 
 def levels(num_codes: int) -> tuple[int, ...]:
     """Factor ``num_codes`` into as few levels of scalars as possible, the larger first; ValueError if impossible."""
-    if (factors := _factors(num_codes)) is None:
-        wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
-        raise ValueError(f"--codes is {num_codes}, {wanted}")
-    return factors
-
-
-def _factors(n: int) -> tuple[int, ...] | None:
-    if n == 1:
-        return ()
-    choices = [(f, *rest) for f in FACTORS if n % f == 0 and (rest := _factors(n // f)) is not None]
-    return min(choices, key=len, default=None)
+    for count in range(1, num_codes.bit_length()):
+        for factors in itertools.combinations_with_replacement(FACTORS, count):
+            if math.prod(factors) == num_codes:
+                return factors
+    wanted = f"no product of numbers from {FACTORS[-1]} to {FACTORS[0]}; use 512, 1000, 4096"
+    raise ValueError(f"--codes is {num_codes}, {wanted}")
 
 
 def bits(num_codes: int) -> int:

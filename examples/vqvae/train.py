@@ -19,53 +19,19 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import jit, optim, random, tree, vq
+from fquant.vq.composite import residual
+from fquant.vq.composite.residual import Residual
 from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 
-from ..common import data
+from ..common import runs
 from . import photographs, quantisers
-from .photographs import Part, Photograph
-from .quantisers import Name, Quantiser
+from .options import Options
+from .quantisers import Quantiser
 
 START_ROWS = 8  # rows a code, for k-means of the first latents
 BASELINE_ROWS = 64  # rows a code, for k-means of pixels
-
-
-@dataclass(frozen=True)
-class Job:
-    """The options that define a training; equal on every rank."""
-
-    quantiser: Name = "vq"
-    """Method of quantisation; see above."""
-    codes: int = 512
-    """Codes a layer: any number in a codebook; a product of 3 to 8 for fsq, fsp, latent; 2^n for lfq, bsq."""
-    layers: int = 1
-    """Layers, each quantising what those before it leave (residual): vq, learnt, simvq, implicit, fsq, lfq."""
-    groups: int = 1
-    """Parts of a latent, each with layers of its own (grouped residual), for the same quantisers."""
-    dim: int = 32
-    """Numbers in a latent, one for each 4 x 4 pixels."""
-    hidden: int = 64
-    """Channels in the middle of the autoencoder."""
-    patch: int = 32
-    """Pixels of a side of a training patch, a multiple of 4."""
-    steps: int = 2000
-    """Steps of the optimiser."""
-    batch: int = 64
-    """Patches in a step, over all processes."""
-    lr: float = 2e-3
-    """Peak learning rate; it rises over a twentieth of the steps, and falls along a cosine."""
-    seed: int = 0
-    """Seed of initial values and of the places of patches."""
-
-    def check(self) -> None:
-        """Raise ValueError for values out of range, before anything is started or read."""
-        for name, least in (("dim", 1), ("patch", 1), ("steps", 1), ("batch", 1), ("hidden", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least {least}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"--lr is {self.lr}; wanted a number above 0")
 
 
 @tree.node
@@ -90,13 +56,16 @@ class Training:
 class Run:
     """The constants of a run."""
 
-    job: Job
+    options: Options
+    cfg: AutoencoderConfig
     mesh: DeviceMesh
-    photographs: list[Photograph]
-    parts: list[Part]
+    photographs: dict[str, Tensor]
+    parts: list[Tensor]
     quantiser: Quantiser
     schedule: optim.Schedule
     step: Callable[..., Any]  # captured
+    positions: int  # codes of a patch
+    psum: Callable[[Any], Any]  # the sum of a tree over all ranks
 
 
 @dataclass(frozen=True)
@@ -124,50 +93,47 @@ class Result:
     used: list[float]
 
 
-def prepare(job: Job) -> tuple[list[Photograph], list[Part], Quantiser]:
-    """Return the photographs, their training parts and the quantiser of ``job``; ValueError for bad options."""
+def prepare(options: Options) -> tuple[AutoencoderConfig, dict[str, Tensor], list[Tensor], Quantiser]:
+    """Return sizes, photographs, their training parts and the quantiser; raise ValueError for bad options."""
+    cfg = AutoencoderConfig(dim=options.dim, hidden=options.hidden, inner=max(1, options.hidden // 2))
     images = photographs.load()
-    parts = photographs.parts(images, job.patch)
-    scale = config(job).scale
-    if job.patch % scale:
-        raise ValueError(f"--patch is {job.patch}; wanted a multiple of {scale}, the pixels that a code stands for")
-    key = random.fold(random.key(job.seed), "quantiser")
-    return images, parts, quantisers.make(job.quantiser, job.codes, job.layers, job.dim, key, job.groups)
+    parts = photographs.parts(list(images.values()), options.patch)
+    if options.patch % cfg.scale:
+        wanted = f"wanted a multiple of {cfg.scale}, the pixels that a code stands for"
+        raise ValueError(f"--patch is {options.patch}; {wanted}")
+    key = random.fold(random.key(options.seed), "quantiser")
+    sizes = options.codes, options.layers, options.dim
+    return cfg, images, parts, quantisers.make(options.quantiser, *sizes, key, options.groups)
 
 
-def config(job: Job) -> AutoencoderConfig:
-    """Return the sizes of the autoencoder."""
-    return AutoencoderConfig(dim=job.dim, hidden=job.hidden, inner=max(1, job.hidden // 2))
+def start(options: Options) -> tuple[Run, Training]:
+    """Join the other ranks, compare options and photographs, and make or load the state.
 
-
-def start(job: Job, axes: dict[str, int]) -> tuple[Run, Training]:
-    """Join the other ranks, compare options and photographs, and initialise, except for :func:`initialise_books`.
-
-    Raises ValueError on every rank if one fails or if they disagree.
+    Books begin at the k-means of the untrained autoencoder's latents of some patches. Raises ValueError on every rank
+    if one fails or if they disagree.
     """
+    axes, seed = options.axes(), random.key(options.seed)
     mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
-    images, parts, quantiser = agree.attempt("prepare", partial(prepare, job))
-    agree.same("start", {"options": repr(job), "photographs": data.digest([x.pixels for x in images])})
-    net, state = autoencoder.init(config(job), random.fold(random.key(job.seed), "autoencoder")), quantiser.state
+    cfg, images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
+    agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"photographs": images}))
+    net, state = autoencoder.init(cfg, random.fold(seed, "autoencoder")), quantiser.state
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
-    schedule = optim.cosine(job.lr, job.steps + 1, warmup=job.steps // 20)
+    psum = partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
+    schedule = optim.cosine(options.lr, options.steps + 1, warmup=options.steps // 20)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    step = jit(make_step(quantiser, opt, mesh, photographs.variance(parts)), donate=("net", "state", "moments"))
-    run = Run(job, mesh, images, parts, quantiser, schedule, step)
-    return run, Training(net, state, opt.init(weights), torch.tensor(0))
-
-
-def initialise_books(run: Run, training: Training) -> Training:
-    """Return ``training`` with its books at the k-means of the untrained autoencoder's latents of some patches."""
-    job, key = run.job, random.fold(random.key(run.job.seed), "kmeans")
-    if not run.quantiser.learns:
-        return training
-    positions = (job.patch // config(job).scale) ** 2
-    images, _, row_offset = batch(run, key, max(job.batch, -(-START_ROWS * job.codes // positions)))
-    with torch.no_grad():
-        latents = autoencoder.encode(training.net, images)
-    quantiser = quantisers.books_at_kmeans(training.quantiser, latents, key, row_offset, psum(run.mesh))
-    return replace(training, quantiser=quantiser)
+    step = jit(make_step(quantiser, opt, mesh, psum, photographs.variance(parts)), donate=("training",))
+    positions = (options.patch // cfg.scale) ** 2
+    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
+    training = Training(net, state, opt.init(weights), torch.tensor(0))
+    if options.resume is not None:
+        return run, runs.load(options, training)
+    if quantiser.learns:
+        key = random.fold(seed, "kmeans")
+        patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
+        with torch.no_grad():
+            latents = autoencoder.encode(net, patches)
+        state = quantisers.books_at_kmeans(state, latents, key, row_offset, psum)
+    return run, replace(training, quantiser=state)
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -176,97 +142,81 @@ def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tenso
     The offset is that of a Book: the number of the first row, and the number of rows on all ranks.
     """
     numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
-    images = photographs.patches(run.parts, random.fold(key, numbers), run.job.patch)
-    positions = (run.job.patch // config(run.job).scale) ** 2
-    return images, numbers, (numbers[0] * positions, torch.tensor(size * positions))
+    images = photographs.patches(run.parts, random.fold(key, numbers), run.options.patch)
+    return images, numbers, (numbers[0] * run.positions, torch.tensor(size * run.positions))
 
 
-def psum(mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """Return the function that sums a tree over all ranks."""
-    return partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
+def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, psum: Any, variance: float) -> Any:
+    """Return the step: next state; loss, mean squared error and usage of codes in the batch."""
+    verbs, scale = quantiser.verbs, {"reconstruction": 1 / variance, **quantiser.weights}
 
-
-def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, variance: float) -> Callable[..., Any]:
-    """Return the step: a function of the state that it changes, this rank's images, their numbers and the key."""
-    summed, verbs = psum(mesh), quantiser.verbs
-    scale = {"reconstruction": 1 / variance, **quantiser.weights}
-
-    def step(
-        net: Autoencoder, state: Any, moments: Any, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor
-    ) -> tuple[Autoencoder, Any, Any, dict[str, Tensor]]:
+    def step(training: Training, images: Tensor, numbers: Tensor, row_offset: Any, key: Tensor) -> Any:
+        state = training.quantiser
         if quantiser.learns:
             options: dict[str, Any] = {"key": key, "draw": True, "row_offset": row_offset}
         else:
-            options = {"key": random.fold(key, numbers)} | ({"psum": summed} if quantiser.inside else {})
+            options = {"key": random.fold(key, numbers)} | ({"psum": psum} if quantiser.inside else {})
 
         def objective(weights: Weights) -> tuple[Tensor, Any]:
             new = quantisers.replace_leaves(state, weights.quantiser)
             losses, out = autoencoder.loss(weights.net, new, images, verbs=verbs, **options)
-            counts = summed({name: loss.count for name, loss in losses.items()})
+            counts = psum({name: loss.count for name, loss in losses.items()})
             # A loss has a number for each layer.
             each = [scale[name] * (loss.sum / counts[name].clamp(min=1)).sum() for name, loss in losses.items()]
             usage = quantisers.usage(out.codes, quantiser)
             return torch.stack(each).sum(), (losses["reconstruction"], out.stats, usage)
 
-        weights = Weights(net, quantisers.trained_leaves(quantiser, state))
+        weights = Weights(training.net, quantisers.trained_leaves(quantiser, state))
         grads, (value, aux) = grad_and_value(objective, has_aux=True)(weights)
         grads = shard.reduce(grads, mesh)
-        value, (reconstruction, stats, counts) = summed((value, aux))
-        updates, moments = opt.update(grads, moments, weights)
-        measured = {"loss": value, "mse": vq.mean(reconstruction), "counts": counts}
+        value, (reconstruction, stats, counts) = psum((value, aux))
+        updates, moments = opt.update(grads, training.moments, weights)
         weights = optim.apply_updates(weights, updates)
-        state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **quantiser.update)
-        return weights.net, state, moments, measured
+        how = quantisers.UPDATE if quantiser.learns else {}
+        state = verbs.update(quantisers.replace_leaves(state, weights.quantiser), stats, **how)
+        return Training(weights.net, state, moments, training.done + 1), (value, vq.mean(reconstruction), counts)
 
     return step
 
 
-def take_step(run: Run, training: Training) -> tuple[Training, Step]:
-    """Take one step. Raises ValueError if the loss is not finite."""
-    began, done = time.perf_counter(), int(training.done)
-    key = random.fold(random.fold(random.key(run.job.seed), "step"), done)
-    inputs = batch(run, key, run.job.batch)
-    net, state, moments, measured = run.step(training.net, training.quantiser, training.moments, *inputs, key)
-    if not torch.isfinite(measured["loss"]):
-        raise ValueError(f"step {done}: the loss is {measured['loss'].item()}; use a smaller --lr")
-    counts, lr = measured["counts"], float(run.schedule(training.done))
-    after = Training(net, state, moments, training.done + 1)
-    return after, Step(
-        done, measured["loss"].item(), psnr(measured["mse"]), vq.perplexity(counts).tolist(),
-        quantisers.share_used(counts), lr, run.job.batch / (time.perf_counter() - began),
-    )  # fmt: skip
+def take(run: Run, training: Training) -> tuple[Training, Step]:
+    """Take one step."""
+    began, done, lr = time.perf_counter(), int(training.done), float(run.schedule(training.done))
+    key = random.fold(random.fold(random.key(run.options.seed), "step"), done)
+    training, (value, mse, counts) = run.step(training, *batch(run, key, run.options.batch), key)
+    figures = value.item(), psnr(mse), vq.perplexity(counts).tolist(), quantisers.share_used(counts)
+    return training, Step(done, *figures, lr, run.options.batch / (time.perf_counter() - began))
 
 
-def measure(run: Run, training: Training) -> tuple[Result, Tensor, list[vq.Book]]:
-    """Measure held-out tiles: return results, usage counts f32[layers codes], and the books of pixels."""
-    cfg, net, state, verbs = config(run.job), training.net, training.quantiser, run.quantiser.verbs
-    books = pixel_books(run)
-    tiles = shard.share(photographs.tiles(run.photographs, run.job.patch), run.mesh, shard.Rules())
-    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.job.codes)
-    for images in tiles.split(run.job.batch):
-        with torch.no_grad():
-            codes = autoencoder.to_codes(net, state, images, verbs)
-            decoded = autoencoder.from_codes(net, state, codes, verbs)
-        each = decoded, quantisers.from_pixels(books, images, cfg.scale), images.mean((2, 3), keepdim=True)
+def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[Result, Tensor, Residual]:
+    """Measure held-out tiles: return results, usage counts f32[layers codes], and the k-means of pixels."""
+    say("measuring held-out patches, and k-means of their pixels")
+    key = random.fold(random.key(run.options.seed), "pixels")
+    patches, _, row_offset = batch(run, key, -(-BASELINE_ROWS * run.options.codes // run.positions))
+    pixels = quantisers.blocks(patches, run.cfg.scale)
+    books = residual.init_books(key, run.options.codes, pixels.shape[-1], run.quantiser.num_layers)
+    books = quantisers.books_at_kmeans(books, pixels, key, row_offset, run.psum)
+    tiles = shard.share(photographs.tiles(list(run.photographs.values()), run.options.patch), run.mesh, shard.Rules())
+    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.options.codes)
+    for images in tiles.split(run.options.batch):
+        codes, *each = reconstructions(run, training, books, images)
+        each.append(images.mean((2, 3), keepdim=True))
         errors += torch.stack([(x.expand_as(images) - images).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
-    errors, counts, number = psum(run.mesh)((errors, counts, torch.tensor(tiles.numel())))
-    bits = run.quantiser.num_layers * math.log2(run.job.codes) / cfg.scale**2
+    errors, counts, number = run.psum((errors, counts, torch.tensor(tiles.numel())))
+    bits = run.quantiser.num_layers * math.log2(run.options.codes) / run.cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
     result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))
     return result, counts, books
 
 
-def pixel_books(run: Run) -> list[vq.Book]:
-    """Return the k-means of blocks of pixels, with as many codes and layers as the quantiser."""
-    job, scale, key = run.job, config(run.job).scale, random.fold(random.key(run.job.seed), "pixels")
-    images, _, row_offset = batch(run, key, -(-BASELINE_ROWS * job.codes // (job.patch // scale) ** 2))
-    rest, books = quantisers.blocks(images, scale), []
-    for i in range(run.quantiser.num_layers):
-        book = vq.init(random.fold(key, i), job.codes, rest.shape[-1])
-        books.append(vq.kmeans(book, rest, random.fold(key, i), row_offset=row_offset, psum=psum(run.mesh)))
-        rest = rest - vq.decode(books[-1], vq.encode(books[-1], rest))
-    return books
+def reconstructions(run: Run, training: Training, books: Residual, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of ``images`` f[b c h w], and the images from these codes and from the books of pixels."""
+    state, verbs = training.quantiser, run.quantiser.verbs
+    with torch.no_grad():
+        codes = autoencoder.to_codes(training.net, state, images, verbs)
+        decoded = autoencoder.from_codes(training.net, state, codes, verbs)
+    return codes, decoded, quantisers.from_pixels(books.layers, images, run.cfg.scale)
 
 
 def psnr(mse: Tensor) -> float:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 import shard
 from examples.common import data, training_step
-from examples.common.base import TARGETS, pattern
+from examples.common.command_line import TARGETS, pattern
 from examples.common.training_step import Checkpoint, Setup
-from fquant import NF4_DQ, cost, lora, optim, quantize, tree
+from fquant import NF4_DQ, cost, jit, lora, optim, quantize, tree
 from models import decoder
 from models.attention import attention
 from models.config import Config
@@ -82,11 +82,12 @@ def ours(shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = Tr
     adapters, base = _weights(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
     most = shard.max_local_rows(shape.batch, mesh, rules)
-    setup = Setup(cfg, mesh, rules, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
+    setup = Setup(cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
-    step = training_step.capture(setup) if captured else training_step.train_step
+    step = training_step.train_step
+    step = jit(step, **setup.capture()) if captured else step
     return _Ours(step, training_step.initial(adapters, OPT), rest)
 
 
@@ -122,9 +123,7 @@ class _Ours:
         """Return bytes at the peak beside the arguments and bytes sent, predicted and measured."""
         if not hasattr(self.step, "traced"):
             return {}
-        options = {"donate": training_step.DONATED, "passes": self.setup.passes()}
-        recompute = self.setup.checkpoint == "selective"
-        found = cost(training_step.train_step, self.state, *self.rest, recompute=recompute, **options)
+        found = cost(training_step.train_step, self.state, *self.rest, **self.setup.capture())
         with shard.traffic() as traffic:
             self()
         planned = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)

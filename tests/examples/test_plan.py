@@ -3,21 +3,20 @@
 import dataclasses
 import json
 import math
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shard
-from examples.common import base, data, pricing, training_step
+from examples import plan
+from examples.common import command_line, data, pricing, training_step
 from examples.common.command_line import axes_in
 from examples.common.pricing import Job, Price, price
-from examples.plan import cli
-from examples.plan.devices import DEVICES, bound
+from examples.plan import DEVICES, bound
 from examples.qlora import train
 from examples.qlora.options import Options
-from fquant import AQ_3X8, NF4, NF4_DQ, lora, random, tree
+from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
 from models import decoder
 from models.config import PRESETS, Config
 from models.hf_config import to_hf
@@ -25,7 +24,7 @@ from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.live_memory import Peak
 
-ALL = base.TARGETS
+ALL = command_line.TARGETS
 TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
 JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
 # A peak in the head, in the backward of the last or a middle layer, and in the update.
@@ -141,13 +140,13 @@ def really(job, axes):
     """Take two steps on this rank: the bytes it sends, the peak it holds, and both as predicted."""
     mesh = shard.mesh(**axes)
     setup, cfg = pricing.arguments(job, mesh)["setup"], job.cfg
-    weights = base.quantised(decoder.init(cfg, random.key(0), job.weights), job.format)
-    adapters = lora.init(weights, base.pattern(job.targets), job.rank)
+    weights = command_line.quantised(decoder.init(cfg, random.key(0), job.weights), job.format)
+    adapters = lora.init(weights, command_line.pattern(job.targets), job.rank)
     placed, adapters = shard.place((weights, adapters), decoder.dims(cfg), setup.rules, mesh, cfg)
     rows = torch.arange(job.batch * job.seq).reshape(job.batch, job.seq) % cfg.vocab
     batch = data.Rows(rows, rows.roll(-1, -1), rows // 20)
     rest = shard.local(placed), ((batch, None),) * job.accumulate, torch.tensor(rows.numel())
-    step = training_step.capture(setup)
+    step = jit(training_step.train_step, **setup.capture())
     state, _ = step(training_step.initial(adapters, setup.opt), *rest, setup)
     held = tree.nbytes((state, rest))
     with shard.traffic() as traffic, Peak() as peak:
@@ -182,17 +181,12 @@ def test_predicted_is_measured(name, count, mesh):
 
 def trained(options, axes):
     """Take two steps of examples.qlora: the bytes it reports as sent, the peak of a step, and the predicted peak."""
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    try:
-        run, state = train.start(options)
-    finally:
-        del os.environ["WORLD_SIZE"]
+    run, state = train.start(options)
     assert run.step.__wrapped__ is training_step.train_step
-    local = shard.local(run.base)
-    state, step = train.take(run, local, state)
-    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, local))
+    state, step = train.take(run, state)
+    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, run.local))
     with Peak() as peak:
-        train.take(run, local, state)
+        train.take(run, state)
     return step.wire, held + peak.most, predicted
 
 
@@ -205,11 +199,11 @@ def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F
     found = ranks.run(size, trained, options, axes, timeout=240)
     shard.close()
     args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size)]
-    assert cli.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
+    assert plan.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
     price = json.loads(capsys.readouterr().out)["price"]
     sent = sum(c["sent"] for c in price["collectives"])
     assert (sent > 0) == (size > 1)
-    planned = sum(price[kind] for kind in cli.KINDS)
+    planned = sum(price[kind] for kind in plan.KINDS)
     for wire, measured, predicted in found:
         assert wire == sent
         assert abs(predicted - measured) <= 0.1 * measured and abs(planned - measured) <= 0.1 * measured
@@ -234,7 +228,7 @@ def folder(tmp_path):
 
 
 def run(capsys, *args):
-    assert cli.main([*map(str, args), "--json"]) == 0
+    assert plan.main([*map(str, args), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -257,13 +251,13 @@ def test_rows(folder, capsys, alone, meshes):
 @pytest.mark.slow
 def test_what_fits(folder, capsys, alone):
     (x,) = run(capsys, "--model", folder, "--device", "l4")
-    peak = sum(x["price"][kind] for kind in cli.KINDS)
+    peak = sum(x["price"][kind] for kind in plan.KINDS)
     there = DEVICES["l4"].memory
     for reserve, fits in (((there - peak) / 2**30 - 1e-6, True), ((there - peak) / 2**30 + 1e-6, False)):
         assert run(capsys, "--model", folder, "--device", "l4", "--reserve", reserve)[0]["fits"] == fits
-    assert cli.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
+    assert plan.main(["--model", str(folder), "--mesh", "fsdp=2", "fsdp=1", "dp=2"]) == 0
     assert "Smallest that fits: fsdp=1, 1 x h200" in capsys.readouterr().out
-    assert cli.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
+    assert plan.main(["--model", str(folder), "--device", "l4", "--reserve", "22.49"]) == 0
     assert "It does not fit: fsdp=1 needs" in capsys.readouterr().out
 
 
@@ -277,8 +271,8 @@ def test_bound():
 
 def test_bar_is_the_device():
     p = Price(6 << 30, 1 << 30, 2 << 30, 3 << 30, 4 << 30, "head", 0, 0, 0, ())
-    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == cli.WIDTH * 16 // 24
-    assert cli.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * cli.WIDTH
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == plan.WIDTH * 16 // 24
+    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * plan.WIDTH
 
 
 BAD = {
@@ -320,6 +314,6 @@ def test_bad_folder(change, said, folder, capsys):
 
 
 def refused(capsys, said, *args):
-    assert cli.main(list(args)) == 2
+    assert plan.main(list(args)) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1 and err.startswith("plan: "), err

@@ -8,7 +8,7 @@ import torch
 from vector_quantize_pytorch import FSQ
 
 from examples.vqvae import quantisers, train
-from examples.vqvae.train import Job
+from examples.vqvae.options import Options
 from fquant import random, tree, vq
 from fquant.vq.scalar import fsp, fsq, projection_layers
 from tests.helpers import ranks
@@ -45,14 +45,13 @@ def test_every_name_is_here():
     assert {name.partition(",")[0] for name in CASES} == set(typing.get_args(quantisers.Name))
 
 
-def a_few_steps(job):
+def a_few_steps(options):
     """Return the state before and after some steps, and their measurements."""
-    run, training = train.start(job, {})
-    first = training = train.initialise_books(run, training)
-    before = tree.map(torch.clone, (first.net, first.quantiser))  # because steps donate their arguments
+    run, training = train.start(options)
+    before = tree.map(torch.clone, (training.net, training.quantiser))  # because steps donate their arguments
     steps = []
-    for _ in range(job.steps):
-        training, step = train.take_step(run, training)
+    for _ in range(options.steps):
+        training, step = train.take(run, training)
         steps.append(step)
     return before, (training.net, training.quantiser), steps
 
@@ -61,14 +60,14 @@ def a_few_steps(job):
 def test_it_trains(case):
     layers, groups, codes = CASES[case]
     name = case.partition(",")[0]
-    job = Job(name, codes, layers, groups, dim=4, hidden=8, patch=8, steps=STEPS, batch=8, lr=1e-2)
-    (((net, state), (net_after, state_after), steps),) = ranks.run(1, a_few_steps, job)
+    options = Options(name, codes, layers, groups, dim=4, hidden=8, patch=8, steps=STEPS, batch=8, lr=1e-2)
+    (((net, state), (net_after, state_after), steps),) = ranks.run(1, a_few_steps, options)
     losses = [step.loss for step in steps]
     assert sum(losses[-2:]) < sum(losses[:2])
     assert all(len(step.perplexity) == layers * groups for step in steps)
     for (path, a), b in zip(tree.items(net), tree.leaves(net_after), strict=True):
         assert not torch.equal(a, b), path
-    made = quantisers.make(name, codes, layers, job.dim, random.key(0), groups)
+    made = quantisers.make(name, codes, layers, options.dim, random.key(0), groups)
     moved = {path for (path, a), b in zip(tree.items(state), tree.leaves(state_after), strict=True) if (a != b).any()}
     assert set(quantisers.trained_leaves(made, state)) <= moved
     fixed = {path for path in tree.paths(state) if path.endswith(("frozen", "rotation"))}

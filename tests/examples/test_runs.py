@@ -17,7 +17,7 @@ from examples.common.progress import metrics
 from examples.qlora import cli, options
 from examples.vqvae import cli as vqvae
 from examples.vqvae import train
-from examples.vqvae.cli import Options
+from examples.vqvae.options import Options
 from fquant import tree
 from fquant.io import safetensors
 from tests.helpers import ranks
@@ -30,18 +30,18 @@ TINY = Options(codes=8, dim=4, hidden=8, patch=8, steps=5, batch=7)
 
 def some_steps(run, training, until):
     while int(training.done) < until:
-        training, _ = train.take_step(run, training)
+        training, _ = train.take(run, training)
     return training
 
 
 def twice(options):
     """What is trained after all steps, without an interruption after the third and with one."""
-    run, training = train.start(options.job(), {})
+    run, training = train.start(options)
     runs.announce(options)
-    training = some_steps(run, train.initialise_books(run, training), 3)
+    training = some_steps(run, training, 3)
     runs.save(options, training)
     whole = some_steps(run, training, options.steps)
-    run, fresh = train.start(options.job(), {})
+    run, fresh = train.start(options)
     return whole, some_steps(run, runs.load(options, fresh), options.steps)
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_one_without_an_interruption(name, tmp_path):
 
 def another(options):
     """Load a state of another kind than was saved."""
-    run, training = train.start(options.job(), {})
+    run, training = train.start(options)
     runs.save(options, training.net)
     return runs.load(options, training)
 

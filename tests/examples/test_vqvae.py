@@ -1,6 +1,7 @@
 """examples.vqvae: patches of photographs, and small complete runs on one process and on two."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.common.command_line import axes_in
 from examples.vqvae import cli, photographs, quantisers, train
-from examples.vqvae.train import Job, Training
+from examples.vqvae.options import Options
+from examples.vqvae.train import Training
 from fquant import random, vq
 from fquant.io import safetensors
 from tests.helpers import ranks
@@ -43,12 +46,12 @@ def read(folder):
 
 
 def test_photographs_are_those_of_the_wheel(pictures):
-    shapes = {name: tuple(pixels.shape) for name, pixels in pictures}
+    shapes = {name: tuple(pixels.shape) for name, pixels in pictures.items()}
     assert shapes == {
         "astronaut": (3, 512, 512), "chelsea": (3, 300, 451), "coffee": (3, 400, 600), "rocket": (3, 427, 640),
         "motorcycle": (3, 500, 741),
     }  # fmt: skip
-    assert all(pixels.dtype == torch.uint8 and pixels.float().std() > 30 for _, pixels in pictures)
+    assert all(pixels.dtype == torch.uint8 and pixels.float().std() > 30 for pixels in pictures.values())
 
 
 def test_without_scikit_image(monkeypatch, capsys, tmp_path):
@@ -59,13 +62,13 @@ def test_without_scikit_image(monkeypatch, capsys, tmp_path):
 def marked(width=50, height=20):
     """Return a photograph whose pixels are their own coordinates."""
     at = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
-    return photographs.Photograph("marked", torch.cat([at, torch.zeros(1, height, width)]).to(torch.uint8))
+    return torch.cat([at, torch.zeros(1, height, width)]).to(torch.uint8)
 
 
 def test_patches_keep_out_of_what_is_held_out():
     photograph = marked()
     parts = photographs.parts([photograph], 8)
-    assert [part.places for part in parts] == [13 * 13, 13 * 13]
+    assert [part.shape for part in parts] == [(3, 20, 20)] * 2
     found = (photographs.patches(parts, random.fold(random.key(0), torch.arange(4000)), 8) * 255).round()
     rows, columns = found[:, 0].unique().tolist(), found[:, 1].unique().tolist()
     assert rows == list(range(20)) and columns == [*range(20), *range(30, 50)]
@@ -80,7 +83,7 @@ def test_patches_keep_out_of_what_is_held_out():
 
 
 def test_a_patch_is_of_its_key(pictures):
-    parts = photographs.parts(pictures, 16)
+    parts = photographs.parts(list(pictures.values()), 16)
     keys = random.fold(random.key(1), torch.arange(9))
     together = photographs.patches(parts, keys, 16)
     apart = torch.cat([photographs.patches(parts, keys[i : i + 3], 16) for i in (0, 3, 6)])
@@ -98,8 +101,9 @@ def test_tiles_are_the_held_out_part():
 
 
 def test_variance(pictures):
-    values = torch.cat([part.pixels.flatten() for part in photographs.parts(pictures[:2], 8)]).numpy() / 255
-    assert photographs.variance(photographs.parts(pictures[:2], 8)) == pytest.approx(values.var(), rel=1e-5)
+    parts = photographs.parts(list(pictures.values())[:2], 8)
+    values = torch.cat([part.flatten() for part in parts]).numpy() / 255
+    assert photographs.variance(parts) == pytest.approx(values.var(), rel=1e-5)
 
 
 # --- quantisers
@@ -166,20 +170,19 @@ def test_again_the_same_bits(run, tmp_path):
     assert read(run) == read(tmp_path / "again")
 
 
-def trained(job, axes):
+def trained(options):
     """Train, and return the measurements of the steps, the final state and the results."""
-    run, training = train.start(job, axes)
-    training = train.initialise_books(run, training)
+    run, training = train.start(options)
     steps = []
-    for _ in range(job.steps):
-        training, step = train.take_step(run, training)
+    for _ in range(options.steps):
+        training, step = train.take(run, training)
         steps.append(step)
-    return steps, training, train.measure(run, training)
+    return steps, training, train.measure(run, training, print)
 
 
 def test_two_ranks_are_one_process(run):
-    job = Job(codes=8, dim=4, hidden=8, patch=8, steps=3, batch=7)
-    for steps, training, (result, *_) in ranks.run(2, trained, job, {"dp": 2}):
+    options = Options(codes=8, dim=4, hidden=8, patch=8, steps=3, batch=7, mesh="dp=2")
+    for steps, training, (result, *_) in ranks.run(2, trained, options):
         assert_close(training, safetensors.load(run / "state.safetensors"), 1e-5)
         for got, wanted in zip(steps, read(run), strict=True):
             assert all(getattr(got, name) == pytest.approx(x, abs=1e-5) for name, x in wanted.items())
@@ -189,28 +192,27 @@ def test_two_ranks_are_one_process(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "quantiser, layers, axes",
+    "quantiser, layers, mesh",
     [
-        ("cosine", 1, {"fsdp": 3}),
-        ("fsp", 1, {"dp": 2}),
-        ("lfq", 1, {"fsdp": 2}),
-        ("fsq", 2, {"dp": 2}),
-        ("lfq", 2, {"dp": 2}),
-        ("vq", 1, {"dp": 2, "fsdp": 2}),
-        ("learnt", 1, {"dp": 2}),
-        ("simvq", 2, {"dp": 2}),
-        ("implicit", 2, {"fsdp": 2}),
-        ("latent", 1, {"dp": 2}),
+        ("cosine", 1, "fsdp=3"),
+        ("fsp", 1, "dp=2"),
+        ("lfq", 1, "fsdp=2"),
+        ("fsq", 2, "dp=2"),
+        ("lfq", 2, "dp=2"),
+        ("vq", 1, "dp=2,fsdp=2"),
+        ("learnt", 1, "dp=2"),
+        ("simvq", 2, "dp=2"),
+        ("implicit", 2, "fsdp=2"),
+        ("latent", 1, "dp=2"),
     ],
     ids=str,
 )
-def test_a_mesh_is_one_process(quantiser, layers, axes):
-    job, size = (
-        Job(quantiser, codes=8, layers=layers, dim=4, hidden=8, patch=8, steps=3, batch=7),
-        math.prod(axes.values()),
-    )
-    ((steps, training, (result, counts, books)),) = ranks.run(1, trained, job, {}, timeout=TRACED)
-    for found, other, (figures, usage, again) in ranks.run(size, trained, job, axes, timeout=TRACED):
+def test_a_mesh_is_one_process(quantiser, layers, mesh):
+    options = Options(quantiser, codes=8, layers=layers, dim=4, hidden=8, patch=8, steps=3, batch=7)
+    size = math.prod(axes_in(mesh).values())
+    ((steps, training, (result, counts, books)),) = ranks.run(1, trained, options, timeout=TRACED)
+    options = dataclasses.replace(options, mesh=mesh)
+    for found, other, (figures, usage, again) in ranks.run(size, trained, options, timeout=TRACED):
         assert_close((other, again), (training, books), 1e-5)
         assert (usage - counts).abs().sum() <= 4  # a row at equal distance from two codes may have either
         assert [step.loss for step in found] == pytest.approx([step.loss for step in steps], abs=1e-5)

@@ -4,8 +4,12 @@
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
 
-The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device
-(examples/plan/devices.py): the longest of arithmetic, memory traffic and wire, as if they overlapped perfectly.
+The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device: the longest of
+arithmetic, memory traffic and wire, as if they overlapped perfectly.
+
+A device is four figures a rank. Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X). Rates are the
+makers' peaks: dense bfloat16 with float32 sums, and bytes in one direction, half of NVLink's advertised figure. Sources
+are NVIDIA's data sheets, its white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 """
 
 import dataclasses
@@ -20,23 +24,57 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from models import decoder, hf
+from models import hf
 from models.config import PRESETS, Config
 
-from ..common.base import TARGETS, FormatName, check_blocks, parse_format, parse_targets
-from ..common.command_line import axes_in, command_line
-from ..common.pricing import Job, Price, price
-from ..common.training_step import Checkpoint
-from .devices import DEVICES, Bound, Device, bound
+from .common.command_line import (
+    DTYPES,
+    TARGETS,
+    FormatName,
+    axes_in,
+    check,
+    check_least,
+    command_line,
+    parse_format,
+    parse_targets,
+)  # fmt: skip
+from .common.pricing import Job, Price, price
+from .common.training_step import Checkpoint
 
-GIB = 2**30
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+GIB, MIB = 2**30, 2**20
 KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
-NAMES = {"moments": "optimiser"}
 WIDTH = 48  # of a bar, in characters
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second to a neighbour."""
+
+    memory: int
+    bandwidth: float
+    flops: float
+    link: float
+
+
+PCIE4, PCIE5 = 32e9, 64e9  # of 16 lanes
+
+DEVICES: dict[str, Device] = {
+    "b200": Device(183359 * MIB, 8.0e12, 2250e12, 900e9),
+    "h200": Device(143771 * MIB, 4.8e12, 989e12, 450e9),
+    "h100": Device(81559 * MIB, 3.35e12, 989e12, 450e9),
+    "a100-80": Device(81920 * MIB, 2.039e12, 312e12, 300e9),
+    "a100-40": Device(40960 * MIB, 1.555e12, 312e12, 300e9),
+    "l40s": Device(46068 * MIB, 864e9, 362e12, PCIE4),
+    "a10": Device(23028 * MIB, 600e9, 125e12, PCIE4),
+    "l4": Device(23034 * MIB, 300e9, 121e12, PCIE4),
+    "rtx5090": Device(32607 * MIB, 1.792e12, 209.5e12, PCIE5),
+    "rtx4090": Device(24564 * MIB, 1.008e12, 165.2e12, PCIE4),
+    "rtx3090": Device(24576 * MIB, 936e9, 71e12, PCIE4),
+    "mi300x": Device(196592 * MIB, 5.3e12, 1307e12, 448e9),
+}
 
 
 @dataclass(frozen=True)
@@ -81,14 +119,10 @@ class Options:
 
     def job(self) -> Job:
         """Return the job to price; raise ValueError for options out of range."""
-        for name in ("rank", "seq", "batch", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        check_least(self, dict.fromkeys(("rank", "seq", "batch", "accumulate"), 1))
         cfg, weights = self.found()
         fmt = parse_format(self.format, self.block)
-        check_blocks(fmt, decoder.shapes(cfg))
-        if self.seq > cfg.max_positions:
-            raise ValueError(f"--seq is {self.seq}; wanted at most {cfg.max_positions}, the positions of {self.model}")
+        check(cfg, fmt, self.seq, self.model)
         targets = parse_targets(self.targets)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
         return Job(cfg, fmt, targets, *sizes, self.checkpoint)
@@ -115,11 +149,33 @@ class Options:
         device = DEVICES[self.device]
         if not 0 <= self.reserve * GIB < device.memory:
             raise ValueError(f"--reserve is {self.reserve}; wanted 0 to the {device.memory / GIB:.0f} GiB there are")
-        if self.link is None:
-            return device
-        if not 0 < self.link < math.inf:
+        if self.link is not None and not 0 < self.link < math.inf:
             raise ValueError(f"--link is {self.link}; wanted GB/s above 0")
-        return dataclasses.replace(device, link=self.link * 1e9)
+        return device if self.link is None else dataclasses.replace(device, link=self.link * 1e9)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of a step in seconds: arithmetic, memory traffic and sends, which may overlap."""
+
+    compute: float
+    memory: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the longest of the three."""
+        return max(self.compute, self.memory, self.wire)
+
+    @property
+    def limit(self) -> str:
+        """Return the name of the longest."""
+        return next(name for name in ("compute", "memory", "wire") if getattr(self, name) == self.seconds)
+
+
+def bound(device: Device, flops: int, moved: int, sent: int) -> Bound:
+    """Return the times of ``device`` for ``flops`` FLOPs, ``moved`` bytes of memory traffic and ``sent`` bytes."""
+    return Bound(flops / device.flops, moved / device.bandwidth, sent / device.link)
 
 
 @dataclass(frozen=True)
@@ -137,8 +193,7 @@ class Row:
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
     try:
-        given = sys.argv[1:] if args is None else args
-        options = command_line(Options("llama3-8b"), given, "python -m examples.plan")
+        options = command_line(Options("llama3-8b"), args, "python -m examples.plan")
         job, device = options.job(), options.hardware()
         meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
     except ValueError as error:
@@ -151,27 +206,22 @@ def main(args: list[str] | None = None) -> int:
         task = progress.add_task("", total=2 * len(meshes), mesh="")
         for mesh, axes in meshes.items():
             progress.update(task, mesh=mesh)
-            rows.append(row(options, device, mesh, axes, price(job, axes, lambda: progress.advance(task))))
+            found, ranks = price(job, axes, lambda: progress.advance(task)), math.prod(axes.values())
+            least = bound(device, found.flops, found.read + found.written, found.sent)
+            fits = found.peak + options.reserve * GIB <= device.memory
+            tokens = ranks * options.batch * options.accumulate * options.seq
+            rows.append(Row(mesh, ranks, found, least, fits, tokens / least.seconds))
     if options.json:
-        for one in rows:
-            print(json.dumps(dataclasses.asdict(one)))
-        return 0
-    show(console, options, device, rows)
+        print(*(json.dumps(dataclasses.asdict(one)) for one in rows), sep="\n")
+    else:
+        show(console, options, device, rows)
     return 0
-
-
-def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found: Price) -> Row:
-    """Return the figures ``found`` as times and memory of ``device``."""
-    ranks = math.prod(axes.values())
-    least = bound(device, found.flops, found.read + found.written, found.sent)
-    fits = found.peak + options.reserve * GIB <= device.memory
-    tokens = ranks * options.batch * options.accumulate * options.seq
-    return Row(mesh, ranks, found, least, fits, tokens / least.seconds)
 
 
 def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
     """Print three tables and an answer, 80 columns wide."""
-    memory = table("GiB of a rank at its peak", "mesh", *(NAMES.get(kind, kind) for kind in KINDS), "peak")
+    kinds = (kind.replace("moments", "optimiser") for kind in KINDS)
+    memory = table("GiB of a rank at its peak", "mesh", *kinds, "peak")
     for column, colour in zip(memory.columns[1:], KINDS.values(), strict=False):
         column.style = colour
     bars = table(f"Of the {device.memory / GIB:.1f} GiB of {options.device}", "mesh", "", "%", "")
@@ -195,10 +245,9 @@ def show(console: Console, options: Options, device: Device, rows: list[Row]) ->
 
 def table(title: str, *names: str) -> Table:
     """Return an empty table; all columns but the first are numbers."""
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(names):
-        out.add_column(name, justify="right" if i and name not in ("", "limit") else "left", no_wrap=True)
-    return out
+    words = names[0], "", "limit"
+    columns = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in names)
+    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def bar(found: Price, device: Device) -> Text:
@@ -217,13 +266,15 @@ def answer(options: Options, rows: list[Row]) -> str:
     fitting = [x for x in rows if x.fits]
     if not fitting:
         least = min(rows, key=lambda x: x.price.peak)
-        kinds = {kind: getattr(least.price, kind) for kind in KINDS}
-        fix = "use more fsdp" if max(kinds, key=kinds.__getitem__) == "base" else "use a smaller --batch or --seq"
+        most = max(KINDS, key=lambda kind: getattr(least.price, kind))
+        fix = "use more fsdp" if most == "base" else "use a smaller --batch or --seq"
         none = "None of these fits" if len(rows) > 1 else "It does not fit"
         return f"{none}: {least.mesh} needs {least.price.peak / GIB:.2f} GiB a rank; {fix}"
     best = min(fitting, key=lambda x: (x.ranks, x.bound.seconds))
     found = "Smallest that fits" if len(rows) > 1 else "It fits"
-    return (
-        f"{found}: {best.mesh}, {best.ranks} x {options.device}; {best.price.peak / GIB:.2f} GiB a rank, "
-        f"at its peak in the {best.price.phase}"
-    )
+    memory = f"{best.price.peak / GIB:.2f} GiB a rank, at its peak in the {best.price.phase}"
+    return f"{found}: {best.mesh}, {best.ranks} x {options.device}; {memory}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Predict memory, traffic and time of a training step: ``python -m examples.plan``."""

@@ -1,8 +1,0 @@
-"""Run ``python -m examples.plan``."""
-
-import sys
-
-from .cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
