@@ -11,8 +11,6 @@ from fquant import random, tree
 from fquant.activation_checkpoint import remat
 from tests.helpers.live_memory import Live
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 
 def draw(name, *shape):
     return random.normal(random.fold(random.key(9), name), shape, torch.float64)

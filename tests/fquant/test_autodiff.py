@@ -15,8 +15,6 @@ from models.attention import attention
 from models.norm import rms_norm
 from tests.helpers.arrays import named, normal
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 PACKED = quantize(normal(8, 64, dtype=torch.float32), NF4)
 W = dequantize(PACKED).double()
 X, G, TARGETS = normal(5, 64, seed=1), normal(64, seed=2), torch.arange(5)

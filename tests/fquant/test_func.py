@@ -9,8 +9,6 @@ from fquant.packed import quantize
 from fquant.packed_linear import linear
 from fquant.tree import node, static
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 
 @node
 class FuncPair:

@@ -14,8 +14,6 @@ from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms, sc
 from tests.helpers.kernels.rounding import assert_product
 from tests.helpers.live_memory import Live
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 FORMATS = {
     "nf4": NF4,
     "nf4_dq": NF4_DQ,
@@ -312,7 +310,6 @@ def test_adapters_keep_activations_and_no_weight(format, options):
     assert live.sizes() == []
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
 def test_compiled_gradient_of_x_itself(shape):
     """torch.compile takes the argument of grad itself for a constant if a Function gets it."""

@@ -13,11 +13,6 @@ from fquant.packed import Packed
 from models import decoder
 from models.config import Config
 
-FILTERS = [  # torch's own: on the first use of forward mode, and where torch.compile meets an autograd Function
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
-
 ORACLE = {"make_fx": "grad", "make_fx_vmap": "vmap_grad", "compile": "grad"}
 CFG = Config(vocab=24, dim=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, hidden=96)
 REMAT = replace(LOCAL, wrap=remat)

@@ -47,7 +47,6 @@ def computed(state):
     return run.stdout.splitlines()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's, at a first jvp
 @pytest.mark.parametrize("state", slow_after(1, ["bfloat16", "float64", "meta"]))
 def test_results_do_not_depend_on_defaults(state, wanted):
     assert len(wanted) == 2 * len(defaults.COMPUTED) and not [line for line in wanted if "Error" in line]

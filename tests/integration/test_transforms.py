@@ -9,10 +9,7 @@ is in the weight's own float32, there and in the oracle.)
 import pytest
 
 from fquant import AQ_3X8, FP4, INT8, NF4, NF4_DQ
-from tests.helpers.transform_table import FILTERS, TRANSFORMS, VERBS, check_transform
-
-pytestmark = FILTERS
-
+from tests.helpers.transform_table import TRANSFORMS, VERBS, check_transform
 
 COMPILED = ("linear", "embedding", "attach", "dora", "dropout", "remat", "remat2")  # others meet the same Functions
 

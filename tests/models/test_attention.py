@@ -15,8 +15,6 @@ from tests.helpers.arrays import named, normal
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, forced
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 RUNS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0]])
 WAYS = {"whole": 2**23, "a query at a time": 1, "three queries at a time": 3 * 2 * 7 * 4 * 4}  # of the reference
 

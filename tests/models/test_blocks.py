@@ -18,9 +18,6 @@ from tests.helpers.arrays import normal
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import forced
 
-# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 CFG = Config(vocab=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, hidden=24, max_positions=512)
 SCALINGS = {
     "none": None,

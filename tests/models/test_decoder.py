@@ -15,9 +15,6 @@ from models import blocks, decoder
 from models.config import Config, RopeScaling
 from tests.helpers.cases import slow_after
 
-# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 CFG = Config(vocab=17, dim=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, hidden=20, max_positions=16)
 VARIANTS = {
     "untied": CFG,

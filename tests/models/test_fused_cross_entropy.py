@@ -21,9 +21,6 @@ from models import blocks, fused_cross_entropy
 from tests.helpers.arrays import normal
 from tests.helpers.live_memory import Live
 
-# torch's own forward mode loads its decompositions through torch.jit.script, which it has deprecated itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 VOCAB, DIM, RANK = 11, 64, 3
 
 

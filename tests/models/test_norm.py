@@ -15,11 +15,6 @@ from tests.helpers.kernels.calls import all_alike, nodes
 from tests.helpers.kernels.losses import EPS
 from tests.helpers.kernels.norms import BACKENDS, DTYPES, EPSILON, PLACES, drawn
 
-pytestmark = [  # torch's own: on the first use of forward mode, and where torch.compile meets an autograd Function
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
-
 
 def norm(x, weight):
     return rms_norm(x, weight, 0.1)

@@ -13,11 +13,6 @@ from models.swiglu import gated
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, forced
 
-pytestmark = [  # torch's own: on the first use of forward mode, and where torch.compile meets an autograd Function
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
-
 F64 = torch.float64
 
 

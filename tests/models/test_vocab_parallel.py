@@ -23,10 +23,7 @@ from shard.passes.prefetch import prefetch_gathers
 from tests.helpers import ranks
 from tests.helpers.sharding.meshes import dims_of
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own, in jvp
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 # --- a head alone -----------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,7 @@ from shard import bundle, collectives
 from tests.helpers import ranks
 from tests.helpers.sharding.bundles import bits, same_bits, zoo
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own, in jvp
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64])

@@ -11,10 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shard import collectives
 from tests.helpers import ranks
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own, in jvp
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 BATCH = 4
 

@@ -26,10 +26,7 @@ from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
 from tests.helpers.sharding.meshes import any_bits, drawn, padded
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # torch's own, in jvp
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 # --- the part of a row in a part of the bytes -------------------------------------------------------------------------
 

@@ -9,9 +9,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from fquant import jit, tree
 from fquant.compile import donation
-from tests.helpers import transform_table
 
-pytestmark = transform_table.FILTERS
 GONE = r"a.w was donated to step\(...\), and its memory holds a result now; keep a copy \(tree.map\(torch.clone, x\)\)"
 
 

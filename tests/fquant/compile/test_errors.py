@@ -13,8 +13,6 @@ from tests.helpers import transform_table
 from tests.helpers.arrays import named
 from tests.helpers.qlora_step import X, equal
 
-pytestmark = transform_table.FILTERS
-
 TABLE = torch.ones(3)
 WEIGHT = quantize(torch.ones(4, 64), NF4_DQ)
 

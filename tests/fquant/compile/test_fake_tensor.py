@@ -154,7 +154,6 @@ def test_products_of_one_row_are_those_of_blas():
     assert alike(jit(f)(v), f(v)) and alike(jit(vmap(f))(v[:, None]), vmap(f)(v[:, None]))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
 def test_zeros_that_are_nowhere():
     """Zero tangents without memory are not confused with tensors of their shape by torch's cache of descriptions."""
 
@@ -170,7 +169,6 @@ def test_zeros_that_are_nowhere():
         assert [aten.alias.default(t)._is_zerotensor() for t in (plain, nowhere, plain)] == [False, True, False]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # at the first use of jvp
 def test_tangents_of_what_is_part_of_a_memory():
     """Storage sizes are compared anew for each pair of tensors, and not by torch's cache."""
     f = lambda x, dx: jvp(lambda t: (t.mT.sin() * 2, t[1:].view(-1)), (x,), (dx,))

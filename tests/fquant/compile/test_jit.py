@@ -17,7 +17,7 @@ from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 from tests.helpers.qlora_step import ALL, SOME, X, copied, equal, replays, start, step, tokens_of
 
-pytestmark = [*transform_table.FILTERS, pytest.mark.usefixtures("twice")]
+pytestmark = pytest.mark.usefixtures("twice")
 # What CI takes of verbs that take seconds.
 FEW = {"forward": ("grad",), "forward_remat": ("grad", "vmap_all"), "forward_remat2": ("grad_grad",)}
 ROWS = [

@@ -17,7 +17,7 @@ from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
 from tests.helpers.qlora_step import ALL, CFG, OPT, SOME, copied, equal, loss, replays, start, step, tokens_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), *transform_table.FILTERS]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 WORLDS = (1, 2, 3)
 each_world = pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])

@@ -15,11 +15,7 @@ from models.norm import rms_norm
 from models.swiglu import gated
 from tests.helpers.formats import alike
 
-pytestmark = [
-    pytest.mark.usefixtures("twice"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("twice")
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 W = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)), NF4_DQ)
 DENSE = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))

@@ -19,8 +19,6 @@ from tests.helpers import transform_table
 from tests.helpers.arrays import named
 from tests.helpers.formats import ISAS, KINDS, alike, draw, forced
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 OPS = torch.ops.fquant
 SPEC = Spec(NF4_DQ, (24, 128), torch.bfloat16)
 BUFFERS = draw(SPEC)
@@ -215,7 +213,6 @@ def test_a_trace_has_one_node_an_op():
     assert ops_of(g.graph) == ["decode"]
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own
 @named("format", [NF4_DQ, INT8])
 def test_compile(format):
     p, x = weight(format), torch.randn(3, 128, generator=torch.Generator().manual_seed(1))

@@ -17,10 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.vq.mesh import AXES, D, K, batch, cut_of, spread
 from tests.helpers.vq.scenarios import SIZES, Here, book_of, learn, mine, total, worlds
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def compared(here, change):

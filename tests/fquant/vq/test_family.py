@@ -15,8 +15,6 @@ from tests.helpers import ranks
 from tests.helpers.vq.family import DIM, LEARN, STATES
 from tests.helpers.vq.peers import assert_close, drawn
 
-# Forward mode of torch loads its decompositions through torch.jit.script, which is deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 SPLITS = [[13, 3], [13, 0, 3]]  # examples of each rank
 MORE_SPLITS = [[8, 8], [0, 16], [5, 5, 6], [0, 0, 16]]
 QUICK = ("shared", "simvq")  # to capture

@@ -16,10 +16,7 @@ from fquant import jit, optim, random, vq
 from tests.helpers import ranks
 from tests.helpers.vq.mesh import AXES, ROWS, STEPS, D, K, batch, cut_of, same, spread
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 SPLITS = {  # rows of each rank
     "2 even": (30, 30),
     "2 uneven": (41, 19),

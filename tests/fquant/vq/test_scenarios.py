@@ -23,10 +23,7 @@ from tests.helpers.vq.mesh import AXES, ROWS, D, K, batch, cut_of, same, spread
 from tests.helpers.vq.peers import drawn
 from tests.helpers.vq.scenarios import SIZES, Here, book_of, learn, mine, total, worlds
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # by torch itself
-]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def evaluate(book, x):

@@ -14,8 +14,6 @@ from tests.helpers import ranks
 from tests.helpers.vq.peers import assert_close, drawn
 from tests.helpers.vq.sharded import gradients_are_those_of_all_rows, one_book, steps
 
-# Forward mode of torch loads its decompositions through torch.jit.script, which is deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 K, D, N = 23, 5, 30
 BOOKS = {
     "euclidean": {},

@@ -17,8 +17,6 @@ from tests.helpers.vq import family
 from tests.helpers.vq import scalar_cases as scalar
 from tests.helpers.vq.peers import assert_close, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 K, D = 9, 4
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 KEY = random.key(5)

@@ -12,11 +12,6 @@ from fquant import jit, random, tree, vq
 from fquant.vq.codebook import rows as rows_module
 from tests.helpers.arrays import assert_equal
 
-pytestmark = [  # by torch itself
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-]
-
 K, D, N, E = 9, 4, 6, 3
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 PATHS = {

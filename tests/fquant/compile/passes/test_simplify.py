@@ -7,10 +7,7 @@ from torch.func import grad, jvp
 from fquant import jit, linear
 from tests.helpers.formats import alike
 
-pytestmark = [
-    pytest.mark.usefixtures("twice"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # at the first use of jvp
-]
+pytestmark = pytest.mark.usefixtures("twice")
 
 
 def squeezed(x):

@@ -16,8 +16,6 @@ from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.threads import num_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 BACKENDS = ("reference", *ISAS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 by_heads, by_tokens = (lambda x: x.contiguous()), lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)

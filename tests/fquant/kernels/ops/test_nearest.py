@@ -11,8 +11,6 @@ from fquant.kernels.ops import nearest as module
 from fquant.kernels.ops.nearest import nearest
 from tests.helpers.arrays import named, rng
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 
 def given(s=2, n=50, k=37, d=5, seed=0, dtype=torch.float32):
     g = rng(seed)

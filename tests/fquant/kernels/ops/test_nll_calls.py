@@ -13,8 +13,6 @@ from tests.helpers.formats import ISAS, alike, forced
 from tests.helpers.kernels.calls import all_alike, away, nodes
 from tests.helpers.kernels.losses import BACKENDS, DTYPES, IGNORE, PLACES, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 X, TARGETS = torch.stack([drawn(4, 19, seed=i)[0] for i in range(3)]), torch.randint(19, (3, 4), generator=rng(5))
 FACTOR = torch.randn(3, 4, generator=rng(6))
 EACH = [nll_backward(*rows[:2], IGNORE, rows[2]) for rows in zip(X, TARGETS, FACTOR, strict=True)]

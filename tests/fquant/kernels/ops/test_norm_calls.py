@@ -12,8 +12,6 @@ from tests.helpers.formats import ISAS, alike, forced
 from tests.helpers.kernels.calls import all_alike, away, nodes
 from tests.helpers.kernels.norms import DTYPES, EPSILON, PLACES, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 G, X, W = (torch.stack(parts) for parts in zip(*[drawn(4, 19, seed=i) for i in range(3)], strict=True))
 
 

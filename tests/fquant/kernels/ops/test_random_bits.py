@@ -25,7 +25,6 @@ from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: 
 from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 BACKENDS = ("reference", *ISAS)
 INTS = st.sampled_from([0, -1, 2**63 - 1, -(2**63), 2**32, -(2**32), 0xFFFFFFFF]) | st.integers(-(2**63), 2**63 - 1)
 SIZES = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 1001, 8191, 8192, 8193, 20_001]) | st.integers(0, 300)

@@ -23,8 +23,6 @@ from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
 from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-
 BACKENDS = ("reference", *ISAS)
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 UNITS = {"silu": 4, "silu_derivative": 5}  # of float32, as fquant/kernels/ops/silu.py promises

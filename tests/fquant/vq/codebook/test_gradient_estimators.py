@@ -10,8 +10,6 @@ from fquant import random, vq
 from fquant.vq.codebook import rows as rows_module
 from fquant.vq.codebook.rows import unit
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
-
 D = 5
 
 

@@ -11,8 +11,6 @@ from fquant.vq.codebook import rows as rows_module
 from tests.helpers.cases import slow_after
 from tests.helpers.live_memory import Peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch itself
-
 K, D = 9, 4
 NAN = float("nan")
 

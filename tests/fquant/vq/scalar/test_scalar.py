@@ -17,7 +17,6 @@ from fquant.vq.scalar import fsq, latent, lfq
 from tests.helpers.vq.peers import assert_close, drawn
 from tests.helpers.vq.scalar_cases import CASES, width
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 KEY = random.key(5)
 every = pytest.mark.parametrize("name", CASES)
 DIFFERENTIABLE = [name for name in CASES if name != "projection"]
