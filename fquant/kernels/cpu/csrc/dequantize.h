@@ -7,8 +7,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i c = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(~0ull >> (64 - n), codes)), bytes[4];
     __mmask64 high = _mm512_movepi8_mask(c);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         const __m512i *t = (const __m512i *)(w->nested_bytes + 256 * i);
         __m512i a = _mm512_permutex2var_epi8(_mm512_loadu_si512(t), c, _mm512_loadu_si512(t + 1));
         __m512i b = _mm512_permutex2var_epi8(_mm512_loadu_si512(t + 2), c, _mm512_loadu_si512(t + 3));
@@ -16,8 +15,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
     }
     __m512i low[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[0], bytes[1])};
     __m512i top[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         __m512i v = i % 2 ? _mm512_unpackhi_epi16(low[i / 2], top[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], top[i / 2]);
         __m512 scale = _mm512_mul_ps((__m512)v, _mm512_set1_ps(absmax));
         _mm512_storeu_ps(out + 16 * i, w->nested_offset ? _mm512_add_ps(scale, _mm512_set1_ps(offset)) : scale);
@@ -44,8 +42,8 @@ static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restr
         for (; i + 12 <= stop; i += MIN(64, stop - i))
             NAME(nested64)(w, codes + first + i, MIN(64, stop - i), absmax, offset, out + i);
 #else
-        for (; i + NAME(LANES) <= stop; i += NAME(LANES)) {
-            NAME(Lanes) v = NAME(gather)(w->nested_table, codes + first + i) * absmax;
+        for (; i + LANES <= stop; i += LANES) {
+            Lanes v = NAME(gather)(w->nested_table, codes + first + i) * absmax;
             if (w->nested_offset) v = v + offset;
             memcpy(out + i, &v, sizeof v);
         }
@@ -57,14 +55,14 @@ static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restr
     }
 }
 
-INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
-    NAME(Bits) u = (NAME(Bits))x, nan = (NAME(Bits))((u & 0x7fffffff) > 0x7f800000);
+INLINE Bits NAME(to_bf16)(Lanes x) {
+    Bits u = (Bits)x, nan = (Bits)((u & 0x7fffffff) > 0x7f800000);
     return ((u + 0x7fff + (u >> 16 & 1)) >> 16 & ~nan) | (nan & 0x7fc0);
 }
 
 /* Round LANES values to the dtype of the array, then to that of the result, and store them. */
-INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
-    if (own == BF16 && dtype != BF16) v = (NAME(Lanes))(NAME(to_bf16)(v) << 16);
+INLINE void NAME(finish)(Lanes v, int own, int dtype, void *out) {
+    if (own == BF16 && dtype != BF16) v = (Lanes)(NAME(to_bf16)(v) << 16);
     if (own == F16 && dtype != F16) v = NAME(from_f16)(NAME(to_f16)(v));
     if (dtype == F32) memcpy(out, &v, sizeof v);
     else NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
@@ -76,8 +74,8 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
     uint32_t values[16];
     int64_t i = 0;
 #pragma GCC unroll 4
-    for (int k = 0; k < 16; k += NAME(LANES)) {
-        NAME(Lanes) v;
+    for (int k = 0; k < 16; k += LANES) {
+        Lanes v;
         memcpy(&v, w->table + k, sizeof v);
         v = v * scale;
         if (w->offset) v = v + *w->offset;
@@ -85,13 +83,13 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
     }
     if (dtype == F32) {
         uint32_t *o = out;
-        NAME(Table32) t = NAME(table32)(values);
+        Table32 t = NAME(table32)(values);
         for (; i + 32 <= n; i += 32) NAME(lookup32)(codes + i / 2, t, o + i);
         for (; i < n; i++) o[i] = values[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
     } else {
         const uint16_t *v = (const uint16_t *)values;
         uint16_t *o = out;
-        NAME(Table16) t = NAME(table16)(v);
+        Table16 t = NAME(table16)(v);
         for (; i + 32 <= n; i += 32) NAME(lookup16)(codes + i / 2, t, o + i);
         for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
     }
@@ -105,8 +103,7 @@ INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float s
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     __m512i t[2] = {_mm512_shuffle_i64x2(both, both, 0x44), _mm512_shuffle_i64x2(both, both, 0xee)};
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
+    UNROLLED(k, 4) {
         __m512i c = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)codes + k));
         v[k] = _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(shifts, c), t[k / 2]);
     }
@@ -139,18 +136,18 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
             __builtin_prefetch(codes + i + AHEAD);
         }
 #endif
-    for (; i < n; i += NAME(LANES)) {
-        int64_t left = MIN(n - i, NAME(LANES));
-        uint8_t some[NAME(LANES)] = {0};
-        char last[NAME(LANES) * 4];
+    for (; i < n; i += LANES) {
+        int64_t left = MIN(n - i, LANES);
+        uint8_t some[LANES] = {0};
+        char last[LANES * 4];
         const uint8_t *c = codes + i;
-        NAME(Lanes) v;
-        if (left < NAME(LANES)) c = memcpy(some, c, (size_t)left);
+        Lanes v;
+        if (left < LANES) c = memcpy(some, c, (size_t)left);
         if (w->table) v = NAME(gather)(w->table, c) * scale;
         else v = NAME(integers)(c) * scale * (float)(1.0 / 127.0);
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, own, dtype, left == NAME(LANES) ? out + i * size : last);
-        if (left < NAME(LANES)) memcpy(out + i * size, last, (size_t)(left * size));
+        NAME(finish)(v, own, dtype, left == LANES ? out + i * size : last);
+        if (left < LANES) memcpy(out + i * size, last, (size_t)(left * size));
     }
 }
 
@@ -176,8 +173,7 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
                 NAME(pair4)(codes + column / 2, table, scales[(column >> shift) - first],
                             scales[((column + 64) >> shift) - first], v);
                 __builtin_prefetch(codes + column / 2 + AHEAD);
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++)
+                UNROLLED(k, 4)
                     if (past) _mm512_stream_si512((__m512i *)out + k, v[k]);
                     else _mm512_storeu_si512((__m512i *)out + k, v[k]);
             }

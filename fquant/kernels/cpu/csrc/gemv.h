@@ -3,7 +3,7 @@
    w. */
 
 /* Store the first `rows` of four sums. */
-INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
+INLINE void NAME(store)(const Lanes *sums, int rows, void *y, int dtype) {
     float totals[4];
     NAME(sum4)(sums, totals);
     for (int r = 0; r < rows; r++) {
@@ -16,23 +16,20 @@ INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
    registers. Elements are floats, or bf16 if `half`. rows, columns and half are constants where this is inlined. */
 INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, int rows, int columns, int half, void *y,
                        int dtype, int64_t stride) {
-    NAME(Lanes) sums[6][4] = {0};
-    int step = half ? 2 * NAME(LANES) : NAME(LANES);
+    Lanes sums[6][4] = {0};
+    int step = half ? 2 * LANES : LANES;
     int64_t size = half ? 2 : 4;
     for (int64_t k = 0; k < n; k += step) {
-#pragma GCC unroll 6
-        for (int c = 0; c < columns; c++) {
-            NAME(Lanes) b = *(const NAME(Lanes) *)((const char *)x + (c * apart + k) * size);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                NAME(Lanes) a = *(const NAME(Lanes) *)((const char *)w + (r * apart + k) * size);
+        UNROLLED(c, columns) {
+            Lanes b = *(const Lanes *)((const char *)x + (c * apart + k) * size);
+            UNROLLED(r, rows) {
+                Lanes a = *(const Lanes *)((const char *)w + (r * apart + k) * size);
                 if (half) sums[c][r] = DOT(a, b, sums[c][r]);
                 else sums[c][r] = FMA(a, b, sums[c][r]);
             }
         }
     }
-#pragma GCC unroll 6
-    for (int c = 0; c < columns; c++) NAME(store)(sums[c], rows, (char *)y + c * stride * (dtype == F32 ? 4 : 2), dtype);
+    UNROLLED(c, columns) NAME(store)(sums[c], rows, (char *)y + c * stride * (dtype == F32 ? 4 : 2), dtype);
 }
 
 #define TILE(R, C) case C: NAME(tile)(w, p->x, n, apart, R, C, half, to, p->dtype, p->w.rows); break
@@ -78,18 +75,14 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
+            UNROLLED(r, rows) {
                 const float *scale = scales + (r * n + i) / 64;
                 NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
             }
-#pragma GCC unroll 4
-            for (int m = 0; m < columns; m++)
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
+            UNROLLED(m, columns)
+                UNROLLED(j, 4) {
                     __m512i b = _mm512_load_si512(x + m * p->apart + i + 32 * j);
-#pragma GCC unroll 4
-                    for (int r = 0; r < rows; r++) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
+                    UNROLLED(r, rows) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
                 }
         }
     }

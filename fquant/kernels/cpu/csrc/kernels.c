@@ -26,6 +26,7 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UNROLLED(i, n) _Pragma("GCC unroll 24") for (int i = 0; i < (n); i++) /* n <= 24: a constant once inlined */
 
 enum { F32, BF16, F16, BOOL };    /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements, or counters, of a unit; a multiple of every block size */
@@ -84,6 +85,20 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
+
+/* The types and sizes of the instruction set that is compiled. */
+#define Lanes NAME(Lanes)
+#define Bits NAME(Bits)
+#define Halves NAME(Halves)
+#define Table16 NAME(Table16)
+#define Table32 NAME(Table32)
+#define Sizes NAME(Sizes)
+#define Room NAME(Room)
+#define LANES NAME(LANES)
+#define VECS NAME(VECS)
+#define SUMS NAME(SUMS)
+#define PANEL NAME(PANEL)
+#define QUERIES NAME(QUERIES)
 
 /* Functions between TARGET and TARGET_END are compiled for these features as well. */
 #define QUOTE(...) #__VA_ARGS__

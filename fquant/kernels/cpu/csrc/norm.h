@@ -7,30 +7,28 @@
    are added in double. So an element takes part in at most 22 additions in float32. Nothing is fused: all instruction
    sets give the same bits. */
 
-enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the partial sums */
+enum { NAME(VECTORS) = ABREAST / LANES }; /* of the partial sums */
 
 /* Add the terms of ABREAST elements to the partial sums: x * x, or for the gradient g * w * (x * scale). */
-INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *w, int64_t at, float scale,
+INLINE void NAME(add)(Lanes *v, const char *g, const char *x, const char *w, int64_t at, float scale,
                       const int dtype, const int slope) {
 #pragma GCC unroll 16
-    for (int k = 0; k < NAME(VECTORS); k++, at += NAME(LANES) * (dtype == F32 ? 4 : 2)) {
-        NAME(Lanes) a = NAME(wide)(x + at, dtype);
+    for (int k = 0; k < NAME(VECTORS); k++, at += LANES * (dtype == F32 ? 4 : 2)) {
+        Lanes a = NAME(wide)(x + at, dtype);
         v[k] += slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (a * scale) : a * a;
     }
 }
 
 /* Add the partial sums in pairs, in the same order for vectors of any length. */
-INLINE float NAME(total)(NAME(Lanes) *v) {
-    float one[NAME(LANES)];
+INLINE float NAME(total)(Lanes *v) {
+    float one[LANES];
 #pragma GCC unroll 4
     for (int half = NAME(VECTORS) / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int k = 0; k < half; k++) v[k] += v[k + half];
+        UNROLLED(k, half) v[k] += v[k + half];
     memcpy(one, v, sizeof one);
 #pragma GCC unroll 4
-    for (int half = NAME(LANES) / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int k = 0; k < half; k++) one[k] += one[k + half];
+    for (int half = LANES / 2; half; half /= 2)
+        UNROLLED(k, half) one[k] += one[k + half];
     return one[0];
 }
 
@@ -40,7 +38,7 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
     const int64_t size = dtype == F32 ? 4 : 2, last = n % ABREAST;
     double total = 0.0;
     for (int64_t i = 0; i < n;) {
-        NAME(Lanes) v[NAME(VECTORS)] = {{0.0f}};
+        Lanes v[NAME(VECTORS)] = {{0.0f}};
         const int64_t stop = MIN(n, i + SUMMED);
         for (; i + ABREAST <= stop; i += ABREAST) NAME(add)(v, g, x, w, i * size, scale, dtype, slope);
         if (i < stop) { /* the last ones, padded with zeros */
@@ -57,10 +55,10 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
 }
 
 /* Round v to its dtype. A NaN has a zero lower half here, so it stays NaN without a test. */
-INLINE NAME(Lanes) NAME(rounded_to)(NAME(Lanes) v, const int dtype) {
-    NAME(Bits) u = (NAME(Bits))v;
+INLINE Lanes NAME(rounded_to)(Lanes v, const int dtype) {
+    Bits u = (Bits)v;
     if (dtype == F32) return v;
-    return dtype == BF16 ? (NAME(Lanes))((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000) : NAME(from_f16)(NAME(to_f16)(v));
+    return dtype == BF16 ? (Lanes)((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000) : NAME(from_f16)(NAME(to_f16)(v));
 }
 
 /* y = round(x * scale) * w for n elements. */
@@ -68,12 +66,12 @@ INLINE void NAME(normed)(const char *x, const char *w, int64_t n, float scale, c
     const int64_t size = dtype == F32 ? 4 : 2;
     int64_t i = 0;
 #pragma GCC unroll 4
-    for (; i + NAME(LANES) <= n; i += NAME(LANES)) {
-        NAME(Lanes) v = NAME(rounded_to)(NAME(wide)(x + i * size, dtype) * scale, dtype);
+    for (; i + LANES <= n; i += LANES) {
+        Lanes v = NAME(rounded_to)(NAME(wide)(x + i * size, dtype) * scale, dtype);
         NAME(finish)(NAME(wide)(w + i * size, dtype) * v, F32, dtype, y + i * size);
     }
     if (i == n) return;
-    NAME(Lanes) v = NAME(rounded_to)(NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale, dtype);
+    Lanes v = NAME(rounded_to)(NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale, dtype);
     NAME(put)(NAME(last)(w + i * size, dtype, n - i, 0.0f) * v, dtype, n - i, y + i * size);
 }
 
@@ -83,12 +81,12 @@ INLINE void NAME(sloped)(const char *g, const char *x, const char *w, int64_t n,
     const int64_t size = dtype == F32 ? 4 : 2;
     int64_t i = 0;
 #pragma GCC unroll 4
-    for (; i + NAME(LANES) <= n; i += NAME(LANES)) {
-        NAME(Lanes) a = NAME(wide)(g + i * size, dtype) * NAME(wide)(w + i * size, dtype);
+    for (; i + LANES <= n; i += LANES) {
+        Lanes a = NAME(wide)(g + i * size, dtype) * NAME(wide)(w + i * size, dtype);
         NAME(finish)((a - NAME(wide)(x + i * size, dtype) * scale * mean) * scale, F32, dtype, dx + i * size);
     }
     if (i == n) return;
-    NAME(Lanes) a = NAME(last)(g + i * size, dtype, n - i, 0.0f) * NAME(last)(w + i * size, dtype, n - i, 0.0f);
+    Lanes a = NAME(last)(g + i * size, dtype, n - i, 0.0f) * NAME(last)(w + i * size, dtype, n - i, 0.0f);
     a = (a - NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale * mean) * scale;
     NAME(put)(a, dtype, n - i, dx + i * size);
 }

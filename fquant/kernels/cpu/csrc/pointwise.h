@@ -72,8 +72,8 @@ static void NAME(turn_halves)(const float *restrict a, int half, float *restrict
     else { EACH(AS_F16, VALUE) }                                       \
     break;
 #define VECTORS(...)                                   \
-    for (int i = 0; i < TILE; i += NAME(LANES)) {      \
-        NAME(Lanes) x, e;                              \
+    for (int i = 0; i < TILE; i += LANES) {      \
+        Lanes x, e;                              \
         memcpy(&x, a + i, sizeof x);                   \
         memcpy(&e, b + i, sizeof e);                   \
         x = __VA_ARGS__;                               \

@@ -17,8 +17,7 @@ static void NAME(nearest4)(const float *restrict x, int64_t n, const Encoding *h
     memcpy(m, how->middles, sizeof m);
     for (int64_t i = 0; i < n; i++) {
         int32_t below = 0;
-#pragma GCC unroll 15
-        for (int k = 0; k < 15; k++) below += x[i] > m[k];
+        UNROLLED(k, 15) below += x[i] > m[k];
         index[i] = (uint8_t)below;
     }
     if (!how->sorted) for (int64_t i = 0; i < n; i++) index[i] = how->order[index[i]];
