@@ -5,19 +5,16 @@
    float32. Partial sums, and the values of a row, are added in double, so the error does not grow with the vocabulary. */
 
 /* OVER: run `each` for every vector x of n logits at `from`; k counts four accumulators in turn. */
-#define OVER(each)                                                                              \
-    const int64_t size = dtype == F32 ? 4 : 2;                                                  \
-    int64_t i = 0;                                                                              \
-    for (; i + 4 * LANES <= n; i += 4 * LANES) {                                    \
-        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {                                   \
-            Lanes x = NAME(wide)(from + (i + k * LANES) * size, dtype);             \
-            each                                                                                \
-        }                                                                                       \
-    }                                                                                           \
-    for (int k = 0; i < n; i += LANES, k = (k + 1) % 4) {                                 \
-        const char *at = from + i * size;                                                       \
-        Lanes x = n - i < LANES ? NAME(last)(at, dtype, n - i, -INFINITY) : NAME(wide)(at, dtype); \
-        each                                                                                    \
+#define OVER(each)                                                                                              \
+    int64_t i = 0;                                                                                              \
+    for (; i + 4 * LANES <= n; i += 4 * LANES)                                                                  \
+        UNROLLED(k, 4) {                                                                                        \
+            Lanes x = NAME(wide)(from + (i + k * LANES) * size_of(dtype), dtype, LANES, 0.0f);                  \
+            each                                                                                                \
+        }                                                                                                       \
+    for (int k = 0; i < n; i += LANES, k = (k + 1) % 4) {                                                       \
+        Lanes x = NAME(wide)(from + i * size_of(dtype), dtype, n - i, -INFINITY);                               \
+        each                                                                                                    \
     }
 
 /* The largest logit that is not NaN. */
@@ -52,20 +49,13 @@ static int NAME(has_nan)(const char *from, const int dtype, int64_t n) {
 
 /* Store scale * exp(x - base) for n logits in their dtype. */
 INLINE void NAME(scaled)(const char *from, const int dtype, int64_t n, float base, float scale, char *to) {
-    const int64_t size = dtype == F32 ? 4 : 2;
-    int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + LANES <= n; i += LANES)
-        NAME(finish)(NAME(exponential)(NAME(wide)(from + i * size, dtype) - base) * scale, F32, dtype, to + i * size);
-    if (i == n) return;
-    Lanes x = NAME(last)(from + i * size, dtype, n - i, -INFINITY);
-    NAME(put)(NAME(exponential)(x - base) * scale, dtype, n - i, to + i * size);
+    EVERY(NAME(exponential)(AT(from, -INFINITY) - base) * scale)
 }
 
 #undef OVER
 
 INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
-    const int64_t size = dtype == F32 ? 4 : 2, n = w->width, target = w->targets[i];
+    const int64_t size = size_of(dtype), n = w->width, target = w->targets[i];
     const char *x = (const char *)w->logits + i * w->apart * size;
     char *slope = w->slope ? (char *)w->slope + i * n * size : NULL;
     if (target == w->ignore) {
@@ -96,7 +86,4 @@ INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
     NAME(halves)(&less, 1, dtype, slope, target);
 }
 
-static void NAME(loss)(void *work, int64_t unit, void *scratch) {
-    (void)scratch;
-    BY_DTYPE(((const Loss *)work)->dtype, NAME(row), work, unit)
-}
+UNIT(loss) { BY_DTYPE(((const Loss *)work)->dtype, NAME(row), work, unit) }
