@@ -5,39 +5,26 @@
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
    Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
 
-typedef struct { /* the scratch of a unit; the last two lines are for the gradient */
-    uint32_t *rows, *k_rows, *v_down, *q_across, *words, *turned;
+typedef struct { /* the scratch of a unit; the last three lines are for the gradient */
+    uint32_t *rows, *k_rows, *down, *q_across, *words, *turned;
     float *scores, *sums, *most, *total;
-    uint32_t *v_rows, *k_down, *g_across, *q_down, *g_down, *p_rows, *s_rows;
+    uint32_t *v_rows, *g_across, *q_down, *g_down, *p_rows, *s_rows;
     float *slopes, *dk, *dv;
 } Room;
 
 /* Lay out the scratch of a unit from `at` on, and return its bytes. */
 INLINE size_t NAME(room)(const Attention *a, char *at, Room *r) {
     Sizes s = NAME(sizes)(a);
+    int64_t panel = PANEL * s.inner, tile = KEYS * PANEL, all = s.tokens * s.inner, sums = s.tokens * s.columns;
     size_t used = 0;
 #define TAKE(field, count) r->field = (void *)(at + used), used += (size_t)padded_to((count) * 4, 64)
-    TAKE(rows, PANEL * s.inner);
-    TAKE(k_rows, s.tokens * s.inner);
-    TAKE(v_down, s.tokens / s.each * s.columns);
-    TAKE(q_across, s.inner * PANEL);
-    TAKE(words, KEYS * PANEL);
-    TAKE(turned, QUERIES * KEYS);
-    TAKE(scores, KEYS * PANEL);
-    TAKE(sums, QUERIES * s.columns);
-    TAKE(most, PANEL);
+    TAKE(rows, panel), TAKE(k_rows, all), TAKE(down, sums / s.each), TAKE(q_across, panel), TAKE(words, tile);
+    TAKE(turned, QUERIES * KEYS), TAKE(scores, tile), TAKE(sums, QUERIES * s.columns), TAKE(most, PANEL);
     TAKE(total, PANEL);
     if (!a->g) return used;
-    TAKE(v_rows, s.tokens * s.inner);
-    TAKE(k_down, s.tokens / s.each * s.columns);
-    TAKE(g_across, s.inner * PANEL);
-    TAKE(q_down, PANEL / s.each * s.columns);
-    TAKE(g_down, PANEL / s.each * s.columns);
-    TAKE(p_rows, KEYS * PANEL);
-    TAKE(s_rows, KEYS * PANEL);
-    TAKE(slopes, KEYS * PANEL);
-    TAKE(dk, s.tokens * s.columns);
-    TAKE(dv, s.tokens * s.columns);
+    TAKE(v_rows, all), TAKE(g_across, panel), TAKE(q_down, PANEL / s.each * s.columns);
+    TAKE(g_down, PANEL / s.each * s.columns), TAKE(p_rows, tile), TAKE(s_rows, tile), TAKE(slopes, tile);
+    TAKE(dk, sums), TAKE(dv, sums);
 #undef TAKE
     return used;
 }
@@ -45,11 +32,6 @@ INLINE size_t NAME(room)(const Attention *a, char *at, Room *r) {
 static size_t NAME(attention_room)(const Attention *a) {
     Room r;
     return NAME(room)(a, NULL, &r);
-}
-
-/* The address of a head of a tensor [b h t e]. */
-INLINE void *NAME(head)(const Attention *a, const void *x, const int64_t *stride, int64_t b, int64_t h) {
-    return (char *)x + (b * stride[0] + h * stride[1]) * (a->dtype == F32 ? 4 : 2);
 }
 
 /* The keys that a panel of queries from q on sees: from *first up to the result. */
@@ -74,10 +56,7 @@ INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int
         most = before;
         for (int64_t i = 0; i < n; i++) {
             Lanes *at = scores + i * VECS, x = *at * a->scale;
-            if (masked) {
-                Bits seen = NAME(seen)(labels, k + i, q + v);
-                x = (Lanes)((seen & (Bits)x) | (~seen & (Bits)none));
-            }
+            if (masked) x = NAME(either)(NAME(seen)(labels, k + i, q + v), x, none);
             *at = x;
             most = NAME(larger)(x, most);
         }
@@ -103,37 +82,6 @@ INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int
         for (int64_t i = 0; i < PANEL; i++)
             for (int64_t x = 0; x < width; x++) r->sums[c * QUERIES + i * width + x] *= by[i];
     }
-}
-
-INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int half) {
-    Sizes s = NAME(sizes)(a);
-    Room r = {0};
-    NAME(room)(a, scratch, &r);
-    int64_t part = unit % a->parts, kv = unit / a->parts % a->kv, b = unit / a->parts / a->kv, group = a->heads / a->kv;
-    const int32_t *labels = a->labels ? a->labels + b * a->labelled : NULL;
-    NAME(rows)(a, NAME(head)(a, a->v, a->vs, b, kv), a->vs, 0, s.tokens, half, r.k_rows);
-    NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.v_down);
-    NAME(rows)(a, NAME(head)(a, a->k, a->ks, b, kv), a->ks, 0, s.tokens, half, r.k_rows);
-    memset(r.turned, 0, (size_t)(QUERIES * KEYS * 4));
-    for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-        for (int64_t q = part * PANEL, first; q < a->t; q += a->parts * PANEL) {
-            int64_t last = NAME(look)(a, labels, q, &first), n = MIN(a->t - q, PANEL);
-            NAME(rows)(a, NAME(head)(a, a->q, a->qs, b, h), a->qs, q, PANEL, half, r.rows);
-            NAME(across)(r.rows, s.inner, r.q_across);
-            memset(r.sums, 0, (size_t)(QUERIES * s.columns * 4));
-            for (int i = 0; i < PANEL; i++) r.most[i] = -INFINITY, r.total[i] = 0.0f;
-            for (int64_t k = first; k < last; k += KEYS) {
-                int64_t keys = padded_to(MIN(KEYS, last - k), SIX), words = keys / s.each;
-                NAME(scores)(r.k_rows + k * s.inner, s.inner, keys, r.q_across, s.words, half, r.scores);
-                NAME(soften)(a, &r, labels, k, keys, q, half);
-                NAME(turn)(r.words, words, KEYS / s.each, r.turned);
-                NAME(columns)(r.turned, KEYS / s.each, QUERIES, r.v_down, s.tokens / s.each, k / s.each, words,
-                              s.columns, half, r.sums, QUERIES, 0);
-            }
-            float *lse = a->lse + (b * a->heads + h) * a->t + q;
-            for (int64_t i = 0; i < n; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
-            NAME(results)(a, r.sums, QUERIES, r.total, n, NAME(head)(a, a->y, a->ys, b, h), a->ys, q);
-        }
 }
 
 /* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
@@ -165,14 +113,14 @@ INLINE void NAME(slopes)(const Attention *a, Room *r, const int32_t *labels, int
 /* Load the values of queries from q on: the log-sum-exp, and the mean gradient of the weights, g · y. */
 INLINE void NAME(means)(const Attention *a, Room *r, int64_t b, int64_t h, int64_t q) {
     const float *lse = a->lse + (b * a->heads + h) * a->t;
-    const void *y = NAME(head)(a, a->y, a->ys, b, h), *g = NAME(head)(a, a->g, a->gs, b, h);
+    int64_t y = b * a->ys[0] + h * a->ys[1], g = b * a->gs[0] + h * a->gs[1];
     for (int64_t i = 0; i < PANEL; i++) {
         float ours[64], theirs[64];
         double total = 0.0;
         for (int64_t c = 0; q + i < a->t && c < a->e; c += 64) {
             int64_t n = MIN(64, a->e - c);
-            NAME(floats)(y, a->dtype, (q + i) * a->ys[2] + c, n, ours);
-            NAME(floats)(g, a->dtype, (q + i) * a->gs[2] + c, n, theirs);
+            NAME(floats)(a->y, a->dtype, y + (q + i) * a->ys[2] + c, n, ours);
+            NAME(floats)(a->g, a->dtype, g + (q + i) * a->gs[2] + c, n, theirs);
             float some = 0.0f;
             for (int64_t k = 0; k < n; k++) some += ours[k] * theirs[k];
             total += some;
@@ -182,50 +130,59 @@ INLINE void NAME(means)(const Attention *a, Room *r, int64_t b, int64_t h, int64
     }
 }
 
-INLINE void NAME(attend_backward)(const Attention *a, int64_t unit, void *scratch, int half) {
+/* Attention, or if `slope` its gradient. */
+INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const int slope, const int half) {
     Sizes s = NAME(sizes)(a);
     Room r = {0};
     NAME(room)(a, scratch, &r);
-    int64_t kv = unit % a->kv, b = unit / a->kv, group = a->heads / a->kv;
-    int64_t all = s.tokens / s.each, apart = PANEL / s.each;
+    int64_t part = unit % a->parts, kv = unit / a->parts % a->kv, b = unit / a->parts / a->kv, group = a->heads / a->kv;
+    int64_t all = s.tokens / s.each, apart = PANEL / s.each, wide = KEYS / s.each;
     const int32_t *labels = a->labels ? a->labels + b * a->labelled : NULL;
-    NAME(rows)(a, NAME(head)(a, a->k, a->ks, b, kv), a->ks, 0, s.tokens, half, r.k_rows);
-    NAME(rows)(a, NAME(head)(a, a->v, a->vs, b, kv), a->vs, 0, s.tokens, half, r.v_rows);
-    NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.k_down);
+#define HEAD(stride, h) stride, b * stride[0] + (h) * stride[1]
+    NAME(rows)(a, a->v, HEAD(a->vs, kv), 0, s.tokens, half, slope ? r.v_rows : r.k_rows);
+    if (!slope) NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.down);
+    NAME(rows)(a, a->k, HEAD(a->ks, kv), 0, s.tokens, half, r.k_rows);
+    if (slope) NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.down);
     memset(r.turned, 0, (size_t)(QUERIES * KEYS * 4));
-    memset(r.dk, 0, (size_t)(s.tokens * s.columns * 4));
-    memset(r.dv, 0, (size_t)(s.tokens * s.columns * 4));
+    if (slope) memset(r.dk, 0, (size_t)(s.tokens * s.columns * 4));
+    if (slope) memset(r.dv, 0, (size_t)(s.tokens * s.columns * 4));
     for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-        for (int64_t q = 0, first; q < a->t; q += PANEL) {
-            int64_t last = NAME(look)(a, labels, q, &first);
-            NAME(rows)(a, NAME(head)(a, a->q, a->qs, b, h), a->qs, q, PANEL, half, r.rows);
-            NAME(across)(r.rows, s.inner, r.q_across);
-            NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.q_down);
-            NAME(rows)(a, NAME(head)(a, a->g, a->gs, b, h), a->gs, q, PANEL, half, r.rows);
-            NAME(across)(r.rows, s.inner, r.g_across);
-            NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.g_down);
-            NAME(means)(a, &r, b, h, q);
+        for (int64_t q = part * PANEL, first; q < a->t; q += a->parts * PANEL) {
+            int64_t last = NAME(look)(a, labels, q, &first), n = MIN(a->t - q, PANEL);
+            float *lse = a->lse + (b * a->heads + h) * a->t + q;
+            NAME(rows)(a, a->q, HEAD(a->qs, h), q, PANEL, half, r.rows);
+            NAME(across)(r.rows, PANEL, s.inner, PANEL, r.q_across);
+            if (slope) {
+                NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.q_down);
+                NAME(rows)(a, a->g, HEAD(a->gs, h), q, PANEL, half, r.rows);
+                NAME(across)(r.rows, PANEL, s.inner, PANEL, r.g_across);
+                NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.g_down);
+                NAME(means)(a, &r, b, h, q);
+            } else for (int i = 0; i < PANEL; i++) r.most[i] = -INFINITY, r.total[i] = 0.0f;
             memset(r.sums, 0, (size_t)(QUERIES * s.columns * 4));
             for (int64_t k = first; k < last; k += KEYS) {
                 int64_t keys = padded_to(MIN(KEYS, last - k), SIX), words = keys / s.each;
                 NAME(scores)(r.k_rows + k * s.inner, s.inner, keys, r.q_across, s.words, half, r.scores);
-                NAME(scores)(r.v_rows + k * s.inner, s.inner, keys, r.g_across, s.words, half, r.slopes);
-                NAME(slopes)(a, &r, labels, k, keys, q, half);
-                NAME(turn)(r.words, words, KEYS / s.each, r.turned);
-                NAME(columns)(r.p_rows, apart, keys, r.g_down, apart, 0, apart, s.columns, half, r.dv, s.tokens, k);
-                NAME(columns)(r.s_rows, apart, keys, r.q_down, apart, 0, apart, s.columns, half, r.dk, s.tokens, k);
-                NAME(columns)(r.turned, KEYS / s.each, QUERIES, r.k_down, all, k / s.each, words, s.columns, half,
-                              r.sums, QUERIES, 0);
+                if (slope) NAME(scores)(r.v_rows + k * s.inner, s.inner, keys, r.g_across, s.words, half, r.slopes);
+                (slope ? NAME(slopes) : NAME(soften))(a, &r, labels, k, keys, q, half);
+                NAME(across)(r.words, words, PANEL, wide, r.turned);
+                if (slope) {
+                    NAME(columns)(r.p_rows, apart, keys, r.g_down, apart, 0, apart, s.columns, half, r.dv, s.tokens, k);
+                    NAME(columns)(r.s_rows, apart, keys, r.q_down, apart, 0, apart, s.columns, half, r.dk, s.tokens, k);
+                }
+                NAME(columns)(r.turned, wide, QUERIES, r.down, all, k / s.each, words, s.columns, half, r.sums, QUERIES, 0);
             }
-            NAME(results)(a, r.sums, QUERIES, NULL, MIN(a->t - q, PANEL), NAME(head)(a, a->dq, a->dqs, b, h),
-                        a->dqs, q);
+            if (!slope) for (int64_t i = 0; i < n; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
+            if (slope) NAME(results)(a, r.sums, QUERIES, NULL, n, a->dq, HEAD(a->dqs, h), q);
+            else NAME(results)(a, r.sums, QUERIES, r.total, n, a->y, HEAD(a->ys, h), q);
         }
-    NAME(results)(a, r.dk, s.tokens, NULL, a->t, NAME(head)(a, a->dk, a->dks, b, kv), a->dks, 0);
-    NAME(results)(a, r.dv, s.tokens, NULL, a->t, NAME(head)(a, a->dv, a->dks, b, kv), a->dks, 0);
+    if (slope) NAME(results)(a, r.dk, s.tokens, NULL, a->t, a->dk, HEAD(a->dks, kv), 0);
+    if (slope) NAME(results)(a, r.dv, s.tokens, NULL, a->t, a->dv, HEAD(a->dks, kv), 0);
+#undef HEAD
 }
 
-static void NAME(attention)(void *work, int64_t unit, void *scratch) {
+UNIT(attention) {
     const Attention *a = work;
-    if (a->g) { BY_HALF(a->half, NAME(attend_backward), work, unit, scratch) }
-    else { BY_HALF(a->half, NAME(attend), work, unit, scratch) }
+    if (a->g) { BY_HALF(a->half, NAME(attend), work, unit, scratch, 1) }
+    else { BY_HALF(a->half, NAME(attend), work, unit, scratch, 0) }
 }

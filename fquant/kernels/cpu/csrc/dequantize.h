@@ -28,10 +28,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
 static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restrict out) {
     int64_t size = w->nested ? 1 : 4, ahead = 2 * AHEAD * 8 / w->bits / w->block;
     for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)w->scale + (first + ahead) * size + i);
-    if (!w->nested) {
-        memcpy(out, (const float *)w->scale + first, (size_t)n * 4);
-        return;
-    }
+    if (!w->nested) { memcpy(out, (const float *)w->scale + first, (size_t)n * 4); return; }
     const uint8_t *codes = (const uint8_t *)w->scale;
     float offset = w->nested_offset ? *w->nested_offset : 0.0f;
     int64_t block = first >> __builtin_ctzll((uint64_t)w->nested_block), end = (block + 1) * w->nested_block - first;
@@ -73,26 +70,21 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
                          void *restrict out) {
     uint32_t values[16];
     int64_t i = 0;
-#pragma GCC unroll 4
-    for (int k = 0; k < 16; k += LANES) {
+    UNROLLED(k, 16 / LANES) {
         Lanes v;
-        memcpy(&v, w->table + k, sizeof v);
+        memcpy(&v, w->table + k * LANES, sizeof v);
         v = v * scale;
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, own, dtype, (char *)values + k * (dtype == F32 ? 4 : 2));
+        NAME(finish)(v, own, dtype, (char *)values + k * LANES * size_of(dtype));
     }
-    if (dtype == F32) {
-        uint32_t *o = out;
-        Table32 t = NAME(table32)(values);
-        for (; i + 32 <= n; i += 32) NAME(lookup32)(codes + i / 2, t, o + i);
-        for (; i < n; i++) o[i] = values[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
-    } else {
-        const uint16_t *v = (const uint16_t *)values;
-        uint16_t *o = out;
-        Table16 t = NAME(table16)(v);
-        for (; i + 32 <= n; i += 32) NAME(lookup16)(codes + i / 2, t, o + i);
-        for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
-    }
+#define LOOK_UP(SIZE)                                                                          \
+    const uint##SIZE##_t *v = (const void *)values;                                            \
+    uint##SIZE##_t *o = out;                                                                   \
+    Table##SIZE t = NAME(table##SIZE)(v);                                                      \
+    for (; i + 32 <= n; i += 32) NAME(lookup##SIZE)(codes + i / 2, t, o + i);                  \
+    for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
+    if (dtype == F32) { LOOK_UP(32) } else { LOOK_UP(16) }
+#undef LOOK_UP
 }
 
 #ifdef LANES_BF16
@@ -126,7 +118,7 @@ INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
 /* Decode a block, or a piece of one, of n 8-bit codes. */
 INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          char *restrict out) {
-    int64_t size = dtype == F32 ? 4 : 2, i = 0;
+    int64_t size = size_of(dtype), i = 0;
 #ifdef LANES_BF16
     if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
         for (; i + 32 <= n; i += 32) { /* no denormals or NaN: one instruction rounds */
@@ -154,7 +146,7 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
 /* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
-    int64_t size = dtype == F32 ? 4 : 2, blocks = blocks_of(w), block = column / w->block;
+    int64_t size = size_of(dtype), blocks = blocks_of(w), block = column / w->block;
     const uint8_t *codes = w->codes + row * bytes_of(w);
     float scales[MAX_SCALES + 64];
     (void)past;
@@ -202,24 +194,17 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 
 /* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
-    if (half) {
-        NAME(span)(w, row, column, n, 0, BF16, out);
-    } else if (dtype == F32 || dtype == w->dtype) {
-        NAME(span)(w, row, column, n, 0, F32, out);
-    } else {
-        uint16_t some[PIECE];
-        for (int64_t i = 0; i < n; i += PIECE) {
-            NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
-            NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);
-        }
+    uint16_t some[PIECE];
+    if (half || dtype == F32 || dtype == w->dtype) NAME(span)(w, row, column, n, 0, half ? BF16 : F32, out);
+    else for (int64_t i = 0; i < n; i += PIECE) {
+        NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
+        NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);
     }
 }
 
-static void NAME(decode)(void *data, int64_t unit, void *scratch) {
-    const Decode *d = data;
+UNIT(decode) {
+    const Decode *d = work;
     int64_t pieces = pieces_of(d->width), row = unit / pieces, at = unit % pieces * PIECE;
-    size_t size = d->dtype == F32 ? 4 : 2;
-    (void)scratch;
     NAME(span)(&d->w, d->row + row, d->column + at, MIN(PIECE, d->width - at), d->past, d->dtype,
-               (char *)d->out + (size_t)(row * d->stride + at) * size);
+               (char *)d->out + (row * d->stride + at) * size_of(d->dtype));
 }

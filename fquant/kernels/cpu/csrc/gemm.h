@@ -20,12 +20,18 @@ INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *p
         UNROLLED(r, rows) {
             Lanes by = (Lanes)(sliver[r * apart + k] - (Bits){0});
             UNROLLED(v, vecs)
-                if (half) part[r][v] = DOT(w[v], by, part[r][v]);
-                else part[r][v] = FMA(w[v], by, part[r][v]);
+                part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
         }
     }
     UNROLLED(r, rows)
         UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
+}
+
+/* Transpose LANES rows of LANES words, and store the first `count` columns as rows of `out`. */
+INLINE void NAME(turn)(const uint32_t *in, int64_t apart, int64_t count, uint32_t *out, int64_t next) {
+    Bits columns[LANES];
+    NAME(transpose)(in, apart, columns);
+    for (int i = 0; i < count; i++) memcpy(out + i * next, &columns[i], sizeof *columns);
 }
 
 /* Copy n elements from x + at as words, padded with zeros to a multiple of LANES words. */
@@ -42,8 +48,8 @@ INLINE int NAME(vecs)(int64_t m, int64_t j) {
 }
 
 /* Pack a slab of a panel of x: transpose LANES rows at a time. */
-static void NAME(pack)(void *data, int64_t unit, void *scratch) {
-    const Gemm *p = data;
+UNIT(pack) {
+    const Gemm *p = work;
     int64_t slabs = slabs_of(p->words), j = unit / slabs, start = unit % slabs * SLAB, n = MIN(SLAB, p->words - start);
     int64_t each = p->half ? 2 : 1, vecs = NAME(vecs)(p->m, j), width = vecs * LANES;
     uint32_t *rows = scratch, *out = (uint32_t *)p->copy + j * PANEL * p->words + start * width;
@@ -54,12 +60,8 @@ static void NAME(pack)(void *data, int64_t unit, void *scratch) {
             if (m < p->m) NAME(words)(p->x, p->dtype, at, there, p->half, rows + i * APART);
             else memset(rows + i * APART, 0, SLAB * 4);
         }
-        for (int64_t k = 0; k < n; k += LANES) {
-            Bits columns[LANES];
-            NAME(transpose)(rows + k, APART, columns);
-            for (int64_t i = 0; i < MIN(LANES, n - k); i++)
-                memcpy(out + (k + i) * width + v * LANES, &columns[i], sizeof *columns);
-        }
+        for (int64_t k = 0; k < n; k += LANES)
+            NAME(turn)(rows + k, APART, MIN(LANES, n - k), out + k * width + v * LANES, width);
     }
 }
 
@@ -93,43 +95,34 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
     }
     for (int64_t m = 0; m < p->m; m += LANES) {
         int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
-        const float *from = sums + j * PANEL * tall + m % PANEL;
-        for (int64_t r = 0; r < rows; r += LANES) {
-            Bits columns[LANES];
-            NAME(transpose)((const uint32_t *)from + r * width, width, columns);
-            for (int i = 0; i < LANES; i++) memcpy(turned[i] + r, &columns[i], sizeof *columns);
-        }
+        const uint32_t *from = (const uint32_t *)(sums + j * PANEL * tall + m % PANEL);
+        for (int64_t r = 0; r < rows; r += LANES)
+            NAME(turn)(from + r * width, width, LANES, (uint32_t *)turned[0] + r, MOST_ROWS);
         for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
     }
 }
 
-static void NAME(matmul)(void *data, int64_t unit, void *scratch) {
-    BY_HALF(((const Gemm *)data)->half, NAME(by_rows), data, unit, scratch)
-}
+UNIT(matmul) { BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch) }
 
 /* Pack a row of g as words, in slabs. */
-static void NAME(pack_t)(void *data, int64_t unit, void *scratch) {
-    const Gemm *p = data;
+UNIT(pack_t) {
+    const Gemm *p = work;
     int64_t slab = p->half ? 2 * SLAB : SLAB;
     uint32_t *out = (uint32_t *)p->copy + unit * APART;
-    (void)scratch;
     for (int64_t at = 0; at < p->inner; at += slab, out += p->m * APART)
         NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
 }
 
 /* Decode words k of a stripe's panels: a row of the weight, or in bf16 a row interleaved with the next. */
-INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half,
-                         uint32_t *out) {
+INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half, uint32_t *out) {
     uint32_t words[STRIPE];
     if (half) {
         uint16_t first[STRIPE], second[STRIPE] = {0};
         NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
         if (row + 1 < p->w.rows) NAME(factors)(&p->w, row + 1, column, width, p->dtype, 1, second);
         for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
-    } else {
-        NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
-    }
+    } else NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
     if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
     for (int64_t j = 0; j < STRIPE; j += PANEL)
         memcpy(out + j * STEPS + k * PANEL, words + j, PANEL * 4);
@@ -165,8 +158,7 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
 /* Multiply all of g with a stripe of the weight's columns. */
 INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), each = half ? 2 : 1;
-    int64_t panels = (width + PANEL - 1) / PANEL;
-    int64_t apart = p->copy ? APART : p->words;
+    int64_t panels = (width + PANEL - 1) / PANEL, apart = p->copy ? APART : p->words;
     uint32_t *w = scratch;
     float *sums = (float *)(scratch + STRIPE * STEPS);
     memset(sums, 0, (size_t)(p->m * STRIPE * 4));
@@ -195,6 +187,4 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
                          m * p->w.width + column + j * PANEL);
 }
 
-static void NAME(matmul_t)(void *data, int64_t unit, void *scratch) {
-    BY_HALF(((const Gemm *)data)->half, NAME(by_columns), data, unit, scratch)
-}
+UNIT(matmul_t) { BY_HALF(((const Gemm *)work)->half, NAME(by_columns), work, unit, scratch) }

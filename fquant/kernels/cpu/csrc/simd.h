@@ -27,7 +27,7 @@ enum { LANES = 4, NAME(COLUMNS) = 4, VECS = 4, SUMS = 24 };
 #define FMA(a, b, c) ((Lanes)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #else
 enum { LANES = 4, NAME(COLUMNS) = 2, VECS = 2, SUMS = 12 };
-#define FMA(a, b, c) ((a) * (b) + (c))
+#define FMA(a, b, c) ((Lanes)((a) * (b) + (c)))
 #endif
 
 typedef float Lanes __attribute__((vector_size(LANES * 4), may_alias));

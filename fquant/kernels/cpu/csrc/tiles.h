@@ -17,16 +17,14 @@ INLINE Sizes NAME(sizes)(const Attention *a) {
 }
 
 /* sums [count][vecs] += (= if fresh) `count` rows, a multiple of SIX, times a panel. Not inlined: it would be long. */
-#define PRODUCT(name, half, fresh)                                                                                     \
-    static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,       \
+#define PRODUCT(name, half, fresh)                                                                                 \
+    static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,   \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
-        for (int64_t r = 0; r < count; r += SIX, rows += SIX * apart, sums += SIX * vecs * LANES)                \
-            switch (vecs) { CASE(1, half, fresh) CASE(2, half, fresh) CASE(3, half, fresh) CASE(4, half, fresh) }      \
+        for (int64_t r = 0; r < count; r += SIX, rows += SIX * apart, sums += SIX * vecs * LANES)                  \
+            switch (vecs) { CASE(1, half, fresh) CASE(2, half, fresh) CASE(3, half, fresh) CASE(4, half, fresh) }  \
     }
-#define CASE(N, half, fresh)                                                                                           \
-    case N:                                                                                                            \
-        if (N <= VECS) NAME(micro)(rows, apart, panel, n, SIX, MIN(N, VECS), half, fresh, sums);           \
-        break;
+#define CASE(N, half, fresh) \
+    case N: if (N <= VECS) NAME(micro)(rows, apart, panel, n, SIX, MIN(N, VECS), half, fresh, sums); break;
 PRODUCT(add_floats, 0, 0)
 PRODUCT(set_floats, 0, 1)
 PRODUCT(add_halves, 1, 0)
@@ -49,27 +47,19 @@ INLINE void NAME(columns)(const uint32_t *rows, int64_t apart, int64_t count, co
     }
 }
 
-/* Copy token i as words, padded with zeros to whole vectors; tokens after the last are zeros. */
-INLINE void NAME(token)(const Attention *a, const void *x, const int64_t *stride, int64_t i, int half, uint32_t *out) {
-    Sizes s = NAME(sizes)(a);
-    if (i < a->t) NAME(words)(x, a->dtype, i * stride[2], a->e, half, out);
-    else memset(out, 0, (size_t)s.inner * 4);
+/* Copy n tokens of a head from `start` as rows, padded with zeros to whole vectors; those after the last are zeros. */
+INLINE void NAME(rows)(const Attention *a, const void *x, const int64_t *stride, int64_t head, int64_t start, int64_t n,
+                       int half, uint32_t *out) {
+    const int64_t inner = NAME(sizes)(a).inner;
+    for (int64_t i = start; i < start + n; i++, out += inner)
+        if (i < a->t) NAME(words)(x, a->dtype, head + i * stride[2], a->e, half, out);
+        else memset(out, 0, (size_t)inner * 4);
 }
 
-/* Copy n tokens from `start` as rows. */
-INLINE void NAME(rows)(const Attention *a, const void *x, const int64_t *stride, int64_t start, int64_t n, int half,
-                       uint32_t *out) {
-    for (int64_t i = 0; i < n; i++) NAME(token)(a, x, stride, start + i, half, out + i * NAME(sizes)(a).inner);
-}
-
-/* Transpose rows of a panel's tokens [PANEL][inner] to across. */
-INLINE void NAME(across)(const uint32_t *rows, int64_t inner, uint32_t *out) {
-    for (int64_t v = 0; v < PANEL; v += LANES)
-        for (int64_t k = 0; k < inner; k += LANES) {
-            Bits columns[LANES];
-            NAME(transpose)(rows + v * inner + k, inner, columns);
-            for (int i = 0; i < LANES; i++) memcpy(out + (k + i) * PANEL + v, &columns[i], sizeof *columns);
-        }
+/* Transpose words [high][wide], both whole vectors, to rows with stride `apart`: for example, rows to across. */
+INLINE void NAME(across)(const uint32_t *words, int64_t high, int64_t wide, int64_t apart, uint32_t *out) {
+    for (int64_t i = 0; i < high; i += LANES)
+        for (int64_t k = 0; k < wide; k += LANES) NAME(turn)(words + i * wide + k, wide, LANES, out + k * apart + i, apart);
 }
 
 /* Rearrange rows of n tokens [n][inner], n even, to down; panels have n rows of words, or half as many. */
@@ -111,31 +101,22 @@ INLINE Bits NAME(couple)(Lanes first, Lanes second) {
 /* Store a key's weights for a vector of queries as words of a row. */
 INLINE void NAME(single)(Lanes x, int half, uint32_t *out) {
 #ifdef LANES_BF16
-    if (half) { _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh((__m512)x)); return; }
+    if (half) _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    else
 #endif
-    (void)half, memcpy(out, &x, sizeof x);
+        (void)half, memcpy(out, &x, sizeof x);
 }
 
-/* Transpose words [n][PANEL] to rows [PANEL][apart]. */
-INLINE void NAME(turn)(const uint32_t *words, int64_t n, int64_t apart, uint32_t *out) {
-    for (int64_t k = 0; k < n; k += LANES)
-        for (int64_t q = 0; q < PANEL; q += LANES) {
-            Bits columns[LANES];
-            NAME(transpose)(words + k * PANEL + q, PANEL, columns);
-            for (int i = 0; i < LANES; i++) memcpy(out + (q + i) * apart + k, &columns[i], sizeof *columns);
-        }
-}
-
-/* Store sums [high][columns], panel by panel, times a factor for each row, as tokens of x from `start` on. */
+/* Store sums [high][columns], panel by panel, times a factor for each row, as n tokens of a head of x from `start` on. */
 INLINE void NAME(results)(const Attention *a, const float *sums, int64_t high, const float *factor, int64_t n, void *x,
-                        const int64_t *stride, int64_t start) {
+                          const int64_t *stride, int64_t head, int64_t start) {
     float row[PANEL];
     int64_t columns = NAME(sizes)(a).columns;
     for (int64_t c = 0; c < columns; c += PANEL) {
         int64_t width = MIN(columns - c, PANEL), there = MIN(a->e - c, PANEL);
         for (int64_t i = 0; i < n; i++) {
             for (int64_t k = 0; k < width; k++) row[k] = sums[c * high + i * width + k] * (factor ? factor[i] : 1.0f);
-            NAME(halves)(row, there, a->dtype, x, (start + i) * stride[2] + c);
+            NAME(halves)(row, there, a->dtype, x, head + (start + i) * stride[2] + c);
         }
     }
 }
