@@ -149,7 +149,6 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const 
     for (int64_t h = kv * group; h < (kv + 1) * group; h++)
         for (int64_t q = part * PANEL, first; q < a->t; q += a->parts * PANEL) {
             int64_t last = NAME(look)(a, labels, q, &first), n = MIN(a->t - q, PANEL);
-            float *lse = a->lse + (b * a->heads + h) * a->t + q;
             NAME(rows)(a, a->q, HEAD(a->qs, h), q, PANEL, half, r.rows);
             NAME(across)(r.rows, PANEL, s.inner, PANEL, r.q_across);
             if (slope) {
@@ -172,7 +171,8 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const 
                 }
                 NAME(columns)(r.turned, wide, QUERIES, r.down, all, k / s.each, words, s.columns, half, r.sums, QUERIES, 0);
             }
-            if (!slope) for (int64_t i = 0; i < n; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
+            float *lse = a->lse + (b * a->heads + h) * a->t + q;
+            for (int64_t i = 0; i < n && !slope; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
             if (slope) NAME(results)(a, r.sums, QUERIES, NULL, n, a->dq, HEAD(a->dqs, h), q);
             else NAME(results)(a, r.sums, QUERIES, r.total, n, a->y, HEAD(a->ys, h), q);
         }
