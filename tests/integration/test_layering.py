@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ FACES = [[name] for name in COMPILE_FACE]
 CODE_IN_DATA = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 TREES = ("torch.utils._pytree", "torch.utils._cxx_pytree", "torch.utils.pytree", "optree")
 CALLS = ("eval", "exec", "__import__")
+BACKENDS = tuple(f"fquant/kernels/{name}" for name in ("reference/", "cpu/", "triton/", "additive_codebooks.py"))
 LONGEST = {"tests": 400}  # lines; tables of cases may be longer than code
 LONGEST_CODE = 300
 
@@ -95,10 +97,19 @@ def wrong_code(path: str, module: ast.Module) -> list[str]:
     return found
 
 
+@cache
+def ops() -> set[str]:
+    """The names of the ops, whose docstrings are at their definitions and not in every backend."""
+    files = [*(ROOT / "fquant/kernels/ops").glob("*.py"), ROOT / "fquant/kernels/packed_ops.py"]
+    trees = [ast.parse(path.read_text("utf-8")) for path in files]
+    return {at.name for tree in trees for at in tree.body if isinstance(at, ast.FunctionDef) and ast.get_docstring(at)}
+
+
 def without_docstring(path: str, module: ast.Module) -> list[str]:
     definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     public = [at for at in module.body if isinstance(at, definition) and not at.name.startswith("_")]
     told = {at.name for at in public if ast.get_docstring(at)}  # one of the overloads of a name suffices
+    told |= ops() if path.startswith(BACKENDS) else set()
     found = [f"{path}:{at.lineno}: {at.name} has no docstring" for at in public if at.name not in told]
     if module.body and not ast.get_docstring(module):
         found.append(f"{path}:1: the module has no docstring")
@@ -211,6 +222,8 @@ WRONG = {
     "torch.save": ("shard/a.py", "from torch import save", "imports torch.save"),
     "numpy's pickle": ("shard/a.py", "numpy.load('x', allow_pickle=True)", "a.py:2: allow_pickle"),
     "function without docstring": ("shard/a.py", "def f(): pass", "f has no docstring"),
+    "op without docstring": ("fquant/kernels/ops/a.py", "def silu(x): pass", "silu has no docstring"),
+    "function of a backend": ("fquant/kernels/cpu/a.py", "def load(): pass", "load has no docstring"),
     "class without docstring": ("shard/a.py", "class A:\n    x = 1", "A has no docstring"),
     "long": ("fquant/a.py", "\n" * 300, "a.py: 301 lines"),
 }
@@ -226,6 +239,7 @@ RIGHT = {
     "examples": ("examples/a.py", "import shard\nfrom models import hf\nfrom . import data"),
     "methods of these names": ("models/a.py", "model.eval()\nsafetensors.torch.save_file(x)\ntorch_load = 1"),
     "names that only begin alike": ("fquant/a.py", "import sharded, models_of_mine, pickletools"),
+    "op of a backend": ("fquant/kernels/cpu/a.py", "def silu(x): pass"),
     "private functions": ("fquant/a.py", "def _f(): pass"),
     "tests": ("tests/a.py", "import pickle\ndef test_it(): pass"),
 }

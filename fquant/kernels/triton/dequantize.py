@@ -17,7 +17,6 @@ the array's dtype. Triton's interpreter truncates to bfloat16 and loses its deno
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +61,6 @@ class Rows(NamedTuple):
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
     stack = _stack(buffers, spec)
     values = buffers[0].new_empty(*stack, *spec.shape, dtype=out if out in DTYPES else _rounded_to(spec))
     if values.numel():
@@ -139,7 +137,6 @@ def lookup(format: Format, device: torch.device) -> Tensor | None:
 
 
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
-    """Return the dims of the stack."""
     codes, format = buffers[0], spec.format
     return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
 

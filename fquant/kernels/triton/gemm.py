@@ -19,7 +19,6 @@ All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES
 """
 
 # pyright: reportInvalidTypeForm=false
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,7 +79,6 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None =
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Tiled | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
     y = g.new_empty(*g.shape[:-1], spec.shape[1])
     if not g.numel() or not y.numel():
         return y.zero_()

@@ -7,7 +7,6 @@ Nothing is fused and denormals are kept, so codes equal the reference's.
 """
 
 # pyright: reportInvalidTypeForm=false
-
 from functools import lru_cache
 
 import torch
@@ -24,7 +23,6 @@ TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     codes = rows.new_empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
     absmax = rows.new_empty(*outer, num_blocks(format, width), dtype=torch.float32)

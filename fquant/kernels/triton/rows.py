@@ -6,7 +6,6 @@ the maximum and the sum of exponentials block by block. If a block exceeds all b
 """
 
 # pyright: reportInvalidTypeForm=false
-
 import torch
 from torch import Tensor
 
@@ -17,12 +16,10 @@ SIZE = 4096  # elements that a program handles at a time
 
 
 def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """See ``fquant.kernels.ops.nll.nll``."""
     return _losses(logits, targets, ignore, None, None)
 
 
 def nll_backward(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.ops.nll.nll_backward``."""
     slope = logits.new_empty(logits.shape)
     return _losses(logits, targets, ignore, factor, slope), slope
 
@@ -72,14 +69,12 @@ def _loss(logits, targets, factor, nll, slope, width, apart, ignore, SIZE: tl.co
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.ops.norm.rms_norm``."""
     y, scale = x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
     _run(x, None, weight, scale, y, eps)
     return y, scale
 
 
 def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """See ``fquant.kernels.ops.norm.rms_norm_backward``."""
     dx = x.new_empty(x.shape)
     _run(x, g, weight, scale.contiguous(), dx, 0.0)
     return dx
