@@ -29,11 +29,9 @@ def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None,
     out = rows.new_empty(len(rows), dtype=torch.float32)
     if len(rows):
         size = min(SIZE, triton.next_power_of_2(max(1, rows.shape[1])))
+        tensors, sizes = (rows, targets.contiguous(), factor, out, slope), (rows.shape[1], rows.stride(0), ignore, size)
         with on(rows):
-            _loss[(len(rows),)](
-                rows, targets.contiguous(), factor, out, slope, rows.shape[1], rows.stride(0), ignore, size,
-                num_warps=8 if size == SIZE else 4,
-            )  # fmt: skip
+            _loss[(len(rows),)](*tensors, *sizes, num_warps=8 if size == SIZE else 4)
     return out
 
 
@@ -85,12 +83,10 @@ def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor
     x, g = dense_rows(x), None if g is None else dense_rows(g)
     if n:
         size = min(SIZE, triton.next_power_of_2(max(1, d)))
-        rows = SIZE // size
+        rows, apart = SIZE // size, (x.stride(0), 0 if g is None else g.stride(0))
+        weight = weight.to(x.dtype).contiguous()
         with on(x):
-            _norm[(triton.cdiv(n, rows),)](
-                x, g, weight.to(x.dtype).contiguous(), scale, out, eps, n, d, x.stride(0),
-                0 if g is None else g.stride(0), rows, size, num_warps=8,
-            )  # fmt: skip
+            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, n, d, *apart, rows, size, num_warps=8)
 
 
 @triton.jit

@@ -77,11 +77,11 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
         if (w->offset) v = v + *w->offset;
         NAME(finish)(v, own, dtype, (char *)values + k * LANES * size_of(dtype));
     }
-#define LOOK_UP(SIZE)                                                                          \
-    const uint##SIZE##_t *v = (const void *)values;                                            \
-    uint##SIZE##_t *o = out;                                                                   \
-    Table##SIZE t = NAME(table##SIZE)(v);                                                      \
-    for (; i + 32 <= n; i += 32) NAME(lookup##SIZE)(codes + i / 2, t, o + i);                  \
+#define LOOK_UP(SIZE)                                                         \
+    const uint##SIZE##_t *v = (const void *)values;                           \
+    uint##SIZE##_t *o = out;                                                  \
+    Table##SIZE t = NAME(table##SIZE)(v);                                     \
+    for (; i + 32 <= n; i += 32) NAME(lookup##SIZE)(codes + i / 2, t, o + i); \
     for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
     if (dtype == F32) { LOOK_UP(32) } else { LOOK_UP(16) }
 #undef LOOK_UP

@@ -12,19 +12,16 @@ enum { PANEL = VECS * LANES };
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
     Lanes part[SUMS][VECS], *total = (Lanes *)sums;
-    UNROLLED(r, rows)
-        UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
+    UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
     for (int64_t k = 0; k < n; k++) {
         Lanes w[VECS];
         UNROLLED(v, vecs) w[v] = ((const Lanes *)panel)[k * vecs + v];
         UNROLLED(r, rows) {
             Lanes by = (Lanes)(sliver[r * apart + k] - (Bits){0});
-            UNROLLED(v, vecs)
-                part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
+            UNROLLED(v, vecs) part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
         }
     }
-    UNROLLED(r, rows)
-        UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
+    UNROLLED(r, rows) UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
 }
 
 /* Transpose LANES rows of LANES words, and store the first `count` columns as rows of `out`. */
@@ -43,9 +40,7 @@ INLINE void NAME(words)(const void *x, int dtype, int64_t at, int64_t n, int hal
 }
 
 /* The number of vectors of panel `j` of m columns. */
-INLINE int NAME(vecs)(int64_t m, int64_t j) {
-    return (int)MIN((m - j * PANEL + LANES - 1) / LANES, VECS);
-}
+INLINE int NAME(vecs)(int64_t m, int64_t j) { return (int)MIN((m - j * PANEL + LANES - 1) / LANES, VECS); }
 
 /* Pack a slab of a panel of x: transpose LANES rows at a time. */
 UNIT(pack) {
@@ -124,8 +119,7 @@ INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, 
         for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
     } else NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
     if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
-    for (int64_t j = 0; j < STRIPE; j += PANEL)
-        memcpy(out + j * STEPS + k * PANEL, words + j, PANEL * 4);
+    for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * STEPS + k * PANEL, words + j, PANEL * 4);
 }
 
 #ifdef LANES_BF16

@@ -91,7 +91,6 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The types and sizes of the instruction set that is compiled. */
 #define Lanes NAME(Lanes)
 #define Bits NAME(Bits)
-#define Halves NAME(Halves)
 #define Table16 NAME(Table16)
 #define Table32 NAME(Table32)
 #define Sizes NAME(Sizes)
@@ -202,7 +201,7 @@ EXPORT void fquant_large_pages(void *p, size_t n) {
 /* Decode the part rows x width of w from (row, column), a multiple of 32, to out of dtype with row stride `stride`. */
 EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
                          int64_t width, int dtype, void *out, int64_t stride) {
-    int64_t size = dtype == F32 ? 4 : 2, aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
+    int64_t size = size_of(dtype), aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
     Decode work = {*w, row, rows, column, width, dtype, out, stride, aligned && rows * width * size > PAST};
     return run(available[isa].kernels.decode, &work, rows * pieces_of(width), 0, NULL, threads);
 }

@@ -5,16 +5,16 @@
    float32. Partial sums, and the values of a row, are added in double, so the error does not grow with the vocabulary. */
 
 /* OVER: run `each` for every vector x of n logits at `from`; k counts four accumulators in turn. */
-#define OVER(each)                                                                                              \
-    int64_t i = 0;                                                                                              \
-    for (; i + 4 * LANES <= n; i += 4 * LANES)                                                                  \
-        UNROLLED(k, 4) {                                                                                        \
-            Lanes x = NAME(wide)(from + (i + k * LANES) * size_of(dtype), dtype, LANES, 0.0f);                  \
-            each                                                                                                \
-        }                                                                                                       \
-    for (int k = 0; i < n; i += LANES, k = (k + 1) % 4) {                                                       \
-        Lanes x = NAME(wide)(from + i * size_of(dtype), dtype, n - i, -INFINITY);                               \
-        each                                                                                                    \
+#define OVER(each)                                                                             \
+    int64_t i = 0;                                                                             \
+    for (; i + 4 * LANES <= n; i += 4 * LANES)                                                 \
+        UNROLLED(k, 4) {                                                                       \
+            Lanes x = NAME(wide)(from + (i + k * LANES) * size_of(dtype), dtype, LANES, 0.0f); \
+            each                                                                               \
+        }                                                                                      \
+    for (int k = 0; i < n; i += LANES, k = (k + 1) % 4) {                                      \
+        Lanes x = NAME(wide)(from + i * size_of(dtype), dtype, n - i, -INFINITY);              \
+        each                                                                                   \
     }
 
 /* The largest logit that is not NaN. */

@@ -7,7 +7,7 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     const void *x = p->at[which];
     int64_t index[MAX_DIMS], offset = 0, last = p->dims - 1;
     if (r->whole && r->dtype != BOOL) {
-        int64_t size = r->dtype == F32 ? 4 : 2; /* hardware prefetch misses several tensors in turn */
+        int64_t size = size_of(r->dtype); /* hardware prefetch misses several tensors in turn */
         const char *next = (const char *)x + (start + n) * size;
         for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch(next + i);
         NAME(floats)(x, r->dtype, start, n, out);
@@ -63,13 +63,13 @@ static void NAME(turn_halves)(const float *restrict a, int half, float *restrict
 
 #define EACH(VALUE, DTYPE) _Pragma("GCC ivdep") for (int i = 0; i < TILE; i++) to[i] = rounded_to(VALUE, DTYPE)
 #define ROUNDED(VALUE) BY_DTYPE(s->dtype, EACH, VALUE) break;
-#define BY_LANES(...)                                   \
-    for (int i = 0; i < TILE; i += LANES) {      \
-        Lanes x, e;                              \
-        memcpy(&x, a + i, sizeof x);                   \
-        memcpy(&e, b + i, sizeof e);                   \
-        x = __VA_ARGS__;                               \
-        memcpy(to + i, &x, sizeof x);                  \
+#define BY_LANES(...)                       \
+    for (int i = 0; i < TILE; i += LANES) { \
+        Lanes x, e;                         \
+        memcpy(&x, a + i, sizeof x);        \
+        memcpy(&e, b + i, sizeof e);        \
+        x = __VA_ARGS__;                    \
+        memcpy(to + i, &x, sizeof x);       \
     }
 
 UNIT(pointwise) {

@@ -6,7 +6,7 @@ INLINE Lanes NAME(wide)(const char *x, const int dtype, int64_t n, const float f
     uint32_t room[LANES];
     uint16_t *few = (uint16_t *)room;
     Lanes v;
-    Halves h;
+    NAME(Halves) h;
     if (n < LANES) {
         for (int i = 0; i < LANES; i++)
             if (dtype == F32) room[i] = bits_of(fill);
@@ -28,8 +28,8 @@ INLINE void NAME(put)(Lanes v, const int dtype, int64_t n, char *to) {
 
 /* Store `value` for each vector of n elements to `to`. AT(x, fill) is that vector of x. */
 #define AT(x, fill) NAME(wide)((x) + i * size_of(dtype), dtype, left, fill)
-#define EVERY(value)                                                                                            \
-    int64_t i = 0, left = LANES;                                                                                \
+#define EVERY(value)                                                                                                    \
+    int64_t i = 0, left = LANES;                                                                                        \
     _Pragma("GCC unroll 4") for (; i + LANES <= n; i += LANES) NAME(put)(value, dtype, LANES, to + i * size_of(dtype)); \
-    left = n - i;                                                                                               \
+    left = n - i;                                                                                                       \
     if (left) NAME(put)(value, dtype, left, to + i * size_of(dtype));

@@ -32,7 +32,7 @@ enum { LANES = 4, NAME(COLUMNS) = 2, VECS = 2, SUMS = 12 };
 
 typedef float Lanes __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2), may_alias));
+typedef uint16_t NAME(Halves) __attribute__((vector_size(LANES * 2), may_alias));
 
 #ifdef LANES_BF16
 #define DOT(a, b, c) ((Lanes)_mm512_dpbf16_ps((__m512)(c), (__m512bh)(a), (__m512bh)(b)))

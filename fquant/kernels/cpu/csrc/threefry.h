@@ -29,15 +29,15 @@ UNIT(fold) {
 }
 
 /* Store the words of each counter as numbers of TYPE: the words, or how they compare. */
-#define DRAW(TYPE, COMPARED)                                                      \
-    TYPE *restrict out = (TYPE *)d->out + row * d->n + 2 * counter;               \
-    for (int64_t i = 0; i < n / 2; i++) {                                         \
-        uint32_t x0 = low + (uint32_t)i, x1 = high;                               \
-        NAME(threefry)(k0, k1, &x0, &x1);                                         \
-        out[2 * i] = (TYPE)(x0 COMPARED), out[2 * i + 1] = (TYPE)(x1 COMPARED);   \
-    }                                                                             \
-    uint32_t x0 = low + (uint32_t)(n / 2), x1 = high;                             \
-    NAME(threefry)(k0, k1, &x0, &x1);                                             \
+#define DRAW(TYPE, COMPARED)                                                    \
+    TYPE *restrict out = (TYPE *)d->out + row * d->n + 2 * counter;             \
+    for (int64_t i = 0; i < n / 2; i++) {                                       \
+        uint32_t x0 = low + (uint32_t)i, x1 = high;                             \
+        NAME(threefry)(k0, k1, &x0, &x1);                                       \
+        out[2 * i] = (TYPE)(x0 COMPARED), out[2 * i + 1] = (TYPE)(x1 COMPARED); \
+    }                                                                           \
+    uint32_t x0 = low + (uint32_t)(n / 2), x1 = high;                           \
+    NAME(threefry)(k0, k1, &x0, &x1);                                           \
     if (n % 2) out[n - 1] = (TYPE)(x0 COMPARED);
 
 /* Draw the words of PIECE counters of one key, fewer at the end. */

@@ -17,11 +17,11 @@ INLINE Sizes NAME(sizes)(const Attention *a) {
 }
 
 /* sums [count][vecs] += (= if fresh) `count` rows, a multiple of SIX, times a panel. Not inlined: it would be long. */
-#define PRODUCT(name, half, fresh)                                                                                 \
-    static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,   \
+#define PRODUCT(name, half, fresh)                                                                                      \
+    static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,        \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
-        for (int64_t r = 0; r < count; r += SIX, rows += SIX * apart, sums += SIX * vecs * LANES)                  \
-            switch (vecs) { CASE(1, half, fresh) CASE(2, half, fresh) CASE(3, half, fresh) CASE(4, half, fresh) }  \
+        for (int64_t r = 0; r < count; r += SIX, rows += SIX * apart, sums += SIX * vecs * LANES)                       \
+            switch (vecs) { CASE(1, half, fresh) CASE(2, half, fresh) CASE(3, half, fresh) CASE(4, half, fresh) }       \
     }
 #define CASE(N, half, fresh) \
     case N: if (N <= VECS) NAME(micro)(rows, apart, panel, n, SIX, MIN(N, VECS), half, fresh, sums); break;
