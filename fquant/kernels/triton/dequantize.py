@@ -78,8 +78,9 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
         width = math.prod(shape)
     num, rows, blocks = math.prod(_stack(buffers, spec)), math.prod(shape) // width, num_blocks(format, width)
     nested, inner = None, format.scale
-    if inner and inner.flat and inner.center and inner.block and inner.table and inner.bits == 8 and not inner.scale:
-        nested = scale[1].reshape(num, -1).contiguous(), scale[2].reshape(num).contiguous(), lookup(inner, codes.device)
+    usual = inner and inner.flat and inner.center and inner.block and inner.bits == 8 and not inner.scale
+    if inner and usual and (table := lookup(inner, codes.device)) is not None:
+        nested = scale[1].reshape(num, -1).contiguous(), scale[2].reshape(num).contiguous(), table
     elif inner:  # in a pass of their own
         scale = [decode(scale, scales(spec), torch.float32)]
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)

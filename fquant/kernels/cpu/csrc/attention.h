@@ -169,10 +169,12 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const 
                     NAME(columns)(r.p_rows, apart, keys, r.g_down, apart, 0, apart, s.columns, half, r.dv, s.tokens, k);
                     NAME(columns)(r.s_rows, apart, keys, r.q_down, apart, 0, apart, s.columns, half, r.dk, s.tokens, k);
                 }
-                NAME(columns)(r.turned, wide, QUERIES, r.down, all, k / s.each, words, s.columns, half, r.sums, QUERIES, 0);
+                NAME(columns)(r.turned, wide, QUERIES, r.down, all, k / s.each, words, s.columns, half, r.sums, QUERIES,
+                              0);
             }
             float *lse = a->lse + (b * a->heads + h) * a->t + q;
-            for (int64_t i = 0; i < n && !slope; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
+            for (int64_t i = 0; i < n && !slope; i++)
+                lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
             if (slope) NAME(results)(a, r.sums, QUERIES, NULL, n, a->dq, HEAD(a->dqs, h), q);
             else NAME(results)(a, r.sums, QUERIES, r.total, n, a->y, HEAD(a->ys, h), q);
         }

@@ -59,7 +59,8 @@ INLINE void NAME(rows)(const Attention *a, const void *x, const int64_t *stride,
 /* Transpose words [high][wide], both whole vectors, to rows with stride `apart`: for example, rows to across. */
 INLINE void NAME(across)(const uint32_t *words, int64_t high, int64_t wide, int64_t apart, uint32_t *out) {
     for (int64_t i = 0; i < high; i += LANES)
-        for (int64_t k = 0; k < wide; k += LANES) NAME(turn)(words + i * wide + k, wide, LANES, out + k * apart + i, apart);
+        for (int64_t k = 0; k < wide; k += LANES)
+            NAME(turn)(words + i * wide + k, wide, LANES, out + k * apart + i, apart);
 }
 
 /* Rearrange rows of n tokens [n][inner], n even, to down; panels have n rows of words, or half as many. */
@@ -107,7 +108,7 @@ INLINE void NAME(single)(Lanes x, int half, uint32_t *out) {
         (void)half, memcpy(out, &x, sizeof x);
 }
 
-/* Store sums [high][columns], panel by panel, times a factor for each row, as n tokens of a head of x from `start` on. */
+/* Store sums [high][columns], panel by panel, times a factor for each row, as n tokens of a head from `start` on. */
 INLINE void NAME(results)(const Attention *a, const float *sums, int64_t high, const float *factor, int64_t n, void *x,
                           const int64_t *stride, int64_t head, int64_t start) {
     float row[PANEL];
