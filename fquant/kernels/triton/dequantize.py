@@ -17,7 +17,6 @@ the array's dtype. Triton's interpreter truncates to bfloat16 and loses its deno
 
 # tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +61,6 @@ class Rows(NamedTuple):
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
-    """See ``fquant.kernels.decode``."""
     stack = _stack(buffers, spec)
     values = buffers[0].new_empty(*stack, *spec.shape, dtype=out if out in DTYPES else _rounded_to(spec))
     if values.numel():
@@ -80,9 +78,10 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
         width = math.prod(shape)
     num, rows, blocks = math.prod(_stack(buffers, spec)), math.prod(shape) // width, num_blocks(format, width)
     nested, inner = None, format.scale
-    if inner is not None and (table := _in_one_pass(inner, codes.device)) is not None:
+    usual = inner and inner.flat and inner.center and inner.block and inner.bits == 8 and not inner.scale
+    if inner and usual and (table := lookup(inner, codes.device)) is not None:
         nested = scale[1].reshape(num, -1).contiguous(), scale[2].reshape(num).contiguous(), table
-    elif inner is not None:
+    elif inner:  # in a pass of their own
         scale = [decode(scale, scales(spec), torch.float32)]
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
     if offset is not None:
@@ -111,11 +110,9 @@ def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
     chunk = min(size // 2, w.format.block or size)  # a chunk is within one block
     grid = (triton.cdiv(w.width, size), min(num * rows, MOST))
     sizes = num * rows, rows, w.width, units, w.scale.shape[2], *out.stride()[:2]
-    even = w.width % size == 0
+    chunks = chunk, size // chunk // 2, w.width % size == 0
     with on(out):
-        _decode[grid](
-            *tensors(w), out, *sizes, *constants(w), chunk, size // chunk // 2, even, num_warps=warps, **EXACT
-        )
+        _decode[grid](*tensors(w), out, *sizes, *constants(w), *chunks, num_warps=warps, **EXACT)
 
 
 def tensors(w: Rows) -> tuple[Any, ...]:
@@ -139,7 +136,6 @@ def lookup(format: Format, device: torch.device) -> Tensor | None:
 
 
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
-    """Return the dims of the stack."""
     codes, format = buffers[0], spec.format
     return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
 
@@ -147,12 +143,6 @@ def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
 def _rounded_to(spec: Spec) -> torch.dtype:
     """Return the dtype of the array, or float32 for float64, which has the same values."""
     return spec.dtype if spec.dtype in DTYPES else torch.float32
-
-
-def _in_one_pass(inner: Format, device: torch.device) -> Tensor | None:
-    """Return the table of scales that are decoded in the same pass; None for those that are decoded before."""
-    usual = inner.flat and inner.center and inner.block is not None and inner.bits == 8 and inner.scale is None
-    return lookup(inner, device) if usual else None
 
 
 def on(t: Tensor) -> AbstractContextManager[Any]:

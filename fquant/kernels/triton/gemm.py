@@ -19,7 +19,6 @@ All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES
 """
 
 # pyright: reportInvalidTypeForm=false
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,7 +64,7 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None =
     y = x.new_empty(*x.shape[:-1], spec.shape[0])
     if not x.numel() or not y.numel():
         return y.zero_()
-    w, xs, ys = rows_of(buffers, spec), _matrices(x), y.view(-1, *y.shape[-2:])
+    w, xs, ys = rows_of(buffers, spec), dense_rows(x.reshape(-1, *x.shape[-2:])), y.view(-1, *y.shape[-2:])
     few = x.dtype in DTYPES and w.codes.dtype == torch.int32 and w.width == spec.shape[1]
     if plan is None:
         plan = _plan(x) if few else Tiled()
@@ -80,11 +79,10 @@ def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None =
 
 
 def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Tiled | None = None) -> Tensor:
-    """See ``fquant.kernels.matmul_t``."""
     y = g.new_empty(*g.shape[:-1], spec.shape[1])
     if not g.numel() or not y.numel():
         return y.zero_()
-    w, gs, ys = rows_of(buffers, spec), _matrices(g), y.view(-1, *y.shape[-2:])
+    w, gs, ys = rows_of(buffers, spec), dense_rows(g.reshape(-1, *g.shape[-2:])), y.view(-1, *y.shape[-2:])
     for i in range(gs.shape[0]):
         _by_columns(gs[i], _at(w, i), spec, ys[i], (plan or Tiled()).size)
     return y
@@ -98,10 +96,6 @@ def _plan(x: Tensor) -> Plan:
     if rows > FEW:
         return Tiled()
     return Few(8, 8, 3) if rows <= 8 else Few(16 if rows <= 16 else 32, 4, 3)
-
-
-def _matrices(x: Tensor) -> Tensor:
-    return dense_rows(x.reshape(-1, *x.shape[-2:]))
 
 
 def _at(w: Rows, i: int) -> Rows:

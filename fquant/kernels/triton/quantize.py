@@ -7,7 +7,6 @@ Nothing is fused and denormals are kept, so codes equal the reference's.
 """
 
 # pyright: reportInvalidTypeForm=false
-
 from functools import lru_cache
 
 import torch
@@ -24,7 +23,6 @@ TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.encode``."""
     *outer, width = rows.shape
     codes = rows.new_empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
     absmax = rows.new_empty(*outer, num_blocks(format, width), dtype=torch.float32)
@@ -37,13 +35,10 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     block = format.block or min(SIZE, triton.next_power_of_2(width))
     blocks = max(1, SIZE // block) if format.block else 1
     grid = (triton.cdiv(width, block * blocks) if format.block else 1, min(num, MOST))
-    sizes = num, width, x.stride(0), num_bytes(format, width), num_blocks(format, width)
+    sizes = num, width, x.stride(0), num_bytes(format, width), num_blocks(format, width), format.bits, block, blocks
     by_row, short = format.block is None, format.block is not None and width % block > 0
-    tables = _tables(format, x.device)
     with on(x):
-        _encode[grid](
-            x, codes, absmax, *tables, *sizes, format.bits, block, blocks, by_row, short, num_warps=8, **EXACT
-        )
+        _encode[grid](x, codes, absmax, *_tables(format, x.device), *sizes, by_row, short, num_warps=8, **EXACT)
     return codes, absmax
 
 

@@ -1,7 +1,6 @@
 """Random bits in Triton: Threefry-2x32-20 in uint32, equal to ``reference/random_bits.py``."""
 
 # pyright: reportInvalidTypeForm=false
-
 import math
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ PARITY, FOLDED = tl.constexpr(reference.PARITY), tl.constexpr(reference.FOLDED)
 
 
 def fold(key: Tensor, data: Tensor) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.fold``."""
     key, data = (t.contiguous() for t in torch.broadcast_tensors(key, data))
     out = torch.empty_like(key)
     if n := out.numel():
@@ -26,12 +24,10 @@ def fold(key: Tensor, data: Tensor) -> Tensor:
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bits``."""
     return _words(key, 0, key.new_empty((*key.shape, *shape)), math.prod(shape))
 
 
 def bernoulli(key: Tensor, threshold: int, shape: Sequence[int]) -> Tensor:
-    """See ``fquant.kernels.ops.random_bits.bernoulli``."""
     out = key.new_empty((*key.shape, *shape), dtype=torch.bool)
     _words(key, threshold, out.view(torch.uint8), math.prod(shape))
     return out

@@ -6,7 +6,6 @@ the maximum and the sum of exponentials block by block. If a block exceeds all b
 """
 
 # pyright: reportInvalidTypeForm=false
-
 import torch
 from torch import Tensor
 
@@ -17,12 +16,10 @@ SIZE = 4096  # elements that a program handles at a time
 
 
 def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """See ``fquant.kernels.ops.nll.nll``."""
     return _losses(logits, targets, ignore, None, None)
 
 
 def nll_backward(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.ops.nll.nll_backward``."""
     slope = logits.new_empty(logits.shape)
     return _losses(logits, targets, ignore, factor, slope), slope
 
@@ -32,11 +29,9 @@ def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None,
     out = rows.new_empty(len(rows), dtype=torch.float32)
     if len(rows):
         size = min(SIZE, triton.next_power_of_2(max(1, rows.shape[1])))
+        tensors, sizes = (rows, targets.contiguous(), factor, out, slope), (rows.shape[1], rows.stride(0), ignore, size)
         with on(rows):
-            _loss[(len(rows),)](
-                rows, targets.contiguous(), factor, out, slope, rows.shape[1], rows.stride(0), ignore, size,
-                num_warps=8 if size == SIZE else 4,
-            )  # fmt: skip
+            _loss[(len(rows),)](*tensors, *sizes, num_warps=8 if size == SIZE else 4)
     return out
 
 
@@ -72,14 +67,12 @@ def _loss(logits, targets, factor, nll, slope, width, apart, ignore, SIZE: tl.co
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``fquant.kernels.ops.norm.rms_norm``."""
     y, scale = x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
     _run(x, None, weight, scale, y, eps)
     return y, scale
 
 
 def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """See ``fquant.kernels.ops.norm.rms_norm_backward``."""
     dx = x.new_empty(x.shape)
     _run(x, g, weight, scale.contiguous(), dx, 0.0)
     return dx
@@ -90,12 +83,10 @@ def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor
     x, g = dense_rows(x), None if g is None else dense_rows(g)
     if n:
         size = min(SIZE, triton.next_power_of_2(max(1, d)))
-        rows = SIZE // size
+        rows, apart = SIZE // size, (x.stride(0), 0 if g is None else g.stride(0))
+        weight = weight.to(x.dtype).contiguous()
         with on(x):
-            _norm[(triton.cdiv(n, rows),)](
-                x, g, weight.to(x.dtype).contiguous(), scale, out, eps, n, d, x.stride(0),
-                0 if g is None else g.stride(0), rows, size, num_warps=8,
-            )  # fmt: skip
+            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, n, d, *apart, rows, size, num_warps=8)
 
 
 @triton.jit

@@ -5,56 +5,38 @@
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
    Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
 
-typedef struct { /* the scratch of a unit; the last two lines are for the gradient */
-    uint32_t *rows, *k_rows, *v_down, *q_across, *words, *turned;
+typedef struct { /* the scratch of a unit; the last three lines are for the gradient */
+    uint32_t *rows, *k_rows, *down, *q_across, *words, *turned;
     float *scores, *sums, *most, *total;
-    uint32_t *v_rows, *k_down, *g_across, *q_down, *g_down, *p_rows, *s_rows;
+    uint32_t *v_rows, *g_across, *q_down, *g_down, *p_rows, *s_rows;
     float *slopes, *dk, *dv;
-} NAME(Room);
+} Room;
 
 /* Lay out the scratch of a unit from `at` on, and return its bytes. */
-INLINE size_t NAME(room)(const Attention *a, char *at, NAME(Room) *r) {
-    NAME(Sizes) s = NAME(sizes)(a);
+INLINE size_t NAME(room)(const Attention *a, char *at, Room *r) {
+    Sizes s = NAME(sizes)(a);
+    int64_t panel = PANEL * s.inner, tile = KEYS * PANEL, all = s.tokens * s.inner, sums = s.tokens * s.columns;
     size_t used = 0;
 #define TAKE(field, count) r->field = (void *)(at + used), used += (size_t)padded_to((count) * 4, 64)
-    TAKE(rows, NAME(PANEL) * s.inner);
-    TAKE(k_rows, s.tokens * s.inner);
-    TAKE(v_down, s.tokens / s.each * s.columns);
-    TAKE(q_across, s.inner * NAME(PANEL));
-    TAKE(words, KEYS * NAME(PANEL));
-    TAKE(turned, NAME(QUERIES) * KEYS);
-    TAKE(scores, KEYS * NAME(PANEL));
-    TAKE(sums, NAME(QUERIES) * s.columns);
-    TAKE(most, NAME(PANEL));
-    TAKE(total, NAME(PANEL));
+    TAKE(rows, panel), TAKE(k_rows, all), TAKE(down, sums / s.each), TAKE(q_across, panel), TAKE(words, tile);
+    TAKE(turned, QUERIES * KEYS), TAKE(scores, tile), TAKE(sums, QUERIES * s.columns), TAKE(most, PANEL);
+    TAKE(total, PANEL);
     if (!a->g) return used;
-    TAKE(v_rows, s.tokens * s.inner);
-    TAKE(k_down, s.tokens / s.each * s.columns);
-    TAKE(g_across, s.inner * NAME(PANEL));
-    TAKE(q_down, NAME(PANEL) / s.each * s.columns);
-    TAKE(g_down, NAME(PANEL) / s.each * s.columns);
-    TAKE(p_rows, KEYS * NAME(PANEL));
-    TAKE(s_rows, KEYS * NAME(PANEL));
-    TAKE(slopes, KEYS * NAME(PANEL));
-    TAKE(dk, s.tokens * s.columns);
-    TAKE(dv, s.tokens * s.columns);
+    TAKE(v_rows, all), TAKE(g_across, panel), TAKE(q_down, PANEL / s.each * s.columns);
+    TAKE(g_down, PANEL / s.each * s.columns), TAKE(p_rows, tile), TAKE(s_rows, tile), TAKE(slopes, tile);
+    TAKE(dk, sums), TAKE(dv, sums);
 #undef TAKE
     return used;
 }
 
 static size_t NAME(attention_room)(const Attention *a) {
-    NAME(Room) r;
+    Room r;
     return NAME(room)(a, NULL, &r);
-}
-
-/* The address of a head of a tensor [b h t e]. */
-INLINE void *NAME(head)(const Attention *a, const void *x, const int64_t *stride, int64_t b, int64_t h) {
-    return (char *)x + (b * stride[0] + h * stride[1]) * (a->dtype == F32 ? 4 : 2);
 }
 
 /* The keys that a panel of queries from q on sees: from *first up to the result. */
 INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, int64_t *first) {
-    int64_t last = MIN(a->t, q + NAME(PANEL));
+    int64_t last = MIN(a->t, q + PANEL);
     *first = labels ? q : 0;
     for (int64_t i = q; labels && i < last; i++) *first = MIN(*first, labels[i]);
     *first = *first / KEYS * KEYS;
@@ -62,22 +44,19 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
 }
 
 /* Turn a tile of scores into weights, as words of two keys, and update the maxima and sums of the queries. */
-INLINE void NAME(soften)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
+INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
-    const NAME(Lanes) none = (NAME(Lanes)){0} - INFINITY, low = (NAME(Lanes)){0} - 3e38f, one = (NAME(Lanes)){0} + 1.0f;
+    const Lanes none = (Lanes){0} - INFINITY, low = (Lanes){0} - 3e38f, one = (Lanes){0} + 1.0f;
     int masked = labels || k + n > q, changed = 0, each = half ? 2 : 1;
-    float by[NAME(PANEL)];
-    for (int64_t v = 0; v < NAME(PANEL); v += NAME(LANES)) {
-        NAME(Lanes) *scores = (NAME(Lanes) *)(r->scores + v), before, most, base, total, factor;
+    float by[PANEL];
+    for (int64_t v = 0; v < PANEL; v += LANES) {
+        Lanes *scores = (Lanes *)(r->scores + v), before, most, base, total, factor;
         memcpy(&before, r->most + v, sizeof before);
         memcpy(&total, r->total + v, sizeof total);
         most = before;
         for (int64_t i = 0; i < n; i++) {
-            NAME(Lanes) *at = scores + i * NAME(VECS), x = *at * a->scale;
-            if (masked) {
-                NAME(Bits) seen = NAME(seen)(labels, k + i, q + v);
-                x = (NAME(Lanes))((seen & (NAME(Bits))x) | (~seen & (NAME(Bits))none));
-            }
+            Lanes *at = scores + i * VECS, x = *at * a->scale;
+            if (masked) x = NAME(either)(NAME(seen)(labels, k + i, q + v), x, none);
             *at = x;
             most = NAME(larger)(x, most);
         }
@@ -85,94 +64,63 @@ INLINE void NAME(soften)(const Attention *a, NAME(Room) *r, const int32_t *label
         factor = NAME(exponential)(NAME(larger)(before, low) - base);
         total *= factor;
         for (int64_t i = 0; i < n; i += each) {
-            NAME(Lanes) first = NAME(exponential)(scores[i * NAME(VECS)] - base), second = first;
+            Lanes first = NAME(exponential)(scores[i * VECS] - base), second = first;
             total += first;
-            if (half) second = NAME(exponential)(scores[(i + 1) * NAME(VECS)] - base), total += second;
-            NAME(Bits) word = half ? NAME(couple)(first, second) : (NAME(Bits))first;
-            memcpy(r->words + i / each * NAME(PANEL) + v, &word, sizeof word);
+            if (half) second = NAME(exponential)(scores[(i + 1) * VECS] - base), total += second;
+            Bits word = half ? NAME(couple)(first, second) : (Bits)first;
+            memcpy(r->words + i / each * PANEL + v, &word, sizeof word);
         }
         memcpy(r->most + v, &most, sizeof most);
         memcpy(r->total + v, &total, sizeof total);
         memcpy(by + v, &factor, sizeof factor);
-        for (int i = 0; i < NAME(LANES); i++) changed |= factor[i] != one[i];
+        for (int i = 0; i < LANES; i++) changed |= factor[i] != one[i];
     }
     if (!changed) return;
     int64_t columns = NAME(sizes)(a).columns;
-    for (int64_t c = 0; c < columns; c += NAME(PANEL)) {
-        int64_t width = MIN(columns - c, NAME(PANEL));
-        for (int64_t i = 0; i < NAME(PANEL); i++)
-            for (int64_t x = 0; x < width; x++) r->sums[c * NAME(QUERIES) + i * width + x] *= by[i];
+    for (int64_t c = 0; c < columns; c += PANEL) {
+        int64_t width = MIN(columns - c, PANEL);
+        for (int64_t i = 0; i < PANEL; i++)
+            for (int64_t x = 0; x < width; x++) r->sums[c * QUERIES + i * width + x] *= by[i];
     }
 }
 
-INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, int half) {
-    NAME(Sizes) s = NAME(sizes)(a);
-    NAME(Room) r = {0};
-    NAME(room)(a, scratch, &r);
-    int64_t part = unit % a->parts, kv = unit / a->parts % a->kv, b = unit / a->parts / a->kv, group = a->heads / a->kv;
-    const int32_t *labels = a->labels ? a->labels + b * a->labelled : NULL;
-    NAME(rows)(a, NAME(head)(a, a->v, a->vs, b, kv), a->vs, 0, s.tokens, half, r.k_rows);
-    NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.v_down);
-    NAME(rows)(a, NAME(head)(a, a->k, a->ks, b, kv), a->ks, 0, s.tokens, half, r.k_rows);
-    memset(r.turned, 0, (size_t)(NAME(QUERIES) * KEYS * 4));
-    for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-        for (int64_t q = part * NAME(PANEL), first; q < a->t; q += a->parts * NAME(PANEL)) {
-            int64_t last = NAME(look)(a, labels, q, &first), n = MIN(a->t - q, NAME(PANEL));
-            NAME(rows)(a, NAME(head)(a, a->q, a->qs, b, h), a->qs, q, NAME(PANEL), half, r.rows);
-            NAME(across)(r.rows, s.inner, r.q_across);
-            memset(r.sums, 0, (size_t)(NAME(QUERIES) * s.columns * 4));
-            for (int i = 0; i < NAME(PANEL); i++) r.most[i] = -INFINITY, r.total[i] = 0.0f;
-            for (int64_t k = first; k < last; k += KEYS) {
-                int64_t keys = padded_to(MIN(KEYS, last - k), SIX), words = keys / s.each;
-                NAME(scores)(r.k_rows + k * s.inner, s.inner, keys, r.q_across, s.words, half, r.scores);
-                NAME(soften)(a, &r, labels, k, keys, q, half);
-                NAME(turn)(r.words, words, KEYS / s.each, r.turned);
-                NAME(columns)(r.turned, KEYS / s.each, NAME(QUERIES), r.v_down, s.tokens / s.each, k / s.each, words,
-                              s.columns, half, r.sums, NAME(QUERIES), 0);
-            }
-            float *lse = a->lse + (b * a->heads + h) * a->t + q;
-            for (int64_t i = 0; i < n; i++) lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
-            NAME(results)(a, r.sums, NAME(QUERIES), r.total, n, NAME(head)(a, a->y, a->ys, b, h), a->ys, q);
-        }
-}
-
 /* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
-INLINE void NAME(slopes)(const Attention *a, NAME(Room) *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
+INLINE void NAME(slopes)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     int masked = labels || k + n > q, each = half ? 2 : 1;
-    for (int64_t v = 0; v < NAME(PANEL); v += NAME(LANES)) {
-        NAME(Lanes) lse, mean, p[2], d[2];
+    for (int64_t v = 0; v < PANEL; v += LANES) {
+        Lanes lse, mean, p[2], d[2];
         memcpy(&lse, r->most + v, sizeof lse);
         memcpy(&mean, r->total + v, sizeof mean);
         for (int64_t i = 0; i < n; i += each) {
             for (int64_t j = 0; j < each; j++) {
-                int64_t at = (i + j) * NAME(PANEL) + v;
-                p[j] = NAME(exponential)(*(NAME(Lanes) *)(r->scores + at) * a->scale - lse);
-                d[j] = p[j] * (*(NAME(Lanes) *)(r->slopes + at) - mean) * a->scale;
+                int64_t at = (i + j) * PANEL + v;
+                p[j] = NAME(exponential)(*(Lanes *)(r->scores + at) * a->scale - lse);
+                d[j] = p[j] * (*(Lanes *)(r->slopes + at) - mean) * a->scale;
                 if (masked) {
-                    NAME(Bits) seen = NAME(seen)(labels, k + i + j, q + v);
-                    p[j] = (NAME(Lanes))(seen & (NAME(Bits))p[j]), d[j] = (NAME(Lanes))(seen & (NAME(Bits))d[j]);
+                    Bits seen = NAME(seen)(labels, k + i + j, q + v);
+                    p[j] = (Lanes)(seen & (Bits)p[j]), d[j] = (Lanes)(seen & (Bits)d[j]);
                 }
                 NAME(single)(p[j], half, r->p_rows + at / each);
                 NAME(single)(d[j], half, r->s_rows + at / each);
             }
-            NAME(Bits) word = half ? NAME(couple)(d[0], d[1]) : (NAME(Bits))d[0];
-            memcpy(r->words + i / each * NAME(PANEL) + v, &word, sizeof word);
+            Bits word = half ? NAME(couple)(d[0], d[1]) : (Bits)d[0];
+            memcpy(r->words + i / each * PANEL + v, &word, sizeof word);
         }
     }
 }
 
 /* Load the values of queries from q on: the log-sum-exp, and the mean gradient of the weights, g · y. */
-INLINE void NAME(means)(const Attention *a, NAME(Room) *r, int64_t b, int64_t h, int64_t q) {
+INLINE void NAME(means)(const Attention *a, Room *r, int64_t b, int64_t h, int64_t q) {
     const float *lse = a->lse + (b * a->heads + h) * a->t;
-    const void *y = NAME(head)(a, a->y, a->ys, b, h), *g = NAME(head)(a, a->g, a->gs, b, h);
-    for (int64_t i = 0; i < NAME(PANEL); i++) {
+    int64_t y = b * a->ys[0] + h * a->ys[1], g = b * a->gs[0] + h * a->gs[1];
+    for (int64_t i = 0; i < PANEL; i++) {
         float ours[64], theirs[64];
         double total = 0.0;
         for (int64_t c = 0; q + i < a->t && c < a->e; c += 64) {
             int64_t n = MIN(64, a->e - c);
-            NAME(floats)(y, a->dtype, (q + i) * a->ys[2] + c, n, ours);
-            NAME(floats)(g, a->dtype, (q + i) * a->gs[2] + c, n, theirs);
+            NAME(floats)(a->y, a->dtype, y + (q + i) * a->ys[2] + c, n, ours);
+            NAME(floats)(a->g, a->dtype, g + (q + i) * a->gs[2] + c, n, theirs);
             float some = 0.0f;
             for (int64_t k = 0; k < n; k++) some += ours[k] * theirs[k];
             total += some;
@@ -182,50 +130,61 @@ INLINE void NAME(means)(const Attention *a, NAME(Room) *r, int64_t b, int64_t h,
     }
 }
 
-INLINE void NAME(attend_backward)(const Attention *a, int64_t unit, void *scratch, int half) {
-    NAME(Sizes) s = NAME(sizes)(a);
-    NAME(Room) r = {0};
+/* Attention, or if `slope` its gradient. */
+INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const int slope, const int half) {
+    Sizes s = NAME(sizes)(a);
+    Room r = {0};
     NAME(room)(a, scratch, &r);
-    int64_t kv = unit % a->kv, b = unit / a->kv, group = a->heads / a->kv;
-    int64_t all = s.tokens / s.each, apart = NAME(PANEL) / s.each;
+    int64_t part = unit % a->parts, kv = unit / a->parts % a->kv, b = unit / a->parts / a->kv, group = a->heads / a->kv;
+    int64_t all = s.tokens / s.each, apart = PANEL / s.each, wide = KEYS / s.each;
     const int32_t *labels = a->labels ? a->labels + b * a->labelled : NULL;
-    NAME(rows)(a, NAME(head)(a, a->k, a->ks, b, kv), a->ks, 0, s.tokens, half, r.k_rows);
-    NAME(rows)(a, NAME(head)(a, a->v, a->vs, b, kv), a->vs, 0, s.tokens, half, r.v_rows);
-    NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.k_down);
-    memset(r.turned, 0, (size_t)(NAME(QUERIES) * KEYS * 4));
-    memset(r.dk, 0, (size_t)(s.tokens * s.columns * 4));
-    memset(r.dv, 0, (size_t)(s.tokens * s.columns * 4));
+#define HEAD(stride, h) stride, b * stride[0] + (h) * stride[1]
+    NAME(rows)(a, a->v, HEAD(a->vs, kv), 0, s.tokens, half, slope ? r.v_rows : r.k_rows);
+    if (!slope) NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.down);
+    NAME(rows)(a, a->k, HEAD(a->ks, kv), 0, s.tokens, half, r.k_rows);
+    if (slope) NAME(down)(r.k_rows, s.inner, s.tokens, s.columns, half, r.down);
+    memset(r.turned, 0, (size_t)(QUERIES * KEYS * 4));
+    if (slope) memset(r.dk, 0, (size_t)(s.tokens * s.columns * 4));
+    if (slope) memset(r.dv, 0, (size_t)(s.tokens * s.columns * 4));
     for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-        for (int64_t q = 0, first; q < a->t; q += NAME(PANEL)) {
-            int64_t last = NAME(look)(a, labels, q, &first);
-            NAME(rows)(a, NAME(head)(a, a->q, a->qs, b, h), a->qs, q, NAME(PANEL), half, r.rows);
-            NAME(across)(r.rows, s.inner, r.q_across);
-            NAME(down)(r.rows, s.inner, NAME(PANEL), s.columns, half, r.q_down);
-            NAME(rows)(a, NAME(head)(a, a->g, a->gs, b, h), a->gs, q, NAME(PANEL), half, r.rows);
-            NAME(across)(r.rows, s.inner, r.g_across);
-            NAME(down)(r.rows, s.inner, NAME(PANEL), s.columns, half, r.g_down);
-            NAME(means)(a, &r, b, h, q);
-            memset(r.sums, 0, (size_t)(NAME(QUERIES) * s.columns * 4));
+        for (int64_t q = part * PANEL, first; q < a->t; q += a->parts * PANEL) {
+            int64_t last = NAME(look)(a, labels, q, &first), n = MIN(a->t - q, PANEL);
+            NAME(rows)(a, a->q, HEAD(a->qs, h), q, PANEL, half, r.rows);
+            NAME(across)(r.rows, PANEL, s.inner, PANEL, r.q_across);
+            if (slope) {
+                NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.q_down);
+                NAME(rows)(a, a->g, HEAD(a->gs, h), q, PANEL, half, r.rows);
+                NAME(across)(r.rows, PANEL, s.inner, PANEL, r.g_across);
+                NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.g_down);
+                NAME(means)(a, &r, b, h, q);
+            } else for (int i = 0; i < PANEL; i++) r.most[i] = -INFINITY, r.total[i] = 0.0f;
+            memset(r.sums, 0, (size_t)(QUERIES * s.columns * 4));
             for (int64_t k = first; k < last; k += KEYS) {
                 int64_t keys = padded_to(MIN(KEYS, last - k), SIX), words = keys / s.each;
                 NAME(scores)(r.k_rows + k * s.inner, s.inner, keys, r.q_across, s.words, half, r.scores);
-                NAME(scores)(r.v_rows + k * s.inner, s.inner, keys, r.g_across, s.words, half, r.slopes);
-                NAME(slopes)(a, &r, labels, k, keys, q, half);
-                NAME(turn)(r.words, words, KEYS / s.each, r.turned);
-                NAME(columns)(r.p_rows, apart, keys, r.g_down, apart, 0, apart, s.columns, half, r.dv, s.tokens, k);
-                NAME(columns)(r.s_rows, apart, keys, r.q_down, apart, 0, apart, s.columns, half, r.dk, s.tokens, k);
-                NAME(columns)(r.turned, KEYS / s.each, NAME(QUERIES), r.k_down, all, k / s.each, words, s.columns, half,
-                              r.sums, NAME(QUERIES), 0);
+                if (slope) NAME(scores)(r.v_rows + k * s.inner, s.inner, keys, r.g_across, s.words, half, r.slopes);
+                (slope ? NAME(slopes) : NAME(soften))(a, &r, labels, k, keys, q, half);
+                NAME(across)(r.words, words, PANEL, wide, r.turned);
+                if (slope) {
+                    NAME(columns)(r.p_rows, apart, keys, r.g_down, apart, 0, apart, s.columns, half, r.dv, s.tokens, k);
+                    NAME(columns)(r.s_rows, apart, keys, r.q_down, apart, 0, apart, s.columns, half, r.dk, s.tokens, k);
+                }
+                NAME(columns)(r.turned, wide, QUERIES, r.down, all, k / s.each, words, s.columns, half, r.sums, QUERIES,
+                              0);
             }
-            NAME(results)(a, r.sums, NAME(QUERIES), NULL, MIN(a->t - q, NAME(PANEL)), NAME(head)(a, a->dq, a->dqs, b, h),
-                        a->dqs, q);
+            float *lse = a->lse + (b * a->heads + h) * a->t + q;
+            for (int64_t i = 0; i < n && !slope; i++)
+                lse[i] = r.most[i] + logf(r.total[i]), r.total[i] = 1.0f / r.total[i];
+            if (slope) NAME(results)(a, r.sums, QUERIES, NULL, n, a->dq, HEAD(a->dqs, h), q);
+            else NAME(results)(a, r.sums, QUERIES, r.total, n, a->y, HEAD(a->ys, h), q);
         }
-    NAME(results)(a, r.dk, s.tokens, NULL, a->t, NAME(head)(a, a->dk, a->dks, b, kv), a->dks, 0);
-    NAME(results)(a, r.dv, s.tokens, NULL, a->t, NAME(head)(a, a->dv, a->dks, b, kv), a->dks, 0);
+    if (slope) NAME(results)(a, r.dk, s.tokens, NULL, a->t, a->dk, HEAD(a->dks, kv), 0);
+    if (slope) NAME(results)(a, r.dv, s.tokens, NULL, a->t, a->dv, HEAD(a->dks, kv), 0);
+#undef HEAD
 }
 
-static void NAME(attention)(void *work, int64_t unit, void *scratch) {
+UNIT(attention) {
     const Attention *a = work;
-    if (a->g) { BY_HALF(a->half, NAME(attend_backward), work, unit, scratch) }
-    else { BY_HALF(a->half, NAME(attend), work, unit, scratch) }
+    if (a->g) { BY_HALF(a->half, NAME(attend), work, unit, scratch, 1) }
+    else { BY_HALF(a->half, NAME(attend), work, unit, scratch, 0) }
 }

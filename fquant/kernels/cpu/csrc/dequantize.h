@@ -7,8 +7,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i c = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(~0ull >> (64 - n), codes)), bytes[4];
     __mmask64 high = _mm512_movepi8_mask(c);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         const __m512i *t = (const __m512i *)(w->nested_bytes + 256 * i);
         __m512i a = _mm512_permutex2var_epi8(_mm512_loadu_si512(t), c, _mm512_loadu_si512(t + 1));
         __m512i b = _mm512_permutex2var_epi8(_mm512_loadu_si512(t + 2), c, _mm512_loadu_si512(t + 3));
@@ -16,8 +15,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
     }
     __m512i low[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[0], bytes[1])};
     __m512i top[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         __m512i v = i % 2 ? _mm512_unpackhi_epi16(low[i / 2], top[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], top[i / 2]);
         __m512 scale = _mm512_mul_ps((__m512)v, _mm512_set1_ps(absmax));
         _mm512_storeu_ps(out + 16 * i, w->nested_offset ? _mm512_add_ps(scale, _mm512_set1_ps(offset)) : scale);
@@ -30,10 +28,7 @@ INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, flo
 static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restrict out) {
     int64_t size = w->nested ? 1 : 4, ahead = 2 * AHEAD * 8 / w->bits / w->block;
     for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)w->scale + (first + ahead) * size + i);
-    if (!w->nested) {
-        memcpy(out, (const float *)w->scale + first, (size_t)n * 4);
-        return;
-    }
+    if (!w->nested) { memcpy(out, (const float *)w->scale + first, (size_t)n * 4); return; }
     const uint8_t *codes = (const uint8_t *)w->scale;
     float offset = w->nested_offset ? *w->nested_offset : 0.0f;
     int64_t block = first >> __builtin_ctzll((uint64_t)w->nested_block), end = (block + 1) * w->nested_block - first;
@@ -44,8 +39,8 @@ static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restr
         for (; i + 12 <= stop; i += MIN(64, stop - i))
             NAME(nested64)(w, codes + first + i, MIN(64, stop - i), absmax, offset, out + i);
 #else
-        for (; i + NAME(LANES) <= stop; i += NAME(LANES)) {
-            NAME(Lanes) v = NAME(gather)(w->nested_table, codes + first + i) * absmax;
+        for (; i + LANES <= stop; i += LANES) {
+            Lanes v = NAME(gather)(w->nested_table, codes + first + i) * absmax;
             if (w->nested_offset) v = v + offset;
             memcpy(out + i, &v, sizeof v);
         }
@@ -57,14 +52,14 @@ static void NAME(scales)(const Packed *w, int64_t first, int64_t n, float *restr
     }
 }
 
-INLINE NAME(Bits) NAME(to_bf16)(NAME(Lanes) x) {
-    NAME(Bits) u = (NAME(Bits))x, nan = (NAME(Bits))((u & 0x7fffffff) > 0x7f800000);
+INLINE Bits NAME(to_bf16)(Lanes x) {
+    Bits u = (Bits)x, nan = (Bits)((u & 0x7fffffff) > 0x7f800000);
     return ((u + 0x7fff + (u >> 16 & 1)) >> 16 & ~nan) | (nan & 0x7fc0);
 }
 
 /* Round LANES values to the dtype of the array, then to that of the result, and store them. */
-INLINE void NAME(finish)(NAME(Lanes) v, int own, int dtype, void *out) {
-    if (own == BF16 && dtype != BF16) v = (NAME(Lanes))(NAME(to_bf16)(v) << 16);
+INLINE void NAME(finish)(Lanes v, int own, int dtype, void *out) {
+    if (own == BF16 && dtype != BF16) v = (Lanes)(NAME(to_bf16)(v) << 16);
     if (own == F16 && dtype != F16) v = NAME(from_f16)(NAME(to_f16)(v));
     if (dtype == F32) memcpy(out, &v, sizeof v);
     else NAME(halve)(dtype == BF16 ? NAME(to_bf16)(v) : NAME(to_f16)(v), out);
@@ -75,26 +70,21 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
                          void *restrict out) {
     uint32_t values[16];
     int64_t i = 0;
-#pragma GCC unroll 4
-    for (int k = 0; k < 16; k += NAME(LANES)) {
-        NAME(Lanes) v;
-        memcpy(&v, w->table + k, sizeof v);
+    UNROLLED(k, 16 / LANES) {
+        Lanes v;
+        memcpy(&v, w->table + k * LANES, sizeof v);
         v = v * scale;
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, own, dtype, (char *)values + k * (dtype == F32 ? 4 : 2));
+        NAME(finish)(v, own, dtype, (char *)values + k * LANES * size_of(dtype));
     }
-    if (dtype == F32) {
-        uint32_t *o = out;
-        NAME(Table32) t = NAME(table32)(values);
-        for (; i + 32 <= n; i += 32) NAME(lookup32)(codes + i / 2, t, o + i);
-        for (; i < n; i++) o[i] = values[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
-    } else {
-        const uint16_t *v = (const uint16_t *)values;
-        uint16_t *o = out;
-        NAME(Table16) t = NAME(table16)(v);
-        for (; i + 32 <= n; i += 32) NAME(lookup16)(codes + i / 2, t, o + i);
-        for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
-    }
+#define LOOK_UP(SIZE)                                                         \
+    const uint##SIZE##_t *v = (const void *)values;                           \
+    uint##SIZE##_t *o = out;                                                  \
+    Table##SIZE t = NAME(table##SIZE)(v);                                     \
+    for (; i + 32 <= n; i += 32) NAME(lookup##SIZE)(codes + i / 2, t, o + i); \
+    for (; i < n; i++) o[i] = v[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
+    if (dtype == F32) { LOOK_UP(32) } else { LOOK_UP(16) }
+#undef LOOK_UP
 }
 
 #ifdef LANES_BF16
@@ -105,8 +95,7 @@ INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float s
     __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     __m512i t[2] = {_mm512_shuffle_i64x2(both, both, 0x44), _mm512_shuffle_i64x2(both, both, 0xee)};
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
+    UNROLLED(k, 4) {
         __m512i c = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)codes + k));
         v[k] = _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(shifts, c), t[k / 2]);
     }
@@ -129,7 +118,7 @@ INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
 /* Decode a block, or a piece of one, of n 8-bit codes. */
 INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
                          char *restrict out) {
-    int64_t size = dtype == F32 ? 4 : 2, i = 0;
+    int64_t size = size_of(dtype), i = 0;
 #ifdef LANES_BF16
     if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
         for (; i + 32 <= n; i += 32) { /* no denormals or NaN: one instruction rounds */
@@ -139,25 +128,25 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
             __builtin_prefetch(codes + i + AHEAD);
         }
 #endif
-    for (; i < n; i += NAME(LANES)) {
-        int64_t left = MIN(n - i, NAME(LANES));
-        uint8_t some[NAME(LANES)] = {0};
-        char last[NAME(LANES) * 4];
+    for (; i < n; i += LANES) {
+        int64_t left = MIN(n - i, LANES);
+        uint8_t some[LANES] = {0};
+        char last[LANES * 4];
         const uint8_t *c = codes + i;
-        NAME(Lanes) v;
-        if (left < NAME(LANES)) c = memcpy(some, c, (size_t)left);
+        Lanes v;
+        if (left < LANES) c = memcpy(some, c, (size_t)left);
         if (w->table) v = NAME(gather)(w->table, c) * scale;
         else v = NAME(integers)(c) * scale * (float)(1.0 / 127.0);
         if (w->offset) v = v + *w->offset;
-        NAME(finish)(v, own, dtype, left == NAME(LANES) ? out + i * size : last);
-        if (left < NAME(LANES)) memcpy(out + i * size, last, (size_t)(left * size));
+        NAME(finish)(v, own, dtype, left == LANES ? out + i * size : last);
+        if (left < LANES) memcpy(out + i * size, last, (size_t)(left * size));
     }
 }
 
 /* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
-    int64_t size = dtype == F32 ? 4 : 2, blocks = blocks_of(w), block = column / w->block;
+    int64_t size = size_of(dtype), blocks = blocks_of(w), block = column / w->block;
     const uint8_t *codes = w->codes + row * bytes_of(w);
     float scales[MAX_SCALES + 64];
     (void)past;
@@ -176,8 +165,7 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
                 NAME(pair4)(codes + column / 2, table, scales[(column >> shift) - first],
                             scales[((column + 64) >> shift) - first], v);
                 __builtin_prefetch(codes + column / 2 + AHEAD);
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++)
+                UNROLLED(k, 4)
                     if (past) _mm512_stream_si512((__m512i *)out + k, v[k]);
                     else _mm512_storeu_si512((__m512i *)out + k, v[k]);
             }
@@ -206,24 +194,17 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 
 /* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
-    if (half) {
-        NAME(span)(w, row, column, n, 0, BF16, out);
-    } else if (dtype == F32 || dtype == w->dtype) {
-        NAME(span)(w, row, column, n, 0, F32, out);
-    } else {
-        uint16_t some[PIECE];
-        for (int64_t i = 0; i < n; i += PIECE) {
-            NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
-            NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);
-        }
+    uint16_t some[PIECE];
+    if (half || dtype == F32 || dtype == w->dtype) NAME(span)(w, row, column, n, 0, half ? BF16 : F32, out);
+    else for (int64_t i = 0; i < n; i += PIECE) {
+        NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
+        NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);
     }
 }
 
-static void NAME(decode)(void *data, int64_t unit, void *scratch) {
-    const Decode *d = data;
+UNIT(decode) {
+    const Decode *d = work;
     int64_t pieces = pieces_of(d->width), row = unit / pieces, at = unit % pieces * PIECE;
-    size_t size = d->dtype == F32 ? 4 : 2;
-    (void)scratch;
     NAME(span)(&d->w, d->row + row, d->column + at, MIN(PIECE, d->width - at), d->past, d->dtype,
-               (char *)d->out + (size_t)(row * d->stride + at) * size);
+               (char *)d->out + (row * d->stride + at) * size_of(d->dtype));
 }

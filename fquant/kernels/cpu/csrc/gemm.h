@@ -6,76 +6,66 @@
    registers for STEPS words, while a panel stays in the first cache. x · wᵀ has x in panels and rows of the weight as
    slivers. g · w has g's rows as slivers and stripes of the weight's columns in panels. */
 
-enum { NAME(PANEL) = NAME(VECS) * NAME(LANES) };
+enum { PANEL = VECS * LANES };
 
 /* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
-    NAME(Lanes) part[NAME(SUMS)][NAME(VECS)], *total = (NAME(Lanes) *)sums;
-#pragma GCC unroll 24
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) part[r][v] = fresh ? (NAME(Lanes)){0} : total[r * vecs + v];
+    Lanes part[SUMS][VECS], *total = (Lanes *)sums;
+    UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
     for (int64_t k = 0; k < n; k++) {
-        NAME(Lanes) w[NAME(VECS)];
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) w[v] = ((const NAME(Lanes) *)panel)[k * vecs + v];
-#pragma GCC unroll 24
-        for (int r = 0; r < rows; r++) {
-            NAME(Lanes) by = (NAME(Lanes))(sliver[r * apart + k] - (NAME(Bits)){0});
-#pragma GCC unroll 4
-            for (int v = 0; v < vecs; v++)
-                if (half) part[r][v] = DOT(w[v], by, part[r][v]);
-                else part[r][v] = FMA(w[v], by, part[r][v]);
+        Lanes w[VECS];
+        UNROLLED(v, vecs) w[v] = ((const Lanes *)panel)[k * vecs + v];
+        UNROLLED(r, rows) {
+            Lanes by = (Lanes)(sliver[r * apart + k] - (Bits){0});
+            UNROLLED(v, vecs) part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
         }
     }
-#pragma GCC unroll 24
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) total[r * vecs + v] = part[r][v];
+    UNROLLED(r, rows) UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
+}
+
+/* Transpose LANES rows of LANES words, and store the first `count` columns as rows of `out`. */
+INLINE void NAME(turn)(const uint32_t *in, int64_t apart, int64_t count, uint32_t *out, int64_t next) {
+    Bits columns[LANES];
+    NAME(transpose)(in, apart, columns);
+    for (int i = 0; i < count; i++) memcpy(out + i * next, &columns[i], sizeof *columns);
 }
 
 /* Copy n elements from x + at as words, padded with zeros to a multiple of LANES words. */
 INLINE void NAME(words)(const void *x, int dtype, int64_t at, int64_t n, int half, uint32_t *out) {
-    int64_t size = half ? 2 : 4, padded = padded_to(n * size, 4 * NAME(LANES));
+    int64_t size = half ? 2 : 4, padded = padded_to(n * size, 4 * LANES);
     if (half) memcpy(out, (const uint16_t *)x + at, (size_t)n * 2);
     else NAME(floats)(x, dtype, at, n, (float *)out);
     memset((char *)out + n * size, 0, (size_t)(padded - n * size));
 }
 
 /* The number of vectors of panel `j` of m columns. */
-INLINE int NAME(vecs)(int64_t m, int64_t j) {
-    return (int)MIN((m - j * NAME(PANEL) + NAME(LANES) - 1) / NAME(LANES), NAME(VECS));
-}
+INLINE int NAME(vecs)(int64_t m, int64_t j) { return (int)MIN((m - j * PANEL + LANES - 1) / LANES, VECS); }
 
 /* Pack a slab of a panel of x: transpose LANES rows at a time. */
-static void NAME(pack)(void *data, int64_t unit, void *scratch) {
-    const Gemm *p = data;
+UNIT(pack) {
+    const Gemm *p = work;
     int64_t slabs = slabs_of(p->words), j = unit / slabs, start = unit % slabs * SLAB, n = MIN(SLAB, p->words - start);
-    int64_t each = p->half ? 2 : 1, vecs = NAME(vecs)(p->m, j), width = vecs * NAME(LANES);
-    uint32_t *rows = scratch, *out = (uint32_t *)p->copy + j * NAME(PANEL) * p->words + start * width;
+    int64_t each = p->half ? 2 : 1, vecs = NAME(vecs)(p->m, j), width = vecs * LANES;
+    uint32_t *rows = scratch, *out = (uint32_t *)p->copy + j * PANEL * p->words + start * width;
     for (int64_t v = 0; v < vecs; v++) {
-        for (int64_t i = 0; i < NAME(LANES); i++) {
-            int64_t m = j * NAME(PANEL) + v * NAME(LANES) + i, at = m * p->inner + start * each;
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t m = j * PANEL + v * LANES + i, at = m * p->inner + start * each;
             int64_t there = MIN(n * each, p->inner - start * each);
             if (m < p->m) NAME(words)(p->x, p->dtype, at, there, p->half, rows + i * APART);
             else memset(rows + i * APART, 0, SLAB * 4);
         }
-        for (int64_t k = 0; k < n; k += NAME(LANES)) {
-            NAME(Bits) columns[NAME(LANES)];
-            NAME(transpose)(rows + k, APART, columns);
-            for (int64_t i = 0; i < MIN(NAME(LANES), n - k); i++)
-                memcpy(out + (k + i) * width + v * NAME(LANES), &columns[i], sizeof *columns);
-        }
+        for (int64_t k = 0; k < n; k += LANES)
+            NAME(turn)(rows + k, APART, MIN(LANES, n - k), out + k * width + v * LANES, width);
     }
 }
 
 /* Multiply `group` rows of the weight with all of x. */
 INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
-    int64_t panels = (p->m + NAME(PANEL) - 1) / NAME(PANEL), tall = padded_to(group, NAME(LANES));
-    float *sums = (float *)(scratch + group * APART), turned[NAME(LANES)][MOST_ROWS];
-    memset(sums, 0, (size_t)(tall * padded_to(p->m, NAME(LANES)) * 4));
+    int64_t panels = (p->m + PANEL - 1) / PANEL, tall = padded_to(group, LANES);
+    float *sums = (float *)(scratch + group * APART), turned[LANES][MOST_ROWS];
+    memset(sums, 0, (size_t)(tall * padded_to(p->m, LANES) * 4));
     if (rows < group) memset(scratch + rows * APART, 0, (size_t)((group - rows) * APART * 4));
     for (int64_t slab = 0; slab < p->words; slab += SLAB) {
         int64_t words = MIN(SLAB, p->words - slab), n = MIN(words * each, p->inner - slab * each);
@@ -85,61 +75,51 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
         }
         for (int64_t k = 0; k < words; k += STEPS)
             for (int64_t j = 0; j < panels; j++) {
-                int vecs = NAME(vecs)(p->m, j), width = vecs * NAME(LANES), most = NAME(SUMS) / vecs;
+                int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
                 int64_t steps = MIN(STEPS, words - k);
-                const uint32_t *x = (const uint32_t *)p->copy + j * NAME(PANEL) * p->words + (slab + k) * width;
+                const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
                 for (int64_t r = 0; r < rows; r += most) {
                     const uint32_t *w = scratch + r * APART + k;
-                    float *to = sums + j * NAME(PANEL) * tall + r * width;
-#define VECS(N) \
-    case N: if (N <= NAME(VECS)) NAME(micro)(w, APART, x, steps, NAME(SUMS) / N, MIN(N, NAME(VECS)), half, 0, to); break;
-                    switch (vecs) { VECS(1) VECS(2) VECS(3) VECS(4) }
-#undef VECS
+                    float *to = sums + j * PANEL * tall + r * width;
+#define CASE(N) \
+    case N: if (N <= VECS) NAME(micro)(w, APART, x, steps, SUMS / N, MIN(N, VECS), half, 0, to); break;
+                    switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
                 }
             }
     }
-    for (int64_t m = 0; m < p->m; m += NAME(LANES)) {
-        int64_t j = m / NAME(PANEL), width = NAME(vecs)(p->m, j) * NAME(LANES);
-        const float *from = sums + j * NAME(PANEL) * tall + m % NAME(PANEL);
-        for (int64_t r = 0; r < rows; r += NAME(LANES)) {
-            NAME(Bits) columns[NAME(LANES)];
-            NAME(transpose)((const uint32_t *)from + r * width, width, columns);
-            for (int i = 0; i < NAME(LANES); i++) memcpy(turned[i] + r, &columns[i], sizeof *columns);
-        }
-        for (int64_t i = 0; i < MIN(NAME(LANES), p->m - m); i++)
+    for (int64_t m = 0; m < p->m; m += LANES) {
+        int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
+        const uint32_t *from = (const uint32_t *)(sums + j * PANEL * tall + m % PANEL);
+        for (int64_t r = 0; r < rows; r += LANES)
+            NAME(turn)(from + r * width, width, LANES, (uint32_t *)turned[0] + r, MOST_ROWS);
+        for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
     }
 }
 
-static void NAME(matmul)(void *data, int64_t unit, void *scratch) {
-    BY_HALF(((const Gemm *)data)->half, NAME(by_rows), data, unit, scratch)
-}
+UNIT(matmul) { BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch) }
 
 /* Pack a row of g as words, in slabs. */
-static void NAME(pack_t)(void *data, int64_t unit, void *scratch) {
-    const Gemm *p = data;
+UNIT(pack_t) {
+    const Gemm *p = work;
     int64_t slab = p->half ? 2 * SLAB : SLAB;
     uint32_t *out = (uint32_t *)p->copy + unit * APART;
-    (void)scratch;
     for (int64_t at = 0; at < p->inner; at += slab, out += p->m * APART)
         NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
 }
 
 /* Decode words k of a stripe's panels: a row of the weight, or in bf16 a row interleaved with the next. */
-INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half,
-                         uint32_t *out) {
+INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half, uint32_t *out) {
     uint32_t words[STRIPE];
     if (half) {
         uint16_t first[STRIPE], second[STRIPE] = {0};
         NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
         if (row + 1 < p->w.rows) NAME(factors)(&p->w, row + 1, column, width, p->dtype, 1, second);
         for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
-    } else {
-        NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
-    }
+    } else NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
     if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
-    for (int64_t j = 0; j < STRIPE; j += NAME(PANEL))
-        memcpy(out + j * STEPS + k * NAME(PANEL), words + j, NAME(PANEL) * 4);
+    for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * STEPS + k * PANEL, words + j, PANEL * 4);
 }
 
 #ifdef LANES_BF16
@@ -159,10 +139,9 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
         if (there) NAME(pair4)(codes + next + i / 2, table, scales[1][i / 64], scales[1][i / 64 + 1], b);
         __builtin_prefetch(codes + 16 * next + i / 2);
         __builtin_prefetch(codes + 17 * next + i / 2);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            int64_t at = i + 32 * j, panel = at / NAME(PANEL);
-            __m512i *to = (__m512i *)(out + (panel * STEPS + k) * NAME(PANEL) + at % NAME(PANEL));
+        UNROLLED(j, 4) {
+            int64_t at = i + 32 * j, panel = at / PANEL;
+            __m512i *to = (__m512i *)(out + (panel * STEPS + k) * PANEL + at % PANEL);
             to[0] = _mm512_permutex2var_epi16(a[j], first, b[j]);
             to[1] = _mm512_permutex2var_epi16(a[j], last, b[j]);
         }
@@ -173,8 +152,7 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
 /* Multiply all of g with a stripe of the weight's columns. */
 INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), each = half ? 2 : 1;
-    int64_t panels = (width + NAME(PANEL) - 1) / NAME(PANEL);
-    int64_t apart = p->copy ? APART : p->words;
+    int64_t panels = (width + PANEL - 1) / PANEL, apart = p->copy ? APART : p->words;
     uint32_t *w = scratch;
     float *sums = (float *)(scratch + STRIPE * STEPS);
     memset(sums, 0, (size_t)(p->m * STRIPE * 4));
@@ -190,19 +168,17 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
             for (int64_t m = 0, rows; m < p->m; m += rows) {
                 const uint32_t *x = (const uint32_t *)p->x + m * p->words + start;
                 if (p->copy) x = (const uint32_t *)p->copy + (start / SLAB * p->m + m) * APART + start % SLAB;
-                float *to = sums + (j * p->m + m) * NAME(PANEL);
-                rows = MIN(NAME(SUMS) / NAME(VECS), p->m - m);
-#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * NAME(PANEL), n, N, NAME(VECS), half, 0, to); break;
+                float *to = sums + (j * p->m + m) * PANEL;
+                rows = MIN(SUMS / VECS, p->m - m);
+#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * PANEL, n, N, VECS, half, 0, to); break;
                 switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
             }
     }
     for (int64_t m = 0; m < p->m; m++)
         for (int64_t j = 0; j < panels; j++)
-            NAME(halves)(sums + (j * p->m + m) * NAME(PANEL), MIN(NAME(PANEL), width - j * NAME(PANEL)), p->dtype, p->y,
-                         m * p->w.width + column + j * NAME(PANEL));
+            NAME(halves)(sums + (j * p->m + m) * PANEL, MIN(PANEL, width - j * PANEL), p->dtype, p->y,
+                         m * p->w.width + column + j * PANEL);
 }
 
-static void NAME(matmul_t)(void *data, int64_t unit, void *scratch) {
-    BY_HALF(((const Gemm *)data)->half, NAME(by_columns), data, unit, scratch)
-}
+UNIT(matmul_t) { BY_HALF(((const Gemm *)work)->half, NAME(by_columns), work, unit, scratch) }

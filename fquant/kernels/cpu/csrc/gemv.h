@@ -2,37 +2,26 @@
    into scratch in the first cache, or into registers, and multiplied with all of x. gemm.h has more rows of x, and g ·
    w. */
 
-/* Store the first `rows` of four sums. */
-INLINE void NAME(store)(const NAME(Lanes) *sums, int rows, void *y, int dtype) {
-    float totals[4];
-    NAME(sum4)(sums, totals);
-    for (int r = 0; r < rows; r++) {
-        if (dtype == F32) ((float *)y)[r] = totals[r];
-        else ((uint16_t *)y)[r] = dtype == BF16 ? to_bf16(totals[r]) : to_f16(totals[r]);
-    }
-}
-
 /* y[columns][rows] = x · wᵀ for n elements a row (a multiple of 64), with row stride `apart`; all sums are in
    registers. Elements are floats, or bf16 if `half`. rows, columns and half are constants where this is inlined. */
 INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, int rows, int columns, int half, void *y,
                        int dtype, int64_t stride) {
-    NAME(Lanes) sums[6][4] = {0};
-    int step = half ? 2 * NAME(LANES) : NAME(LANES);
-    int64_t size = half ? 2 : 4;
+    Lanes sums[6][4] = {0};
+    const int step = half ? 2 * LANES : LANES, size = half ? 2 : 4;
     for (int64_t k = 0; k < n; k += step) {
-#pragma GCC unroll 6
-        for (int c = 0; c < columns; c++) {
-            NAME(Lanes) b = *(const NAME(Lanes) *)((const char *)x + (c * apart + k) * size);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                NAME(Lanes) a = *(const NAME(Lanes) *)((const char *)w + (r * apart + k) * size);
-                if (half) sums[c][r] = DOT(a, b, sums[c][r]);
-                else sums[c][r] = FMA(a, b, sums[c][r]);
+        UNROLLED(c, columns) {
+            Lanes b = *(const Lanes *)((const char *)x + (c * apart + k) * size);
+            UNROLLED(r, rows) {
+                Lanes a = *(const Lanes *)((const char *)w + (r * apart + k) * size);
+                sums[c][r] = half ? DOT(a, b, sums[c][r]) : FMA(a, b, sums[c][r]);
             }
         }
     }
-#pragma GCC unroll 6
-    for (int c = 0; c < columns; c++) NAME(store)(sums[c], rows, (char *)y + c * stride * (dtype == F32 ? 4 : 2), dtype);
+    UNROLLED(c, columns) {
+        float totals[4];
+        NAME(sum4)(sums[c], totals);
+        NAME(halves)(totals, rows, dtype, y, c * stride);
+    }
 }
 
 #define TILE(R, C) case C: NAME(tile)(w, p->x, n, apart, R, C, half, to, p->dtype, p->w.rows); break
@@ -67,8 +56,7 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
     const Packed *w = &p->w;
     __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
     for (int r = 0; r < rows; r++)
-        for (int m = 0; m < columns; m++)
-            for (int j = 0; j < 2; j++) sums[r][m][j] = _mm512_setzero_ps();
+        for (int m = 0; m < columns; m++) sums[r][m][0] = sums[r][m][1] = _mm512_setzero_ps();
     for (int64_t column = 0; column < w->width; column += PIECE) {
         float scales[4 * PIECE / 64 + 64];
         int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
@@ -78,18 +66,14 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
+            UNROLLED(r, rows) {
                 const float *scale = scales + (r * n + i) / 64;
                 NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
             }
-#pragma GCC unroll 4
-            for (int m = 0; m < columns; m++)
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
+            UNROLLED(m, columns)
+                UNROLLED(j, 4) {
                     __m512i b = _mm512_load_si512(x + m * p->apart + i + 32 * j);
-#pragma GCC unroll 4
-                    for (int r = 0; r < rows; r++) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
+                    UNROLLED(r, rows) sums[r][m][j % 2] = DOT(v[r][j], b, sums[r][m][j % 2]);
                 }
         }
     }
@@ -117,15 +101,15 @@ INLINE void NAME(group)(const Gemv *p, int64_t unit, void *w, int half) {
         rows = stop - row >= 4 ? 4 : 1;
         for (int64_t r = 0; r < rows; r++)
             NAME(factors)(&p->w, row + r, 0, p->w.width, p->dtype, half, (char *)w + r * apart * size);
-        void *to = (char *)p->y + row * (p->dtype == F32 ? 4 : 2);
+        void *to = (char *)p->y + row * size_of(p->dtype);
         if (rows == 4) TILES(4) else TILES(1)
     }
 }
 #undef TILES
 #undef TILE
 
-static void NAME(gemv)(void *data, int64_t unit, void *scratch) {
-    const Gemv *p = data;
+UNIT(gemv) {
+    const Gemv *p = work;
 #ifdef LANES_BF16
     if (p->form == 2)
         for (int64_t at = 0; at < p->m; at += FUSED)

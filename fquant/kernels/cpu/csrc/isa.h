@@ -2,13 +2,6 @@
 
 #include "simd.h"
 
-/* Call f with the constant `half` as its last argument. */
-#ifdef LANES_BF16
-#define BY_HALF(half, f, ...) if (half) f(__VA_ARGS__, 1); else f(__VA_ARGS__, 0);
-#else
-#define BY_HALF(half, f, ...) f(__VA_ARGS__, 0);
-#endif
-
 /* Convert n elements from x + at to floats. */
 static void NAME(floats)(const void *x, int dtype, int64_t at, int64_t n, float *restrict out) {
     const uint16_t *h = (const uint16_t *)x + at;

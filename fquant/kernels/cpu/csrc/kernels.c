@@ -26,6 +26,7 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UNROLLED(i, n) _Pragma("GCC unroll 24") for (int i = 0; i < (n); i++) /* n <= 24: a constant once inlined */
 
 enum { F32, BF16, F16, BOOL };    /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements, or counters, of a unit; a multiple of every block size */
@@ -35,6 +36,9 @@ enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
 #include "threads.h"
 #include "work.h"
 
+/* A unit of work. */
+#define UNIT(name) static void NAME(name)(void *work, int64_t unit, __attribute__((unused)) void *scratch)
+
 /* Call f with a constant dtype as its last argument. */
 #define BY_DTYPE(dtype, f, ...)                           \
     if ((dtype) == F32) f(__VA_ARGS__, F32);              \
@@ -42,8 +46,7 @@ enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, bits, bernoulli, loss, norm, pointwise;
-    Unit attention;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -78,12 +81,25 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 
 /* The instruction sets; `isa` below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, fold_##ISA, bits_##ISA, bernoulli_##ISA, loss_##ISA, norm_##ISA, \
-                               pointwise_##ISA, attention_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, \
-                               LANES_##ISA, PANEL_##ISA, BF16}
+                               matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
+                               attention_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, LANES_##ISA, \
+                               PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
+
+/* The types and sizes of the instruction set that is compiled. */
+#define Lanes NAME(Lanes)
+#define Bits NAME(Bits)
+#define Table16 NAME(Table16)
+#define Table32 NAME(Table32)
+#define Sizes NAME(Sizes)
+#define Room NAME(Room)
+#define LANES NAME(LANES)
+#define VECS NAME(VECS)
+#define SUMS NAME(SUMS)
+#define PANEL NAME(PANEL)
+#define QUERIES NAME(QUERIES)
 
 /* Functions between TARGET and TARGET_END are compiled for these features as well. */
 #define QUOTE(...) #__VA_ARGS__
@@ -185,7 +201,7 @@ EXPORT void fquant_large_pages(void *p, size_t n) {
 /* Decode the part rows x width of w from (row, column), a multiple of 32, to out of dtype with row stride `stride`. */
 EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row, int64_t rows, int64_t column,
                          int64_t width, int dtype, void *out, int64_t stride) {
-    int64_t size = dtype == F32 ? 4 : 2, aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
+    int64_t size = size_of(dtype), aligned = ((uintptr_t)out | (uintptr_t)(stride * size)) % 64 == 0;
     Decode work = {*w, row, rows, column, width, dtype, out, stride, aligned && rows * width * size > PAST};
     return run(available[isa].kernels.decode, &work, rows * pieces_of(width), 0, NULL, threads);
 }
@@ -204,22 +220,22 @@ EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void
 
 /* Fold keys with data [n] to new keys [n]. */
 EXPORT int64_t fquant_fold(int isa, int threads, const uint64_t *keys, const uint64_t *data, int64_t n, uint64_t *out) {
-    Draw work = {keys, data, out, n, 0};
+    Draw work = {keys, data, out, n, 0, 0};
     return run(available[isa].kernels.fold, &work, pieces_of(n), 0, NULL, threads);
 }
 
 /* Draw the first n words of each of `num` keys, to out [num, n]. */
 EXPORT int64_t fquant_bits(int isa, int threads, const uint64_t *keys, int64_t num, int64_t n, uint64_t *out) {
-    Draw work = {keys, NULL, out, n, 0};
-    return run(available[isa].kernels.bits, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
+    Draw work = {keys, NULL, out, n, 0, 0};
+    return run(available[isa].kernels.draw, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
 }
 
 /* The same, 1 for words below the threshold <= 2^32 and else 0. */
 EXPORT int64_t fquant_bernoulli(int isa, int threads, const uint64_t *keys, int64_t num, int64_t threshold, int64_t n,
                                 uint8_t *out) {
-    Draw work = {keys, NULL, out, n, (uint32_t)(threshold - 1)};
+    Draw work = {keys, NULL, out, n, (uint32_t)(threshold - 1), 1};
     if (!threshold) return memset(out, 0, (size_t)(num * n)), 0;
-    return run(available[isa].kernels.bernoulli, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
+    return run(available[isa].kernels.draw, &work, num * pieces_of((n + 1) / 2), 0, NULL, threads);
 }
 
 /* The negative log likelihoods of targets [rows], in [0, width) or `ignore`, to nll [rows]; and their gradient with

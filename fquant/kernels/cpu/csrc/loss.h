@@ -5,67 +5,57 @@
    float32. Partial sums, and the values of a row, are added in double, so the error does not grow with the vocabulary. */
 
 /* OVER: run `each` for every vector x of n logits at `from`; k counts four accumulators in turn. */
-#define OVER(each)                                                                              \
-    const int64_t size = dtype == F32 ? 4 : 2;                                                  \
-    int64_t i = 0;                                                                              \
-    for (; i + 4 * NAME(LANES) <= n; i += 4 * NAME(LANES)) {                                    \
-        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {                                   \
-            NAME(Lanes) x = NAME(wide)(from + (i + k * NAME(LANES)) * size, dtype);             \
-            each                                                                                \
-        }                                                                                       \
-    }                                                                                           \
-    for (int k = 0; i < n; i += NAME(LANES), k = (k + 1) % 4) {                                 \
-        const char *at = from + i * size;                                                       \
-        NAME(Lanes) x = n - i < NAME(LANES) ? NAME(last)(at, dtype, n - i, -INFINITY) : NAME(wide)(at, dtype); \
-        each                                                                                    \
+#define OVER(each)                                                                             \
+    int64_t i = 0;                                                                             \
+    for (; i + 4 * LANES <= n; i += 4 * LANES)                                                 \
+        UNROLLED(k, 4) {                                                                       \
+            Lanes x = NAME(wide)(from + (i + k * LANES) * size_of(dtype), dtype, LANES, 0.0f); \
+            each                                                                               \
+        }                                                                                      \
+    for (int k = 0; i < n; i += LANES, k = (k + 1) % 4) {                                      \
+        Lanes x = NAME(wide)(from + i * size_of(dtype), dtype, n - i, -INFINITY);              \
+        each                                                                                   \
     }
 
 /* The largest logit that is not NaN. */
 INLINE float NAME(largest)(const char *from, const int dtype, int64_t n) {
-    const NAME(Lanes) zero = {0.0f};
-    NAME(Lanes) v[4] = {zero - INFINITY, zero - INFINITY, zero - INFINITY, zero - INFINITY};
+    const Lanes zero = {0.0f};
+    Lanes v[4] = {zero - INFINITY, zero - INFINITY, zero - INFINITY, zero - INFINITY};
     OVER(v[k] = NAME(larger)(x, v[k]);)
     v[0] = NAME(larger)(NAME(larger)(v[0], v[1]), NAME(larger)(v[2], v[3]));
     float most = v[0][0];
-    for (int k = 1; k < NAME(LANES); k++) most = MAX(most, v[0][k]);
+    for (int k = 1; k < LANES; k++) most = MAX(most, v[0][k]);
     return most;
 }
 
 /* The sum of exp(x - base) <= 1 for at most SUMMED logits: 16 roundings in a lane. */
-enum { NAME(SUMMED) = 64 * NAME(LANES) };
+enum { NAME(SUMMED) = 64 * LANES };
 INLINE double NAME(exponentials)(const char *from, const int dtype, int64_t n, float base) {
-    NAME(Lanes) v[4] = {{0.0f}};
+    Lanes v[4] = {{0.0f}};
     OVER(v[k] += NAME(exponential)(x - base);)
     v[0] = (v[0] + v[1]) + (v[2] + v[3]);
     double total = 0.0;
-    for (int k = 0; k < NAME(LANES); k++) total += v[0][k];
+    for (int k = 0; k < LANES; k++) total += v[0][k];
     return total;
 }
 
 static int NAME(has_nan)(const char *from, const int dtype, int64_t n) {
-    NAME(Bits) v[4] = {{0}};
+    Bits v[4] = {{0}};
     int found = 0;
-    OVER(v[k] |= (NAME(Bits))(x != x);)
-    for (int k = 0; k < 4 * NAME(LANES); k++) found |= v[k / NAME(LANES)][k % NAME(LANES)] != 0;
+    OVER(v[k] |= (Bits)(x != x);)
+    for (int k = 0; k < 4 * LANES; k++) found |= v[k / LANES][k % LANES] != 0;
     return found;
 }
 
 /* Store scale * exp(x - base) for n logits in their dtype. */
 INLINE void NAME(scaled)(const char *from, const int dtype, int64_t n, float base, float scale, char *to) {
-    const int64_t size = dtype == F32 ? 4 : 2;
-    int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + NAME(LANES) <= n; i += NAME(LANES))
-        NAME(finish)(NAME(exponential)(NAME(wide)(from + i * size, dtype) - base) * scale, F32, dtype, to + i * size);
-    if (i == n) return;
-    NAME(Lanes) x = NAME(last)(from + i * size, dtype, n - i, -INFINITY);
-    NAME(put)(NAME(exponential)(x - base) * scale, dtype, n - i, to + i * size);
+    EVERY(NAME(exponential)(AT(from, -INFINITY) - base) * scale)
 }
 
 #undef OVER
 
 INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
-    const int64_t size = dtype == F32 ? 4 : 2, n = w->width, target = w->targets[i];
+    const int64_t size = size_of(dtype), n = w->width, target = w->targets[i];
     const char *x = (const char *)w->logits + i * w->apart * size;
     char *slope = w->slope ? (char *)w->slope + i * n * size : NULL;
     if (target == w->ignore) {
@@ -90,13 +80,10 @@ INLINE void NAME(row)(const Loss *w, int64_t i, const int dtype) {
     w->nll[i] = (float)(log(total) + ((double)base - chosen));
     if (!slope) return;
     NAME(scaled)(x, dtype, n, base, isinf(most) ? NAN : (float)(factor / total), slope);
-    const NAME(Lanes) zero = {0.0f};
+    const Lanes zero = {0.0f};
     double own = isinf(most) ? NAN : NAME(exponential)(zero + (chosen - base))[0] / total;
     float less = (float)((own - 1.0) * factor);
     NAME(halves)(&less, 1, dtype, slope, target);
 }
 
-static void NAME(loss)(void *work, int64_t unit, void *scratch) {
-    (void)scratch;
-    BY_DTYPE(((const Loss *)work)->dtype, NAME(row), work, unit)
-}
+UNIT(loss) { BY_DTYPE(((const Loss *)work)->dtype, NAME(row), work, unit) }

@@ -1,16 +1,10 @@
 /* The plan of a product: gemv.h or gemm.h, chunks of x, and room. */
 
-/* True for products of the fastest kind, with interleaved elements: all bf16, 4-bit codes in whole vectors. */
-static int interleaved(int isa, const Packed *w, int dtype) {
-    return available[isa].kernels.bf16 && dtype == BF16 && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 &&
-           !w->offset && w->dtype != F16;
-}
-
 /* x [m, in] · wᵀ for few m, with a copy of x in the form of gemv.h. */
 static int gemv(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype, int form) {
     const Kernels *k = &available[isa].kernels;
     int64_t padded = padded_to(w->width, 64);
-    size_t from = dtype == F32 ? 4 : 2, to = form ? 2 : 4;
+    size_t from = (size_t)size_of(dtype), to = form ? 2 : 4;
     int64_t apart = padded + 64 / (int64_t)to; /* one cache line of padding, lest all rows use the same cache sets */
     char *copy;
     if (posix_memalign((void **)&copy, 64, (size_t)(m * apart) * to)) return -1;
@@ -36,53 +30,39 @@ static int64_t group_of(int64_t rows, int threads) {
     return best;
 }
 
-typedef struct { Gemm work; int gemv; int64_t chunk, units; size_t copy, scratch; } Plan; /* sizes in bytes */
-
-/* Plan x · wᵀ, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is wide. */
-static Plan plan(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y,
-                 int dtype) {
+/* x · wᵀ, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is wide. Without a needed
+   `room`, return its bytes and do nothing. */
+static int64_t product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype,
+                       void *room) {
     const Kernels *k = &available[isa].kernels;
-    Plan p = {.work = {.w = *w, .x = x, .m = m, .y = y, .dtype = dtype}};
-    Gemm *work = &p.work;
-    work->half = k->bf16 && dtype == BF16;
-    work->interleaved = interleaved(isa, w, dtype);
-    if (w->dtype == F32) work->w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
-    p.gemv = !transposed && m <= (work->interleaved ? 2 * FUSED : k->columns);
-    work->inner = transposed ? w->rows : w->width;
-    work->words = work->half ? (work->inner + 1) / 2 : work->inner;
-    work->group = group_of(w->rows, threads);
-    int64_t row = (transposed ? slabs_of(work->words) * APART : work->words) * 4;
+    Gemm work = {.w = *w, .dtype = dtype, .inner = transposed ? w->rows : w->width, .half = k->bf16 && dtype == BF16};
+    if (w->dtype == F32) work.w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
+    work.interleaved = work.half && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 && !w->offset &&
+                       w->dtype != F16; /* the fastest kind: all bf16, 4-bit codes in whole vectors */
+    if (!transposed && m <= (work.interleaved ? 2 * FUSED : k->columns))
+        return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
+    work.words = work.half ? (work.inner + 1) / 2 : work.inner;
+    work.group = group_of(w->rows, threads);
+    int64_t row = (transposed ? slabs_of(work.words) * APART : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
-    int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work->half && work->inner % 2 == 0));
+    int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work.half && work.inner % 2 == 0));
     if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* no copy: x consists of whole words */
     int64_t chunks = (m + most - 1) / most;
-    p.chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
-    int64_t padded = padded_to(p.chunk, k->lanes);
-    p.copy = (size_t)((transposed ? p.chunk : padded) * row);
-    p.units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work->group - 1) / work->group;
-    p.scratch = 4 * (size_t)(transposed ? STRIPE * (STEPS + p.chunk)
-                                        : MAX(work->group, k->lanes) * APART + padded_to(work->group, k->lanes) * padded);
-    return p;
-}
-
-/* Without a needed `room`, return its bytes and do nothing. */
-static int64_t product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype,
-                   void *room) {
-    const Kernels *k = &available[isa].kernels;
-    Plan p = plan(isa, threads, transposed, w, x, m, y, dtype);
-    Gemm *work = &p.work;
-    if (p.gemv) return gemv(isa, threads, &work->w, x, m, y, dtype, work->interleaved ? 2 : work->half);
-    if (!room) return 64 + padded_to((int64_t)p.copy, 64) + (int64_t)p.scratch * threads;
-    int64_t size = dtype == F32 ? 4 : 2, out = transposed ? w->width : w->rows;
-    char *copy = (char *)(((uintptr_t)room + 63) / 64 * 64), *scratch = copy + padded_to((int64_t)p.copy, 64);
-    work->copy = p.copy ? copy : NULL;
-    for (int64_t start = 0; start < m; start += p.chunk) {
-        work->m = MIN(p.chunk, m - start);
-        work->x = (const char *)x + start * work->inner * size;
-        work->y = (char *)y + start * out * size;
-        int64_t packs = !p.copy ? 0 : transposed ? work->m : (work->m + k->panel - 1) / k->panel * slabs_of(work->words);
-        if (packs) run(transposed ? k->pack_t : k->pack, work, packs, p.scratch, scratch, threads);
-        run(transposed ? k->matmul_t : k->matmul, work, p.units, p.scratch, scratch, threads);
+    int64_t chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
+    int64_t padded = padded_to(chunk, k->lanes), copied = (transposed ? chunk : padded) * row; /* bytes */
+    int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work.group - 1) / work.group;
+    int64_t scratch = 4 * (transposed ? STRIPE * (STEPS + chunk)
+                                      : MAX(work.group, k->lanes) * APART + padded_to(work.group, k->lanes) * padded);
+    if (!room) return 64 + padded_to(copied, 64) + scratch * threads;
+    char *copy = (char *)padded_to((intptr_t)room, 64), *rest = copy + padded_to(copied, 64);
+    work.copy = copied ? copy : NULL;
+    for (int64_t start = 0; start < m; start += chunk) {
+        work.m = MIN(chunk, m - start);
+        work.x = (const char *)x + start * work.inner * size_of(dtype);
+        work.y = (char *)y + start * (transposed ? w->width : w->rows) * size_of(dtype);
+        int64_t packs = !copied ? 0 : transposed ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
+        if (packs) run(transposed ? k->pack_t : k->pack, &work, packs, (size_t)scratch, rest, threads);
+        run(transposed ? k->matmul_t : k->matmul, &work, units, (size_t)scratch, rest, threads);
     }
     return 0;
 }

@@ -7,42 +7,39 @@
    are added in double. So an element takes part in at most 22 additions in float32. Nothing is fused: all instruction
    sets give the same bits. */
 
-enum { NAME(VECTORS) = ABREAST / NAME(LANES) }; /* of the partial sums */
+enum { NAME(VECTORS) = ABREAST / LANES }; /* of the partial sums */
 
-/* Add the terms of ABREAST elements to the partial sums: x * x, or for the gradient g * w * (x * scale). */
-INLINE void NAME(add)(NAME(Lanes) *v, const char *g, const char *x, const char *w, int64_t at, float scale,
+/* Add the terms of ABREAST elements from `at` to the partial sums: x * x, or for the gradient g * w * (x * scale). */
+INLINE void NAME(add)(Lanes *v, const char *g, const char *x, const char *w, int64_t at, float scale,
                       const int dtype, const int slope) {
-#pragma GCC unroll 16
-    for (int k = 0; k < NAME(VECTORS); k++, at += NAME(LANES) * (dtype == F32 ? 4 : 2)) {
-        NAME(Lanes) a = NAME(wide)(x + at, dtype);
-        v[k] += slope ? NAME(wide)(g + at, dtype) * NAME(wide)(w + at, dtype) * (a * scale) : a * a;
+    const int64_t left = LANES;
+    UNROLLED(k, NAME(VECTORS)) {
+        const int64_t i = at + k * LANES;
+        Lanes a = AT(x, 0.0f);
+        v[k] += slope ? AT(g, 0.0f) * AT(w, 0.0f) * (a * scale) : a * a;
     }
 }
 
 /* Add the partial sums in pairs, in the same order for vectors of any length. */
-INLINE float NAME(total)(NAME(Lanes) *v) {
-    float one[NAME(LANES)];
+INLINE float NAME(total)(Lanes *v) {
+    float one[LANES];
 #pragma GCC unroll 4
-    for (int half = NAME(VECTORS) / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int k = 0; k < half; k++) v[k] += v[k + half];
+    for (int half = NAME(VECTORS) / 2; half; half /= 2) UNROLLED(k, half) v[k] += v[k + half];
     memcpy(one, v, sizeof one);
 #pragma GCC unroll 4
-    for (int half = NAME(LANES) / 2; half; half /= 2)
-#pragma GCC unroll 8
-        for (int k = 0; k < half; k++) one[k] += one[k + half];
+    for (int half = LANES / 2; half; half /= 2) UNROLLED(k, half) one[k] += one[k + half];
     return one[0];
 }
 
 /* The sum of the terms of a row of n elements. */
 INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, float scale, const int dtype,
                         const int slope) {
-    const int64_t size = dtype == F32 ? 4 : 2, last = n % ABREAST;
+    const int64_t size = size_of(dtype), last = n % ABREAST;
     double total = 0.0;
     for (int64_t i = 0; i < n;) {
-        NAME(Lanes) v[NAME(VECTORS)] = {{0.0f}};
+        Lanes v[NAME(VECTORS)] = {{0.0f}};
         const int64_t stop = MIN(n, i + SUMMED);
-        for (; i + ABREAST <= stop; i += ABREAST) NAME(add)(v, g, x, w, i * size, scale, dtype, slope);
+        for (; i + ABREAST <= stop; i += ABREAST) NAME(add)(v, g, x, w, i, scale, dtype, slope);
         if (i < stop) { /* the last ones, padded with zeros */
             char room[3][ABREAST * 4] = {{0}};
             memcpy(room[1], x + i * size, (size_t)(last * size));
@@ -57,44 +54,25 @@ INLINE double NAME(sum)(const char *g, const char *x, const char *w, int64_t n, 
 }
 
 /* Round v to its dtype. A NaN has a zero lower half here, so it stays NaN without a test. */
-INLINE NAME(Lanes) NAME(rounded_to)(NAME(Lanes) v, const int dtype) {
-    NAME(Bits) u = (NAME(Bits))v;
+INLINE Lanes NAME(rounded_to)(Lanes v, const int dtype) {
+    Bits u = (Bits)v;
     if (dtype == F32) return v;
-    return dtype == BF16 ? (NAME(Lanes))((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000) : NAME(from_f16)(NAME(to_f16)(v));
+    return dtype == BF16 ? (Lanes)((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000) : NAME(from_f16)(NAME(to_f16)(v));
 }
 
 /* y = round(x * scale) * w for n elements. */
-INLINE void NAME(normed)(const char *x, const char *w, int64_t n, float scale, const int dtype, char *y) {
-    const int64_t size = dtype == F32 ? 4 : 2;
-    int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + NAME(LANES) <= n; i += NAME(LANES)) {
-        NAME(Lanes) v = NAME(rounded_to)(NAME(wide)(x + i * size, dtype) * scale, dtype);
-        NAME(finish)(NAME(wide)(w + i * size, dtype) * v, F32, dtype, y + i * size);
-    }
-    if (i == n) return;
-    NAME(Lanes) v = NAME(rounded_to)(NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale, dtype);
-    NAME(put)(NAME(last)(w + i * size, dtype, n - i, 0.0f) * v, dtype, n - i, y + i * size);
+INLINE void NAME(normed)(const char *x, const char *w, int64_t n, float scale, const int dtype, char *to) {
+    EVERY(NAME(rounded_to)(AT(x, 0.0f) * scale, dtype) * AT(w, 0.0f))
 }
 
 /* dx = (g * w - x * scale * mean) * scale for n elements. */
 INLINE void NAME(sloped)(const char *g, const char *x, const char *w, int64_t n, float scale, float mean,
-                         const int dtype, char *dx) {
-    const int64_t size = dtype == F32 ? 4 : 2;
-    int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + NAME(LANES) <= n; i += NAME(LANES)) {
-        NAME(Lanes) a = NAME(wide)(g + i * size, dtype) * NAME(wide)(w + i * size, dtype);
-        NAME(finish)((a - NAME(wide)(x + i * size, dtype) * scale * mean) * scale, F32, dtype, dx + i * size);
-    }
-    if (i == n) return;
-    NAME(Lanes) a = NAME(last)(g + i * size, dtype, n - i, 0.0f) * NAME(last)(w + i * size, dtype, n - i, 0.0f);
-    a = (a - NAME(last)(x + i * size, dtype, n - i, 0.0f) * scale * mean) * scale;
-    NAME(put)(a, dtype, n - i, dx + i * size);
+                         const int dtype, char *to) {
+    EVERY((AT(g, 0.0f) * AT(w, 0.0f) - AT(x, 0.0f) * scale * mean) * scale)
 }
 
 INLINE void NAME(norms)(const Norm *w, int64_t unit, const int slope, const int dtype) {
-    const int64_t size = dtype == F32 ? 4 : 2, n = w->width, first = unit * w->group;
+    const int64_t size = size_of(dtype), n = w->width, first = unit * w->group;
     const int64_t rows = MIN(w->group, w->rows - first);
     const int64_t next_x = w->apart * size, next_g = slope ? w->apart_g * size : next_x;
     const char *x = (const char *)w->x + first * next_x, *weight = w->weight;
@@ -112,9 +90,7 @@ INLINE void NAME(norms)(const Norm *w, int64_t unit, const int slope, const int 
         else NAME(normed)(x + r * next_x, weight, n, scale[r], dtype, out);
 }
 
-static void NAME(norm)(void *work, int64_t unit, void *scratch) {
-    const Norm *w = work;
-    (void)scratch;
-    if (w->g) { BY_DTYPE(w->dtype, NAME(norms), work, unit, 1) }
-    else { BY_DTYPE(w->dtype, NAME(norms), work, unit, 0) }
+UNIT(norm) {
+    if (((const Norm *)work)->g) { BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 1) }
+    else { BY_DTYPE(((const Norm *)work)->dtype, NAME(norms), work, unit, 0) }
 }

@@ -7,7 +7,7 @@ static void NAME(read)(const Pointwise *p, int which, int64_t start, int64_t n, 
     const void *x = p->at[which];
     int64_t index[MAX_DIMS], offset = 0, last = p->dims - 1;
     if (r->whole && r->dtype != BOOL) {
-        int64_t size = r->dtype == F32 ? 4 : 2; /* hardware prefetch misses several tensors in turn */
+        int64_t size = size_of(r->dtype); /* hardware prefetch misses several tensors in turn */
         const char *next = (const char *)x + (start + n) * size;
         for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch(next + i);
         NAME(floats)(x, r->dtype, start, n, out);
@@ -56,34 +56,23 @@ static void NAME(write)(const float *restrict a, int64_t n, int dtype, void *x, 
 /* TURN: [-second, first] of each 2 `half` elements, or for half < 0 [second, -first]. */
 static void NAME(turn_halves)(const float *restrict a, int half, float *restrict to) {
     int h = abs(half);
-    for (int i = 0; i < TILE; i += 2 * h) {
-        if (half > 0)
-            for (int k = i; k < i + h; k++) to[k] = -a[k + h], to[k + h] = a[k];
-        else
-            for (int k = i; k < i + h; k++) to[k] = a[k + h], to[k + h] = -a[k];
-    }
+    for (int i = 0; i < TILE; i += 2 * h)
+        if (half > 0) for (int k = i; k < i + h; k++) to[k] = -a[k + h], to[k + h] = a[k];
+        else for (int k = i; k < i + h; k++) to[k] = a[k + h], to[k + h] = -a[k];
 }
 
-#define EACH(TO, VALUE)                                                \
-    _Pragma("GCC ivdep") for (int i = 0; i < TILE; i++) to[i] = TO(VALUE);
-#define ROUNDED(VALUE)                                                 \
-    if (s->dtype == F32) { EACH(AS_IS, VALUE) }                        \
-    else if (s->dtype == BF16) { EACH(AS_BF16, VALUE) }                \
-    else { EACH(AS_F16, VALUE) }                                       \
-    break;
-#define VECTORS(...)                                   \
-    for (int i = 0; i < TILE; i += NAME(LANES)) {      \
-        NAME(Lanes) x, e;                              \
-        memcpy(&x, a + i, sizeof x);                   \
-        memcpy(&e, b + i, sizeof e);                   \
-        x = __VA_ARGS__;                               \
-        memcpy(to + i, &x, sizeof x);                  \
+#define EACH(VALUE, DTYPE) _Pragma("GCC ivdep") for (int i = 0; i < TILE; i++) to[i] = rounded_to(VALUE, DTYPE)
+#define ROUNDED(VALUE) BY_DTYPE(s->dtype, EACH, VALUE) break;
+#define BY_LANES(...)                       \
+    for (int i = 0; i < TILE; i += LANES) { \
+        Lanes x, e;                         \
+        memcpy(&x, a + i, sizeof x);        \
+        memcpy(&e, b + i, sizeof e);        \
+        x = __VA_ARGS__;                    \
+        memcpy(to + i, &x, sizeof x);       \
     }
-#define AS_IS(x) (x)
-#define AS_BF16(x) rounded_to_bf16(x)
-#define AS_F16(x) from_f16(to_f16(x))
 
-static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
+UNIT(pointwise) {
     const Pointwise *p = work;
     int64_t start = unit * TILE, n = MIN(TILE, p->total - start);
     float *registers = scratch;
@@ -102,17 +91,14 @@ static void NAME(pointwise)(void *work, int64_t unit, void *scratch) {
         case RECIPROCAL: ROUNDED(1.0f / a[i])
         case TO: ROUNDED(a[i])
         case TURN: NAME(turn_halves)(a, (int)s->value, to); break;
-        case DECAY: VECTORS(NAME(decay)(x)) break;
-        case SILU: VECTORS(NAME(silu)(x, e)) ROUNDED(to[i])
-        case SILU_DERIVATIVE: VECTORS(NAME(silu_derivative)(x, e)) ROUNDED(to[i])
+        case DECAY: BY_LANES(NAME(decay)(x)) break;
+        case SILU: BY_LANES(NAME(silu)(x, e)) ROUNDED(to[i])
+        case SILU_DERIVATIVE: BY_LANES(NAME(silu_derivative)(x, e)) ROUNDED(to[i])
         case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
         }
     }
 }
 
-#undef AS_F16
-#undef AS_BF16
-#undef AS_IS
-#undef VECTORS
+#undef BY_LANES
 #undef ROUNDED
 #undef EACH

@@ -10,24 +10,19 @@ static float NAME(absmax)(const float *x, int64_t n, float least) {
     return float_of((uint32_t)top);
 }
 
-/* Quantise values in [-1, 1] to 4-bit codes: the number of smaller midpoints. */
-static void NAME(nearest4)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
-    uint8_t index[PIECE + 1];
+/* Quantise values in [-1, 1] to 4-bit codes: the number of smaller midpoints. The last of an odd n is beside a zero. */
+static void NAME(nearest4)(float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
+    uint8_t index[PIECE];
     float m[15];
     memcpy(m, how->middles, sizeof m);
+    if (n % 2) x[n++] = 0.0f;
     for (int64_t i = 0; i < n; i++) {
         int32_t below = 0;
-#pragma GCC unroll 15
-        for (int k = 0; k < 15; k++) below += x[i] > m[k];
+        UNROLLED(k, 15) below += x[i] > m[k];
         index[i] = (uint8_t)below;
     }
     if (!how->sorted) for (int64_t i = 0; i < n; i++) index[i] = how->order[index[i]];
     for (int64_t i = 0; i < n / 2; i++) codes[i] = (uint8_t)(index[2 * i] << 4 | index[2 * i + 1]);
-    if (n % 2) {
-        int zero = 0;
-        for (int k = 0; k < 15; k++) zero += 0.0f > m[k];
-        codes[n / 2] = (uint8_t)(index[n - 1] << 4 | how->order[zero]);
-    }
 }
 
 static void NAME(nearest8)(const float *restrict x, int64_t n, const Encoding *how, uint8_t *restrict codes) {
@@ -53,15 +48,14 @@ static void NAME(elements)(const Encode *e, int64_t at, int64_t n, int integer, 
 }
 
 /* Encode the blocks of one piece of a row, or of a whole row if its blocks are longer than a piece. */
-static void NAME(encode)(void *data, int64_t unit, void *scratch) {
-    const Encode *e = data;
+UNIT(encode) {
+    const Encode *e = work;
     const Encoding *how = &e->how;
     int64_t whole = how->block > PIECE, pieces = whole ? 1 : pieces_of(e->width);
     int64_t row = unit / pieces, start = unit % pieces * PIECE, stop = whole ? e->width : MIN(start + PIECE, e->width);
     int64_t bytes = (e->width * how->bits + 7) / 8, blocks = (e->width + how->block - 1) / how->block;
     int integer = how->bits == 8 && !how->grid;
     float x[PIECE];
-    (void)scratch;
     for (int64_t at = start; at < stop; at += how->block) {
         int64_t end = MIN(at + how->block, stop), from = row * e->width;
         int is_short = end - at < how->block;
@@ -77,16 +71,13 @@ static void NAME(encode)(void *data, int64_t unit, void *scratch) {
             int64_t n = MIN(end - i, PIECE);
             if (end - at > PIECE) NAME(elements)(e, from + i, n, integer, x);
             uint8_t *codes = e->codes + row * bytes + i * how->bits / 8;
-            if (integer) {
-                NAME(rounded)(x, n, absmax, (int8_t *)codes);
-                continue;
-            }
-            for (int64_t k = 0; k < n; k++) {
+            if (!integer) for (int64_t k = 0; k < n; k++) {
                 float v = is_short ? x[k] / absmax : x[k] * by;
                 v = v < -1.0f ? -1.0f : v;
                 x[k] = v > 1.0f ? 1.0f : v;
             }
-            if (how->bits == 8) NAME(nearest8)(x, n, how, codes);
+            if (integer) NAME(rounded)(x, n, absmax, (int8_t *)codes);
+            else if (how->bits == 8) NAME(nearest8)(x, n, how, codes);
             else NAME(nearest4)(x, n, how, codes);
         }
     }

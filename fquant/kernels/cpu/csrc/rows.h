@@ -1,32 +1,35 @@
 /* Conversions between elements of a row and vectors of floats; `dtype` is a constant where they are inlined. Rounding
    to bf16 is by integers (`finish`), because AVX-512's own conversion flushes denormals. */
 
-typedef uint16_t NAME(Halves) __attribute__((vector_size(NAME(LANES) * 2), may_alias));
-
-/* Load LANES elements. */
-INLINE NAME(Lanes) NAME(wide)(const char *x, const int dtype) {
-    NAME(Lanes) v;
+/* Load LANES elements, or n if these are fewer, and fill up with `fill`. */
+INLINE Lanes NAME(wide)(const char *x, const int dtype, int64_t n, const float fill) {
+    uint32_t room[LANES];
+    uint16_t *few = (uint16_t *)room;
+    Lanes v;
     NAME(Halves) h;
+    if (n < LANES) {
+        for (int i = 0; i < LANES; i++)
+            if (dtype == F32) room[i] = bits_of(fill);
+            else few[i] = dtype == BF16 ? to_bf16(fill) : to_f16(fill);
+        x = memcpy(room, x, (size_t)(n * size_of(dtype)));
+    }
     if (dtype == F32) return memcpy(&v, x, sizeof v), v;
     memcpy(&h, x, sizeof h);
-    NAME(Bits) u = __builtin_convertvector(h, NAME(Bits));
-    return dtype == BF16 ? (NAME(Lanes))(u << 16) : NAME(from_f16)(u);
+    Bits u = __builtin_convertvector(h, Bits);
+    return dtype == BF16 ? (Lanes)(u << 16) : NAME(from_f16)(u);
 }
 
-/* Load the last n elements, fewer than LANES, and fill up with `fill`. */
-INLINE NAME(Lanes) NAME(last)(const char *x, const int dtype, int64_t n, const float fill) {
-    uint32_t room[NAME(LANES)];
-    uint16_t *h = (uint16_t *)room;
-    for (int i = 0; i < NAME(LANES); i++)
-        if (dtype == F32) room[i] = bits_of(fill);
-        else h[i] = dtype == BF16 ? to_bf16(fill) : to_f16(fill);
-    memcpy(room, x, (size_t)(dtype == F32 ? 4 * n : 2 * n));
-    return NAME(wide)((const char *)room, dtype);
+/* Store v, or its first n elements if these are fewer, in their dtype. */
+INLINE void NAME(put)(Lanes v, const int dtype, int64_t n, char *to) {
+    uint32_t room[LANES];
+    NAME(finish)(v, F32, dtype, n < LANES ? (void *)room : to);
+    if (n < LANES) memcpy(to, room, (size_t)(n * size_of(dtype)));
 }
 
-/* Store the first n of v, fewer than LANES, in their dtype. */
-INLINE void NAME(put)(NAME(Lanes) v, const int dtype, int64_t n, char *to) {
-    uint32_t room[NAME(LANES)];
-    NAME(finish)(v, F32, dtype, room);
-    memcpy(to, room, (size_t)(dtype == F32 ? 4 * n : 2 * n));
-}
+/* Store `value` for each vector of n elements to `to`. AT(x, fill) is that vector of x. */
+#define AT(x, fill) NAME(wide)((x) + i * size_of(dtype), dtype, left, fill)
+#define EVERY(value)                                                                                                    \
+    int64_t i = 0, left = LANES;                                                                                        \
+    _Pragma("GCC unroll 4") for (; i + LANES <= n; i += LANES) NAME(put)(value, dtype, LANES, to + i * size_of(dtype)); \
+    left = n - i;                                                                                                       \
+    if (left) NAME(put)(value, dtype, left, to + i * size_of(dtype));

@@ -15,12 +15,11 @@ INLINE void NAME(threefry)(uint32_t k0, uint32_t k1, uint32_t *x0, uint32_t *x1)
 }
 
 /* Fold a PIECE of keys with data. */
-static void NAME(fold)(void *work, int64_t unit, void *scratch) {
+UNIT(fold) {
     const Draw *d = work;
     int64_t start = unit * PIECE, n = MIN(PIECE, d->n - start);
     const uint64_t *keys = d->keys + start, *data = d->data + start;
     uint64_t *restrict out = (uint64_t *)d->out + start;
-    (void)scratch;
     for (int64_t i = 0; i < n; i++) {
         uint64_t key = keys[i] ^ FOLDED;
         uint32_t x0 = (uint32_t)data[i], x1 = (uint32_t)(data[i] >> 32);
@@ -29,46 +28,26 @@ static void NAME(fold)(void *work, int64_t unit, void *scratch) {
     }
 }
 
-/* The unit of a draw: the words of PIECE counters of one key, fewer at the end. */
-typedef struct { uint32_t k0, k1, low, high; int64_t at, n; } NAME(Part);
+/* Store the words of each counter as numbers of TYPE: the words, or how they compare. */
+#define DRAW(TYPE, COMPARED)                                                    \
+    TYPE *restrict out = (TYPE *)d->out + row * d->n + 2 * counter;             \
+    for (int64_t i = 0; i < n / 2; i++) {                                       \
+        uint32_t x0 = low + (uint32_t)i, x1 = high;                             \
+        NAME(threefry)(k0, k1, &x0, &x1);                                       \
+        out[2 * i] = (TYPE)(x0 COMPARED), out[2 * i + 1] = (TYPE)(x1 COMPARED); \
+    }                                                                           \
+    uint32_t x0 = low + (uint32_t)(n / 2), x1 = high;                           \
+    NAME(threefry)(k0, k1, &x0, &x1);                                           \
+    if (n % 2) out[n - 1] = (TYPE)(x0 COMPARED);
 
-INLINE NAME(Part) NAME(part)(const Draw *d, int64_t unit) {
+/* Draw the words of PIECE counters of one key, fewer at the end. */
+UNIT(draw) {
+    const Draw *d = work;
     int64_t pieces = pieces_of((d->n + 1) / 2), row = unit / pieces, counter = unit % pieces * PIECE;
-    uint64_t key = d->keys[row];
-    return (NAME(Part)){(uint32_t)key, (uint32_t)(key >> 32), (uint32_t)counter, (uint32_t)(counter >> 32),
-                        row * d->n + 2 * counter, MIN(2 * PIECE, d->n - 2 * counter)};
-}
-
-/* Store TO(x) for the words x of each counter i, at out[2i] and out[2i + 1]. */
-#define DRAW(TO)                                                   \
-    for (int64_t i = 0; i < p.n / 2; i++) {                        \
-        uint32_t x0 = p.low + (uint32_t)i, x1 = p.high;            \
-        NAME(threefry)(p.k0, p.k1, &x0, &x1);                      \
-        out[2 * i] = TO(x0), out[2 * i + 1] = TO(x1);              \
-    }                                                              \
-    if (p.n % 2) {                                                 \
-        uint32_t x0 = p.low + (uint32_t)(p.n / 2), x1 = p.high;    \
-        NAME(threefry)(p.k0, p.k1, &x0, &x1);                      \
-        out[p.n - 1] = TO(x0);                                     \
-    }
-
-static void NAME(bits)(void *work, int64_t unit, void *scratch) {
-    const NAME(Part) p = NAME(part)(work, unit);
-    uint64_t *restrict out = (uint64_t *)((const Draw *)work)->out + p.at;
-    (void)scratch;
-#define WHOLE(x) (x)
-    DRAW(WHOLE)
-#undef WHOLE
-}
-
-static void NAME(bernoulli)(void *work, int64_t unit, void *scratch) {
-    const NAME(Part) p = NAME(part)(work, unit);
-    const uint32_t most = ((const Draw *)work)->most;
-    uint8_t *restrict out = (uint8_t *)((const Draw *)work)->out + p.at;
-    (void)scratch;
-#define BELOW(x) (uint8_t)((x) <= most)
-    DRAW(BELOW)
-#undef BELOW
+    const int64_t n = MIN(2 * PIECE, d->n - 2 * counter);
+    const uint32_t k0 = (uint32_t)d->keys[row], k1 = (uint32_t)(d->keys[row] >> 32), most = d->most;
+    const uint32_t low = (uint32_t)counter, high = (uint32_t)(counter >> 32);
+    if (d->bytes) { DRAW(uint8_t, <= most) } else { DRAW(uint64_t, ) }
 }
 
 #undef DRAW

@@ -34,11 +34,12 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     int dtype, half, interleaved;
 } Gemm;
 
-typedef struct { /* n words of each key, true up to `most`; or data for each of n keys */
+typedef struct { /* n words of each key, or bytes that are 1 for words up to `most`; or data for each of n keys */
     const uint64_t *keys, *data;
     void *out;
     int64_t n;
     uint32_t most;
+    int bytes;
 } Draw;
 
 typedef struct { /* rows of logits [width] with stride `apart` */
