@@ -28,7 +28,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from models import hf
-from models.config import PRESETS, Config
+from models.config import Config
+from models.presets import PRESETS
 
 from .common.command_line import (
     DTYPES,

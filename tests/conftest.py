@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.helpers.cases import FEWEST, covered
+from tests.helpers.cases import FEWEST, covered, each_value
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,14 +33,17 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the cases of full products as slow, except those of a pairwise cover."""
+    """Mark the cases of full products as slow, except those of a cover: of pairs, or of values if it is marked so."""
     tests = {}
     for item in items:
         if hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
-        if len(cases) > FEWEST:
-            for item, others_cover in zip(cases, covered(item.callspec.params for item in cases), strict=True):
+        alone = cases[0].get_closest_marker("each_value")
+        if alone or len(cases) > FEWEST:
+            rest = [item for item in cases if not item.get_closest_marker("slow")]
+            cover = each_value if alone else covered
+            for item, others_cover in zip(rest, cover(item.callspec.params for item in rest), strict=True):
                 if others_cover:
                     item.add_marker(pytest.mark.slow)
 

@@ -18,8 +18,9 @@ from examples.qlora import train
 from examples.qlora.options import Options
 from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
 from models import decoder
-from models.config import PRESETS, Config
+from models.config import Config
 from models.hf_config import to_hf
+from models.presets import PRESETS
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.live_memory import Peak

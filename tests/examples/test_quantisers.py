@@ -56,7 +56,7 @@ def a_few_steps(options):
     return before, (training.net, training.quantiser), steps
 
 
-@pytest.mark.parametrize("case", slow_after(3, cases))
+@pytest.mark.parametrize("case", slow_after(1, cases))
 def test_it_trains(case):
     layers, groups, codes = CASES[case]
     name = case.partition(",")[0]

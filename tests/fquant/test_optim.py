@@ -194,7 +194,9 @@ def test_nothing_given_is_changed(opt):
         assert torch.equal(a, b)
 
 
-@every
+@pytest.mark.parametrize(
+    "opt", slow_after(2, [pytest.param(EVERY[name], id=name) for name in ("chain", "lion", *PEERS)])
+)
 def test_a_step_is_the_same_traced_compiled_and_under_vmap(opt):
     def step(params, state, grads):
         updates, state = opt.update(grads, state, params)

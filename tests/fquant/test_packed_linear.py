@@ -28,6 +28,10 @@ FORMATS = {
     "aq_3x8 in blocks": replace(AQ_3X8, block=32),
 }
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+KINDS = ("nf4_dq", "int8", "aq_2x8", "of five buffers")  # of which each has other buffers
+of_each_kind = pytest.mark.parametrize(
+    "format", [pytest.param(f, id=name, marks=[pytest.mark.slow] * (name not in KINDS)) for name, f in FORMATS.items()]
+)
 
 
 def draw(name, *shape, dtype=torch.float32):
@@ -257,7 +261,7 @@ T, WIDTH, OUT, RANK = 3, 512, 256, 4
 DENSE = OUT * WIDTH * 4
 
 
-@formats
+@of_each_kind
 def test_autograd_saves_the_packed_buffers_and_nothing_else(format):
     p, x = quantize(draw("w", OUT, WIDTH), format), draw("x", T, WIDTH).requires_grad_()
     saved = []
@@ -272,7 +276,7 @@ def stacked_linears(p, q):
     return lambda x: linear(linear(x, p).tanh(), q)
 
 
-@formats
+@of_each_kind
 def test_vjp_keeps_activations_and_no_weight(format):
     p, q = quantize(draw("w", OUT, WIDTH), format), quantize(draw("w2", WIDTH, OUT), format)
     x, g = draw("x", T, WIDTH), draw("g", T, WIDTH)

@@ -2,6 +2,9 @@
 
 A case is covered if every pair of values of two of its parameters occurs in cases before it. Faults mostly depend on
 one parameter or on a pair (Kuhn, Wallace & Gallo 2004). So a cover finds them with few of a full product's cases.
+
+Of a test that is marked ``each_value``, CI runs as many cases as let every value of every parameter occur. It is for
+tests that take long, and whose parameters do not depend on each other.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -22,6 +25,17 @@ def covered(cases: Iterable[Mapping[str, Any]]) -> list[bool]:
         pairs = {pair for pair in combinations(items, 2)} or set(items)
         found.append(pairs <= seen)
         seen |= pairs
+    return found
+
+
+def each_value(cases: Iterable[Mapping[str, Any]]) -> list[bool]:
+    """Return for each of a test's ``cases`` whether others, few and unlike each other, have all of its values."""
+    left = [{(name, _key(value)) for name, value in case.items()} for case in cases]
+    found = [True] * len(left)
+    while any(left):
+        best = max(range(len(left)), key=lambda i: len(left[i]))
+        found[best], new = False, left[best]
+        left = [values - new for values in left]
     return found
 
 

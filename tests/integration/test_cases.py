@@ -2,7 +2,7 @@
 
 from itertools import combinations, product
 
-from tests.helpers.cases import covered
+from tests.helpers.cases import covered, each_value
 
 
 def test_every_pair_of_values_is_in_the_cover():
@@ -16,3 +16,12 @@ def test_every_pair_of_values_is_in_the_cover():
 def test_one_parameter_is_not_cut():
     assert covered([{"name": name} for name in "abc"]) == [False] * 3
     assert covered([{"name": name} for name in "aab"]) == [False, True, False]
+
+
+def test_each_value():
+    """Of a product of lists as many cases stay as the longest has values, and they are unlike each other."""
+    cases = [dict(zip("abc", row, strict=True)) for row in product(range(3), "xyzw", ([1], [2]))]
+    kept = [case for case, found in zip(cases, each_value(cases), strict=True) if not found]
+    assert len(kept) == 4 and {case["a"] for case in kept} == {0, 1, 2} and {case["b"] for case in kept} == {*"xyzw"}
+    assert each_value([{"name": name} for name in "aba"]) == [False, False, True]
+    assert each_value([]) == []

@@ -30,6 +30,7 @@ def waves(f):
     return lambda x: grad(lambda t: (f(t) * f(x)).sin().sum())(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("f", VERB.values(), ids=VERB)
 @pytest.mark.parametrize("of", [lambda f: f, waves], ids=["itself", "its derivative"])
 def test_a_vjp_is_differentiated_when_it_has_ended(f, of):

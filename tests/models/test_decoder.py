@@ -75,6 +75,7 @@ def test_causal():
     assert (a[:, 4:] != b[:, 4:]).any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("name", slow_after(2, VARIANTS))
 def test_first_order(name, comm):

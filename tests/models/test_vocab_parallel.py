@@ -111,6 +111,7 @@ def of_tokens(name, behind):
     return traffic.calls, placed.layout.size
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "n", "behind"),
     [*((name, n, n == 3) for name in HEADS for n in (2, 3)), ("f32", 5, False), ("bf16", 5, True)],

@@ -94,6 +94,7 @@ def there_and_back(axes, source, rules):
     return same_bits(back, whole), same_bits(shard.collect(placed), back), asked
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", ["rank 0", "everywhere", "lazy"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_bytes_arrive_and_come_back_bit_for_bit(axes, source):

@@ -58,7 +58,7 @@ def captured(name):
     return replay, args, cost(f, *args)
 
 
-@each_step
+@pytest.mark.parametrize("name", slow_after(3, STEPS))
 def test_peak_is_what_a_replay_holds(name):
     replay, args, predicted = captured(name)
     with Peak() as peak:

@@ -31,6 +31,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("verb, transform", ROWS)
 def test_captured_is_eager(verb, transform):
     replays(

@@ -103,6 +103,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world, verb, transform", ROWS)
 def test_captured_is_eager(world, verb, transform):
     if transform == "vmap_all" and torch.__version__ < "2.13":

@@ -92,6 +92,7 @@ def test_product_of_blocks(format, block, op):
                     check(product(op, x, buffers, spec), (isa, spec, rows))
 
 
+@pytest.mark.each_value
 @each_op
 @each_dtype
 @each_kind
@@ -109,6 +110,7 @@ def test_product_by_tiles(format, dtype, op, monkeypatch):
                 check(product(op, x, buffers, spec), (isa, spec, rows, size))
 
 
+@pytest.mark.each_value
 @each_op
 @each_dtype
 @each_kind

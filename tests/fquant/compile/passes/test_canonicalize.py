@@ -91,6 +91,7 @@ HALVES = {  # spellings of the rotation
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_are_found(name, dtype):

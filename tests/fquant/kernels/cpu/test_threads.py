@@ -109,7 +109,7 @@ def test_kernels_run_on_so_many_threads(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
 @pytest.mark.parametrize(
     "launcher",
-    slow_after(2, ["taskset -c 0 env", "env OMP_NUM_THREADS=1", "taskset -c 0 env OMP_PLACES=cores", "env"]),
+    slow_after(1, ["taskset -c 0 env", "env OMP_NUM_THREADS=1", "taskset -c 0 env OMP_PLACES=cores", "env"]),
 )
 def test_a_process_with_limits(launcher):
     """Kernels stay within the limits of the launcher if a program asks torch for 4 threads."""

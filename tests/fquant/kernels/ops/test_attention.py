@@ -90,7 +90,7 @@ def calls(draw):
     return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], runs
 
 
-@named("backend", slow_after(2, BACKENDS))
+@named("backend", slow_after(1, BACKENDS))
 @given(call=calls(), threads=st.integers(1, 3))
 @settings(max_examples=40)
 def test_any_call(backend, call, threads):
@@ -98,6 +98,7 @@ def test_any_call(backend, call, threads):
         assert_right(*call[0], runs=call[1])
 
 
+@pytest.mark.each_value
 @named("backend", BACKENDS)
 @named("dtype", DTYPES)
 def test_long_sequences(backend, dtype):

@@ -49,6 +49,7 @@ def every_order(f, g, at):
     close(hessian(f)(at), hessian(g)(at))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_cross_entropy(heads, metric, tiles):
@@ -88,6 +89,7 @@ def test_a_row_that_is_a_code_has_a_gradient():
         assert grad(f)(x).isfinite().all() and hessian(f)(x).isfinite().all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_diversity(heads, metric, tiles):
