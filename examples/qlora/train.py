@@ -175,10 +175,17 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
         say("measuring the dense base")
         dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
         plain = perplexity(run, dense, {})
-    wire = lambda x: sum(collective.sent for collective in predict(run, state, x).collectives)
     bundles = lambda x: tree.leaves(x, is_leaf=lambda x: isinstance(x, shard.Bundle))
     size = lambda x: sum(bundle.layout.nbytes for bundle in bundles(x))  # over all ranks, without padding and copies
-    return Result(size(dense), size(run.base), wire(dense), wire(run.base), plain, packed, adapted)
+    sent = partial(bytes_sent, run, state)
+    return Result(size(dense), size(run.base), sent(dense), sent(run.base), plain, packed, adapted)
+
+
+def bytes_sent(run: Run, state: State, placed: Any) -> int:
+    """Return the bytes that one rank sends in a step beside the base ``placed``: of the step that ran, or predicted."""
+    if placed is run.base and run.step.traced:
+        return training_step.sent(run.step)
+    return sum(collective.sent for collective in predict(run, state, placed).collectives)
 
 
 def perplexity(run: Run, placed: Any, adapters: lora.Adapters) -> float:
