@@ -69,6 +69,7 @@ def direct(op: Any) -> Callable[..., Any] | None:
 
 def backend(device: str) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for tensors on ``device``.
+
     Raises ValueError if FQUANT_KERNELS names no backend, or one that cannot compute there; RuntimeError if the backend
     it names is not available.
     """

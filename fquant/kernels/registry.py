@@ -43,7 +43,7 @@ def register(
 
     With ``fix`` a call that needs a derivative raises a TypeError that ends in it. Unless ``out`` is False, the op then
     has an ``out`` overload, for which ``real`` takes the results as ``out``.
-    """  # fmt: skip
+    """
     if not isinstance(op, str):  # numbers are not symbolic, unlike shapes
         op = torch.library.infer_schema(op, mutates_args=(), op_name=op.__name__).replace("SymInt ", "int ")
     name = op.partition("(")[0]
