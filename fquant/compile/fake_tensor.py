@@ -66,9 +66,10 @@ _OF_STORAGE = (_aten._has_same_storage_numel.default, _aten._new_zeros_with_same
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
-def _elementwise(out: Tensor, args: Sequence[Any]) -> Kind:
+def _elementwise(out: Tensor, args: Sequence[Any], uncast: Sequence[Tensor] = ()) -> Kind:
     """Return the layout that TensorIterator gives: that of the operands after casts, the first before others."""
-    read = [t if out.dtype in (t.dtype, torch.bool) else torch.empty_like(t) for t in args if isinstance(t, Tensor)]
+    cast = [t if out.dtype in (t.dtype, torch.bool) else torch.empty_like(t) for t in args if isinstance(t, Tensor)]
+    read = [*uncast, *cast]
     if all(t.shape == out.shape and t.is_contiguous() for t in read):
         return _contiguous(out, args)
     return compute_elementwise_output_strides(*(t.expand(out.shape) for t in read)), out.dtype
@@ -87,6 +88,7 @@ def _loss_gradient(out: Tensor, args: Sequence[Any], memory_format: Any = torch.
     return torch.empty_like(args[1], memory_format=memory_format).stride(), args[1].dtype
 
 
+_where = lambda out, args: _elementwise(out, args[1:], args[:1])
 _second_first = lambda out, args: _elementwise(out, args[1::-1])
 _like = lambda out, args: ((args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype)
 _contiguous = lambda out, args: (torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype)
@@ -101,8 +103,9 @@ _OPS: dict[Callable[[Tensor, Sequence[Any]], Kind], str] = {  # by rule, the ops
     _elementwise: (
         "neg pow.Tensor_Scalar elu_backward hardtanh_backward hardswish_backward softplus_backward silu_backward "
         "logit_backward relu hardsigmoid hardshrink threshold clamp clamp_min clamp_max softplus leaky_relu "
-        "where.self addcmul lerp.Scalar abs isnan"
+        "addcmul lerp.Scalar abs isnan"
     ),
+    _where: "where.self",
     _second_first: "threshold_backward",
     _like: "empty_like zeros_like ones_like full_like flip index_put hardtanh relu6 nan_to_num deg2rad rad2deg",
     _contiguous: "masked_fill.Scalar masked_fill.Tensor tril triu _log_softmax index_add",

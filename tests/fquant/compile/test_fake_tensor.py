@@ -94,6 +94,27 @@ def test_layouts_and_dtypes_are_those_of_the_op(op):
         assert strides(said) == strides(given) or op in SAME_LAYOUT
 
 
+CONDITIONS = LAYOUTS | {
+    "leading dims": lambda t: t[..., :1].expand(t.shape),
+    "last dim": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_condition_is_not_cast(condition):
+    """So its strides of zero stay, and the order of dims is that of the next operand."""
+    of, mask = torch.rand(2, 3, 5), CONDITIONS[condition](torch.rand(2, 3, 5) > 0.5)
+    layouts = LAYOUTS | {"channels last": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)}
+    for first, second in product(layouts, layouts):
+        for dtypes in product((torch.float32, torch.bfloat16), repeat=2):
+            x, y = (layouts[name](of).to(dtype) for name, dtype in zip((first, second), dtypes, strict=True))
+            for other in (y, y[0, 0, 0]):
+                real = torch.where(mask, x, other)
+                with MODE:
+                    fake = torch.where(*map(MODE.from_tensor, (mask, x, other)))
+                assert (strides(fake), fake.dtype) == (strides(real), real.dtype), (first, second, dtypes)
+
+
 @pytest.mark.parametrize("op", [op for op in _RULES if "loss" not in str(op) and "cross" not in str(op)], ids=str)
 def test_strides_of_dims_of_one(op):
     """Strides of dims of size one are right too: matmul chooses its algorithm, and so the last bits, by them."""
