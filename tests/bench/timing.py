@@ -163,7 +163,7 @@ def fastest_read(num_bytes: int, number: int, repeats: int) -> tuple[str, Call, 
 
 
 def extra_bytes(call: Callable[[], Any]) -> int:
-    """Return the peak of bytes that ``call()`` holds beside its result, a tree of new tensors.
+    """Return the peak of bytes that ``call()`` holds beside its result, a tree of new tensors and numbers.
 
     Counted by torch's CPU allocator, inside of ops too, so it is the same on every machine. Memory that C code
     allocates by itself, to pack a GEMM's operands or on its stack, is not seen.
@@ -176,7 +176,7 @@ def extra_bytes(call: Callable[[], Any]) -> int:
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
     events = _utils.traverse_dfs(seen.profiler.kineto_results.experimental_event_tree())
     changes = [e.extra_fields for e in sorted(events, key=lambda e: e.start_time_ns) if e.name == "[memory]"]
-    own = {t.untyped_storage().data_ptr() for t in tree.leaves(result)}
+    own = {t.untyped_storage().data_ptr() for t in tree.leaves(result) if isinstance(t, torch.Tensor)}
     kept = {at.ptr: i for i, at in enumerate(changes) if at.ptr in own}  # the last of each
     held = most = 0
     for i, at in enumerate(changes):

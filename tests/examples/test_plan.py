@@ -28,9 +28,9 @@ from tests.helpers.live_memory import Peak
 ALL = command_line.TARGETS
 TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
 JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
-# A peak in the head, in the backward of the last or a middle layer, and in the update.
+# A peak in the head, in the backward of the last layer, and in the update.
 JOBS = {
-    "middle": JOB,
+    "long": dataclasses.replace(JOB, seq=64),
     "update": dataclasses.replace(JOB, rank=16, batch=1, seq=8, cfg=dataclasses.replace(TINY, tied=True)),
     "one weight": dataclasses.replace(JOB, targets=("q",), rank=64, batch=1, seq=16, format=NF4),
     "two weights": dataclasses.replace(JOB, targets=("q", "v")),
@@ -66,8 +66,8 @@ LAST = "backward of the last layer"
     + [
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
-            *(("middle", count, "fsdp=1", "head") for count in (6, 7)),
-            *(("middle", count, mesh, "backward") for count in (6, 7) for mesh in MESHES[1:]),
+            *(("long", count, "fsdp=1", "head") for count in (6, 7)),
+            *(("long", count, mesh, LAST) for count in (6, 7) for mesh in MESHES[1:]),
             ("update", 6, "fsdp=3", "update"),
             ("last", 6, "fsdp=1", "head"),
             ("head", 6, "dp=2,fsdp=2", "head"),

@@ -112,7 +112,21 @@ def test_every_format_is_offered(program):
 def test_vectors_are_learnt_alike_on_any_mesh(model, text, tmp_path, format):
     losses = []
     for mesh in ("fsdp=1", "fsdp=2", "dp=2"):
-        args = ("--model", model, "--data", text, *SMALL, "--format", format, "--mesh", mesh, "--out", tmp_path / mesh)
+        args = (
+            "--model",
+            model,
+            "--data",
+            text,
+            *SMALL,
+            "--format",
+            format,
+            "--mesh",
+            mesh,
+            "--out",
+            tmp_path / mesh,
+            "--dtype",
+            "f32",
+        )
         status, printed, err = finish(start(*args))
         assert status == 0 and f"{format} base" in printed, err
         losses.append([s["loss"] for s in steps(tmp_path / mesh)])
