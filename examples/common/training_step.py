@@ -101,6 +101,7 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
     updates, moments = setup.opt.update(grads, state.moments, state.adapters)
     adapters = optim.apply_updates(state.adapters, updates)
+    value = value.clone()  # a view of the buffer that was summed over ranks would keep all gradients
     measured = Measured(value, optim.global_norm(grads), setup.schedule(state.done))
     return State(adapters, moments, state.done + 1), measured
 

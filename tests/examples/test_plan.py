@@ -181,10 +181,12 @@ def test_predicted_is_measured(name, count, mesh):
 
 
 def trained(options, axes):
-    """Take two steps of examples.qlora: the bytes it reports as sent, the peak of a step, and the predicted peak."""
+    """Take steps of examples.qlora: the bytes it reports as sent, the peak of a step, and the predicted peak."""
     run, state = train.start(options)
     assert run.step.__wrapped__ is training_step.train_step
     state, step = train.take(run, state)
+    state, measured = run.step(state, run.local, *train.micro_batches(run, 1), run.setup)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tree.leaves(measured))  # they keep no gradients
     predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, run.local))
     with Peak() as peak:
         train.take(run, state)

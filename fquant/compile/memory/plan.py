@@ -37,6 +37,7 @@ _IN_PLACE = (  # whose out variants compute into ``out``; those of many other op
     _aten.div.Tensor, _aten.neg.default, _aten.sqrt.default, _aten.exp.default, _aten.cat.default,
 )  # fmt: skip
 OUT_VARIANTS: dict[Any, Any] = {op: op.overloadpacket.out for op in _IN_PLACE}
+OUT_VARIANTS[_aten.pow.Tensor_Scalar] = _aten.pow.Tensor_Scalar_out
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn",
