@@ -1,6 +1,7 @@
 """The pairwise cover: every pair of values occurs in it, and a table of one parameter is whole."""
 
 from itertools import combinations, product
+from typing import Any
 
 from tests.helpers.cases import covered, each_value
 
@@ -20,7 +21,7 @@ def test_one_parameter_is_not_cut():
 
 def test_each_value():
     """Of a product of lists as many cases stay as the longest has values, and they are unlike each other."""
-    cases = [dict(zip("abc", row, strict=True)) for row in product(range(3), "xyzw", ([1], [2]))]
+    cases: list[dict[str, Any]] = [dict(zip("abc", row, strict=True)) for row in product(range(3), "xyzw", ([1], [2]))]
     kept = [case for case, found in zip(cases, each_value(cases), strict=True) if not found]
     assert len(kept) == 4 and {case["a"] for case in kept} == {0, 1, 2} and {case["b"] for case in kept} == {*"xyzw"}
     assert each_value([{"name": name} for name in "aba"]) == [False, False, True]
