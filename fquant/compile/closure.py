@@ -4,9 +4,9 @@ A trace freezes every Python value: ``lr`` of an enclosing function, a global ``
 call compares these values with those of the trace, and a change of one retraces the function. A call costs one identity
 comparison for each name. Only if one differs are the values searched and compared.
 
-The bytecode of the function gives the names that it reads, and the attributes that follow them. The functions that it
-names are searched too: nested ones, methods of an object, ``functools.partial``, and functions that a library's
-function holds, as ``grad(loss)`` does. Code of a library is distinguished by its file.
+The bytecode of the function gives the names that it reads, and the attributes that follow them (user_code.py). The
+functions that it names are searched too: nested ones, methods of an object, ``functools.partial``, and functions that a
+library's function holds, as ``grad(loss)`` does.
 
 Guarded are
 
@@ -24,32 +24,24 @@ Not guarded are
 * tensors, which the trace refuses, and values that change while it runs, such as a list of the function's calls.
 """
 
-import argparse
 import dataclasses
-import dis
 import enum
 import functools
 import operator
-import os
-import site
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_OURS = [Path(__file__).parents[2] / name for name in ("fquant", "shard", "models")]
-_INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib"))]
-_LIBRARIES = (*(os.path.join(folder, "") for folder in (*_OURS, *_INSTALLED)), "<frozen")
+from .user_code import Read, fields, is_open, is_users, mapping_of, parameters, reads
+
 LIMIT = 256  # elements of a container that are compared
 _DEPTH = 5  # of containers and objects within each other
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
-CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _ABSENT = object()
 Value = tuple[Any, ...]  # a type, and what distinguishes values of it
 
@@ -64,15 +56,47 @@ def may_change(x: Any) -> bool:
     return not isinstance(x, Tensor) and (isinstance(x, _FUNCTIONS) or is_open(type(x)))
 
 
-class Read(NamedTuple):
-    """A name that code reads, and the attributes that follow it."""
+class Closure:
+    """The Python values that ``fn`` reads and is not given, in numbered versions; equal values have one number."""
 
-    kind: str  # global, cell or parameter
-    name: str
-    attributes: tuple[str, ...]
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn, self._ignored, self._versions = fn, frozenset[str](), list[dict[str, Value]]()
+        self._latest = dict[tuple[int, ...], tuple[_Search, int]]()
+
+    def version(self, objects: Sequence[tuple[str, Any]] = ()) -> int:
+        """Return the number of the present values; attributes of ``objects``, arguments by path, are among them."""
+        place = tuple([id(x) for _, x in objects])
+        if (found := self._latest.get(place)) is not None and found[0].holds():
+            return found[1]
+        search = _Search(self._fn, objects, self._ignored)
+        if search.values not in self._versions:
+            self._versions.append(search.values)
+        number = self._versions.index(search.values)
+        if len(self._latest) >= LIMIT:
+            self._latest.clear()
+        self._latest[place] = search, number
+        return number
+
+    def ignore_changes(self, before: int, objects: Sequence[tuple[str, Any]] = ()) -> int:
+        """Stop guarding what has changed since the version ``before``, and return the version without it."""
+        if (now := self.version(objects)) == before:
+            return now
+        self._ignored |= self._changed(before, now).keys()
+        self._latest.clear()
+        return self.version(objects)
+
+    def changes(self, before: int, now: int) -> list[str]:
+        """Return the differences of two versions, as "`lr` was 0.5, is 0.25"."""
+        found = sorted(self._changed(before, now).items(), key=lambda item: item[0])
+        deepest = [name for name, _ in found if not any(x.startswith((name + ".", name + "[")) for x, _ in found)]
+        return [f"`{name}` was {text(old)}, is {text(new)}" for name, (old, new) in found if name in deepest]
+
+    def _changed(self, before: int, now: int) -> dict[str, tuple[Value | None, Value | None]]:
+        old, new = self._versions[before], self._versions[now]
+        return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
-class Search:
+class _Search:
     """One search: the values by name, and the places where they are bound."""
 
     def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]], ignored: frozenset[str]) -> None:
@@ -99,24 +123,24 @@ class Search:
             return
         self._seen[place] = f, bound  # which keeps the ids
         if isinstance(f, functools.partial):
-            given = dict(zip(_parameters(f.func), f.args, strict=False)) | f.keywords
+            given = dict(zip(parameters(f.func), f.args, strict=False)) | f.keywords
             for name, x in given.items():
                 self._value(name, x)
             self._function(f.func, {**bound, **given})
         elif isinstance(f, types.MethodType):
-            self._function(f.__func__, dict.fromkeys(_parameters(f.__func__)[:1], f.__self__))
+            self._function(f.__func__, dict.fromkeys(parameters(f.__func__)[:1], f.__self__))
         elif isinstance(f, types.FunctionType):
             cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
-            if not _is_users(f.__code__.co_filename):
+            if not is_users(f.__code__.co_filename):
                 return self._functions_in([content(cell) for cell in cells.values()])
-            defaults = dict(zip(reversed(_parameters(f)), reversed(f.__defaults__ or ()), strict=False))
+            defaults = dict(zip(reversed(parameters(f)), reversed(f.__defaults__ or ()), strict=False))
             for name, x in (defaults | (f.__kwdefaults__ or {})).items():
                 self._value(name, x)
-            for read in _reads(f.__code__):
+            for read in reads(f.__code__):
                 self._read(read, f.__globals__, cells, bound)
         elif not isinstance(f, type):
             method = getattr(type(f), "forward" if isinstance(f, torch.nn.Module) else "__call__", None)
-            if isinstance(method, types.FunctionType) and _is_users(method.__code__.co_filename):
+            if isinstance(method, types.FunctionType) and is_users(method.__code__.co_filename):
                 self._function(types.MethodType(method, f), {})
             elif isinstance(inner := getattr(f, "__wrapped__", None), types.FunctionType):
                 self._function(inner, {})
@@ -135,15 +159,15 @@ class Search:
         elif name in names:
             x = self._bind(names.get, name)
         for attribute in read.attributes:
-            if x is _ABSENT or isinstance(x, types.ModuleType) and not _is_users(getattr(x, "__file__", None) or ""):
+            if x is _ABSENT or isinstance(x, types.ModuleType) and not is_users(getattr(x, "__file__", None) or ""):
                 return
-            mapping = _mapping_of(x, attribute)
+            mapping = mapping_of(x, attribute)
             if mapping is None or f"{name}.{attribute}" in self._ignored:
                 break
             raw, is_method = mapping[attribute], isinstance(x, type) or mapping is not getattr(x, "__dict__", None)
             if isinstance(raw, property):
-                return self._function(raw.fget, dict.fromkeys(_parameters(raw.fget)[:1], x))
-            if is_method and isinstance(raw, types.FunctionType) and _is_users(raw.__code__.co_filename):
+                return self._function(raw.fget, dict.fromkeys(parameters(raw.fget)[:1], x))
+            if is_method and isinstance(raw, types.FunctionType) and is_users(raw.__code__.co_filename):
                 return self._function(types.MethodType(raw, x), {})
             if is_method and hasattr(raw, "__get__"):
                 break
@@ -172,7 +196,7 @@ class Search:
         elif type(x) in (set, frozenset):
             self.values[name] = (type(x), frozenset(freeze(each) for each in x if isinstance(each, _ATOMS)))
             self._contents.append((x, _elements(x)))
-        elif (inner := x if isinstance(x, CONTAINERS) else _fields(x)) is not None:
+        elif (inner := x if isinstance(x, _CONTAINERS) else fields(x)) is not None:
             self.values[name] = (type(x), len(inner))
             if depth == _DEPTH or len(inner) > LIMIT or (id(x), "elements") in self._seen:
                 return
@@ -180,7 +204,7 @@ class Search:
             if isinstance(x, list | dict) or is_open(type(x)):
                 self._contents.append((x, _elements(x)))
             for key, each in inner.items() if isinstance(inner, dict) else enumerate(inner):
-                self._value(f"{name}[{key!r}]" if isinstance(x, CONTAINERS) else f"{name}.{key}", each, depth + 1)
+                self._value(f"{name}[{key!r}]" if isinstance(x, _CONTAINERS) else f"{name}.{key}", each, depth + 1)
             self._function(x, {})
         else:
             self.values[name] = (type(x),)
@@ -189,7 +213,7 @@ class Search:
     def _functions_in(self, x: Any, depth: int = 0) -> None:
         """Search the functions that a value of a library holds."""
         is_record = dataclasses.is_dataclass(x) and not isinstance(x, type)
-        inner = list((_fields(x) or {}).values()) if is_record else x
+        inner = list((fields(x) or {}).values()) if is_record else x
         if isinstance(inner, tuple | list) and depth < _DEPTH and len(inner) <= LIMIT:
             for each in inner:
                 self._functions_in(each, depth + 1)
@@ -198,7 +222,7 @@ class Search:
 
 
 def _elements(x: Any) -> list[Any]:
-    inner = x if isinstance(x, CONTAINERS) else _fields(x) or {}
+    inner = x if isinstance(x, _CONTAINERS) else fields(x) or {}
     return [*inner, *inner.values()] if isinstance(inner, dict) else [*inner]
 
 
@@ -210,69 +234,10 @@ def content(cell: types.CellType) -> Any:
         return _ABSENT
 
 
-@functools.lru_cache
-def _reads(code: types.CodeType) -> tuple[Read, ...]:
-    """Return the names that ``code`` reads, and the code within it."""
-    found, given = list[Read](), code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    for each in dis.get_instructions(code):
-        name = each.argval
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found[-1] = found[-1]._replace(attributes=(*found[-1].attributes, name))
-        elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found.append(Read("global", name, ()))
-        elif each.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
-            found.append(Read("cell" if name in code.co_freevars else "parameter", name, ()))
-        elif each.opname.startswith("LOAD_FAST"):
-            found += [Read("parameter", one, ()) for one in (name if isinstance(name, tuple) else (name,))]
-        else:
-            found.append(Read("value", "", ()))  # on top of the stack, where the next attribute is read
-    for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
-        for read in [read for read in _reads(inner) if read.kind != "parameter"]:
-            is_local = read.kind == "cell" and read.name not in code.co_freevars
-            found.append(read._replace(kind="parameter") if is_local else read)
-    return tuple(dict.fromkeys(x for x in found if x.kind in ("global", "cell") or x.name in given))
-
-
-def _mapping_of(x: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the dictionary of an object, or of one of its classes, that has ``name``; None of a tensor."""
-    owners = type.mro(x) if isinstance(x, type) else [] if isinstance(x, Tensor) else [x, *type(x).__mro__]
-    return next((names for each in owners if name in (names := getattr(each, "__dict__", {}))), None)
-
-
-def _fields(x: Any) -> dict[str, Any] | None:
-    """Return the attributes of a dataclass, a namespace or an object of a user's class; None for any other."""
-    slots = _slots_of(type(x))
-    if slots is None:
-        return None
-    own = getattr(x, "__dict__", {})
-    return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **own} if slots else own
-
-
-@functools.lru_cache
-def _slots_of(cls: type) -> tuple[str, ...] | None:
-    """Return the slots of a class whose objects have fields in the sense of ``_fields``, None for another."""
-    if issubclass(cls, torch.nn.Module | Tensor | type | types.FunctionType | enum.Enum):
-        return None
-    known = dataclasses.is_dataclass(cls) or issubclass(cls, types.SimpleNamespace | argparse.Namespace)
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if not known and not (_is_users(file) if file else cls.__module__ == "__main__"):
-        return None
-    slots = [vars(each).get("__slots__", ()) for each in cls.__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    return tuple(name for name in names if not name.startswith("__"))
-
-
-@functools.lru_cache
-def is_open(cls: type) -> bool:
-    """Return True for a class whose objects have fields that may be set."""
-    return _slots_of(cls) is not None and not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-
-
-def _parameters(f: Any) -> tuple[str, ...]:
-    code = getattr(f, "__code__", None)
-    return code.co_varnames[: code.co_argcount] if code else ()
-
-
-@functools.lru_cache
-def _is_users(file: str) -> bool:
-    return not file.startswith(_LIBRARIES)
+def text(value: Value | None) -> str:
+    """Return a value as a message shows it."""
+    if value is None:
+        return "absent"
+    if len(value) == 1 or issubclass(value[0], _CONTAINERS) and isinstance(value[1], int):
+        return value[0].__name__ + (f" of {value[1]}" if len(value) > 1 else "")
+    return repr(float.fromhex(value[1]) if value[0] is float else value[1])

@@ -55,8 +55,8 @@ def retire_after(
 ) -> Sequence[Tensor]:
     """Return the results of ``run``, with new objects for the donated ones of ``tensors``, which are retired.
 
-    If the run fails, they are retired unless none of them has been written. It is of one of ``modules``, which compute
-    the same by nodes of the same names.
+    ``run`` replays one of ``modules``, which compute the same by nodes of the same names. If it fails, the donated
+    tensors are retired unless none of them has been written.
     """
     try:
         out = run()

@@ -13,14 +13,15 @@ checks for it. Any other argument must be hashable. The key has
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from .closure import CONTAINERS, LIMIT, Search, Value, freeze
+from . import closure as closures
+from .closure import Closure, Value, freeze
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -54,46 +55,6 @@ def unhashable(name: str, bound: Any) -> TypeError:
         except TypeError:
             return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
     return TypeError(f"{name}: the structure of the arguments is not hashable")
-
-
-class Closure:
-    """The Python values that ``fn`` reads and is not given, in numbered versions; equal values have one number."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn, self._ignored, self._versions = fn, frozenset[str](), list[dict[str, Value]]()
-        self._latest = dict[tuple[int, ...], tuple[Search, int]]()
-
-    def version(self, objects: Sequence[tuple[str, Any]] = ()) -> int:
-        """Return the number of the present values; attributes of ``objects``, arguments by path, are among them."""
-        place = tuple([id(x) for _, x in objects])
-        if (found := self._latest.get(place)) is not None and found[0].holds():
-            return found[1]
-        search = Search(self._fn, objects, self._ignored)
-        if search.values not in self._versions:
-            self._versions.append(search.values)
-        number = self._versions.index(search.values)
-        if len(self._latest) >= LIMIT:
-            self._latest.clear()
-        self._latest[place] = search, number
-        return number
-
-    def ignore_changes(self, before: int, objects: Sequence[tuple[str, Any]] = ()) -> int:
-        """Stop guarding what has changed since the version ``before``, and return the version without it."""
-        if (now := self.version(objects)) == before:
-            return now
-        self._ignored |= self._changed(before, now).keys()
-        self._latest.clear()
-        return self.version(objects)
-
-    def changes(self, before: int, now: int) -> list[str]:
-        """Return the differences of two versions, as "`lr` was 0.5, is 0.25"."""
-        found = sorted(self._changed(before, now).items(), key=lambda item: item[0])
-        deepest = [name for name, _ in found if not any(x.startswith((name + ".", name + "[")) for x, _ in found)]
-        return [f"`{name}` was {_text(old)}, is {_text(new)}" for name, (old, new) in found if name in deepest]
-
-    def _changed(self, before: int, now: int) -> dict[str, tuple[Value | None, Value | None]]:
-        old, new = self._versions[before], self._versions[now]
-        return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
 class Key(NamedTuple):
@@ -148,10 +109,6 @@ def _kind(leaf: Any) -> Any:
 
 
 def _text(kind: Value | None) -> str:
-    if kind is None:
-        return "absent"
-    if len(kind) == 1 or issubclass(kind[0], CONTAINERS) and isinstance(kind[1], int):
-        return kind[0].__name__ + (f" of {kind[1]}" if len(kind) > 1 else "")
-    if issubclass(kind[0], Tensor):
-        return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"
-    return repr(float.fromhex(kind[1]) if kind[0] is float else kind[1])
+    if kind is None or not issubclass(kind[0], Tensor):
+        return closures.text(kind)
+    return f"{str(kind[1]).removeprefix('torch.')}{list(kind[2])} with strides {list(kind[3])} on {kind[4]}"

@@ -43,8 +43,8 @@ from .. import tree
 from ..autodiff import is_dual
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards
-from .closure import may_change
-from .guards import Closure, Key, key_of
+from .closure import Closure, may_change
+from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace

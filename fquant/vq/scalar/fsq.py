@@ -1,9 +1,10 @@
-"""Finite scalar quantisation: every scalar is bounded and rounded to a few levels (Mentzer et al. 2023).
+"""Finite scalar quantisation (Mentzer et al. 2023).
 
     state = fsq.init(key, levels=(8, 5, 5, 5))           # 1000 codes, dim 4, nothing to train
     state = fsq.init(key, levels=(8, 5, 5, 5), dim=64)   # with projections to train, state.params
 
-With L levels and half = L // 2 a scalar z becomes, with a straight-through gradient of the rounding,
+Every scalar is bounded and rounded to a few levels, with a straight-through gradient of the rounding. With L levels and
+half = L // 2 a scalar z becomes
 
     plain       round(tanh(z + shift) · h - o) / half       h = (L - 1) · 1.001 / 2, o = ½ for even L, else 0,
                                                             shift = atanh(o / h), so that 0 stays 0

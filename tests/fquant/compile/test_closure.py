@@ -12,7 +12,7 @@ import torch
 from torch.func import grad
 
 from fquant import jit, optim
-from fquant.compile import guards
+from fquant.compile import closure
 from tests.helpers.qlora_step import X, equal, start, step, tokens_of
 
 RATE = 0.5
@@ -392,6 +392,6 @@ def test_a_replay_compares_and_does_not_search(monkeypatch):
     adapters, state, base = start()
     captured = jit(step)
     captured(adapters, state, base, tokens_of(0))
-    monkeypatch.setattr(guards, "Search", None)
+    monkeypatch.setattr(closure, "_Search", None)
     captured(adapters, state, base, tokens_of(0))
     assert len(captured.traced) == 1
