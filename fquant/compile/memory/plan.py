@@ -9,7 +9,8 @@ An op is planned through its out variant, if that has the same bits: ops of torc
 our own, pointwise programs, and casts, which become copies. A view of a planned result is always the same tensor, and
 is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
 receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
-receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it.
+receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A
+sum over ranks is written over its addend if nothing else reads that.
 """
 
 import mmap
@@ -44,6 +45,7 @@ OURS = (  # ops of torch.ops.fquant that have one
 )  # fmt: skip
 _OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
+_SUM = "_c10d_functional.all_reduce.default"  # by name, because a build of torch may lack the op
 
 
 class Slot(NamedTuple):
@@ -78,7 +80,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
-    kept = graphs.all_storages(graphs.outputs(graph)) | graphs.all_written_storages(graph)
+    sums = _sums_in_place(graph)
+    written = graphs.all_written_storages(graph) | graphs.all_storages(x for node in sums for x in node.all_input_nodes)
+    kept = graphs.all_storages(graphs.outputs(graph)) | written
 
     def planned(name: str, value: Slot | View) -> Node:
         tensors[name] = value
@@ -107,12 +111,30 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             packet: Any = getattr(node.target, "overloadpacket", None)
             if hasattr(packet, "lent") and not kept & graphs.all_storages((node, *node.users)):
                 copies[node].target = packet.lent
+            if node in sums:
+                copies[node].target = torch.ops._c10d_functional.all_reduce_.default
     for node in new.nodes:
         if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
             node.target = dispatch.direct(node.target) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
+
+
+def _sums_in_place(graph: Graph) -> set[Node]:
+    """Return the sums over ranks that may be written over their addend: the graph made it, and reads it no more."""
+    given = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")))
+    found, later = set[Node](), dict[int, set[Node]]()  # readers of a storage behind the node
+    for node in reversed(graph.nodes):
+        if str(node.target) == _SUM:
+            (addend,) = node.all_input_nodes
+            ((storage, held),) = graphs.sizes(addend).items()
+            alike = graphs.tensor_layouts(addend) == graphs.tensor_layouts(node) and held in graphs.sizes(node).values()
+            if alike and storage not in given and later.get(storage, set()) <= {*node.users}:
+                found.add(node)
+        for storage in graphs.all_storages(graphs.read_nodes(node)):
+            later.setdefault(storage, set()).add(node)
+    return found
 
 
 def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:

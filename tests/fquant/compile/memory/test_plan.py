@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import profile
 
-from fquant import cost, jit
+from fquant import cost, jit, tree
 from fquant.compile import graph
 from fquant.compile.memory import allocator, plan
 from fquant.kernels import dispatch
@@ -212,3 +212,55 @@ def _sends():
 def test_what_travels_is_not_placed():
     for flying, shared, count in ranks.run(2, _sends):
         assert flying and not shared and count
+
+
+def _sums():
+    """Return for each way to use an addend whether its sum over ranks is written over it."""
+    import shard
+
+    group = shard.mesh(dp=2).get_group("dp")
+    add = lambda x: shard.all_reduce(x, group)
+    issue = lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
+    wait = torch.ops._c10d_functional.wait_tensor
+
+    def flying(y):
+        got = torch.ops.fquant.all_gather(y, 2, group.group_name)
+        return wait(issue(y)), wait(got)
+
+    ways = {
+        "made": lambda y: add(y * 2),
+        "read before": lambda y: (z := y * 2, z @ z, add(z))[1:],
+        "view": lambda y: add((y * 2).view(-1)),
+        "gathered": lambda y: add(shard.all_gather(y * 2, group)),
+        "sum": lambda y: add(add(y)),
+        "read after": lambda y: (z := y * 2, add(z) @ z)[1],
+        "read in flight": lambda y: (z := y * 2, out := issue(z), s := z @ z, wait(out) @ s)[-1],
+        "sent by another": lambda y: flying(y * 2),
+        "returned": lambda y: (z := y * 2, add(z)),
+        "part": lambda y: add((y * 2)[:4]),
+        "expanded": lambda y: wait(issue((y * 2).sum(0).expand(8, 8))),
+        "turned": lambda y: add((y * 2).mT),
+        "given": add,
+    }
+    draw = lambda: torch.rand(8, 8, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    found = {}
+    for name, f in ways.items():
+        planned = lambda x, name=name, f=f: (f(x if name == "given" else x @ x), (x @ x).sqrt().sum())
+        captured = jit(planned)
+        for _ in range(3):
+            got, want = captured(x := draw()), planned(draw())
+            assert all(map(torch.equal, tree.leaves(got), tree.leaves(want))), name
+            assert torch.equal(x, draw()), name
+        ops = [str(node.target) for node in placed(captured).module.graph.nodes]
+        found[name] = sum("all_reduce_." in op for op in ops), sum("all_reduce" in op for op in ops)
+        assert not any("lent" in op for op in ops), name
+    return found
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_sum_over_ranks_is_written_over_what_nothing_else_reads():
+    once, never = (1, 1), (0, 1)
+    wanted = {name: once for name in ("made", "read before", "view", "gathered", "turned")}
+    wanted |= {name: never for name in ("read after", "read in flight", "sent by another", "returned", "part")}
+    wanted |= {"sum": (2, 2), "expanded": never, "given": never}
+    assert ranks.run(2, _sums) == [wanted] * 2
