@@ -29,13 +29,13 @@ def heads(kv_heads, batch=2, t=7, dtype=torch.float64) -> Any:
     return tuple(normal(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
 
 
-def dense(q, k, v, runs=None):
+def dense(q, k, v, runs=None, **options):
     """Compute the dense formula on tensors with tokens before heads."""
-    y, _ = causal_attention.dense(*(t.transpose(1, 2) for t in (q, k, v)), runs=runs)
+    y, _ = causal_attention.dense(*(t.transpose(1, 2) for t in (q, k, v)), runs=runs, **options)
     return y.transpose(1, 2)
 
 
-def loop(q, k, v, runs):
+def loop(q, k, v, runs=None, window=None, scale=None, cap=None):
     """Compute attention one query and one head at a time."""
     rows = []
     for b in range(q.shape[0]):
@@ -43,7 +43,10 @@ def loop(q, k, v, runs):
             for h in range(q.shape[2]):
                 kv = h // (q.shape[2] // k.shape[2])
                 seen = [s for s in range(t + 1) if runs is None or runs[b, s] == runs[b, t]]
-                scores = torch.stack([q[b, t, h] @ k[b, s, kv] / math.sqrt(q.shape[-1]) for s in seen])
+                seen = [s for s in seen if window is None or s > t - window]
+                scores = torch.stack([q[b, t, h] @ k[b, s, kv] for s in seen])
+                scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
+                scores = scores if cap is None else cap * (scores / cap).tanh()
                 weights = scores.exp() / scores.exp().sum()
                 rows.append(sum(w * v[b, s, kv] for w, s in zip(weights, seen, strict=True)))
     return torch.stack(rows).reshape(q.shape)
@@ -58,6 +61,42 @@ def test_it_is_the_loop_and_so_are_its_gradients(kv_heads, runs, way):
     torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(pulled(cotangent), pull(cotangent))
     torch.testing.assert_close(dense(*args, runs=runs), wanted)
+
+
+OPTIONS: dict[str, Any] = {
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "window beyond the sequence": {"window": 9},
+    "scale": {"scale": 0.7},
+    "cap": {"cap": 0.5},
+    "documents": {"window": 2, "runs": RUNS},
+    "all": {"window": 2, "scale": 0.3, "cap": 0.4, "runs": RUNS},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, way):
+    """Compare values, gradients, tangents, second derivatives and a vmap with those of the loop."""
+    options, args, cotangent = OPTIONS[name], heads(2), normal(2, 7, 4, 6, seed=9)
+    ours, theirs = (lambda *x, f=f: f(*x, **options) for f in (attention, loop))
+    (got, pulled, *_), (wanted, pull, *_) = vjp(ours, *args), vjp(theirs, *args)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(pulled(cotangent), pull(cotangent))
+    assert (wanted - loop(*args)).abs().max() > 1e-2 or name == "window beyond the sequence"
+    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
+    torch.testing.assert_close(jvp(ours, args, tangents)[1], jvp(theirs, args, tangents)[1])
+    second = lambda f: grad(lambda q: (grad(lambda q: (f(q, *args[1:]) * cotangent).sum())(q) ** 2).sum())(args[0])
+    torch.testing.assert_close(second(ours), second(theirs))
+    if "runs" not in options:  # which a captured function takes as an argument
+        stacked = tuple(torch.stack([t, t * 0.5]) for t in args)
+        torch.testing.assert_close(vmap(ours)(*stacked)[1], theirs(*(t * 0.5 for t in args)))
+        torch.testing.assert_close(jit(ours)(*args), got, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"cap": 0.0}, {"cap": -1.0}], ids=str)
+def test_options_that_are_not_positive(options):
+    with pytest.raises(ValueError, match=r"attention got window .* and cap .*; wanted positive numbers or None"):
+        attention(*heads(2), **options)
 
 
 @pytest.mark.parametrize("runs", [None, RUNS], ids=["causal", "documents"])

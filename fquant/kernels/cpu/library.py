@@ -70,7 +70,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = _fields(
         (Pointer, "q k v g y dq dk dv lse labels"), (Long * 3, "qs ks vs gs ys dqs dks"),
-        (Long, "batch heads kv t e labelled parts"), (Float, "scale"), (Int, "dtype half"),
+        (Long, "batch heads kv t e labelled window parts"), (Float, "scale"), (Int, "dtype half"),
     )  # fmt: skip
 
 

@@ -1,19 +1,26 @@
 """Causal attention and its gradients as two ops.
 
-    attention(q, k, v, runs=None)                       [b h t e], [b k t e] to y [b h t e], lse f32[b h t]
-    attention_backward(g, y, lse, q, k, v, runs=None)    the gradients of q, k and v for the gradient g of y
+    attention(q, k, v, runs=None, ...)                       [b h t e], [b k t e] to y [b h t e], lse f32[b h t]
+    attention_backward(g, y, lse, q, k, v, runs=None, ...)    the gradients of q, k and v for the gradient g of y
 
-``y`` is softmax(q·kᵀ / sqrt(e)) · v over the tokens that a token sees: those up to itself, and of its own document if
-``runs`` i64[b t] numbers documents. ``lse`` is the log-sum-exp of its scores. Head i of h reads head i // (h / k) of k
-(Ainslie et al. 2023, "GQA"). Neither the scores nor a mask exist whole (Dao et al. 2022, "FlashAttention").
+``y`` is softmax(q·kᵀ · scale) · v over the tokens that a token sees: those up to itself, and of its own document if
+``runs`` i64[b t] numbers documents. ``scale`` is 1 / sqrt(e) by default. ``lse`` is the log-sum-exp of its scores.
+Head i of h reads head i // (h / k) of k (Ainslie et al. 2023, "GQA"). Neither the scores nor a mask exist whole (Dao et
+al. 2022, "FlashAttention").
 
-On CPUs C (csrc/attention.h) multiplies bf16 as bf16 where the machine can, and computes in float32 otherwise. float64
-and other devices take the reference, which defines both ops. Both round weights to bf16 before they multiply them with
-bf16 values. A value that is not finite may give nan for tokens that do not see it, as in the formula.
+With ``window`` a token sees so many tokens, itself included (Beltagy et al. 2020, "Longformer"). ``cap`` limits scores
+to ``cap * tanh(score / cap)`` (Gemma 2).
+
+On CPUs C (csrc/attention.h) multiplies bf16 as bf16 where the machine can, and computes in float32 otherwise. float64,
+capped scores and other devices take the reference, which defines both ops. Both round weights to bf16 before they
+multiply them with bf16 values. A value that is not finite may give nan for tokens that do not see it, as in the
+formula.
 
 Results are contiguous as [b t h e]. The ops have no derivatives: the second is the derivative of the first. For higher
 orders, differentiate ``reference.causal_attention.dense``. Under vmap, examples are merged into ``b``.
 """
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,24 +29,31 @@ from torch.utils.flop_counter import register_flop_formula
 from ..arguments import check_beside, check_floats, sum_dtype
 from ..registry import map_rows, register
 
+Count: TypeAlias = int | None
+Factor: TypeAlias = float | None
 
-def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
+    cap: Factor = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y [b h t e] in q's dtype, and the log-sum-exp of the scores, f32[b h t] (f64 for f64).
 
-    q [b h t e], k and v [b k t e] in f32, bf16, f16 or f64, one dtype, h a multiple of k; runs i64[b t].
-    Raises TypeError for other dtypes, ValueError for other shapes or devices.
+    q [b h t e], k and v [b k t e] in f32, bf16, f16 or f64, one dtype, h a multiple of k; runs i64[b t]. Raises
+    TypeError for other dtypes, ValueError for other shapes or devices, and for a window or cap that is not positive.
     """
-    return _ATTENTION(q, k, v, runs)
+    return _ATTENTION(q, k, v, runs, window, scale, cap)
 
 
 def attention_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
+    window: Count = None, scale: Factor = None, cap: Factor = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``(g * y).sum()`` with respect to q, k and v, for y and lse of :func:`attention`.
 
     Each is rounded once, from sums in float32. Raises what :func:`attention` does.
     """
-    return _BACKWARD(g, y, lse, q, k, v, runs)
+    return _BACKWARD(g, y, lse, q, k, v, runs, window, scale, cap)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -47,8 +61,13 @@ def _like(t: Tensor) -> Tensor:
     return t.new_empty(b, n, h, e).transpose(1, 2)
 
 
-def _check(op: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, **rest: Tensor) -> None:
+def _check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
+    cap: Factor = None, **rest: Tensor,
+) -> None:  # fmt: skip
     check_floats(op, q, "q")
+    if (window is not None and window < 1) or (cap is not None and not cap > 0):
+        raise ValueError(f"{op} got window {window} and cap {cap}; wanted positive numbers or None")
     if q.ndim != 4 or k.ndim != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or not q.shape[3]:
         raise ValueError(
             f"{op} got q {tuple(q.shape)} and k {tuple(k.shape)}; wanted [b h t e] and [b k t e], h a multiple of k"
@@ -75,7 +94,7 @@ _ATTENTION = register(
 _BACKWARD = register(
     attention_backward,
     lambda op, g, y, lse, *rest: _check(op, *rest, g=g, y=y, lse=lse),
-    lambda g, y, lse, q, k, v, runs=None: (_like(q), _like(k), _like(v)), map_rows, _FIX,
+    lambda g, y, lse, q, k, v, *_: (_like(q), _like(k), _like(v)), map_rows, _FIX,
 )  # fmt: skip
 register_flop_formula(torch.ops.fquant.attention)(lambda q, *_, **__: _products(2, *q))  # shapes
 # the scores again, the gradients of weights and values, and of the scores to q and k

@@ -3,11 +3,14 @@
 A chunk of queries meets only the keys that it may see. Of its scores only the log-sum-exp is kept, and the backward
 computes the scores again (Dao et al. 2022, "FlashAttention"). Products are in the dtype of ``q``, the softmax and the
 sums in float32 at least.
+
+``window``, ``scale`` and ``cap`` are those of ``fquant.kernels.ops.attention``: the number of keys that a query sees,
+itself included; the factor of its products, 1 / sqrt(e) by default; and the limit of its scores.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +19,27 @@ from torch import Tensor
 from ..arguments import widened
 
 CHUNK_BYTES = 8 * 2**20  # of the scores of a chunk
+Count: TypeAlias = int | None
+Factor: TypeAlias = float | None
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
+    cap: Factor = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the formula: q ``[b h t e]``, k and v ``[b k t e]``, runs ``[b t]`` -> ``[b h t e]``, log-sum-exp f32."""
-    scores = masked_scores(q, k, visible(slice(0, q.shape[2]), q, runs))
+    scores = masked_scores(q, k, visible(slice(0, q.shape[2]), q, runs, window), scale, cap)
     return mixed(scores.softmax(-1), v), scores.logsumexp(-1).flatten(1, 2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
+    cap: Factor = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute :func:`dense` in chunks of queries."""
     parts = []
     for at in _chunks(q):
-        scores = masked_scores(q[:, :, at], k[:, :, : at.stop], visible(at, q, runs))
+        scores = masked_scores(q[:, :, at], k[:, :, : at.stop], visible(at, q, runs, window), scale, cap)
         lse = scores.logsumexp(-1, keepdim=True)
         parts.append((mixed((scores - lse).exp(), v[:, :, : at.stop]), lse[..., 0].flatten(1, 2)))
     y, lse = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in zip(*parts, strict=True))
@@ -36,15 +47,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None) -> tu
 
 
 def attention_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
+    window: Count = None, scale: Factor = None, cap: Factor = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v; those of k and v are summed over chunks in float32 at least."""
     dq: list[Tensor] = []
     dk: Any = None
     dv: Any = None
     for at in reversed(list(_chunks(q))):  # the longest first; shorter ones are added to it
         rows = g[:, :, at], y[:, :, at], lse[:, :, at], q[:, :, at]
-        part_q, part_k, part_v = _chunk_backward(*rows, k[:, :, : at.stop], v[:, :, : at.stop], visible(at, q, runs))
+        seen = visible(at, q, runs, window)
+        part_q, part_k, part_v = _chunk_backward(*rows, k[:, :, : at.stop], v[:, :, : at.stop], seen, scale, cap)
         dq.insert(0, part_q)
         dk, dv = _added(dk, part_k), _added(dv, part_v)
     return by_tokens(torch.cat(dq, 2)), by_tokens(dk.to(k.dtype)), by_tokens(dv.to(v.dtype))
@@ -55,15 +68,20 @@ def by_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def masked_scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return :func:`scores` with -inf outside of ``visible`` bool ``[b 1 1 c s]``: f32 ``[b k g c s]``."""
-    return scores(q, k).masked_fill(~visible, -math.inf)
+def masked_scores(q: Tensor, k: Tensor, visible: Tensor, scale: Factor = None, cap: Factor = None) -> Tensor:
+    """Return :func:`scores`, capped, with -inf outside of ``visible`` bool ``[b 1 1 c s]``: f32 ``[b k g c s]``."""
+    return capped(scores(q, k, scale), cap).masked_fill(~visible, -math.inf)
 
 
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    """Return q·kᵀ / sqrt(e): q ``[b h c e]``, k ``[b k s e]`` -> f32 ``[b k g c s]``."""
-    grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
+def scores(q: Tensor, k: Tensor, scale: Factor = None) -> Tensor:
+    """Return scaled products q·kᵀ: q ``[b h c e]``, k ``[b k s e]`` -> f32 ``[b k g c s]``."""
+    grouped = q.unflatten(1, (k.shape[1], -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return widened(grouped @ k[:, :, None].mT)
+
+
+def capped(scores: Tensor, cap: Factor) -> Tensor:
+    """Return ``cap * tanh(scores / cap)``, or the scores without a cap (Gemma Team 2024, "Gemma 2", section 2)."""
+    return scores if cap is None else (scores / cap).tanh() * cap
 
 
 def mixed(p: Tensor, v: Tensor) -> Tensor:
@@ -71,21 +89,25 @@ def mixed(p: Tensor, v: Tensor) -> Tensor:
     return (p.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
-def visible(chunk: slice, like: Tensor, runs: Tensor | None) -> Tensor:
+def visible(chunk: slice, like: Tensor, runs: Tensor | None, window: Count = None) -> Tensor:
     """Return the mask of a chunk of queries over keys up to its end: bool ``[1 1 1 c s]`` or ``[b 1 1 c s]``."""
     place = torch.arange(chunk.stop, device=like.device)
     causal = (place[chunk, None] >= place)[None, None, None]
+    if window is not None:
+        causal = causal & (place[chunk, None] < place + window)
     return causal if runs is None else causal & (runs[:, chunk, None] == runs[:, None, : chunk.stop])[:, None, None]
 
 
 def _chunk_backward(
-    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: Factor, cap: Factor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v: g, y and q ``[b h c e]``, lse f32 ``[b h c]``, k and v ``[b k s e]``."""
     slope = (widened(g) * widened(y)).sum(-1, keepdim=True)
-    p = (masked_scores(q, k, visible) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [b k g c s]
+    limited = capped(scores(q, k, scale), cap)  # [b k g c s]
+    p = (limited.masked_fill(~visible, -math.inf) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
     g, q, slope = (t.unflatten(1, (k.shape[1], -1)) for t in (g, q, slope))
-    ds = (p * (widened(g @ v[:, :, None].mT) - slope) * q.shape[-1] ** -0.5).to(q.dtype)
+    ds = p * (widened(g @ v[:, :, None].mT) - slope) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    ds = (ds if cap is None else ds * (1 - (limited / cap) ** 2)).to(q.dtype)
     return mixed(ds, k), (ds.mT @ q).sum(2), (p.to(g.dtype).mT @ g).sum(2)
 
 

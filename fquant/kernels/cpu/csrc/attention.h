@@ -3,7 +3,8 @@
 
    Scores are computed transposed, a tile of KEYS by a PANEL of queries at a time, and stay in the second cache (Dao et
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
-   Tiles that no query of a panel may see are skipped: those of later tokens and of earlier documents. */
+   Tiles that no query of a panel may see are skipped: those of later tokens, of earlier documents, and before the
+   window. */
 
 typedef struct { /* the scratch of a unit; the last three lines are for the gradient */
     uint32_t *rows, *k_rows, *down, *q_across, *words, *turned;
@@ -39,6 +40,7 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
     int64_t last = MIN(a->t, q + PANEL);
     *first = labels ? q : 0;
     for (int64_t i = q; labels && i < last; i++) *first = MIN(*first, labels[i]);
+    if (a->window) *first = MAX(*first, q - a->window + 1);
     *first = *first / KEYS * KEYS;
     return last;
 }
@@ -47,7 +49,7 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
 INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     const Lanes none = (Lanes){0} - INFINITY, low = (Lanes){0} - 3e38f, one = (Lanes){0} + 1.0f;
-    int masked = labels || k + n > q, changed = 0, each = half ? 2 : 1;
+    int masked = labels || a->window || k + n > q, changed = 0, each = half ? 2 : 1;
     float by[PANEL];
     for (int64_t v = 0; v < PANEL; v += LANES) {
         Lanes *scores = (Lanes *)(r->scores + v), before, most, base, total, factor;
@@ -56,7 +58,7 @@ INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int
         most = before;
         for (int64_t i = 0; i < n; i++) {
             Lanes *at = scores + i * VECS, x = *at * a->scale;
-            if (masked) x = NAME(either)(NAME(seen)(labels, k + i, q + v), x, none);
+            if (masked) x = NAME(either)(NAME(seen)(a, labels, k + i, q + v), x, none);
             *at = x;
             most = NAME(larger)(x, most);
         }
@@ -87,7 +89,7 @@ INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int
 /* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
 INLINE void NAME(slopes)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
-    int masked = labels || k + n > q, each = half ? 2 : 1;
+    int masked = labels || a->window || k + n > q, each = half ? 2 : 1;
     for (int64_t v = 0; v < PANEL; v += LANES) {
         Lanes lse, mean, p[2], d[2];
         memcpy(&lse, r->most + v, sizeof lse);
@@ -98,7 +100,7 @@ INLINE void NAME(slopes)(const Attention *a, Room *r, const int32_t *labels, int
                 p[j] = NAME(exponential)(*(Lanes *)(r->scores + at) * a->scale - lse);
                 d[j] = p[j] * (*(Lanes *)(r->slopes + at) - mean) * a->scale;
                 if (masked) {
-                    Bits seen = NAME(seen)(labels, k + i + j, q + v);
+                    Bits seen = NAME(seen)(a, labels, k + i + j, q + v);
                     p[j] = (Lanes)(seen & (Bits)p[j]), d[j] = (Lanes)(seen & (Bits)d[j]);
                 }
                 NAME(single)(p[j], half, r->p_rows + at / each);

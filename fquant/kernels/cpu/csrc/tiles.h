@@ -79,10 +79,11 @@ INLINE void NAME(down)(const uint32_t *rows, int64_t inner, int64_t n, int64_t c
 }
 
 /* A mask of the vector of queries from q on that see key k. */
-INLINE Bits NAME(seen)(const int32_t *labels, int64_t k, int64_t q) {
+INLINE Bits NAME(seen)(const Attention *a, const int32_t *labels, int64_t k, int64_t q) {
     Bits place, label;
     for (int i = 0; i < LANES; i++) place[i] = (uint32_t)(q + i);
     Bits seen = (Bits)(place >= (Bits){0} + (uint32_t)k);
+    if (a->window) seen &= (Bits)(place < (Bits){0} + (uint32_t)(k + a->window));
     if (!labels) return seen;
     memcpy(&label, labels + q, sizeof label);
     return seen & (Bits)(label == (Bits){0} + (uint32_t)labels[k]);

@@ -1,5 +1,7 @@
 """Causal attention and its gradients on every backend, against the formula in float64 with counted roundings."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant.kernels import dispatch
 from fquant.kernels.ops.attention import attention, attention_backward
-from fquant.kernels.reference.causal_attention import dense, scores, visible
+from fquant.kernels.reference.causal_attention import capped, dense, scores, visible
 from tests.helpers.arrays import named, rng
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
@@ -37,31 +39,32 @@ def drawn(b=2, kv=2, group=2, t=70, e=16, dtype=torch.float32, seed=0, size=1.0)
     return tuple(x.to(dtype) for x in (size * q, k, v, out))
 
 
-def both(q, k, v, g, runs=None):
+def both(q, k, v, g, runs=None, **options):
     """Return y, lse and the gradients."""
-    y, lse = attention(q, k, v, runs)
-    return y, lse, *attention_backward(g, y, lse, q, k, v, runs)
+    y, lse = attention(q, k, v, runs, **options)
+    return y, lse, *attention_backward(g, y, lse, q, k, v, runs, **options)
 
 
-def exact(q, k, v, g, runs=None):
+def exact(q, k, v, g, runs=None, window=None, scale=None, cap=None):
     """Return the exact results, and for each the sum of the magnitudes of its terms, which scales the roundings."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
-    y, lse = dense(q, k, v, runs)
-    pulled = vjp(lambda *x: dense(*x, runs=runs)[0], q, k, v)[1](g)
+    formula = partial(dense, runs=runs, window=window, scale=scale, cap=cap)
+    y, lse = formula(q, k, v)
+    pulled = vjp(lambda *x: formula(*x)[0], q, k, v)[1](g)
     group = lambda x: x.abs().unflatten(1, (k.shape[1], -1))
     over = lambda x: x.abs()[:, :, None]
-    seen = visible(slice(0, q.shape[2]), q, runs)
-    size = scores(q.abs(), k.abs())  # [b k g t s], the largest that scores could be
-    p = scores(q, k).masked_fill(~seen, -torch.inf).softmax(-1)
+    seen = visible(slice(0, q.shape[2]), q, runs, window)
+    size = scores(q.abs(), k.abs(), scale)  # [b k g t s], the largest that scores could be
+    p = capped(scores(q, k, scale), cap).masked_fill(~seen, -torch.inf).softmax(-1)
     slope = group(g) @ over(v).mT
-    ds = p * (slope + (p * slope).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    ds = p * (slope + (p * slope).sum(-1, keepdim=True)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     down = lambda p, x: (p.mT @ group(x)).sum(2)
     sums = (p @ over(v)).flatten(1, 2), 1 + lse.abs(), (ds @ over(k)).flatten(1, 2), down(ds, q), down(p, g)
     return (y, lse, *pulled), sums, (size * seen).amax().item() if size.numel() else 0.0
 
 
-def assert_right(*given, runs=None):
-    got, (wanted, sums, size) = both(*given, runs=runs), exact(*given, runs=runs)
+def assert_right(*given, **options):
+    got, (wanted, sums, size) = both(*given, **options), exact(*given, **options)
     dtype, (_, _, t, e) = given[0].dtype, given[0].shape
     single = 2.0**-24 * (4 * (e + 4) * (1 + size) + t)  # of scores, which are exponents, and of sums of t terms
     if dispatch.backend("cpu")[0] == "reference":
@@ -86,8 +89,13 @@ def calls(draw):
         draw(st.sampled_from([0, 1e-3, 1, 8])),
     )
     place = draw(st.sampled_from(PLACES))
-    runs = RUNS[draw(st.sampled_from(list(RUNS)))](b, t, rng(seed))
-    return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], runs
+    options = {
+        "runs": RUNS[draw(st.sampled_from(list(RUNS)))](b, t, rng(seed)),
+        "window": draw(st.none() | st.integers(1, 8) | st.sampled_from([31, 64, 97, 130, 300])),
+        "scale": draw(st.none() | st.sampled_from([0.05, 0.5])),
+        "cap": draw(st.none() | st.none() | st.sampled_from([0.5, 30.0])),
+    }
+    return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], options
 
 
 @named("backend", slow_after(1, BACKENDS))
@@ -95,7 +103,7 @@ def calls(draw):
 @settings(max_examples=40)
 def test_any_call(backend, call, threads):
     with num_threads(threads), forced(backend):
-        assert_right(*call[0], runs=call[1])
+        assert_right(*call[0], **call[1])
 
 
 @pytest.mark.each_value
@@ -105,7 +113,8 @@ def test_long_sequences(backend, dtype):
     """Sequences of many tiles, where tiles that no query sees are skipped."""
     with forced(backend):
         for kind in ("one", "documents"):
-            assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)))
+            for window in (None, 200):
+                assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)), window=window)
 
 
 @named("backend", ISAS)
