@@ -1,4 +1,4 @@
-"""The pieces of a decoder in plain tensor operations: packed documents, rotary embedding, SwiGLU, loss.
+"""The pieces of a decoder in plain tensor operations: packed documents, gates of MLPs, loss.
 
 Every function takes any leading dims, as in ``[... t d]``, and every transform of torch.func. Numerics follow
 transformers' eager Llama: softmax in float32 (float64 for float64 input), cast back to the stream's dtype.
@@ -7,21 +7,22 @@ transformers' eager Llama: softmax in float32 (float64 for float64 input), cast 
 the tokens of its own document up to itself, and positions restart at every document.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from fquant.autodiff import is_mapped, layers
 
-from .config import Config
 from .reference_gradient import at_least_float32
 from .swiglu import gated
 
 IGNORE = -100  # a target that does not count, as everywhere in torch
 swiglu = gated  # silu(gate) * up, both [... f]
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute ``gelu(gate) * up``, both [... f], by the approximation of GELU with tanh (Shazeer 2020)."""
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def runs(tokens: Tensor, segments: Tensor) -> Tensor:
@@ -44,33 +45,6 @@ def positions(tokens: Tensor, runs: Tensor | None = None) -> Tensor:
 def _starts(segments: Tensor) -> Tensor:
     """Mark the first token of every document but the first: bool ``[... t]``."""
     return F.pad(segments[..., 1:] != segments[..., :-1], (1, 0))
-
-
-def rope(positions: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
-    """Compute cosine and sine of the rotary angles: int ``[... t]`` -> two f32 ``[... t head_dim]`` (Su et al. 2021).
-
-    The angles of the first half are repeated in the second, which is transformers' layout of a head.
-    """
-    even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequency, scaling = 1.0 / cfg.rope_theta ** (even / cfg.head_dim), cfg.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        frequency = frequency / scaling.factor
-    elif scaling is not None:
-        low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
-        assert low and high and length  # see RopeScaling
-        turns = length / (2 * math.pi / frequency)  # rotations within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
-    angle = positions[..., None].to(torch.float32) * frequency
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding: x ``[... t heads head_dim]``, cos and sin ``[... t head_dim]``; x's dtype."""
-    cos, sin = (rearrange(c, "... t e -> ... t 1 e").to(x.dtype) for c in (cos, sin))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:

@@ -1,4 +1,6 @@
-"""The decoder of the Llama family, Qwen3 included, as a function of its parameters.
+"""The decoder of the Llama, Mistral, Qwen, Gemma and Phi families as a function of its parameters.
+
+A family is a choice of switches of ``models.config.Config``; nothing here asks for a family by name.
 
 Weights are ``[out in]``, each a Tensor, a Packed or an Adapted. A block may also be a Loadable, whose content a Comm
 gathers (see ``fquant.communication``); column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
@@ -7,6 +9,7 @@ A block gets every tensor as an argument. ``comm.wrap`` may differentiate the bl
 block closed over would silently get no gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +18,14 @@ from torch import Tensor
 
 from fquant import random, tree
 from fquant.communication import LOCAL, Comm, Loadable
+from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import embedding, linear
 
 from . import blocks, fused_cross_entropy
 from .attention import attention
 from .config import Config
-from .norm import rms_norm
+from .norm import rms_norm, rms_norm_wide
+from .rope import rope, rotate
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 Dtype = torch.dtype | None
@@ -28,17 +33,17 @@ Dtype = torch.dtype | None
 
 @tree.node
 class Layer:
-    """One decoder layer; the config says which biases and norms of queries and keys are present."""
+    """One decoder layer; the config says which biases, norms and fused weights are present."""
 
     attn_norm: Any  # [dim]
-    q: Any  # [num_heads * head_dim, dim]
-    k: Any  # [num_kv_heads * head_dim, dim]
-    v: Any  # [num_kv_heads * head_dim, dim]
-    o: Any  # [dim, num_heads * head_dim]
-    mlp_norm: Any  # [dim]
-    gate: Any  # [hidden, dim]
-    up: Any  # [hidden, dim]
-    down: Any  # [dim, hidden]
+    q: Any = None  # [num_heads * head_dim, dim]
+    k: Any = None  # [num_kv_heads * head_dim, dim]
+    v: Any = None  # [num_kv_heads * head_dim, dim]
+    o: Any = None  # [dim, num_heads * head_dim]
+    mlp_norm: Any = None  # [dim]
+    gate: Any = None  # [hidden, dim]
+    up: Any = None  # [hidden, dim]
+    down: Any = None  # [dim, hidden]
     q_bias: Any = None
     k_bias: Any = None
     v_bias: Any = None
@@ -48,6 +53,10 @@ class Layer:
     down_bias: Any = None
     q_norm: Any = None  # [head_dim]
     k_norm: Any = None  # [head_dim]
+    qkv: Any = None  # the rows of q, k and v
+    gate_up: Any = None  # the rows of gate and up
+    attn_post_norm: Any = None  # [dim]
+    mlp_post_norm: Any = None  # [dim]
 
 
 @tree.node
@@ -74,7 +83,7 @@ def forward(
 
     ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
     all products and of the logits; None is the embedding's. Raises ValueError for shapes, devices or a number of layers
-    that do not fit, and beyond ``cfg.max_positions``; TypeError for other tokens; IndexError beyond the vocabulary.
+    that do not fit, and beyond ``cfg.longest``; TypeError for other tokens; IndexError beyond the vocabulary.
     """
     x = _hidden(params, tokens, cfg, comm, segments, dtype)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
@@ -102,7 +111,8 @@ def loss(
     tied = comm.part(params.embed, x) if cfg.tied else None
     final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
     weight = final.head if tied is None else tied
-    return fused_cross_entropy.cross_entropy(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), weight, targets, count)
+    y = comm.enter(_norm(x, final.norm, cfg))
+    return fused_cross_entropy.cross_entropy(y, weight, targets, count, cap=cfg.final_cap)
 
 
 def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype) -> Tensor:
@@ -114,33 +124,61 @@ def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: T
     is_open = not isinstance(params.embed, Loadable)  # else the Comm checks, on every rank alike
     device = tree.leaves(params.embed)[0].device if is_open else tokens.device
     blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
-    if (length := tokens.shape[-1]) > cfg.max_positions:
-        raise ValueError(f"tokens: {length} in a sequence, want at most max_positions = {cfg.max_positions}; cut them")
+    if (length := tokens.shape[-1]) > cfg.longest:
+        raise ValueError(f"tokens: {length} in a sequence, want at most max_positions = {cfg.longest}; cut them")
     if is_open:
         blocks.check_range("tokens", tokens, cfg.vocab)
     runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
-    cos, sin = blocks.rope(blocks.positions(tokens, runs), cfg)  # [t e] or [... t e]
+    positions = blocks.positions(tokens, runs)  # [t] or [... t]
+    angles = rope(positions, cfg)  # cosine and sine [t e] or [... t e]
+    windowed_angles = rope(positions, cfg, windowed=True) if cfg.window_rope_theta else angles
     block = comm.wrap(_block)
     x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
-    for layer in params.layers:
-        x = block(x, layer, cos, sin, runs, cfg, comm)
+    if cfg.scaled_embedding:
+        x = x * torch.tensor(cfg.dim**0.5, dtype=x.dtype, device=x.device)
+    for i, layer in enumerate(params.layers):
+        window = cfg.window_of(i)
+        x = block(x, layer, *(windowed_angles if window else angles), runs, window, cfg, comm)
     return x
 
 
-def _block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, cfg: Config, comm: Comm) -> Tensor:
+def _block(
+    x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, window: int | None, cfg: Config, comm: Comm
+) -> Tensor:
     layer = comm.load(layer)
-    y = comm.enter(rms_norm(x, layer.attn_norm, cfg.norm_eps))
-    q, k, v = (
-        rearrange(linear(y, w, b), "... t (h e) -> ... t h e", e=cfg.head_dim)
-        for w, b in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-    )
+    q, k, v = _heads(comm.enter(_norm(x, layer.attn_norm, cfg)), layer, cfg)
     if cfg.qk_norm:
-        q, k = (rms_norm(h, w, cfg.norm_eps) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
-    y = attention(blocks.rotate(q, cos, sin), blocks.rotate(k, cos, sin), v, runs)
-    x = x + _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
-    y = comm.enter(rms_norm(x, layer.mlp_norm, cfg.norm_eps))
-    y = blocks.swiglu(linear(y, layer.gate, layer.gate_bias), linear(y, layer.up, layer.up_bias))
-    return x + _row_parallel(y, layer.down, layer.down_bias, comm)
+        q, k = (_norm(h, w, cfg) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
+    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, cfg.attention_scale, cfg.attention_cap)
+    y = _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
+    x = x + (_norm(y, layer.attn_post_norm, cfg) if cfg.post_norms else y)
+    gate, up = _gate_and_up(comm.enter(_norm(x, layer.mlp_norm, cfg)), layer, cfg)
+    y = blocks.swiglu(gate, up) if cfg.activation == "silu" else blocks.geglu(gate, up)
+    y = _row_parallel(y, layer.down, layer.down_bias, comm)
+    return x + (_norm(y, layer.mlp_post_norm, cfg) if cfg.post_norms else y)
+
+
+def _norm(x: Tensor, weight: Tensor, cfg: Config) -> Tensor:
+    if cfg.wide_norm:
+        return rms_norm_wide(x, weight, cfg.norm_eps, cfg.norm_plus_one)
+    return rms_norm(x, weight, cfg.norm_eps)
+
+
+def _heads(y: Tensor, layer: Any, cfg: Config) -> list[Tensor]:
+    """Return queries, keys and values: ``[... t d]`` -> three ``[... t h e]``."""
+    if cfg.fused:
+        kv = cfg.num_kv_heads * cfg.head_dim
+        found = linear(y, layer.qkv).split([cfg.num_heads * cfg.head_dim, kv, kv], -1)
+    else:
+        weights = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
+        found = [linear(y, w, b) for w, b in weights]
+    return [rearrange(t, "... t (h e) -> ... t h e", e=cfg.head_dim) for t in found]
+
+
+def _gate_and_up(y: Tensor, layer: Any, cfg: Config) -> Sequence[Tensor]:
+    if cfg.fused:
+        return linear(y, layer.gate_up).chunk(2, -1)
+    return linear(y, layer.gate, layer.gate_bias), linear(y, layer.up, layer.up_bias)
 
 
 def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Tensor:
@@ -151,13 +189,15 @@ def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Te
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:
     tied = comm.load(embed) if cfg.tied else None
     final = comm.load(final)
-    return linear(comm.enter(rms_norm(x, final.norm, cfg.norm_eps)), final.head if tied is None else tied)
+    logits = linear(comm.enter(_norm(x, final.norm, cfg)), final.head if tied is None else tied)
+    return capped(logits, cfg.final_cap)
 
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
+    sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden}
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
     return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
@@ -166,26 +206,37 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
 def dims(cfg: Config) -> dict[str, dict[str, str]]:
     """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
-    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head and ffn.
+    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv and gate_up.
     """
     layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
     layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
+    if cfg.fused:
+        layer = {"attn_norm": "embed", "o": "embed heads", "mlp_norm": "embed", "down": "embed ffn"}
+        layer |= {"qkv": "qkv embed", "gate_up": "gate_up embed"}
+    if cfg.attention_bias or cfg.qkv_bias:
+        layer |= {"q_bias": "heads", "k_bias": "kv_heads", "v_bias": "kv_heads"}
     if cfg.attention_bias:
-        layer |= {"q_bias": "heads", "k_bias": "kv_heads", "v_bias": "kv_heads", "o_bias": "embed"}
+        layer |= {"o_bias": "embed"}
     if cfg.mlp_bias:
         layer |= {"gate_bias": "ffn", "up_bias": "ffn", "down_bias": "embed"}
     if cfg.qk_norm:
         layer |= {"q_norm": "head", "k_norm": "head"}  # one for all heads
+    if cfg.post_norms:
+        layer |= {"attn_post_norm": "embed", "mlp_post_norm": "embed"}
     final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
     return {"embed": {"": "vocab embed"}, **{f"layers.{i}": dict(layer) for i in range(cfg.num_layers)}, "final": final}
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:
-    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases 0."""
+    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases 0.
+
+    Norms that multiply by one more than their weight begin at 0.
+    """
 
     def leaf(path: str, like: Tensor) -> Tensor:
         if like.dim() == 2:
             return (INIT_STD * random.normal(random.fold(key, path), tuple(like.shape))).to(dtype)
-        return torch.full(like.shape, 1.0 if path.endswith("norm") else 0.0, dtype=dtype, device=key.device)
+        one = path.endswith("norm") and not cfg.norm_plus_one
+        return torch.full(like.shape, 1.0 if one else 0.0, dtype=dtype, device=key.device)
 
     return tree.map_with_path(leaf, shapes(cfg, dtype))

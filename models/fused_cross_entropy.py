@@ -29,6 +29,7 @@ from fquant.autodiff import layers, replace_at, unwrap_dead
 from fquant.communication import VocabShard
 from fquant.kernels import reference
 from fquant.kernels.ops import nll
+from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import Adapted, Packed, Weight, linear
 
 from . import vocab_parallel
@@ -44,14 +45,20 @@ ROW_MULTIPLE = 16  # a chunk of more rows has a multiple of this: products handl
 
 
 def cross_entropy(
-    x: Tensor, weight: Weight, targets: Tensor, count: Tensor | float | None = None, chunk: int | None = None
+    x: Tensor,
+    weight: Weight,
+    targets: Tensor,
+    count: Tensor | float | None = None,
+    chunk: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
     x f[... t d]; weight [vocab d] of any kind that ``linear`` takes, or a VocabShard of one; targets int64 or int32
     ``[... t]``, of which -100 is ignored. The sum of the negative log likelihoods is divided by ``count``, the number
     of targets of the global batch. The default is the number counted here (at least 1). float64 ``x`` gives float64.
-    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. Raises ValueError if
+    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. ``cap`` limits logits
+    to ``cap * tanh(logit / cap)``; a VocabShard then gives the whole head to every process. Raises ValueError if
     shapes or devices do not fit, and for an adapter with dropout. Raises TypeError for targets of another dtype, and
     RuntimeError in torch.compile. Raises IndexError for a target that is neither -100 nor in [0, vocab); on CUDA it is
     an assertion on the device.
@@ -63,12 +70,14 @@ def cross_entropy(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
     vocab = _vocab_size(weight)
+    if cap is not None and isinstance(weight, VocabShard):
+        weight = weight.whole(weight.closed)
     leaves, structure = tree.flatten(weight)
     rows, row_targets = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(targets.numel()).long()  # [n d], [n]
     if not chunk:
         chunk = max(1, max(CHUNK_BYTES, 2 * x.nbytes) // (2 * x.itemsize * max(1, vocab)))
         chunk = chunk // ROW_MULTIPLE * ROW_MULTIPLE if chunk > ROW_MULTIPLE else chunk
-    head = _Head(structure, chunk)
+    head = _Head(structure, chunk, cap)
     if torch.is_grad_enabled() and any(inner.requires_grad for t in (rows, *leaves) for inner in layers(t)):
         function, verb, sharded = _LossAndGradient, _nll_and_dx, vocab_parallel.nll_and_dx
     else:
@@ -77,20 +86,24 @@ def cross_entropy(
     if isinstance(weight, VocabShard):
         missing = weight.max_tokens - len(rows)  # ignored tokens are appended, so that every process has as many
         rows, row_targets = F.pad(rows, (0, 0, 0, missing)), F.pad(row_targets, (0, missing), value=IGNORE)
-        functions = functions._replace(kernel=partial(sharded, *head))
+        functions = functions._replace(kernel=partial(sharded, structure, chunk))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
 
 
 class _Head(NamedTuple):
-    """The static half of a call: the structure of the weight, and the rows of a chunk."""
+    """The static half of a call: the structure of the weight, the rows of a chunk, and the limit of logits."""
 
     structure: tree.Structure
     chunk: int
+    cap: float | None
 
     def weight(self, leaves: Any) -> Any:
         weight = tree.unflatten(self.structure, leaves)
         return weight.whole(weight.closed) if isinstance(weight, VocabShard) else weight
+
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        return capped(linear(x, weight), self.cap)
 
 
 def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 0) -> Implementations:
@@ -101,17 +114,17 @@ def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 
 def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n]."""
     weight = _cast(head.weight(leaves), x.dtype)
-    return map_chunks(lambda x, targets: (loss.nll(linear(x, weight), targets, IGNORE),), head.chunk, x, targets)
+    return map_chunks(lambda x, targets: (loss.nll(head.logits(x, weight), targets, IGNORE),), head.chunk, x, targets)
 
 
 def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
     weight = _cast(head.weight(leaves), x.dtype)
-    return map_chunks(partial(_chunk_nll_and_dx, loss, weight), head.chunk, x, targets)
+    return map_chunks(partial(_chunk_nll_and_dx, head, loss, weight), head.chunk, x, targets)
 
 
-def _chunk_nll_and_dx(loss: Any, weight: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits, pull, *_ = torch.func.vjp(lambda x: linear(x, weight), x)  # [c v]
+def _chunk_nll_and_dx(head: _Head, loss: Any, weight: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits, pull, *_ = torch.func.vjp(lambda x: head.logits(x, weight), x)  # [c v]
     losses, dlogits = loss.nll_backward(logits, targets, IGNORE)
     return losses, pull(dlogits)[0]
 
@@ -144,7 +157,7 @@ def _weight_gradients(
     trained = [leaves[i] for i in wanted]
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor) -> Sequence[Tensor]:
-        product = lambda *trained: linear(x, head.weight(replace_at(leaves, wanted, trained)))
+        product = lambda *trained: head.logits(x, head.weight(replace_at(leaves, wanted, trained)))
         logits, pull, *_ = torch.func.vjp(product, *trained)
         return pull(loss.nll_backward(logits, targets, IGNORE, g)[1])
 
@@ -159,7 +172,7 @@ def _double_backward(
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor) -> Sequence[Tensor]:
         weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
-        both = lambda x, *trained: _chunk_nll_and_dx(reference, weight(trained), x, targets)
+        both = lambda x, *trained: _chunk_nll_and_dx(head, reference, weight(trained), x, targets)
         _, pull, *_ = torch.func.vjp(both, x, *trained)
         grad, *found = pull((g, g_dx))
         rows.append(grad)

@@ -42,6 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.reshape(x.shape)
 
 
+def rms_norm_wide(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """Compute :func:`rms_norm` with a weight, or one more than it, in float32, and round once to x's dtype.
+
+    Gemma (Gemma Team 2024) stores the weight less one.
+    """
+    wide = at_least_float32(weight)
+    return rms_norm(at_least_float32(x), wide + 1 if plus_one else wide, eps).to(x.dtype)
+
+
 def _uses_formula() -> bool:  # in forward mode, and in torch.compile, which refuses a Function with a jvp
     return torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
 

@@ -4,6 +4,8 @@ Sources: meta-llama/Llama-3.1-8B, -70B and -405B (Grattafiori et al. 2024, "The 
 Qwen/Qwen3-0.6B to -32B (Yang et al. 2025, "Qwen3 Technical Report", table 1).
 """
 
+from typing import Any
+
 from .config import Config, RopeScaling
 
 
@@ -14,7 +16,8 @@ def _llama(dim: int, num_layers: int, num_heads: int, hidden: int) -> Config:
 
 def _qwen(dim: int, num_layers: int, num_heads: int, hidden: int, tied: bool = False) -> Config:
     sizes = (151936, dim, num_layers, num_heads, 8, 128, hidden)
-    return Config(*sizes, norm_eps=1e-6, rope_theta=1000000.0, max_positions=40960, tied=tied, qk_norm=True)
+    kind: dict[str, Any] = {"family": "qwen3", "qk_norm": True, "tied": tied}
+    return Config(*sizes, norm_eps=1e-6, rope_theta=1000000.0, max_positions=40960, **kind)
 
 
 PRESETS: dict[str, Config] = {

@@ -19,7 +19,7 @@ from examples.qlora.options import Options
 from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
 from models import decoder
 from models.config import Config
-from models.hf_config import to_hf
+from models.hf.config import to_hf
 from models.presets import PRESETS
 from tests.helpers import ranks
 from tests.helpers.arrays import named
@@ -39,7 +39,9 @@ JOBS = {
     "selective": dataclasses.replace(JOB, checkpoint="selective"),
     "accumulate": dataclasses.replace(JOB, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
-    "head": dataclasses.replace(JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True), targets=("v",)),
+    "head": dataclasses.replace(
+        JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True, family="qwen3"), targets=("v",)
+    ),
 }
 MESHES = ("fsdp=1", "fsdp=3", "dp=2,fsdp=2")
 
@@ -305,7 +307,7 @@ def test_bad_option(args, folder, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "gpt2"}, "config.json: model_type = 'gpt2', want 'llama' or 'qwen3'"),
+        ({"model_type": "gpt2"}, "config.json: model_type = 'gpt2', want 'llama' or 'mistral'"),
         ({"torch_dtype": "int8"}, "torch_dtype = 'int8', want one of bfloat16, float16, float32"),
     ],
 )

@@ -29,6 +29,7 @@ from fquant import (
 from models import blocks, fused_cross_entropy
 from models.attention import attention
 from models.norm import rms_norm
+from models.rope import rotate
 from models.swiglu import gated
 from tests.helpers import programs
 
@@ -100,7 +101,7 @@ def turned(t):
     """Rows turned by their places."""
     rows = t.reshape(1, t.numel() // 64, 2, 32)
     at = torch.arange(rows.shape[1], dtype=torch.float32)[None, :, None] * torch.linspace(0.1, 1, 32)
-    return blocks.rotate(rows, at.cos(), at.sin()).reshape(t.shape)
+    return rotate(rows, at.cos(), at.sin()).reshape(t.shape)
 
 
 def beside(base, adapters, key=None):

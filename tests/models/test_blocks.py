@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from models import blocks
 from models.config import Config, RopeScaling
-from models.hf_config import to_hf
+from models.hf.config import to_hf
 from models.norm import rms_norm
+from models.rope import rope, rotate
 from tests.helpers.arrays import normal
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import forced
@@ -53,12 +54,12 @@ def test_rope_is_transformers(name):
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**to_hf(cfg)))
     places = torch.arange(200)[None]
     x = normal(1, 200, 3, 32, dtype=torch.float32)
-    cos, sin = blocks.rope(places, cfg)
+    cos, sin = rope(places, cfg)
     wanted_cos, wanted_sin = theirs(x, places)
     torch.testing.assert_close(cos, wanted_cos, rtol=0, atol=2e-5)
     torch.testing.assert_close(sin, wanted_sin, rtol=0, atol=2e-5)
     wanted, _ = apply_rotary_pos_emb(x, x, wanted_cos, wanted_sin, unsqueeze_dim=2)
-    torch.testing.assert_close(blocks.rotate(x, cos, sin), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(rotate(x, cos, sin), wanted, rtol=0, atol=1e-4)
 
 
 def test_runs_and_positions():
@@ -102,7 +103,7 @@ def test_cross_entropy():
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2], [3, 3, 3, 3, 3]])
 RUNS = blocks.runs(SEGMENTS, SEGMENTS)
 TARGETS = torch.tensor([[1, 2, -100, 0, 4], [3, 3, 3, 3, 3], [-100, 0, 1, 2, 3]])
-ANGLES = blocks.rope(blocks.positions(SEGMENTS, RUNS), CFG)
+ANGLES = rope(blocks.positions(SEGMENTS, RUNS), CFG)
 
 
 def norms(x, weight):
@@ -113,7 +114,7 @@ def norms(x, weight):
 
 VERBS = {
     "rms_norm": (norms, (normal(3, 5, 8), normal(3, 8, seed=1)), ()),
-    "rotate": (blocks.rotate, (normal(3, 5, 1, 6),), ANGLES),
+    "rotate": (rotate, (normal(3, 5, 1, 6),), ANGLES),
     "swiglu": (blocks.swiglu, (normal(3, 5, 8), normal(3, 5, 8, seed=1)), ()),
     "cross_entropy": (blocks.cross_entropy, (normal(3, 5, 6),), (TARGETS,)),
 }

@@ -8,7 +8,7 @@ import transformers
 
 from fquant import tree
 from models.config import Config, RopeScaling
-from models.hf_config import from_hf, to_hf
+from models.hf.config import from_hf, to_hf
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,7 +67,7 @@ READS = {
 
 
 QWEN = BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
-QWEN_CFG = dataclasses.replace(CFG, qk_norm=True)
+QWEN_CFG = dataclasses.replace(CFG, qk_norm=True, family="qwen3")
 READS |= {
     "qwen3": (QWEN, QWEN_CFG),
     "qwen3, flags": (
@@ -99,11 +99,12 @@ def test_transformers_agrees(name):
 
 
 WRONG = {
-    "another model": ({"model_type": "mistral"}, "model_type = 'mistral', want 'llama'"),
+    "another model": ({"model_type": "mamba"}, "model_type = 'mamba', want 'llama' or 'mistral'"),
+    "another family": ({"model_type": "mistral"}, r"architectures = .* want \['MistralForCausalLM'\]"),
     "no model type": ({"model_type": None}, "model_type = None, want 'llama'"),
     "another head": ({"architectures": ["LlamaForX"]}, "architectures = .'LlamaForX'., want .'LlamaForCausalLM'."),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu', want 'silu'; use a checkpoint"),
-    "rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn', want one of default, l"),
+    "rope type": ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type = 'ntk', want one of default, lin"),
     "rope key": ({"rope_parameters": {"beta": 2.0}}, "rope_parameters.beta = 2.0 is unknown for rope type 'default'"),
     "rope table": ({"rope_scaling": 3}, "rope_scaling = 3, want a table"),
     "rope type no name": ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type = \['yarn'\], want one of default"),
@@ -115,30 +116,32 @@ WRONG = {
         {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}},
         "rope_parameters.rope_theta = 20000.0, but the older spelling says 10000.0; remove one",
     ),
-    "rope part": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5, want 1.0"),
+    "rope part": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotates 8 of head_dim = 16; a Llama rotates"),
     "missing": ({"hidden_size": None}, "hidden_size is missing"),
     "missing eps": ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
     "not a number": ({"vocab_size": "128"}, "vocab_size = '128', want a positive integer"),
-    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1, want a positive integer"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1, want an integer of 1"),
     "not a boolean": ({"attention_bias": 1}, "attention_bias = 1, want true or false"),
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps = 0, want a positive number"),
     "heads": ({"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
     "groups": ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
     "odd head": ({"head_dim": 15}, "head_dim = 15 is odd"),
-    "heads beside head_dim": ({"num_attention_heads": 6, "head_dim": 8}, "dim = 64 is not a multiple of num_heads = 6"),
+    "heads beside head_dim": (
+        {"num_attention_heads": 6, "head_dim": 8},
+        "hidden_size = 64 is not a multiple",
+    ),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1, want 0.0; set it to 0.0"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"already quantised \(gptq\), want float weights"),
     "unknown": ({"sliding_window": 128}, "sliding_window = 128 is not a key of a Llama config"),
     "unknown to qwen3": (QWEN | {"window": 128}, "window = 128 is not a key of a Qwen3 config"),
     "qwen3 as llama": ({"model_type": "qwen3"}, r"architectures = \['LlamaForCausalLM'\], want \['Qwen3ForCausalLM'\]"),
-    "windows": (QWEN | {"use_sliding_window": True}, "use_sliding_window = True, want False; sliding windows are not"),
     "layers of windows": (
         QWEN | {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types = .*'sliding_attention'., want 'full_attention' for each of 2 layers",
+        "layer_types = .*'sliding_attention'., want .'full_attention', 'full_attention'.; set use_sliding_window",
     ),
     "qwen3 without head_dim": (QWEN | {"head_dim": None}, "head_dim is missing"),
     "qwen3 without key heads": (QWEN | {"num_key_value_heads": None}, "num_key_value_heads is missing"),
-    "qwen3 with MLP biases": (QWEN | {"mlp_bias": True}, "mlp_bias = True beside qk_norm = True"),
+    "qwen3 with MLP biases": (QWEN | {"mlp_bias": True}, "mlp_bias = True is not a key of a Qwen3 config"),
 }
 
 
@@ -153,7 +156,11 @@ def test_refused(name):
     ("change", "message"),
     [
         ({"num_kv_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
-        ({"num_heads": 3, "num_kv_heads": 1}, "dim = 64 is not a multiple of num_heads = 3"),
+        ({"rotary_dim": 32}, "head_dim = 32 of head_dim = 16 are rotated"),
+        ({"activation": "relu"}, "activation = 'relu', want one of silu, gelu_tanh"),
+        ({"window": 0}, "window = 0, want a positive number or None"),
+        ({"attention_bias": True, "qkv_bias": True}, "the first includes the second"),
+        ({"fused": True, "mlp_bias": True}, "fused = True beside biases"),
         ({"vocab": 0}, "vocab = 0, want a positive integer"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),
     ],
@@ -166,7 +173,8 @@ def test_config_refused(change, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "rope type 'yarn' is not supported"),
+        ({"kind": "ntk", "factor": 2.0}, "rope type 'ntk' is not supported"),
+        ({"kind": "longrope", "factor": 2.0, "short_factor": (1.0,)}, "as many of long_factor as of short_factor"),
         ({"kind": "llama3", "factor": 2.0}, "'llama3' wants low_freq_factor, high_freq_factor"),
         ({"kind": "linear", "factor": 0.0}, "factor = 0.0 must be positive"),
     ],

@@ -13,6 +13,7 @@ from fquant.activation_checkpoint import remat
 from fquant.communication import LOCAL, Comm, Loadable
 from models import blocks, decoder
 from models.config import Config, RopeScaling
+from models.rope import rope
 from tests.helpers.cases import slow_after
 
 CFG = Config(vocab=17, dim=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, hidden=20, max_positions=16)
@@ -22,7 +23,7 @@ VARIANTS = {
     "biases, scaling": dataclasses.replace(
         CFG, attention_bias=True, mlp_bias=True, rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8)
     ),
-    "qk norm": dataclasses.replace(CFG, qk_norm=True),
+    "qk norm": dataclasses.replace(CFG, qk_norm=True, family="qwen3"),
 }
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2, 2, 3, 3, 3, 3, 0], [0, 0, 0, 0, 0, 0, 0]])
@@ -198,9 +199,9 @@ def test_enter_and_exit_frame_parallel_pairs():
     cfg = VARIANTS["biases, scaling"]
     layer = params_of(cfg).layers[0]
     names = decoder.dims(cfg)["layers.0"]
-    cos, sin = blocks.rope(blocks.positions(TOKENS), cfg)
+    cos, sin = rope(blocks.positions(TOKENS), cfg)
     x = torch.randn(3, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole = decoder._block(x, layer, cos, sin, None, cfg, LOCAL)
+    whole = decoder._block(x, layer, cos, sin, None, None, cfg, LOCAL)
 
     def cut(rank):
         def one(name, weight):
@@ -224,10 +225,12 @@ def test_enter_and_exit_frame_parallel_pairs():
                     parts.append(y)
                 return sums[i] if i < len(sums) else y
 
-            decoder._block(x, cut(rank), cos, sin, None, cfg, Comm(exit=exit_))
+            decoder._block(x, cut(rank), cos, sin, None, None, cfg, Comm(exit=exit_))
         sums.append(parts[0] + parts[1])
     final = iter(sums)
-    torch.testing.assert_close(decoder._block(x, cut(0), cos, sin, None, cfg, Comm(exit=lambda y: next(final))), whole)
+    torch.testing.assert_close(
+        decoder._block(x, cut(0), cos, sin, None, None, cfg, Comm(exit=lambda y: next(final))), whole
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -247,7 +250,7 @@ def test_shapes_dims_init_agree(name):
 
 
 def test_init():
-    cfg = Config(256, 128, 2, 4, 2, 32, 256, attention_bias=True, qk_norm=True)
+    cfg = Config(256, 128, 2, 4, 2, 32, 256, attention_bias=True, qk_norm=True, family="qwen3")
     params = decoder.init(cfg, random.key(0))
     for path, leaf in tree.items(params):
         if leaf.dim() == 2:  # at least 8192 draws: std within 5 of its own deviations

@@ -14,7 +14,7 @@ import transformers
 from fquant import NF4_DQ, Packed, dequantize, lora, quantize, tree
 from fquant.lazy import Lazy
 from models import decoder, hf
-from models.hf_config import to_hf
+from models.hf.config import to_hf
 from tests.bench import timing
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
@@ -28,9 +28,8 @@ def theirs(folder, dtype: Any = torch.float32):
 
 def architecture(cfg):
     """Return the model and config classes of transformers."""
-    if cfg.qk_norm:
-        return transformers.Qwen3ForCausalLM, transformers.Qwen3Config
-    return transformers.LlamaForCausalLM, transformers.LlamaConfig
+    config = transformers.CONFIG_MAPPING[cfg.family]
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config], config
 
 
 def logits_of(model):
@@ -38,6 +37,7 @@ def logits_of(model):
         return model(TOKENS).logits
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_reads_ours(name, sharded, tmp_path):
@@ -55,6 +55,7 @@ def test_transformers_reads_ours(name, sharded, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(loaded), tree.leaves(params), strict=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ours_reads_transformers(name, sharded, tmp_path):
@@ -64,7 +65,8 @@ def test_ours_reads_transformers(name, sharded, tmp_path):
     model = model_of(config_of(**config)).eval()
     generator = torch.Generator().manual_seed(3)
     for p in model.parameters():
-        p.data = (0.15 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator) + (p.dim() == 1)
+        p.data = (0.15 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator)
+        p.data += p.dim() == 1 and not cfg.norm_plus_one
     model.save_pretrained(tmp_path, max_shard_size="60KB" if sharded else "1GB")
     assert (tmp_path / hf.INDEX).exists() == sharded
     got, params = hf.load(tmp_path)
@@ -166,3 +168,17 @@ def test_ignorable_tensors(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(tensors, tmp_path / hf.SINGLE, {"format": "pt"})
     assert tree.paths(hf.load(tmp_path)[1]) == tree.paths(decoder.shapes(cfg))
+
+
+def test_another_head_beside_a_tied_embedding(tmp_path):
+    """Refuse a head that differs from the embedding to which the config ties it: transformers would use it."""
+    cfg = CONFIGS["full heads, tied"]
+    hf.save(tmp_path, cfg, random_params(cfg))
+    tensors = safetensors.torch.load_file(tmp_path / hf.SINGLE)
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for change in (lambda: head[95].add_(1), lambda: tensors.update({"lm_head.weight": head[:90].clone()})):
+        change()
+        safetensors.torch.save_file(tensors, tmp_path / hf.SINGLE, {"format": "pt"})
+        _, params = hf.lazy(tmp_path)
+        with pytest.raises(ValueError, match=r"lm_head.weight in .* differs from model.embed_tokens.weight, to which"):
+            params.embed.read()

@@ -12,6 +12,7 @@ import torch
 from fquant import NF4, lora, quantize, random
 from fquant.lazy import Lazy
 from models import hf
+from models.hf import saving
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 # Each takes a good folder and breaks it; the message names the file or tensor, what it got and what to do.
@@ -198,7 +199,7 @@ def test_save_leaves_a_model_alone(sharded, tmp_path):
 
 def test_save_interrupted_is_no_model(tmp_path, monkeypatch):
     """Write config.json last, so that an interrupted save is no model."""
-    written, write = [], hf.safetensors.write
+    written, write = [], saving.safetensors.write
 
     def stop(path, *rest):
         written.append(path)
@@ -206,7 +207,7 @@ def test_save_interrupted_is_no_model(tmp_path, monkeypatch):
             raise OSError("no space left on device")
         write(path, *rest)
 
-    monkeypatch.setattr(hf.safetensors, "write", stop)
+    monkeypatch.setattr(saving.safetensors, "write", stop)
     with pytest.raises(OSError, match="no space"):
         hf.save(tmp_path, GQA, random_params(GQA), max_shard_bytes=60_000)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in written[:2])

@@ -6,7 +6,7 @@ import pytest
 
 from fquant import tree
 from models import decoder
-from models.hf_config import from_hf, to_hf
+from models.hf.config import from_hf, to_hf
 from models.presets import PRESETS
 
 # Of the safetensors files; Qwen's model cards say 0.6, 1.7, 4.0, 8.2, 14.8 and 32.8 billion.

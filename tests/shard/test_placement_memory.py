@@ -17,7 +17,7 @@ from fquant.io import safetensors
 from fquant.kernels import dispatch, reference
 from models import decoder, hf
 from models.config import Config
-from models.hf_config import to_hf
+from models.hf.config import to_hf
 from tests.helpers import ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -9,8 +9,8 @@ from fquant import jit
 from fquant.compile.trace import trace
 from fquant.kernels.ops.pointwise import OP as POINTWISE
 from fquant.kernels.ops.pointwise import turn
-from models import blocks
 from models.config import Config
+from models.rope import rope, rotate
 from tests.helpers.arrays import rng, same
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
 from tests.helpers.kernels.pointwise import values
@@ -144,10 +144,10 @@ def test_what_is_written_between_is_read_before():
 def test_a_rotary_embedding_is_a_program_each_way(dtype, backend):
     cfg = Config(vocab=8, dim=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, hidden=8)
     x, g = values(2 * 40 * 64, dtype, 2).reshape(2, 40, 2, 32), values(2 * 40 * 64, dtype, 4).reshape(2, 40, 2, 32)
-    cos, sin = blocks.rope(torch.arange(40), cfg)
+    cos, sin = rope(torch.arange(40), cfg)
 
     def f(x, g, cos, sin):
-        y, pull, *_ = vjp(lambda x: blocks.rotate(x, cos, sin), x)
+        y, pull, *_ = vjp(lambda x: rotate(x, cos, sin), x)
         return y, *pull(g)
 
     with forced(backend):

@@ -1,0 +1,22 @@
+"""Folders of decoders in Hugging Face's layout: names, configs, lazy opening, loading and saving.
+
+    cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
+    cfg, params = hf.load(folder)      # every leaf a tensor
+    hf.save(folder, cfg, params)
+    hf.save(folder, cfg, lora.merge(base, adapters), dequantize=torch.bfloat16)
+
+A folder holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with its shards. It
+is read strictly: it must hold every tensor of the config in its shape, and no other. Every fault of a folder is a
+ValueError that names the file and the tensor. ``families.py`` has the model types.
+"""
+
+from .config import from_hf, to_hf
+from .folder import CONFIG, INDEX, SINGLE, read_config
+from .loading import lazy, load
+from .names import module_name, path_of, tensor_name
+from .saving import save
+
+__all__ = [
+    "CONFIG", "INDEX", "SINGLE", "from_hf", "lazy", "load", "module_name", "path_of", "read_config", "save",
+    "tensor_name", "to_hf",
+]  # fmt: skip

@@ -1,0 +1,78 @@
+"""The files of a Hugging Face folder: its config, its index, the headers of its shards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fquant import tree
+from fquant.io import safetensors
+
+from ..config import Config
+from .config import from_hf
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def headers(folder: Path) -> dict[str, safetensors.Header]:
+    """Map the name of each tensor to the header of its file."""
+    if (folder / SINGLE).exists():
+        if (folder / INDEX).exists():
+            raise ValueError(f"{folder}: both {SINGLE} and {INDEX} are there, want one of them; remove the other")
+        header = safetensors.header(folder / SINGLE)
+        return dict.fromkeys(header.tensors, header)
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; fetch one, or convert the weights to safetensors")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
+    headers = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards are beside their index")
+        if not (folder / file).is_file():
+            count = sum(named == file for named in weight_map.values())
+            raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
+        headers[file] = safetensors.header(folder / file)
+    found = [(name, file) for file, header in headers.items() for name in header.tensors]
+    for name, file in weight_map.items():
+        if name not in headers[file].tensors:
+            got = f"it is in {dict(found)[name]}" if name in dict(found) else "no shard has it"
+            raise ValueError(f"{folder / INDEX}: {name} should be in {file}, but {got}; fetch the checkpoint again")
+    for name, file in found:
+        if weight_map.get(name) != file:
+            raise ValueError(f"{folder / file}: tensor {name} is not where {INDEX} says; fetch them again")
+    return {name: headers[file] for name, file in weight_map.items()}
+
+
+def read_config(folder: str | Path) -> Config:
+    """Read the config of a folder that holds at least ``config.json``."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
+    raw = read_json(folder / CONFIG)
+    with tree.at(str(folder / CONFIG)):
+        return from_hf(raw)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; raise ValueError for anything else."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; fetch the checkpoint again")
+    try:
+        out = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({error}); fetch it again") from error
+    if not isinstance(out, dict):
+        raise ValueError(f"{path}: JSON {type(out).__name__}, want an object; fetch it again")
+    return out
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object atomically."""
+    with safetensors.replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def first(names: list[str]) -> str:
+    """Return the first of some names, and the count of the others, for a message."""
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

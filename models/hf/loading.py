@@ -1,0 +1,70 @@
+"""Loading of Hugging Face folders: trees of tensors, or of Lazy leaves that read one tensor each."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fquant import tree
+from fquant.io import safetensors
+from fquant.lazy import Lazy
+
+from .. import decoder
+from ..config import Config
+from .folder import CONFIG, first, headers, read_config
+from .names import tensor_name
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEAD = "lm_head.weight"  # some versions of transformers save it beside an embedding to which it is tied
+CHUNK = 16 << 20  # bytes that are compared at a time
+
+
+def lazy(folder: str | Path) -> tuple[Config, Any]:
+    """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
+    folder = Path(folder)
+    cfg = read_config(folder)
+    wanted = {tensor_name(path, cfg): path for path in tree.paths(decoder.shapes(cfg))}
+    found = headers(folder)
+    if missing := [name for name in wanted if name not in found]:
+        fix = f"want the {len(wanted)} that {CONFIG} asks for; correct the config or fetch the checkpoint again"
+        raise ValueError(f"{folder}: tensor {first(missing)} is missing, {fix}")
+    unused = lambda name: name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == HEAD)
+    if surplus := [name for name in sorted(found) if name not in wanted and not unused(name)]:
+        fault = f"tensor {first(surplus)} is not part of what {CONFIG} describes"
+        raise ValueError(f"{found[surplus[0]].path}: {fault}; correct the config or remove the tensor")
+
+    def leaf(path: str, like: Tensor) -> Lazy:
+        header = found[name := tensor_name(path, cfg)]
+        entry = header.tensors[name]
+        if entry.shape != tuple(like.shape):
+            fix = f"want {tuple(like.shape)}; correct {CONFIG} or fetch the checkpoint again"
+            raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
+        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        if path == "embed" and cfg.tied and HEAD in found:
+            read = partial(_read_tied, header, found[HEAD])
+        return Lazy(read, like.to(entry.dtype), stamp)
+
+    return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
+
+
+def _read_tied(header: safetensors.Header, head: safetensors.Header) -> Tensor:
+    """Read the embedding; raise ValueError if the file has another head, which transformers would use."""
+    embed = safetensors.read(header, name := tensor_name("embed"))
+    rows, entry = max(1, CHUNK // max(1, embed.nbytes // len(embed))), head.tensors[HEAD]
+    alike = (entry.shape, entry.dtype) == (tuple(embed.shape), embed.dtype)
+    for start in range(0, len(embed), rows):
+        part = slice(start, min(start + rows, len(embed)))
+        if not alike or not safetensors.read(head, HEAD, part).equal(embed[part]):
+            fix = "set tie_word_embeddings to false, or remove the tensor"
+            raise ValueError(f"{HEAD} in {head.path} differs from {name}, to which the config ties it; {fix}")
+    return embed
+
+
+def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
+    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
+    cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
+    return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)

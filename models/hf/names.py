@@ -1,0 +1,54 @@
+"""The names of modules and tensors in Hugging Face folders, by our paths."""
+
+from ..config import Config
+
+# Our path -> the name of Hugging Face's module. A tensor's name is its module's, then ``.weight`` or ``.bias``.
+MODEL = {"embed": "model.embed_tokens", "final.norm": "model.norm", "final.head": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj",
+}  # fmt: skip
+POST_NORMS = {  # of a layer that also normalises the results of attention and MLP
+    "mlp_norm": "pre_feedforward_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def module_name(path: str, cfg: Config | None = None) -> str:
+    """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
+
+    Families differ in the names of norms alone; without ``cfg`` they are those of Llama. Raises ValueError for a path
+    that is no weight of a decoder.
+    """
+    layer = _layer(cfg)
+    if path in MODEL:
+        return MODEL[path]
+    match path.split("."):
+        case ["layers", n, field] if n.isdecimal() and field in layer:
+            return f"model.layers.{n}.{layer[field]}"
+    raise ValueError(f"{path!r} is no weight of a decoder; want one of {', '.join(MODEL)}, layers.N.{'|'.join(layer)}")
+
+
+def path_of(module_name: str, cfg: Config | None = None) -> str | None:
+    """Invert :func:`module_name`; None for a module without a weight of ours."""
+    for path, name in MODEL.items():
+        if name == module_name:
+            return path
+    match module_name.split(".", 3):
+        case ["model", "layers", n, field] if n.isdecimal():
+            return next((f"layers.{n}.{path}" for path, name in _layer(cfg).items() if name == field), None)
+    return None
+
+
+def tensor_name(path: str, cfg: Config | None = None) -> str:
+    """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
+    weight = path.removesuffix("_bias")
+    return module_name(weight, cfg) + (".weight" if weight == path else ".bias")
+
+
+def _layer(cfg: Config | None) -> dict[str, str]:
+    return LAYER | POST_NORMS if cfg is not None and cfg.post_norms else LAYER
