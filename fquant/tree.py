@@ -35,6 +35,7 @@ VALUES: dict[str, type] = {}  # static value classes by name_of, for files
 _CLASSES: set[type] = set()  # all node classes, including those that a later definition replaced in NODES
 # Renamed classes: the name in older files -> the name now.
 FORMER_NAMES = {"fquant.BookPart": "fquant.ShardedBook", "fquant.PartStats": "fquant.ShardedStats"}
+LONGEST_MESSAGE = 2000  # characters of an error
 FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the field now
     ("fquant.Projections", "enter"): "project_in", ("fquant.Projections", "leave"): "project_out",
     ("fquant.ShardedStats", "own"): "local", ("fquant.ShardedStats", "at"): "drawn",
@@ -245,13 +246,20 @@ def nbytes(tree: Any) -> int:
 
 @contextlib.contextmanager
 def at(path: str) -> Iterator[None]:
-    """Put ``path`` in front of the message of a ValueError or TypeError raised inside."""
+    """Put ``path`` in front of the message of a ValueError or TypeError raised inside.
+
+    Of names from a file that would make the message long, its beginning and its end are kept.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
         if type(error) not in (ValueError, TypeError) or not path:
             raise
-        raise type(error)(f"{path}: {error}") from error
+        message = f"{path}: {error}"
+        if len(message) > LONGEST_MESSAGE:
+            half = LONGEST_MESSAGE // 2
+            message = f"{message[:half]} [{len(message) - 2 * half} characters] {message[-half:]}"
+        raise type(error)(message) from error
 
 
 def expect(condition: object, message: str, error: type[Exception] = ValueError) -> None:

@@ -38,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TREE = "fquant.tree"  # the metadata key of a tree's structure
+MOST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
@@ -70,6 +71,8 @@ def header(path: str | Path) -> Header:
         (length,) = struct.unpack("<Q", file.read(8))
         got = f"got a header of {length} bytes, wanted at most the {size - 8} that follow"
         expect(length <= size - 8, f"{got}; the file is cut short or no safetensors file, fetch it again")
+        got = f"got a header of {length} bytes, wanted at most {MOST_HEADER}"
+        expect(length <= MOST_HEADER, f"{got} as the format has it; the file is damaged, fetch it again")
         with at("header"):
             content = tree_json.parse(file.read(length), "safetensors")
         metadata = content.pop("__metadata__", {})

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from fquant import tree
-from fquant.io import safetensors
+from fquant.io import safetensors, tree_json
 
 from ..config import Config
 from .config import from_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MOST_JSON = 100_000_000  # bytes
 
 
 def headers(folder: Path) -> dict[str, safetensors.Header]:
@@ -27,8 +28,8 @@ def headers(folder: Path) -> dict[str, safetensors.Header]:
         raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
     headers = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
-            raise ValueError(f"{folder / INDEX}: {file!r} is no plain file name; shards are beside their index")
+        if Path(file).name != file or not file.isprintable() or len(file.encode()) > 255:
+            raise ValueError(f"{folder / INDEX}: {file!r:.80} is no plain file name; shards are beside their index")
         if not (folder / file).is_file():
             count = sum(named == file for named in weight_map.values())
             raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
@@ -58,13 +59,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raise ValueError for anything else."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; fetch the checkpoint again")
-    try:
-        out = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error}); fetch it again") from error
-    if not isinstance(out, dict):
-        raise ValueError(f"{path}: JSON {type(out).__name__}, want an object; fetch it again")
-    return out
+    if (nbytes := path.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{path}: {nbytes} bytes, want at most {MOST_JSON}; fetch the checkpoint again")
+    with tree.at(str(path)):
+        return tree_json.parse(path.read_bytes(), "a table of a checkpoint")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -75,4 +73,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def first(names: list[str]) -> str:
     """Return the first of some names, and the count of the others, for a message."""
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+    return f"{names[0]:.200}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

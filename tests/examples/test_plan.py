@@ -315,7 +315,7 @@ def test_bad_folder(change, said, folder, capsys):
     (folder / "config.json").write_text(json.dumps(to_hf(TINY) | change))
     refused(capsys, said, "--model", str(folder))
     (folder / "config.json").write_text("{")
-    refused(capsys, "config.json: no JSON", "--model", str(folder))
+    refused(capsys, "config.json: got no JSON", "--model", str(folder))
 
 
 def refused(capsys, said, *args):

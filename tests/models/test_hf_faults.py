@@ -42,8 +42,8 @@ Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 SINGLE = {
     "no folder": (shutil.rmtree, "no such folder, want one with config.json"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file; fetch"),
-    "config no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json: no JSON \(.*\); fetch"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: JSON list, want an object"),
+    "config no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json: got no JSON \(.*\), wanted"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got a JSON list, wanted an object"),
     "config refused": (
         lambda f: edit_json(f, "config.json", lambda c: c.update(model_type="gpt2")),
         "config.json: model_type = 'gpt2', want 'llama'",
@@ -116,7 +116,7 @@ SHARDED = {
         lambda f: edit_json(f, hf.INDEX, lambda c: c["weight_map"].update({Q: "../a.safetensors"})),
         "'../a.safetensors' is no plain file name",
     ),
-    "index no JSON": (lambda f: (f / hf.INDEX).write_text("x"), "index.json: no JSON"),
+    "index no JSON": (lambda f: (f / hf.INDEX).write_text("x"), "index.json: got no JSON"),
     "shard cut": (lambda f: cut(f / shard_of(f, Q), 9), "model-.*.safetensors: got a header of"),
 }
 
