@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -58,6 +59,7 @@ class Format:
         zero     a block has a zero point, kept as ``Packed.zero``, which is subtracted from the table's values
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
         plain    this format with its scales in float32
+        in_absmax  True if the scale of a block is its absmax: the largest value of the table is 1
 
     Raises ValueError for a field that the format cannot have.
     """
@@ -73,6 +75,7 @@ class Format:
     zero: bool = False
     text: ClassVar[str]
     plain: ClassVar[Format]
+    in_absmax: ClassVar[bool]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
@@ -84,8 +87,7 @@ class Format:
                 expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
             else:
                 expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
-                # One NaN for all, because tuples compare it by identity.
-                object.__setattr__(self, "table", tuple(math.nan if x != x else x for x in table))
+                object.__setattr__(self, "table", _with_one_nan(table))
             expect(isinstance(self.zero, bool), f"zero is {self.zero!r}; wanted True or False")
             if self.zero:
                 expect(table is not None, "a zero point needs a table; use the integers 0 to 15, or 0 to 255")
@@ -98,6 +100,8 @@ class Format:
                 expect(block % self.vectors.dim == 0, fault)
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
+        top = 1.0 if table is None else max(abs(x) for x in table if x == x)
+        object.__setattr__(self, "in_absmax", top == 1.0 and not self.zero)
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
     def __hash__(self) -> int:
@@ -119,6 +123,11 @@ def _spell(format: Format) -> str:
 def _to_dict(format: Format) -> dict[str, Any]:
     parts = asdict(format) | {"scale": format.scale and _to_dict(format.scale)}
     return parts if format.zero else {name: part for name, part in parts.items() if name != "zero"}  # as older files
+
+
+def _with_one_nan(table: Iterable[float]) -> tuple[float, ...]:
+    """Return the values as a tuple in which NaN is one object, because tuples compare NaN by identity."""
+    return tuple(math.nan if x != x else x for x in table)
 
 
 def _dynamic_map() -> tuple[float, ...]:
@@ -147,7 +156,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def _e4m3() -> tuple[float, ...]:
     """Return the value of each byte of torch.float8_e4m3fn; 0x7f and 0xff are NaN."""
-    return tuple(torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).double().tolist())
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+    return _with_one_nan(codes.view(torch.float8_e4m3fn).double().tolist())
 
 
 E4M3 = _e4m3()

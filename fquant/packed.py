@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy, tree
+from . import additive_quantization, lazy, round_to_nearest, tree
 from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
@@ -83,8 +83,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     ``importance`` f[in] or f[... out in] weighs the squared error of each column or element, in formats that learn
     vectors: use the mean square of a linear weight's inputs. Meta tensors give a Packed of meta tensors. A Lazy gives
     one that quantises what it reads. Not differentiable. Raises TypeError for another dtype, and RuntimeError under
-    vmap. Raises ValueError for NaN, for infinity, for a vector unless the format is flat, and for importance that does
-    not fit.
+    vmap. Raises ValueError for NaN, for infinity, for a vector unless the format is flat, for importance that does
+    not fit, and for a format whose table has no recipe (:mod:`fquant.round_to_nearest` has those of integers and
+    floats).
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
@@ -107,8 +108,12 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
+    vectors = zero = None
     if format.vectors is None:
-        (codes, absmax), vectors = packed_ops.encode(rows, format), None
+        if format.in_absmax:
+            codes, absmax = packed_ops.encode(rows, format)
+        else:
+            codes, absmax, zero = round_to_nearest.encode(rows, format)
         _check_finite(rows, absmax, format)
     else:
         absmax = additive_quantization.scales(rows, format)
@@ -117,9 +122,10 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
-        codes, absmax = (part.reshape(*shape[:-1], part.shape[-1]) for part in (codes, absmax))
+        by_rows = lambda part: part.reshape(*shape[:-1], part.shape[-1])
+        codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
     scale = absmax if format.scale is None else _quantize(absmax, format.scale)
-    return Packed(codes, scale, format, shape, dtype, offset, vectors)
+    return Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
 
 
 @overload
@@ -165,6 +171,8 @@ def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
     bad = ~torch.isfinite(rows.float())
     if not bad.any():
         top = rows.float().abs().max().item()
+        fault = f"{format.name}: a block has values up to {top:g}, and their range is beyond float32"
+        expect(not format.zero, f"{fault}; use another format")
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
     fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"
