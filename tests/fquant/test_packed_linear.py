@@ -214,7 +214,14 @@ def test_tokens_are_not_looked_at_in_a_capture():
 
 # --- a packed weight is a constant ------------------------------------------------------------------------------------
 
-BUFFERS = {"scale": NF4, "row scale": INT8, "nested scale": NF4_DQ, "offset": NF4_DQ, "vectors": AQ_2X8, "zero": INT4_ZERO}
+BUFFERS = {
+    "scale": NF4,
+    "row scale": INT8,
+    "nested scale": NF4_DQ,
+    "offset": NF4_DQ,
+    "vectors": AQ_2X8,
+    "zero": INT4_ZERO,
+}
 
 
 def with_buffer(p, which, t):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fquant import dequantize, kernels, quantize, tree
-from fquant.format import BLOCKS, FP4, INT8, NF4, NF4_DQ
+from fquant.format import BLOCKS, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import cpu, packed_ops, reference
 from fquant.kernels.cpu import codec, library
 from fquant.kernels.spec import Spec
@@ -77,7 +77,7 @@ def test_product(format, dtype, op):
 
 @each_op
 @named("block", BLOCKS)
-@named("format", [NF4_DQ, replace(INT8, name="int8_blocks")])
+@named("format", [NF4_DQ, replace(INT8, name="int8_blocks"), INT4_ZERO])
 def test_product_of_blocks(format, block, op):
     """Widths of whole vectors of codes, but not always of whole blocks."""
     for shape in [(19, 128), (35, 384), (18, 4224)]:

@@ -45,9 +45,9 @@ INLINE void NAME(deal)(const uint8_t *codes, __m512i t, __m512i *v) {
 
 /* The scales of n elements of a row from `column`, both multiples of 64: one for each 64 elements; room for 63 more. */
 INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *scales) {
-    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift, each = w->block / 64;
+    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift;
     NAME(scales)(w, row * blocks_of(w) + first, ((column + n - 1) >> shift) - first + 1, scales);
-    if (each > 1) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[(column / 64 + i) / each - first];
+    if (shift > 6) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[((column + 64 * i) >> shift) - first];
 }
 
 /* The zero points of n elements likewise. */
