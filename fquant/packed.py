@@ -82,10 +82,11 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
     ``importance`` f[in] or f[... out in] weighs the squared error of each column or element, in formats that learn
     vectors: use the mean square of a linear weight's inputs. Meta tensors give a Packed of meta tensors. A Lazy gives
-    one that quantises what it reads. Not differentiable. Raises TypeError for another dtype, and RuntimeError under
-    vmap. Raises ValueError for NaN, for infinity, for a vector unless the format is flat, for importance that does
-    not fit, and for a format whose table has no recipe (:mod:`fquant.round_to_nearest` has those of integers and
-    floats).
+    one that quantises what it reads. Not differentiable.
+
+    Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
+    vector unless the format is flat, and for importance that does not fit. Raises ValueError for a format whose table
+    has no recipe; :mod:`fquant.round_to_nearest` has those of integers, E2M1 and E4M3.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)

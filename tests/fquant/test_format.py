@@ -13,6 +13,7 @@ from fquant.format import (
     AQ_3X8,
     BLOCKS,
     DYNAMIC8,
+    E4M3,
     FORMATS,
     FP4,
     FP8,
@@ -88,7 +89,7 @@ def test_parse():
 
 def test_tables_of_bits_are_those_of_their_libraries():
     e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    assert alike(torch.tensor(FP8.table), e4m3) and FP8.table[0x7F] != FP8.table[0x7F]
+    assert alike(torch.tensor(FP8.table), e4m3) and E4M3[0x7F] != E4M3[0x7F]
     assert alike(torch.tensor(MXFP4.table), f4_unpacked_to_f32(torch.arange(16, dtype=torch.uint8)))
     assert INT4.table == tuple(range(-8, 8)) and INT4_ZERO.table == tuple(range(16)) and INT4_ZERO.zero
 

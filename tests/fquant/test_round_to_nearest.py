@@ -1,4 +1,4 @@
-"""Tests of fquant.round_to_nearest: codes, scales and zero points equal torchao's to the bit, and errors are bounded."""
+"""Tests of fquant.round_to_nearest: codes, scales and zero points equal torchao's, and errors are bounded."""
 
 from dataclasses import replace
 
@@ -71,6 +71,7 @@ def test_integers_equal_torchao(format, block, dtype):
 def test_mxfp4_equals_torchao(dtype):
     w = weight(9, 512, dtype=dtype)
     p = quantize(w, MXFP4)
+    assert isinstance(p.scale, torch.Tensor)
     scale, data = to_mx(w, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
     data = data.view(torch.uint8)
     codes = torch.stack([data & 15, data >> 4], -1).flatten(-2)

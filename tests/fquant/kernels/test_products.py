@@ -149,6 +149,22 @@ def test_product_of_any_shape(op, format, block, own, dtype, rows, out, width, t
             check(product(op, x, buffers, spec), isa)
 
 
+@pytest.mark.parametrize("block", [64, 128, None], ids=str)
+@each_op
+def test_each_block_has_its_own_zero_point(op, block):
+    """In the fastest kind of product, each element of a weight with a table of integers is picked out."""
+    spec = Spec(replace(INT4_ZERO, block=block), (21, 384), torch.bfloat16)
+    buffers = draw(spec)
+    assert buffers[-1].unique().numel() > 8
+    w = weight(op, buffers, spec, torch.bfloat16)
+    for size in (1, 3, 64):
+        for start in range(0, len(w), size):
+            x = torch.eye(len(w), dtype=torch.bfloat16)[start : start + size]
+            for isa in ISAS:
+                with forced(isa):
+                    assert torch.equal(product(op, x, buffers, spec), w[start : start + size]), (isa, start)
+
+
 PLACES = {
     "shifted": shifted,
     "strided": strided,
