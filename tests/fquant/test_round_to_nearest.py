@@ -10,6 +10,7 @@ from torchao.quantization.quant_primitives import (
     _choose_scale_float8,
     _quantize_affine_float8,
     choose_qparams_affine,
+    dequantize_affine,
     quantize_affine,
 )
 
@@ -65,6 +66,8 @@ def test_integers_equal_torchao(format, block, dtype):
     assert alike(p.scale[rows], scale[rows]) and (p.zero is None or alike(p.zero[rows], zero[rows]))
     assert torch.equal(codes_of(p).int()[rows], (codes - int(format.table[0]))[rows])
     assert not dequantize(p)[1].any() and not p.scale[1].any()
+    values = dequantize_affine(codes, of, scale, zero, torch.int32, low, high)
+    assert alike(dequantize(p)[rows], values[rows].to(dtype))
 
 
 @named("dtype", FLOATS[:2])
