@@ -101,8 +101,9 @@ INLINE __m512i NAME(values2)(__m512 table, const float *scales, const float *zer
     return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
-/* Decode 128 4-bit codes of two blocks, whose values are `both`, to bf16: shift the four codes of each word to words of their own, and look up
-   by the lowest bits. The fifth bit has no effect, because the table is there twice. Denormals are flushed. */
+/* Decode 128 4-bit codes of two blocks, whose values are `both`, to bf16: shift the four codes of each word to words of
+   their own, and look up by the lowest bits. The fifth bit has no effect, because the values of a block are there
+   twice. Denormals are flushed. */
 INLINE void NAME(pair4)(const uint8_t *codes, __m512i both, __m512i *v) {
     const __m512i shifts = _mm512_set1_epi64(0x0008000c00000004);
     __m512i t[2] = {_mm512_shuffle_i64x2(both, both, 0x44), _mm512_shuffle_i64x2(both, both, 0xee)};
@@ -125,8 +126,8 @@ INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
     return !bad;
 }
 
-/* True if zero points are tame: beside integers up to 255, no difference but 0 is below 2^-33, none is NaN. A zero point
-   that is 0 or at least 2^-10 is a multiple of 2^-33. */
+/* True if zero points are tame: beside integers up to 255, no difference but 0 is below 2^-33, and none is NaN. A zero
+   point that is 0 or at least 2^-10 is a multiple of 2^-33. */
 INLINE int NAME(tame)(int64_t n, const float *zeros) {
     __mmask16 bad = 0;
     for (int64_t i = 0; i < n; i += 16) {

@@ -76,7 +76,8 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
             __m512i v[4][4];
             UNROLLED(r, rows) {
                 int64_t block = (r * n + i) / 64;
-                NAME(deal)(codes + i / 2 + r * next, NAME(values2)(table, scales + block, zeros + block, 1, zeroed), v[r]);
+                __m512i both = NAME(values2)(table, scales + block, zeros + block, 1, zeroed);
+                NAME(deal)(codes + i / 2 + r * next, both, v[r]);
             }
             UNROLLED(m, columns)
                 UNROLLED(j, 4) {

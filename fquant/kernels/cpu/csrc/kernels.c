@@ -4,8 +4,9 @@
    an argument selects one. work.h has their arguments.
 
    A value is table[code] * absmax in float32, (table[code] - zero) * absmax with zero points, or code * absmax * (1 /
-   127) without a table; plus the offset if there is one, rounded to the dtype of the array and then to that of the result. This file is compiled without contraction
-   to fused multiply-adds, so these bits are those of the reference; the dot products ask for them explicitly. */
+   127) without a table; plus the offset if there is one. It is rounded to the dtype of the array, then to that of the
+   result. This file is compiled without contraction to fused multiply-adds, so these bits are those of the reference;
+   the dot products ask for them explicitly. */
 
 #include <stddef.h>
 #include <stdint.h>
