@@ -16,6 +16,8 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 * In a *flat* format blocks run over the flattened array instead: ``scale`` is f32[blocks], and 4-bit ``codes`` are
   u8[bytes]. Nested scales are flat, as are imported weights whose blocks straddle rows.
 * ``offset`` f32[] exists only in a centred format, and is added after decoding.
+* ``zero`` exists only in a format with zero points: f32[out, blocks], one value a block, in units of the scale, integer
+  or not. A value is ``(table[code] - zero) * scale`` in float32, rounded once to ``dtype``.
 * ``shape`` and ``dtype`` are those of the array that was quantised. Buffers may have further dims in front, the same
   for each (a stack of weights); ``shape`` does not count them.
 """
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy, tree
+from . import additive_quantization, lazy, round_to_nearest, tree
 from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
@@ -49,6 +51,7 @@ class Packed:
     dtype: torch.dtype = static()
     offset: Tensor | None = None
     vectors: Tensor | None = None
+    zero: Tensor | None = None
 
     # Errors of code that takes a Packed for a tensor name the function to call instead.
     def __matmul__(self, other: Any) -> NoReturn:
@@ -79,9 +82,11 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
     ``importance`` f[in] or f[... out in] weighs the squared error of each column or element, in formats that learn
     vectors: use the mean square of a linear weight's inputs. Meta tensors give a Packed of meta tensors. A Lazy gives
-    one that quantises what it reads. Not differentiable. Raises TypeError for another dtype, and RuntimeError under
-    vmap. Raises ValueError for NaN, for infinity, for a vector unless the format is flat, and for importance that does
-    not fit.
+    one that quantises what it reads. Not differentiable.
+
+    Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
+    vector unless the format is flat, and for importance that does not fit. Raises ValueError for a format whose table
+    has no recipe; :mod:`fquant.round_to_nearest` has those of integers, E2M1 and E4M3.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
@@ -104,8 +109,12 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
+    vectors = zero = None
     if format.vectors is None:
-        (codes, absmax), vectors = packed_ops.encode(rows, format), None
+        if format.in_absmax:
+            codes, absmax = packed_ops.encode(rows, format)
+        else:
+            codes, absmax, zero = round_to_nearest.encode(rows, format)
         _check_finite(rows, absmax, format)
     else:
         absmax = additive_quantization.scales(rows, format)
@@ -114,9 +123,10 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
-        codes, absmax = (part.reshape(*shape[:-1], part.shape[-1]) for part in (codes, absmax))
+        by_rows = lambda part: part.reshape(*shape[:-1], part.shape[-1])
+        codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
     scale = absmax if format.scale is None else _quantize(absmax, format.scale)
-    return Packed(codes, scale, format, shape, dtype, offset, vectors)
+    return Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
 
 
 @overload
@@ -142,7 +152,7 @@ def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any:
 def buffers(p: Packed) -> list[Tensor]:
     """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
-    return found + [t for t in (p.offset, p.vectors) if t is not None]
+    return found + [t for t in (p.offset, p.vectors, p.zero) if t is not None]
 
 
 def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
@@ -162,6 +172,8 @@ def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
     bad = ~torch.isfinite(rows.float())
     if not bad.any():
         top = rows.float().abs().max().item()
+        fault = f"{format.name}: a block has values up to {top:g}, and their range is beyond float32"
+        expect(not format.zero, f"{fault}; use another format")
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
     fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"

@@ -16,7 +16,9 @@ from shard.device_mesh import check_axes
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linears of a layer
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
-FormatName = Literal["nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "none"]
+FormatName = Literal[
+    "nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "int4", "int4_zero", "mxfp4", "fp8", "none",
+]  # fmt: skip
 T = TypeVar("T")
 
 

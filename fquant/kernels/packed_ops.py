@@ -60,6 +60,8 @@ def _checked_encode(op: str, rows: Tensor, text: str) -> tuple[Tensor, Format]:
     format = read(text)
     if format.vectors is not None:
         raise ValueError(f"encode got {format.name}, whose vectors have to be learned; use fquant.quantize")
+    if not format.in_absmax:
+        raise ValueError(f"encode got {format.name}, whose table is not in units of the absmax; use fquant.quantize")
     if rows.dtype not in FLOATS or rows.ndim == 0:
         raise TypeError(f"encode got {rows.dtype} {tuple(rows.shape)}; wanted f32, bf16 or f16 with at least one dim")
     return rows, format

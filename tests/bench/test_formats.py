@@ -26,12 +26,14 @@ def found(tmp_path_factory):
 
 def test_every_figure_is_there(found):
     figures, text = found
-    assert COLUMNS == ("nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_2x8+i", "aq_3x8", "aq_3x8+i")
+    scaled = ("int4", "int4_zero", "mxfp4", "fp8")
+    assert COLUMNS == ("nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_2x8+i", "aq_3x8", "aq_3x8+i", *scaled)
     rows = {row["name"]: row["figures"] for row in figures["rows"]}
     assert list(rows) == [f"{kind}: {row}" for kind in formats.WEIGHTS for row in ("bits", "weights", "outputs")]
     assert all(tuple(row) == COLUMNS and min(row.values()) > 0 for row in rows.values())
     assert "weights 128 x 128, 64 inputs, seed 0" in text and all(name in text for name in [*COLUMNS, *rows])
-    bits = {"nf4": 4.5, "fp4": 4.5, "int8": 8 + 32 / 128, "aq_2x8": 2 + (128 * 32 + 2 * 256 * 8 * 32) / 128**2}
+    bits = {"int4_zero": 4 + 64 / 128, "mxfp4": 5.0, "fp8": 8.25}
+    bits |= {"nf4": 4.5, "fp4": 4.5, "int8": 8 + 32 / 128, "aq_2x8": 2 + (128 * 32 + 2 * 256 * 8 * 32) / 128**2}
     assert all(rows[f"{kind}: bits"][name] == size for kind in formats.WEIGHTS for name, size in bits.items())
 
 

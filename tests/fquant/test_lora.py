@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 
 from fquant import lora, random, tree
 from fquant.communication import LOCAL, AfterLoad, Comm, Loadable
-from fquant.format import INT8, NF4, NF4_DQ
+from fquant.format import INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.lazy import Lazy
 from fquant.packed import dequantize, quantize
 from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms
@@ -229,7 +229,7 @@ def test_init_does_not_look_into_closed_subtrees():
 
 
 @pytest.mark.parametrize("options", [dict(), dict(dora=True), dict(rank_stabilised=True)], ids=["lora", "dora", "rs"])
-@pytest.mark.parametrize("format", [NF4, NF4_DQ, INT8], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", [NF4, NF4_DQ, INT8, INT4_ZERO, MXFP4], ids=lambda f: f.name)
 def test_merge_equals_forward(format, options):
     base, x = make_base(format), draw("x", 3, 64)
     adapters = trained(lora.init(base, r"embed|layers\.0\.(q|k)", rank=4, **options))

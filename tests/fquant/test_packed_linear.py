@@ -8,7 +8,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from fquant import jit, lora, random, tree
 from fquant.communication import LookedUpRows
-from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.packed import dequantize, quantize
 from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms, scaling, square_norms
 from tests.helpers.kernels.rounding import assert_product
@@ -26,9 +26,14 @@ FORMATS = {
     "nested twice": replace(NF4, name="scale_twice", scale=replace(DYNAMIC8, name="dynamic8_dq", scale=DYNAMIC8)),
     "aq_2x8": AQ_2X8,
     "aq_3x8 in blocks": replace(AQ_3X8, block=32),
+    "int4_zero": replace(INT4_ZERO, block=32),
+    "int4_zero by rows": replace(INT4_ZERO, block=None, scale=DYNAMIC8),
+    "int4": INT4,
+    "mxfp4": MXFP4,
+    "fp8": FP8,
 }
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-KINDS = ("nf4_dq", "int8", "aq_2x8", "of five buffers")  # of which each has other buffers
+KINDS = ("nf4_dq", "int8", "aq_2x8", "of five buffers", "int4_zero")  # of which each has other buffers
 of_each_kind = pytest.mark.parametrize(
     "format", [pytest.param(f, id=name, marks=[pytest.mark.slow] * (name not in KINDS)) for name, f in FORMATS.items()]
 )
@@ -209,14 +214,21 @@ def test_tokens_are_not_looked_at_in_a_capture():
 
 # --- a packed weight is a constant ------------------------------------------------------------------------------------
 
-BUFFERS = {"scale": NF4, "row scale": INT8, "nested scale": NF4_DQ, "offset": NF4_DQ, "vectors": AQ_2X8}
+BUFFERS = {
+    "scale": NF4,
+    "row scale": INT8,
+    "nested scale": NF4_DQ,
+    "offset": NF4_DQ,
+    "vectors": AQ_2X8,
+    "zero": INT4_ZERO,
+}
 
 
 def with_buffer(p, which, t):
     if "nested" in which:
         return replace(p, scale=replace(p.scale, scale=t))
-    if which == "vectors":
-        return replace(p, vectors=t)
+    if which in ("vectors", "zero"):
+        return replace(p, **{which: t})
     return replace(p, scale=replace(p.scale, offset=t)) if which == "offset" else replace(p, scale=t)
 
 
@@ -224,6 +236,7 @@ def with_buffer(p, which, t):
 def test_derivatives_of_a_scale_raise(which, format):
     p, x = quantize(draw("w", 8, 64), format), draw("x", 3, 64)
     t = {"offset": lambda: p.scale.offset, "nested scale": lambda: p.scale.scale, "vectors": lambda: p.vectors}
+    t |= {"zero": lambda: p.zero}
     t = t.get(which, lambda: p.scale)()
     f = lambda t, x: linear(x, with_buffer(p, which, t)).sum()
     fix = r"train a Lora beside it \(fquant.lora.init, attach\) or dequantize it first"

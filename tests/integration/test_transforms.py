@@ -8,7 +8,7 @@ is in the weight's own float32, there and in the oracle.)
 
 import pytest
 
-from fquant import AQ_3X8, FP4, INT8, NF4, NF4_DQ
+from fquant import AQ_3X8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from tests.helpers.transform_table import TRANSFORMS, VERBS, check_transform
 
 COMPILED = ("linear", "embedding", "attach", "dora", "dropout", "remat", "remat2")  # others meet the same Functions
@@ -30,9 +30,11 @@ ROWS = [
         marks=[] if in_ci(verb, format, transform) else pytest.mark.slow,
     )
     for verb in VERBS
-    for format in (NF4, NF4_DQ, INT8, FP4, AQ_3X8)
+    for format in (NF4, NF4_DQ, INT8, FP4, AQ_3X8, INT4_ZERO)
     for transform in TRANSFORMS
-    if format not in (FP4, AQ_3X8) or verb == "linear" or (format is AQ_3X8 and verb in ("embedding", "dora", "remat2"))
+    if format not in (FP4, AQ_3X8, INT4_ZERO)
+    or verb == "linear"
+    or (format in (AQ_3X8, INT4_ZERO) and verb in ("embedding", "dora", "remat2"))
     # What takes seconds is done in one format.
     if format is NF4_DQ or not (transform == "compile" or verb.startswith("forward_remat")) or verb == "linear"
     if format is NF4_DQ or not (transform.startswith("make_fx") and verb.startswith("forward"))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.func import grad, grad_and_value, vmap
 
 import shard
-from fquant import FP4, INT8, NF4, NF4_DQ, Packed, lora, quantize, random, tree
+from fquant import FP4, INT4_ZERO, INT8, NF4, NF4_DQ, Packed, lora, quantize, random, tree
 from models import decoder
 from models.blocks import IGNORE
 from shard import Rules
@@ -27,7 +27,7 @@ def model(tied, dora=False):
     """Return a model in four formats, and adapters that are not zero; dense weights are float64, for tight bounds."""
     cfg = config(tied)
     base = tree.map(lambda t: 3 * t, decoder.init(cfg, random.key(0), torch.float32))
-    for pattern, format in ((r"q|k|v", NF4_DQ), (r"o", INT8), (r"gate|up", NF4), (r"down", FP4)):
+    for pattern, format in ((r"q|k|v", NF4_DQ), (r"o", INT8), (r"gate", NF4), (r"up", INT4_ZERO), (r"down", FP4)):
         base = tree.map_at(rf"layers\.\d+\.({pattern})", partial(quantize, format=format), base)
     adapters = lora.init(base, r"layers\.\d+\.(q|v|o|down)|embed", rank=3, key=1, dora=dora)
     draw = torch.Generator().manual_seed(3)

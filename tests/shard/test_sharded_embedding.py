@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shard
-from fquant import FP4, INT8, LOCAL, NF4, NF4_DQ, cost, jit, lora, quantize, random, remat, tree
+from fquant import FP4, INT4_ZERO, INT8, LOCAL, NF4, NF4_DQ, cost, jit, lora, quantize, random, remat, tree
 from fquant.communication import Loadable, LookedUpRows, identity
 from fquant.packed_linear import embedding
 from models import decoder
@@ -54,6 +54,7 @@ TABLES = {
     "nf4, short blocks": lambda: quantize(drawn(257, 100), NF4),
     "fp4": lambda: quantize(drawn(200, 64), FP4),
     "int8": lambda: quantize(drawn(200, 64), INT8),
+    "int4_zero": lambda: quantize(drawn(200, 64), replace(INT4_ZERO, block=32)),
     "nf4_dq": lambda: quantize(drawn(256, 128), NF4_DQ),
 }
 WHOLE = ("nf4_dq",)  # gathered: its scales have no rows

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shard
-from fquant import FP4, INT8, NF4, NF4_DQ, lora, quantize, tree
+from fquant import FP4, INT4_ZERO, INT8, NF4, NF4_DQ, lora, quantize, tree
 from fquant.communication import LOCAL, VocabShard
 from shard import Rules, bundle, vocab_parallel
 from tests.helpers import ranks
@@ -29,6 +29,7 @@ BLOCKS = {  # the path of the table, and the block
     "nf4, short blocks": ("head", {"norm": drawn(100), "head": quantize(drawn(257, 100), NF4)}),
     "fp4": ("", quantize(drawn(200, 64), FP4)),
     "int8": ("head", {"norm": drawn(64), "head": quantize(drawn(200, 64), INT8)}),
+    "int4_zero": ("head", {"norm": drawn(64), "head": quantize(drawn(200, 64), replace(INT4_ZERO, block=32))}),
 }
 
 

@@ -53,6 +53,7 @@ class Rows(NamedTuple):
     dtype: torch.dtype
     pitch: int  # scales in a row of the whole array, which number packed scales
     first: int = 0  # the number of the first scale here
+    zero: Tensor | None = None  # [stack rows blocks]: f32
 
     @property
     def per(self) -> int:
@@ -72,7 +73,7 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
 def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     """Return a packed array, not empty, as Rows; a flat one is a single row if blocks straddle rows of its shape."""
     format, shape, _ = spec
-    codes, scale, offset, _ = split(spec, buffers)
+    codes, scale, offset, zero = split(spec, buffers)
     width = shape[-1]
     if format.flat and width % (format.block or math.prod(shape)):
         width = math.prod(shape)
@@ -86,20 +87,24 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
     if offset is not None:
         offset = offset.reshape(num).contiguous()
-    return Rows(words(dense_rows(codes)), dense_rows(absmax), nested, offset, width, format, _rounded_to(spec), blocks)
+    if zero is not None:
+        zero = dense_rows(zero.reshape(num, rows, blocks))
+    rest = nested, offset, width, format, _rounded_to(spec), blocks, 0, zero
+    return Rows(words(dense_rows(codes)), dense_rows(absmax), *rest)
 
 
 def cut(w: Rows, rows: slice, columns: slice | None = None) -> Rows:
     """Return some rows of ``w``, and some of their columns, which begin and end between blocks or with the row."""
     first, width = w.first + rows.start * w.pitch, w.width
-    codes, scale = w.codes[:, rows], w.scale[:, rows]
+    codes, scale, zero = w.codes[:, rows], w.scale[:, rows], None if w.zero is None else w.zero[:, rows]
     if columns is not None:
         width = columns.stop - columns.start
         codes = codes[..., columns.start // w.per : -(-columns.stop // w.per)]
         if block := w.format.block:
             first += columns.start // block
-            scale = scale[..., columns.start // block : -(-columns.stop // block)]
-    return w._replace(codes=codes, scale=scale, width=width, first=first)
+            blocks = slice(columns.start // block, -(-columns.stop // block))
+            scale, zero = scale[..., blocks], None if zero is None else zero[..., blocks]
+    return w._replace(codes=codes, scale=scale, width=width, first=first, zero=zero)
 
 
 def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
@@ -119,8 +124,9 @@ def tensors(w: Rows) -> tuple[Any, ...]:
     """Return the run-time arguments of every kernel: tensors, their strides, the numbers of the scales."""
     absmax, mean, table = w.nested or (None, None, None)
     strides = *w.codes.stride()[:2], *w.scale.stride()[:2], absmax.stride(0) if absmax is not None else 0
+    of_zero = w.zero.stride()[:2] if w.zero is not None else (0, 0)
     values = lookup(w.format, w.codes.device)
-    return w.codes, w.scale, absmax, mean, table, w.offset, values, *strides, w.pitch, w.first
+    return w.codes, w.scale, absmax, mean, table, w.offset, values, w.zero, *strides, *of_zero, w.pitch, w.first
 
 
 def constants(w: Rows) -> tuple[Any, ...]:
@@ -160,14 +166,15 @@ def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
     """Merge rows without gaps between them to one row, and likewise the arrays of a stack."""
     if not w.format.block or w.width % w.format.block:
         return w, out
-    parts = [w.codes, w.scale, out]
+    parts = [w.codes, w.scale, out, *([] if w.zero is None else [w.zero])]
     if all(t.stride(1) == t.shape[2] for t in parts):
         parts = [t.flatten(1)[:, None] for t in parts]
     if w.nested is None and w.offset is None and all(t.is_contiguous() for t in parts):
         parts = [t.view(1, 1, -1) for t in parts]
-    codes, scale, out = parts
+    codes, scale, out, *zero = parts
     pitch = scale.shape[2] if codes is not w.codes else w.pitch
-    return w._replace(codes=codes, scale=scale, width=out.shape[2], pitch=pitch), out
+    zero = zero[0] if zero else None
+    return w._replace(codes=codes, scale=scale, width=out.shape[2], pitch=pitch, zero=zero), out
 
 
 @triton.jit
@@ -218,8 +225,10 @@ def look_up(codes, table, COUNT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def scaled(values, absmax, offset, table):
-    """Scale the values of codes by absmax, and add the offset of a centred array."""
+def scaled(values, absmax, zero, offset, table):
+    """Subtract zero points from the values of codes, scale them by absmax, and add the offset of a centred array."""
+    if zero is not None:
+        values = values - zero
     values = values * absmax
     if table is None:
         values = values * (1 / 127)
@@ -239,8 +248,8 @@ def load(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _decode(
-    codes, scale, nested, mean, nested_table, offset, table,
-    codes_stack, codes_row, scale_stack, scale_row, nested_stack, pitch, first,
+    codes, scale, nested, mean, nested_table, offset, table, zero,
+    codes_stack, codes_row, scale_stack, scale_row, nested_stack, zero_stack, zero_row, pitch, first,
     out, num_rows, rows, width, units, blocks, out_stack, out_row,
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     C: tl.constexpr, NUM: tl.constexpr, EVEN: tl.constexpr,
@@ -261,10 +270,13 @@ def _decode(
             outer = nested + s * nested_stack + (first + r * pitch + block) // NESTED
             absmax = tl.load(nested_table + absmax.to(tl.int32)) * tl.load(outer, mask=block < blocks, other=0)
             absmax += tl.load(mean + s)
+        points = zero  # None, or those of the blocks
+        if zero is not None:
+            points = tl.load(zero + s * zero_stack + r * zero_row + block, mask=block < blocks, other=0)
         values = look_up(unpack(packed, PER, BITS), table, 2 * NUM * C, BITS)
         values = tl.permute(tl.reshape(values, [NUM, C // PER, 2, PER]), (2, 0, 1, 3))
         values = tl.reshape(values, [2 * NUM, C])
-        values = narrow(scaled(values, absmax, offset + s if offset is not None else offset, table), DTYPE)
+        values = narrow(scaled(values, absmax, points, offset + s if offset is not None else offset, table), DTYPE)
         if DTYPE != out.dtype.element_ty:
             values = narrow(widen(values), out.dtype.element_ty)
         at = out + s * out_stack + r * out_row + column

@@ -103,7 +103,8 @@ def _at(w: Rows, i: int) -> Rows:
     at = slice(i, i + 1)
     nested = w.nested and (w.nested[0][at], w.nested[1][at], w.nested[2])
     offset = None if w.offset is None else w.offset[at]
-    return w._replace(codes=w.codes[at], scale=w.scale[at], nested=nested, offset=offset)
+    zero = None if w.zero is None else w.zero[at]
+    return w._replace(codes=w.codes[at], scale=w.scale[at], nested=nested, offset=offset, zero=zero)
 
 
 def _by_columns(g: Tensor, w: Rows, spec: Spec, y: Tensor, size: int) -> None:
@@ -167,9 +168,17 @@ def _dot(a, b, acc):
 
 
 @triton.jit
+def _beside(t, SCALES: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
+    """Return numbers [16 SCALES] of blocks with the dims of the values of their codes."""
+    if SHARE > 1:
+        t = tl.reshape(tl.broadcast_to(t[:, :, None], [16, SCALES, SHARE]), [16, PARTS])
+    return tl.permute(tl.reshape(t, [2, 8, PARTS, EACH]), (0, 2, 1, 3))[:, :, :, :, None]
+
+
+@triton.jit
 def _few(
-    codes, scale, nested, mean, nested_table, offset, table,
-    codes_stack, codes_row, scale_stack, scale_row, nested_stack, pitch, first,
+    codes, scale, nested, mean, nested_table, offset, table, zero,
+    codes_stack, codes_row, scale_stack, scale_row, nested_stack, zero_stack, zero_row, pitch, first,
     x, y, m, rows, width, units, scale_units, x_stack, x_row,
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     SCALES: tl.constexpr, SCALES_PER: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
@@ -184,6 +193,8 @@ def _few(
     n = tl.program_id(0) % tl.cdiv(rows, 16) * 16
     row = tl.minimum(n + tl.arange(0, 16)[:, None], rows - 1).to(tl.int64)
     scale += s * scale_stack + row * scale_row
+    if zero is not None:
+        zero += s * zero_stack + row * zero_row
     unit, number = tl.arange(0, SCALES // SCALES_PER)[None, :], tl.arange(0, SCALES)[None, :]
     line = tl.arange(0, 16 * PARTS)[:, None]  # (half of the rows, part, row of the half)
     row_of_line = tl.minimum(n + line // (8 * PARTS) * 8 + line % 8, rows - 1).to(tl.int64)
@@ -204,13 +215,14 @@ def _few(
             outer = load(nested + s * nested_stack + index // NESTED, b + number < pitch, EVEN)
             absmax = look_up(unpack(absmax, SCALES_PER, 8), nested_table, 16 * SCALES, 8)
             absmax = tl.reshape(absmax, [16, SCALES]) * outer + tl.load(mean + s)
-        if SHARE > 1:
-            absmax = tl.reshape(tl.broadcast_to(absmax[:, :, None], [16, SCALES, SHARE]), [16, PARTS])
-        absmax = tl.permute(tl.reshape(absmax, [2, 8, PARTS, EACH]), (0, 2, 1, 3))
+        absmax = _beside(absmax, SCALES, SHARE, PARTS, EACH)
+        points = zero  # None, or those of the blocks
+        if zero is not None:
+            points = _beside(load(zero + (b + number), b + number < pitch, EVEN), SCALES, SHARE, PARTS, EACH)
         values = look_up(unpack(packed, PER, BITS), table, 16 * STEP, BITS)
         values = tl.reshape(values, [2, PARTS, 8, EACH, C // EACH])
         offset_s = offset + s if offset is not None else offset
-        w = narrow(scaled(values, absmax[:, :, :, :, None], offset_s, table), DTYPE)
+        w = narrow(scaled(values, absmax, points, offset_s, table), DTYPE)
         if DTYPE != x.dtype.element_ty:
             w = narrow(widen(w), x.dtype.element_ty)
         # Column 2j + e of thread q's 16 bytes is in the operand column 8j + 2q + e.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fquant import dequantize, quantize, tree
-from fquant.format import BLOCKS, INT8, NF4
+from fquant.format import BLOCKS, INT4_ZERO, INT8, NF4
 from fquant.kernels import packed_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
@@ -247,16 +247,21 @@ def test_values_are_rounded_as_torch_rounds(dtype, out):
 
 @pytest.mark.parametrize("block, width", [(32, 128), (64, 128), (64, 192), (128, 384), (256, 8192 + 128)])
 @named("dtype", FLOATS)
-def test_any_scale_beside_any_code(dtype, block, width):
-    """Scales of any bits, in blocks that are decoded by whole vectors."""
-    spec = Spec(replace(NF4, block=block), (48, width), dtype)
-    codes, scale = draw(spec)
+@named("format", [NF4, INT4_ZERO])
+def test_any_scale_beside_any_code(format, dtype, block, width):
+    """Scales and zero points of any bits, in blocks that are decoded by whole vectors."""
+    spec = Spec(replace(format, block=block), (48, width), dtype)
+    codes, scale, *zero = draw(spec)
     scale = any_bits(scale.shape)
     for out in FLOATS:
-        assert_decoded([codes, scale], spec, out)
+        assert_decoded([codes, scale, *zero], spec, out)
+        assert_decoded([codes, scale.abs().clamp(1e-30, 1e30), *(any_bits(z.shape).flip(0) for z in zero)], spec, out)
     scale[::2] = scale[::2].abs().clamp(1e-30, 1e30)  # so that some vectors are plain and others not
     scale[1::3, ::2] = 1.0
-    assert_decoded([codes, scale], spec, torch.bfloat16)
+    assert_decoded([codes, scale, *zero], spec, torch.bfloat16)
+    for least in (1e-40, 1e-30, 1e-12, 2**-10, 2**-9):  # differences from 0 that are tiny
+        small = [torch.where(torch.arange(z.shape[1]) % 2 == 0, least * z.sign(), z) for z in zero]
+        assert_decoded([codes, scale.abs().clamp(1e-33, 1e-20), *small], spec, torch.bfloat16)
 
 
 # --- both ways, and the whole of it -----------------------------------------------------------------------------------

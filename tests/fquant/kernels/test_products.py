@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fquant import dequantize, kernels, quantize, tree
-from fquant.format import BLOCKS, FP4, INT8, NF4, NF4_DQ
+from fquant.format import BLOCKS, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import cpu, packed_ops, reference
 from fquant.kernels.cpu import codec, library
 from fquant.kernels.spec import Spec
@@ -77,7 +77,7 @@ def test_product(format, dtype, op):
 
 @each_op
 @named("block", BLOCKS)
-@named("format", [NF4_DQ, replace(INT8, name="int8_blocks")])
+@named("format", [NF4_DQ, replace(INT8, name="int8_blocks"), INT4_ZERO])
 def test_product_of_blocks(format, block, op):
     """Widths of whole vectors of codes, but not always of whole blocks."""
     for shape in [(19, 128), (35, 384), (18, 4224)]:
@@ -147,6 +147,22 @@ def test_product_of_any_shape(op, format, block, own, dtype, rows, out, width, t
             if tile is not None:
                 tiled(patch, tile)
             check(product(op, x, buffers, spec), isa)
+
+
+@pytest.mark.parametrize("block", [64, 128, None], ids=str)
+@each_op
+def test_each_block_has_its_own_zero_point(op, block):
+    """In the fastest kind of product, each element of a weight with a table of integers is picked out."""
+    spec = Spec(replace(INT4_ZERO, block=block), (21, 384), torch.bfloat16)
+    buffers = draw(spec)
+    assert buffers[-1].unique().numel() > 8
+    w = weight(op, buffers, spec, torch.bfloat16)
+    for size in (1, 3, 64):
+        for start in range(0, len(w), size):
+            x = torch.eye(len(w), dtype=torch.bfloat16)[start : start + size]
+            for isa in ISAS:
+                with forced(isa):
+                    assert torch.equal(product(op, x, buffers, spec), w[start : start + size]), (isa, start)
 
 
 PLACES = {

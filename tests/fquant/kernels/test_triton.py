@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fquant import linear, tree
-from fquant.format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.format import BLOCKS, DYNAMIC8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import dispatch, packed_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS, quantize
@@ -367,13 +367,15 @@ def test_compiled_for_a_gpu(compiled):
     spec = Spec(NF4_DQ, (64, 4096), torch.bfloat16)
     for format in (NF4, INT8, DYNAMIC8):
         triton.encode(x, format)
-    for some in (spec, spec._replace(format=replace(INT8, center=True)), spec._replace(shape=(7, 99))):
+    zero = spec._replace(format=INT4_ZERO)
+    for some in (spec, spec._replace(format=replace(INT8, center=True)), spec._replace(shape=(7, 99)), zero):
         triton.decode(draw(some), some, torch.bfloat16)
     key = torch.arange(3)
     triton.fold(key, key), triton.bits(key, (4096,)), triton.bernoulli(key, 2**31, (4096,))
+    triton.matmul(x, draw(zero), zero)
     triton.matmul(x, draw(spec), spec)
     names = [kernel.name for kernel in compiled]
-    assert names == ["_encode"] * 3 + ["_decode"] * 3 + ["_fold"] + ["_draw"] * 2 + ["_few"]
+    assert names == ["_encode"] * 3 + ["_decode"] * 4 + ["_fold"] + ["_draw"] * 2 + ["_few"] * 2
     for kernel in compiled:
         ptx = kernel.asm["ptx"]
         assert not re.search(r"\bfma\.|\.ftz|\.approx|div\.full|\.local", ptx), kernel.name

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fquant import INT8, NF4, NF4_DQ, quantize, tree
+from fquant import INT4_ZERO, INT8, NF4, NF4_DQ, quantize, tree
 from shard import bundle
 
 DTYPES = (
@@ -31,6 +31,7 @@ def zoo():
         "dq": quantize(w, NF4_DQ),
         "int8": quantize(w.half(), INT8),
         "short": quantize(w[:, :70], NF4),
+        "zero": quantize(w, INT4_ZERO),
         "last": torch.empty(0, dtype=torch.float8_e4m3fn),
     }
 

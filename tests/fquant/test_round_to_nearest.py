@@ -1,0 +1,189 @@
+"""Tests of fquant.round_to_nearest: codes, scales and zero points equal torchao's, and errors are bounded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+from torchao.quantization.quant_primitives import (
+    MappingType,
+    _choose_scale_float8,
+    _quantize_affine_float8,
+    choose_qparams_affine,
+    dequantize_affine,
+    quantize_affine,
+)
+
+from fquant import dequantize, quantize, tree
+from fquant.format import E2M1, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4
+from fquant.packed import FLOATS
+from tests.helpers.arrays import named, rng
+from tests.helpers.formats import alike
+
+INT8_ZERO = replace(INT4_ZERO, name="int8_zero", bits=8, table=tuple(map(float, range(256))))
+SIGNED8 = replace(INT8_ZERO, name="signed8", table=tuple(map(float, range(-128, 128))), zero=False)
+SIGNED_ZERO = replace(INT4_ZERO, name="signed_zero", table=INT4.table)
+ALL = [INT4, INT4_ZERO, INT8_ZERO, SIGNED8, SIGNED_ZERO, MXFP4, FP8]
+
+
+def weight(*shape, dtype=torch.float32):
+    """Draw rows of many magnitudes and means, with a row of zeros, a positive and a negative one, and ties."""
+    w = torch.randn(shape, generator=rng(0)) * torch.randn(*shape[:-1], 1, generator=rng(1)).mul(2).exp()
+    w = w + torch.randn(*shape[:-1], 1, generator=rng(2))
+    w[..., 1, :], w[..., 2, :], w[..., 3, :] = 0.0, w[..., 2, :].abs() + 1, -w[..., 3, :].abs() - 1
+    w[..., 4, :] = (torch.arange(shape[-1]) % 29 - 14) * 0.5
+    w[..., 4, ::16] = 7.5
+    return w.to(dtype)
+
+
+def codes_of(p):
+    """Return the codes u8[... in], one a byte."""
+    if p.format.bits == 8:
+        return p.codes
+    return torch.stack([p.codes >> 4, p.codes & 15], -1).flatten(-2)[..., : p.shape[-1]]
+
+
+# --- torchao ----------------------------------------------------------------------------------------------------------
+
+
+@named("dtype", FLOATS)
+@named("block", [32, 128, None])
+@named("format", [INT4_ZERO, INT8_ZERO, SIGNED_ZERO, INT4, SIGNED8])
+def test_integers_equal_torchao(format, block, dtype):
+    w = weight(9, 512, dtype=dtype).float()  # torchao computes in the dtype of w
+    p = quantize(w.to(dtype), replace(format, block=block))
+    low, high = int(format.table[0]), int(format.table[-1])
+    if not format.zero:
+        low = -high  # so that the scale is absmax / high
+    kind, of = (MappingType.ASYMMETRIC if format.zero else MappingType.SYMMETRIC), (1, block or 512)
+    scale, zero = choose_qparams_affine(
+        w, kind, of, torch.int32, low, high, eps=2.0**-126, zero_point_dtype=torch.int32
+    )
+    codes = quantize_affine(w, of, scale, zero, torch.int32, low, high)
+    assert isinstance(p.scale, torch.Tensor)
+    scale, zero = scale.view(p.scale.shape), zero.view(p.scale.shape).float()
+    rows = [0, *range(2, 9)]  # torchao's scale of zeros is eps
+    assert alike(p.scale[rows], scale[rows]) and (p.zero is None or alike(p.zero[rows], zero[rows]))
+    assert torch.equal(codes_of(p).int()[rows], (codes - int(format.table[0]))[rows])
+    assert not dequantize(p)[1].any() and not p.scale[1].any()
+    values = dequantize_affine(codes, of, scale, zero, torch.int32, low, high)
+    assert alike(dequantize(p)[rows], values[rows].to(dtype))
+
+
+@named("dtype", FLOATS[:2])
+def test_mxfp4_equals_torchao(dtype):
+    w = weight(9, 512, dtype=dtype)
+    p = quantize(w, MXFP4)
+    assert isinstance(p.scale, torch.Tensor)
+    scale, data = to_mx(w, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
+    data = data.view(torch.uint8)
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(-2)
+    rows = [0, *range(2, 9)]  # a block of zeros has the least scale there, 2^-127
+    assert alike(p.scale[rows], scale.float()[rows])
+    assert torch.equal(codes_of(p)[rows], codes[rows]) and not dequantize(p)[1].any()
+
+
+@named("dtype", FLOATS)
+def test_fp8_equals_torchao(dtype):
+    w = weight(9, 512, dtype=dtype)
+    p = quantize(w, FP8)
+    scale = _choose_scale_float8(w.float(), (1, 128))
+    assert isinstance(p.scale, torch.Tensor) and alike(p.scale[2:], scale[2:])
+    codes = _quantize_affine_float8(w.float(), scale).view(torch.uint8)
+    near = (codes_of(p).int() - codes.int())[[0, *range(2, 9)]].abs()  # torchao divides: another side of a tie, rarely
+    assert near.max() <= 1 and (near > 0).float().mean() < 1e-3
+    assert not dequantize(p)[1].any() and not codes_of(p)[1].any()
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@named("width", [512, 129, 1])
+@named("dtype", FLOATS)
+@named("format", ALL)
+def test_the_error_is_bounded(format, dtype, width):
+    """Half a step of the table at the value, except that MXFP4's power of two cuts values in (6, 8) off to 6."""
+    w = weight(3, 7, width, dtype=dtype)
+    p = quantize(w, format)
+    scale = p.scale.repeat_interleave(format.block, -1)[..., :width].double()
+    error = (dequantize(replace(p, dtype=torch.float32)).double() - w.double()).abs()
+    size = w.double().abs() / scale.where(scale > 0, 1.0)
+    if format == MXFP4:
+        half = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, torch.where(size <= 6, 1.0, 2.0)))
+    elif format == FP8:
+        half = (size / 16).clamp(min=2.0**-10)
+    else:
+        half = torch.full_like(size, 0.5)
+    assert (
+        error <= (half + size * 4e-7) * scale + 1e-37
+    ).all()  # float32 rounds x / scale, the difference, the product
+    assert p.shape == w.shape and p.scale.shape == (p.scale if p.zero is None else p.zero).shape
+    for t in tree.leaves(p):
+        assert t.isfinite().all()
+
+
+@named("format", ALL)
+def test_extreme_blocks(format):
+    """Values near float32's limits, denormal, and of one sign only."""
+    rows = [3e38, -3e38, 1e-38, 1e-45, -5e-40, 0.0, -0.0, 65504.0]
+    w = torch.tensor(rows)[:, None].expand(-1, 256)
+    back = dequantize(quantize(w, format))
+    assert torch.allclose(back, w, rtol=0.26, atol=2e-37) and back.isfinite().all()
+    assert torch.equal(back[5:7], torch.zeros(2, 256))
+
+
+@named("format", ALL)
+def test_stacks_meta_and_chunks(format, monkeypatch):
+    w = weight(2, 6, 200)
+    whole = quantize(w, format)
+    monkeypatch.setattr("fquant.round_to_nearest.CHUNK", 300)
+    assert all(map(alike, tree.leaves(quantize(w, format)), tree.leaves(whole)))
+    each = [quantize(x, format) for x in w]
+    stacked = tree.map(lambda *t: torch.stack(t), *each)
+    assert all(map(alike, tree.leaves(stacked), tree.leaves(whole)))
+    assert alike(dequantize(stacked), dequantize(whole)) and alike(torch.vmap(dequantize)(stacked), dequantize(whole))
+    meta = quantize(w.to("meta"), format)
+    assert tree.structure(meta) == tree.structure(whole)
+    assert all(a.is_meta and a.shape == b.shape and a.dtype == b.dtype
+               for a, b in zip(tree.leaves(meta), tree.leaves(whole), strict=True))  # fmt: skip
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "zero points beside quantiles": replace(NF4, name="nf4_zero", zero=True),
+    "thirds": replace(NF4, name="thirds", table=tuple(i / 3 for i in range(-8, 8))),
+    "no negative integers": replace(INT4, name="unsigned", table=INT4_ZERO.table),
+    "halves of integers": replace(INT4, name="halves", table=tuple(i + 0.5 for i in range(-8, 8))),
+    "E2M1 in another order": replace(MXFP4, name="e2m1", table=tuple(sorted(E2M1))),
+}
+
+
+@pytest.mark.parametrize("format", REFUSED.values(), ids=REFUSED)
+def test_refused(format):
+    with pytest.raises(ValueError, match=f"^quantize to {format.name} is not supported: "):
+        quantize(torch.ones(2, 64), format)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@named("format", ALL)
+def test_values_that_are_not_finite(format, bad):
+    w = weight(6, 200)
+    w[5, 150] = bad
+    with pytest.raises(
+        ValueError, match="^1 of 1200 values are NaN or infinite, the first at row 5, column 150; a quan"
+    ):
+        quantize(w, format)
+
+
+def test_a_range_beyond_float32():
+    w = torch.tensor([[3e38, -3e38]])
+    with pytest.raises(
+        ValueError, match="^int4_zero: a block has values up to 3e.38, and their range is beyond float32"
+    ):
+        quantize(w, INT4_ZERO)
+    assert torch.allclose(dequantize(quantize(w, INT4)), w)
+
+
+def test_kinds_that_have_kernels_are_not_concerned():
+    assert NF4.in_absmax and INT8.in_absmax and not any(format.in_absmax for format in ALL)
