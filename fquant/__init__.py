@@ -5,11 +5,12 @@ from .activation_checkpoint import remat
 from .communication import LOCAL, Comm
 from .compile.cost import cost
 from .compile.jit import jit
-from .format import AQ_2X8, AQ_3X8, FP4, INT8, NF4, NF4_DQ, Format
+from .format import AQ_2X8, AQ_3X8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ, Format
 from .packed import Packed, dequantize, quantize
 from .packed_linear import embedding, linear
 
 __all__ = [
-    "AQ_2X8", "AQ_3X8", "FP4", "INT8", "LOCAL", "NF4", "NF4_DQ", "Comm", "Format", "Packed", "cost", "dequantize",
-    "embedding", "func", "jit", "linear", "lora", "optim", "quantize", "random", "remat", "tree", "vq",
+    "AQ_2X8", "AQ_3X8", "FP4", "FP8", "INT4", "INT4_ZERO", "INT8", "LOCAL", "MXFP4", "NF4", "NF4_DQ", "Comm", "Format",
+    "Packed", "cost", "dequantize", "embedding", "func", "jit", "linear", "lora", "optim", "quantize", "random",
+    "remat", "tree", "vq",
 ]  # fmt: skip

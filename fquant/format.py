@@ -6,12 +6,14 @@ a format whose ``scale`` is another format.
 Sources: NF4 and double quantisation, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit
 optimizers via block-wise quantization); INT8, the weight half of LLM.int8(), Dettmers et al. 2022. Tables equal those
 of bitsandbytes bit for bit. Sums of learned vectors: Babenko & Lempitsky 2014; of weights, Egiazarian et al. 2024
-(AQLM).
+(AQLM). Integers with a zero point: Jacob et al. 2018 (integer-arithmetic-only inference); GPTQ and AWQ store such.
+MXFP4 and the E2M1 values: OCP Microscaling Formats v1.0, 2023. FP8's E4M3: Micikevicius et al. 2022.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -21,7 +23,7 @@ import torch
 from .tree import at, expect, value
 
 CODES = 256  # vectors in a stage: the code of a vector is a byte
-BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # renamed formats: the name in older files -> the name now
 _NAMES: dict[str, Format] = {}  # the formats of this file; their text is short
 
@@ -48,10 +50,12 @@ class Format:
         bits     4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
         block    elements along a row that share one scale; None: the whole row
         table    the value of every code, in units of the scale; None: int8 in units of scale / 127, or vectors
+                 The codes that are no number have NaN.
         scale    the format of the scales; None: float32
         flat     blocks run over the flattened array and may straddle rows
         center   the mean is subtracted before quantising and kept as ``Packed.offset``
         vectors  the sizes of the vectors that are learned and kept as ``Packed.vectors``; None: there are none
+        zero     a block has a zero point, kept as ``Packed.zero``, which is subtracted from the table's values
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
         plain    this format with its scales in float32
 
@@ -66,6 +70,7 @@ class Format:
     flat: bool = False
     center: bool = False
     vectors: Vectors | None = None
+    zero: bool = False
     text: ClassVar[str]
     plain: ClassVar[Format]
 
@@ -75,11 +80,17 @@ class Format:
         with at(self.name):
             expect(bits in (4, 8), f"bits is {bits}; wanted 4 or 8")
             expect(block is None or block in BLOCKS, f"block is {block}; wanted one of {blocks}")
-            expect(block is not None or bits == 8, f"a 4-bit format needs a block; use one of {blocks}")
             if table is None:
                 expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
             else:
                 expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
+                # One NaN for all, because tuples compare it by identity.
+                object.__setattr__(self, "table", tuple(math.nan if x != x else x for x in table))
+            expect(isinstance(self.zero, bool), f"zero is {self.zero!r}; wanted True or False")
+            if self.zero:
+                expect(table is not None, "a zero point needs a table; use the integers 0 to 15, or 0 to 255")
+            for name in ("flat", "center", "vectors") if self.zero else ():
+                expect(not getattr(self, name), f"a zero point does not combine with {name}; leave one out")
             for name in ("table", "scale", "flat", "center") if self.vectors else ():
                 expect(not getattr(self, name), f"learned vectors do not combine with {name}; leave it out")
             if self.vectors and block:
@@ -101,8 +112,13 @@ def _spell(format: Format) -> str:
     lost_block = known is not None and format.block is None and known.block is not None  # short text has no "none"
     rest = lambda x: [getattr(x, f.name) for f in fields(x) if f.name != "block"]
     if known is None or lost_block or rest(known) != rest(format):
-        return json.dumps(asdict(format), separators=(",", ":"))
+        return json.dumps(_to_dict(format), separators=(",", ":"))
     return format.name if known.block == format.block else f"{format.name}:{format.block}"
+
+
+def _to_dict(format: Format) -> dict[str, Any]:
+    parts = asdict(format) | {"scale": format.scale and _to_dict(format.scale)}
+    return parts if format.zero else {name: part for name, part in parts.items() if name != "zero"}  # as older files
 
 
 def _dynamic_map() -> tuple[float, ...]:
@@ -125,6 +141,17 @@ _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0
 _FP4_MAGNITUDE = tuple(x / 12 for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 _FP4 = _FP4_MAGNITUDE + tuple(0.0 - x for x in _FP4_MAGNITUDE)
 
+# Sign, two exponent bits with bias 1, one mantissa bit: the values of four bits in MXFP4 and NVFP4, in their order.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def _e4m3() -> tuple[float, ...]:
+    """Return the value of each byte of torch.float8_e4m3fn; 0x7f and 0xff are NaN."""
+    return tuple(torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).double().tolist())
+
+
+E4M3 = _e4m3()
+
 DYNAMIC8 = Format("dynamic8", bits=8, block=256, table=_dynamic_map(), flat=True, center=True)
 NF4 = Format("nf4", bits=4, block=64, table=_NF4)
 NF4_DQ = replace(NF4, name="nf4_dq", scale=DYNAMIC8)
@@ -132,8 +159,13 @@ FP4 = Format("fp4", bits=4, block=64, table=_FP4)
 INT8 = Format("int8", bits=8, block=None)
 AQ_2X8 = Format("aq_2x8", bits=8, block=None, vectors=Vectors(dim=8, stages=2))
 AQ_3X8 = Format("aq_3x8", bits=8, block=None, vectors=Vectors(dim=8, stages=3))
+INT4 = Format("int4", bits=4, block=128, table=tuple(map(float, range(-8, 8))))
+INT4_ZERO = Format("int4_zero", bits=4, block=128, table=tuple(map(float, range(16))), zero=True)
+MXFP4 = Format("mxfp4", bits=4, block=32, table=E2M1)
+FP8 = Format("fp8", bits=8, block=128, table=E4M3)
 
-FORMATS = {format.name: format for format in (NF4, NF4_DQ, FP4, INT8, AQ_2X8, AQ_3X8)}
+_KNOWN = (NF4, NF4_DQ, FP4, INT8, AQ_2X8, AQ_3X8, INT4, INT4_ZERO, MXFP4, FP8)
+FORMATS = {format.name: format for format in _KNOWN}
 
 _NAMES.update(FORMATS, dynamic8=DYNAMIC8)
 for _format in _NAMES.values():

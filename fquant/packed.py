@@ -16,6 +16,8 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 * In a *flat* format blocks run over the flattened array instead: ``scale`` is f32[blocks], and 4-bit ``codes`` are
   u8[bytes]. Nested scales are flat, as are imported weights whose blocks straddle rows.
 * ``offset`` f32[] exists only in a centred format, and is added after decoding.
+* ``zero`` exists only in a format with zero points: f32[out, blocks], one value a block, in units of the scale, integer
+  or not. A value is ``(table[code] - zero) * scale`` in float32, rounded once to ``dtype``.
 * ``shape`` and ``dtype`` are those of the array that was quantised. Buffers may have further dims in front, the same
   for each (a stack of weights); ``shape`` does not count them.
 """
@@ -49,6 +51,7 @@ class Packed:
     dtype: torch.dtype = static()
     offset: Tensor | None = None
     vectors: Tensor | None = None
+    zero: Tensor | None = None
 
     # Errors of code that takes a Packed for a tensor name the function to call instead.
     def __matmul__(self, other: Any) -> NoReturn:
@@ -142,7 +145,7 @@ def dequantize(p: Any, dtype: torch.dtype | None = None) -> Any:
 def buffers(p: Packed) -> list[Tensor]:
     """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
-    return found + [t for t in (p.offset, p.vectors) if t is not None]
+    return found + [t for t in (p.offset, p.vectors, p.zero) if t is not None]
 
 
 def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:

@@ -102,7 +102,9 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
                 raise ValueError(f"{w.format.name}'s blocks straddle rows, so no row can be read; dequantize it first")
             absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
             flat, shape = tokens.reshape(tokens.numel()), (tokens.numel(), w.shape[1])
-            rows = replace(w, codes=w.codes[flat], scale=absmax[flat], format=w.format.plain, shape=shape)
+            zero = None if w.zero is None else w.zero[flat]
+            plain = w.format.plain
+            rows = replace(w, codes=w.codes[flat], scale=absmax[flat], zero=zero, format=plain, shape=shape)
             return dequantize(rows).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)

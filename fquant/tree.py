@@ -39,6 +39,9 @@ FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the f
     ("fquant.Projections", "enter"): "project_in", ("fquant.Projections", "leave"): "project_out",
     ("fquant.ShardedStats", "own"): "local", ("fquant.ShardedStats", "at"): "drawn",
 }  # fmt: skip
+LATER_FIELDS: dict[tuple[str, str], Any] = {  # fields that older files lack: the class and field -> the value then
+    ("fquant.Format", "zero"): False, ("fquant.Packed", "zero"): None,
+}  # fmt: skip
 
 
 def static(**options: Any) -> Any:

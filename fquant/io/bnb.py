@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ, Format, num_blocks
+from ..format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ, Format, num_blocks
 from ..packed import FLOATS, Packed
 from ..tree import at, expect
 from .tree_json import Rule, check_keys, check_values, one_of, parse
@@ -77,7 +77,9 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
         kinds = [kind for kind, known in _PLAIN.items() if format.table == known.table]
         fault = f"bitsandbytes has no {format.name}; wanted nf4 or fp4, with scales in f32 or dynamic8"
         expect(kinds and format.scale in (None, DYNAMIC8), fault)
-        assert format.block is not None  # 4-bit formats have one
+        fault = f"bitsandbytes has no block {format.block}; wanted one of {', '.join(map(str, BLOCKS[1:]))}"
+        expect(format.block in BLOCKS[1:], fault)
+        assert format.block is not None
         fault = f"width {shape[-1]} is not a multiple of the block {format.block}, and bitsandbytes has no short block"
         fix = "dequantize it and quantize it with replace(format, flat=True)"
         expect(format.flat or shape[-1] % format.block == 0, f"{fault} at the end of a row; {fix}")

@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
-    """Return the buffers of ``spec``, with names that begin with ``name``: codes, scale(s), vectors, offset."""
+    """Return the buffers of ``spec``, with names that begin with ``name``: codes, scale(s), vectors, offset or zero."""
     format, shape, _ = spec
     if not format.flat:
         shape = *shape[:-1], num_bytes(format, shape[-1])
@@ -48,6 +48,8 @@ def layout(spec: Spec, name: str = "") -> tuple[Leaf, ...]:
         leaves += layout(nested, f"{name}scale.")
     if format.vectors is not None:
         leaves += (Leaf(f"{name}vectors", (CODES * format.vectors.stages * format.vectors.dim,), torch.float32),)
+    if format.zero:
+        leaves += (Leaf(f"{name}zero", nested.shape, torch.float32),)
     return leaves + ((Leaf(f"{name}offset", (), torch.float32),) if format.center else ())
 
 
@@ -64,12 +66,21 @@ def scales(spec: Spec) -> Spec:
     return Spec(format.scale or format, blocks, torch.float32)
 
 
-def split(spec: Spec, buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
-    """Return ``buffers`` as codes, the scale (one tensor, or the buffers of a packed one), the offset, the vectors."""
+class Parts(NamedTuple):
+    """The buffers of a packed array by name; the scale is one tensor, or the buffers of a packed one."""
+
+    codes: Tensor
+    scale: list[Tensor]
+    offset: Tensor | None
+    zero: Tensor | None
+
+
+def split(spec: Spec, buffers: Sequence[Tensor]) -> Parts:
+    """Return ``buffers``, of a format without learned vectors, by name."""
     codes, *rest = buffers
     offset = rest.pop() if spec.format.center else None
-    vectors = rest.pop() if spec.format.vectors is not None else None
-    return codes, rest, offset, vectors
+    zero = rest.pop() if spec.format.zero else None
+    return Parts(codes, rest, offset, zero)
 
 
 def stack(spec: Spec, buffers: Sequence[Tensor]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32
 
 from fquant import tree
 from fquant.format import (
@@ -14,16 +15,21 @@ from fquant.format import (
     DYNAMIC8,
     FORMATS,
     FP4,
+    FP8,
+    INT4,
+    INT4_ZERO,
     INT8,
+    MXFP4,
     NF4,
     NF4_DQ,
     Format,
+    Vectors,
     num_blocks,
     num_bytes,
     parse,
     read,
 )
-from tests.helpers.formats import KINDS
+from tests.helpers.formats import KINDS, alike
 
 TABLES = {
     "nf4": (NF4, bnb.get_4bit_type("nf4", device="cpu")),
@@ -47,12 +53,19 @@ def test_a_format_is_a_value():
 
 REFUSED = {
     "bits": (dict(bits=5), r"mine: bits is 5; wanted 4 or 8"),
-    "block": (dict(block=48), r"mine: block is 48; wanted one of 32, 64, 128, 256, 512, 1024, 2048, 4096"),
+    "block": (dict(block=48), r"mine: block is 48; wanted one of 16, 32, 64, 128, 256, 512, 1024, 2048, 4096"),
     "block of zero": (dict(block=0), r"mine: block is 0; wanted one of"),
-    "4 bits without a block": (dict(block=None), r"mine: a 4-bit format needs a block; use one of 32"),
     "table too short": (dict(table=(0.0, 1.0)), r"mine: the table has 2 values; 4 bits need 16"),
     "table of other bits": (dict(bits=8), r"mine: the table has 16 values; 8 bits need 256"),
     "4 bits without a table": (dict(table=None), r"mine: codes without a table are int8, so bits is 8 and not 4"),
+    "zero of a flat format": (dict(zero=True, flat=True), "mine: a zero point does not combine with flat; leave one"),
+    "zero and a mean": (dict(zero=True, center=True), "mine: a zero point does not combine with center; leave one out"),
+    "zero of integers": (dict(bits=8, table=None, zero=True), "mine: a zero point needs a table; use the integers"),
+    "zero of vectors": (
+        dict(bits=8, block=None, table=None, vectors=Vectors(8, 2), zero=True),
+        "mine: a zero point needs a table",
+    ),
+    "zero of another kind": (dict(zero=1), "mine: zero is 1; wanted True or False"),
 }
 
 
@@ -69,12 +82,30 @@ def test_parse():
             assert parse(name, block) == replace(format, block=block)
     with pytest.raises(ValueError, match="format 'nf5' is unknown; wanted one of nf4, nf4_dq, fp4, int8"):
         parse("nf5")
-    with pytest.raises(ValueError, match="nf4: block is 100; wanted one of 32"):
+    with pytest.raises(ValueError, match="nf4: block is 100; wanted one of 16"):
         parse("nf4", 100)
+
+
+def test_tables_of_bits_are_those_of_their_libraries():
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert alike(torch.tensor(FP8.table), e4m3) and FP8.table[0x7F] != FP8.table[0x7F]
+    assert alike(torch.tensor(MXFP4.table), f4_unpacked_to_f32(torch.arange(16, dtype=torch.uint8)))
+    assert INT4.table == tuple(range(-8, 8)) and INT4_ZERO.table == tuple(range(16)) and INT4_ZERO.zero
+
+
+def test_text_of_formats_without_zero_points_is_that_of_older_files():
+    for format in FORMATS.values():
+        text = replace(format, name="mine").text
+        assert ('"zero":true' in text) == format.zero and '"zero":false' not in text and read(text).text == text
+        assert read(text) == replace(format, name="mine"), "codes that are no number are equal, too"
 
 
 TEXTS = {
     "nf4": NF4,
+    "int4": INT4,
+    "int4_zero:32": replace(INT4_ZERO, block=32),
+    "mxfp4:16": replace(MXFP4, block=16),
+    "fp8": FP8,
     "nf4_dq": NF4_DQ,
     "fp4": FP4,
     "int8": INT8,
@@ -92,6 +123,7 @@ def test_text_of_a_known_format(text, format):
 
 LONG = {format.name: format for format in KINDS if format.text.startswith("{")} | {
     "no block": replace(DYNAMIC8, block=None),  # as text, a block cannot be none
+    "4 bits without a block": replace(INT4_ZERO, block=None),
     "thirds": replace(NF4, name="thirds", table=tuple(i / 3 for i in range(-8, 8))),
     "other name": replace(NF4, name="mine"),
     "same name": replace(FP4, name="nf4"),
@@ -148,7 +180,7 @@ def test_text_of_no_format(text):
 
 
 def test_text_of_an_impossible_format():
-    with pytest.raises(ValueError, match="nf4: block is 48; wanted one of 32"):
+    with pytest.raises(ValueError, match="nf4: block is 48; wanted one of 16"):
         read("nf4:48")
     with pytest.raises(ValueError, match="mine: bits is 5; wanted 4 or 8"):
         read(replace(NF4, name="mine").text.replace('"bits":4', '"bits":5'))
@@ -163,6 +195,7 @@ COUNTS = [  # format, width, blocks, bytes
     (DYNAMIC8, 300, 2, 300),
     (INT8, 300, 1, 300),
     (replace(INT8, block=64), 300, 5, 300),
+    (replace(INT4_ZERO, block=None), 300, 1, 150),
 ]
 
 

@@ -54,7 +54,7 @@ def eager():
 
 
 @named("dtype", FLOATS)
-@named("block", BLOCKS)
+@named("block", BLOCKS[1:])  # bitsandbytes has no 16
 @named("format", [NF4, NF4_DQ, FP4, FP4_DQ])
 def test_equals_bitsandbytes(format, block, dtype, eager):
     format = replace(format, block=block)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fquant.format import DYNAMIC8, FP4, INT8, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.kernels import cpu
 from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.spec import layout
@@ -50,6 +50,12 @@ KINDS = (  # and every kind of scales and of block layouts
     replace(NF4, name="scale_uncentred", block=32, scale=replace(DYNAMIC8, name="uncentred", center=False, block=32)),
     replace(NF4, name="scale_by_rows", block=32, scale=replace(BY_ROWS8, block=32)),
     replace(NF4, name="scale_twice", scale=replace(DYNAMIC8, name="dynamic8_dq", scale=DYNAMIC8)),
+    INT4_ZERO,
+    replace(INT4_ZERO, name="zero_dq", block=64, scale=DYNAMIC8),
+    replace(INT4, name="int4_row", block=None),
+    replace(MXFP4, name="e2m1_16", block=16),
+    replace(FP8, name="int8_zero", block=None, table=tuple(map(float, range(256))), zero=True),
+    FP8,
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, 1e-38, 1.2e-38, 1e-45, 5e-40, 6e-8, 3e-5, 7e4, 1e38, 0.1])
@@ -71,15 +77,19 @@ def forced(backend: str) -> Iterator[None]:
 
 def draw(spec, stack=(), seed=0, special=False):
     """Draw buffers of ``spec`` with stack dims ``stack``: all codes, scales of all sizes, or SPECIAL ones too."""
-    g = torch.Generator().manual_seed(seed)
+    g, table = torch.Generator().manual_seed(seed), spec.format.table or (1.0,)
+    top = max(abs(v) for v in table if v == v)
 
     def leaf(name, shape, dtype):
         if dtype != torch.float32:
-            return torch.randint(*((-128, 128) if dtype == torch.int8 else (0, 256)), shape, generator=g, dtype=dtype)
-        t = torch.randn(shape, generator=g) * torch.randn(shape, generator=g).exp()
+            t = torch.randint(*((-128, 128) if dtype == torch.int8 else (0, 256)), shape, generator=g, dtype=dtype)
+            return t if special or table[-1] == table[-1] else t.where((t & 127) != 127, 0)  # NaN of FP8
+        t = torch.randn(shape, generator=g) * torch.randn(shape, generator=g).exp() / top
         if special:
             pick = torch.randint(3 * len(SPECIAL), shape, generator=g)
             t = torch.where(pick < len(SPECIAL), SPECIAL[pick % len(SPECIAL)], t)
+        if name.endswith("zero"):  # most are integers, as those of GPTQ, and some not, as those of HQQ
+            t = torch.where(torch.rand(shape, generator=g) < 0.7, torch.randint(17, shape, generator=g), t * top)
         return t.abs() if name.endswith("scale") else t
 
     return [leaf(name, (*stack, *shape), dtype) for name, shape, dtype in layout(spec)]

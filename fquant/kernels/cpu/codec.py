@@ -107,7 +107,7 @@ def _packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
     """Return the array for C, which keeps its memory; a stack becomes more rows."""
     static, row, nested = _static(spec)
     w = Packed.from_buffer_copy(static)
-    codes, scale, offset, _ = split(spec, buffers)
+    codes, scale, offset, zero = split(spec, buffers)
     if spec.format.scale is not None and (nested is None or stack(spec, buffers)):
         scale, nested = [decode(scale, scales(spec), torch.float32)], None
     codes, scale = codes.contiguous(), [s.contiguous() for s in scale]
@@ -117,7 +117,10 @@ def _packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
         w.nested_offset = scale[2].data_ptr() if nested.center else None
     if offset is not None:
         w.offset = offset.data_ptr()
-    w.keep = codes, scale, offset, static
+    if zero is not None:
+        zero = zero.contiguous()
+        w.zero = zero.data_ptr()
+    w.keep = codes, scale, offset, zero, static
     return w
 
 
@@ -128,12 +131,18 @@ def _static(spec: Spec) -> tuple[Packed, int, Format | None]:
     width = math.prod(shape) if format.flat else shape[-1]
     if format.flat and shape[-1] % (format.block or width) == 0:
         width = shape[-1]  # no block straddles a row, so the flat layout is the layout by rows
-    w = Packed(width=width, block=format.block or width, bits=format.bits, dtype=DTYPES[dtype])
+    block = format.block or width
+    if format.bits == 4 and format.block is None:
+        block = 1 << max(6, (width - 1).bit_length())  # because C shifts by the block size: one that holds a row
+    w = Packed(width=width, block=block, bits=format.bits, dtype=DTYPES[dtype])
     nested = format.scale
     if format.table is not None:
         w.table_memory = torch.tensor(format.table, dtype=torch.float32, device="cpu")
         values = [abs(v) for v in w.table_memory.tolist() if v != 0]
         w.table, w.least = w.table_memory.data_ptr(), 2.0**-125 / min(values, default=1.0)
+        if format.zero:  # of integers up to 255, no difference from a tame zero point is below 2^-33 but 0
+            tame = all(abs(v) < 256 and v == round(v) for v in format.table)
+            w.least = 2.0**-92 if tame else math.inf
     if nested is None or not (nested.flat and nested.bits == 8 and nested.table and nested.block) or nested.scale:
         nested = None  # C decodes no other scales within a product
     else:

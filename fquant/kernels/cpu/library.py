@@ -36,7 +36,7 @@ class Packed(ctypes.Structure):
     """``Packed`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table"),
+        (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table zero"),
         (Long, "rows width block nested_block"), (Int, "bits dtype"), (Float, "least"),
     )  # fmt: skip
 

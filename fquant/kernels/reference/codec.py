@@ -1,7 +1,7 @@
 """Quantisation and dequantisation of rows, and products with a dequantised weight."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -47,13 +47,13 @@ def _encode_rows(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     format, shape, dtype = spec
-    codes, scale, offset, _ = split(spec, buffers)
+    codes, scale, offset, zero = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
     if format.flat:
         codes = codes.flatten(-len(shape)) if format.bits == 8 else codes
-        values = _decode_rows(codes, absmax, format, math.prod(shape)).unflatten(-1, shape)
+        values = _decode_rows(codes, absmax, None, format, math.prod(shape)).unflatten(-1, shape)
     else:
-        values = _decode_rows(codes, absmax, format, shape[-1])
+        values = _decode_rows(codes, absmax, zero, format, shape[-1])
     if offset is not None:
         values = values + offset.reshape(offset.shape + (1,) * len(shape))
     return values.to(dtype).to(out)
@@ -67,8 +67,8 @@ def matmul_t(g: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     return g @ decode(buffers, spec, g.dtype)
 
 
-def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
-    """Dequantise codes and absmax f32[... blocks] of :func:`encode` to f32[... width]."""
+def _decode_rows(codes: Tensor, absmax: Tensor, zero: Tensor | None, format: Format, width: int) -> Tensor:
+    """Dequantise codes, scales and zero points f32[... blocks] to f32[... width]."""
     if format.table is None:
         values = codes.float()
     elif format.bits == 8:
@@ -78,18 +78,25 @@ def _decode_rows(codes: Tensor, absmax: Tensor, format: Format, width: int) -> T
         pairs = [(high, low) for high in format.table for low in format.table]
         table = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
         values = F.embedding(codes.int(), table).flatten(-2)[..., :width]
+    if zero is not None:
+        values = _by_block(torch.sub, values, zero, format, width)
     values = times_scale(values, absmax, format, width)
     return values * (1 / 127) if format.table is None else values
 
 
 def times_scale(values: Tensor, absmax: Tensor, format: Format, width: int) -> Tensor:
     """Multiply values f32[... width] by the absmax f32[... blocks] of their blocks."""
+    return _by_block(torch.mul, values, absmax, format, width)
+
+
+def _by_block(op: Callable[[Tensor, Tensor], Tensor], values: Tensor, by: Tensor, format: Format, width: int) -> Tensor:
+    """Apply ``op`` to values f32[... width] and the number ``by`` f32[... blocks] of their blocks."""
     if not width:
         return values
     block = format.block or width
     if width % block == 0:
-        return (values.unflatten(-1, (num_blocks(format, width), block)) * absmax[..., None]).flatten(-2)
-    return values * absmax.repeat_interleave(block, -1)[..., :width]
+        return op(values.unflatten(-1, (num_blocks(format, width), block)), by[..., None]).flatten(-2)
+    return op(values, by.repeat_interleave(block, -1)[..., :width])
 
 
 def _round(x: Tensor, absmax: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ REFUSED = {
     ),
     "other type": (state(quant_type="fp4"), "quant_type: got 'fp4', wanted 'nf4'"),
     "dtype": (state(dtype="float64"), "dtype: got 'float64', wanted 'float32' or 'bfloat16' or 'float16'"),
-    "block": (state(blocksize=48), "block is 48; wanted one of 32"),
+    "block": (state(blocksize=48), "block is 48; wanted one of 16"),
     "block of text": (state(blocksize="64"), "blocksize: got '64', wanted a positive integer"),
     "other block": (state(blocksize=128), r"absmax: got torch.uint8 \(12,\); wanted torch.uint8 \(6,\)"),
     "shape of text": (state(shape="x"), "shape: got 'x', wanted a list of positive"),

@@ -66,13 +66,14 @@ INLINE void NAME(finish)(Lanes v, int own, int dtype, void *out) {
 }
 
 /* Decode a block of n 4-bit codes: its 16 values first, then a look-up an element. */
-INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
-                         void *restrict out) {
+INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale,
+                         const float *zero, int dtype, void *restrict out) {
     uint32_t values[16];
     int64_t i = 0;
     UNROLLED(k, 16 / LANES) {
         Lanes v;
         memcpy(&v, w->table + k * LANES, sizeof v);
+        if (zero) v = v - *zero;
         v = v * scale;
         if (w->offset) v = v + *w->offset;
         NAME(finish)(v, own, dtype, (char *)values + k * LANES * size_of(dtype));
@@ -88,12 +89,22 @@ INLINE void NAME(block4)(const Packed *w, int own, const uint8_t *restrict codes
 }
 
 #ifdef LANES_BF16
-/* Decode 128 4-bit codes of two blocks to bf16: shift the four codes of each word to words of their own, and look up
+/* The values in bf16 of two blocks of 4-bit codes, from their scales, and their zero points if `zeroed`, a constant. */
+INLINE __m512i NAME(values2)(__m512 table, const float *scales, const float *zeros, int64_t second, int zeroed) {
+    __m512 a = table, b = table;
+    if (zeroed) {
+        a = _mm512_sub_ps(a, _mm512_set1_ps(zeros[0]));
+        b = _mm512_sub_ps(b, _mm512_set1_ps(zeros[second]));
+    }
+    a = _mm512_mul_ps(a, _mm512_set1_ps(scales[0]));
+    b = _mm512_mul_ps(b, _mm512_set1_ps(scales[second]));
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
+
+/* Decode 128 4-bit codes of two blocks, whose values are `both`, to bf16: shift the four codes of each word to words of their own, and look up
    by the lowest bits. The fifth bit has no effect, because the table is there twice. Denormals are flushed. */
-INLINE void NAME(pair4)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
+INLINE void NAME(pair4)(const uint8_t *codes, __m512i both, __m512i *v) {
     const __m512i shifts = _mm512_set1_epi64(0x0008000c00000004);
-    __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     __m512i t[2] = {_mm512_shuffle_i64x2(both, both, 0x44), _mm512_shuffle_i64x2(both, both, 0xee)};
     UNROLLED(k, 4) {
         __m512i c = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)codes + k));
@@ -113,11 +124,40 @@ INLINE int NAME(plain)(const Packed *w, int64_t n, const float *scales) {
     }
     return !bad;
 }
+
+/* True if zero points are tame: beside integers up to 255, no difference but 0 is below 2^-33, none is NaN. A zero point
+   that is 0 or at least 2^-10 is a multiple of 2^-33. */
+INLINE int NAME(tame)(int64_t n, const float *zeros) {
+    __mmask16 bad = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 there = (__mmask16)(n - i < 16 ? (1 << (n - i)) - 1 : -1);
+        __m512 z = _mm512_andnot_ps(_mm512_set1_ps(-0.0f), _mm512_maskz_loadu_ps(there, zeros + i));
+        bad |= _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ), z,
+                                       _mm512_set1_ps(0x1p-10f), _CMP_NGE_UQ);
+        bad |= _mm512_cmp_ps_mask(z, _mm512_set1_ps(0x1p20f), _CMP_NLE_UQ);
+    }
+    return !bad;
+}
+
+/* Decode pairs of blocks, or parts of them, of a row from `column` to `end`, both multiples of 128, to bf16. The first
+   scale and zero point are those of `block`. `zeroed`, true if there are zero points, is a constant. */
+INLINE void NAME(pairs)(const uint8_t *codes, __m512 table, const float *scales, const float *zeros, int64_t block,
+                        int64_t shift, int64_t column, int64_t end, int past, int zeroed, char *out) {
+    for (; column + 128 <= end; column += 128, out += 256) {
+        __m512i v[4];
+        int64_t at = (column >> shift) - block, next = ((column + 64) >> shift) - block;
+        NAME(pair4)(codes + column / 2, NAME(values2)(table, scales + at, zeros + at, next - at, zeroed), v);
+        __builtin_prefetch(codes + column / 2 + AHEAD);
+        UNROLLED(k, 4)
+            if (past) _mm512_stream_si512((__m512i *)out + k, v[k]);
+            else _mm512_storeu_si512((__m512i *)out + k, v[k]);
+    }
+}
 #endif
 
 /* Decode a block, or a piece of one, of n 8-bit codes. */
-INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale, int dtype,
-                         char *restrict out) {
+INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale,
+                         const float *zero, int dtype, char *restrict out) {
     int64_t size = size_of(dtype), i = 0;
 #ifdef LANES_BF16
     if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
@@ -135,7 +175,8 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
         const uint8_t *c = codes + i;
         Lanes v;
         if (left < LANES) c = memcpy(some, c, (size_t)left);
-        if (w->table) v = NAME(gather)(w->table, c) * scale;
+        if (zero) v = (NAME(gather)(w->table, c) - *zero) * scale;
+        else if (w->table) v = NAME(gather)(w->table, c) * scale;
         else v = NAME(integers)(c) * scale * (float)(1.0 / 127.0);
         if (w->offset) v = v + *w->offset;
         NAME(finish)(v, own, dtype, left == LANES ? out + i * size : last);
@@ -148,6 +189,7 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
                           char *out) {
     int64_t size = size_of(dtype), blocks = blocks_of(w), block = column / w->block;
     const uint8_t *codes = w->codes + row * bytes_of(w);
+    const float *zeros = w->zero ? w->zero + row * blocks : NULL;
     float scales[MAX_SCALES + 64];
     (void)past;
 #ifdef LANES_BF16
@@ -159,25 +201,22 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
         int64_t end = MIN(column + PIECE, stop), first = block, number = (end - 1) / w->block - first + 1;
         NAME(scales)(w, row * blocks + first, number, scales);
 #ifdef LANES_BF16
-        if (pairs && NAME(plain)(w, number, scales)) {
-            for (; column + 128 <= end; column += 128, out += 256) {
-                __m512i v[4];
-                NAME(pair4)(codes + column / 2, table, scales[(column >> shift) - first],
-                            scales[((column + 64) >> shift) - first], v);
-                __builtin_prefetch(codes + column / 2 + AHEAD);
-                UNROLLED(k, 4)
-                    if (past) _mm512_stream_si512((__m512i *)out + k, v[k]);
-                    else _mm512_storeu_si512((__m512i *)out + k, v[k]);
-            }
+        if (pairs && NAME(plain)(w, number, scales) && (!zeros || NAME(tame)(number, zeros + first))) {
+            int64_t last = column + (end - column) / 128 * 128;
+            if (zeros) NAME(pairs)(codes, table, scales, zeros + first, first, shift, column, last, past, 1, out);
+            else NAME(pairs)(codes, table, scales, scales, first, shift, column, last, past, 0, out);
+            out += 2 * (last - column);
+            column = last;
             block = column >> shift;
         }
 #endif
         for (int64_t next; column < end; column = next) {
             float scale = scales[block - first];
+            const float *zero = zeros ? zeros + block : NULL;
             next = MIN((block + 1) * w->block, end);
             __builtin_prefetch(codes + column * w->bits / 8 + AHEAD);
-            if (w->bits == 4) NAME(block4)(w, own, codes + column / 2, next - column, scale, dtype, out);
-            else NAME(block8)(w, own, codes + column, next - column, scale, dtype, out);
+            if (w->bits == 4) NAME(block4)(w, own, codes + column / 2, next - column, scale, zero, dtype, out);
+            else NAME(block8)(w, own, codes + column, next - column, scale, zero, dtype, out);
             out += (next - column) * size;
             block += next == (block + 1) * w->block;
         }

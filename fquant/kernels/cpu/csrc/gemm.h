@@ -123,20 +123,27 @@ INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, 
 }
 
 #ifdef LANES_BF16
-/* The same with one rounding instruction: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. */
-INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, uint32_t *out) {
+/* The same with one rounding instruction: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. `zeroed`,
+   true if there are zero points, is a constant. */
+INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int zeroed,
+                               uint32_t *out) {
     const Packed *w = &p->w;
     int64_t next = w->width / 2;
     int there = row + 1 < w->rows;
     const uint8_t *codes = w->codes + row * next + column / 2;
-    float scales[2][STRIPE / 64 + 64];
+    float scales[2][STRIPE / 64 + 64], zeros[2][STRIPE / 64];
     __m512 table = _mm512_loadu_ps(w->table);
     __m512i first = _mm512_load_si512(BESIDE), last = _mm512_load_si512(BESIDE + 32);
-    for (int r = 0; r <= there; r++) NAME(scales64)(w, row + r, column, width, scales[r]);
+    for (int r = 0; r <= there; r++) {
+        NAME(scales64)(w, row + r, column, width, scales[r]);
+        if (zeroed) NAME(zeros64)(w, row + r, column, width, zeros[r]);
+    }
     for (int64_t i = 0; i < width; i += 128) {
         __m512i a[4], b[4] = {0};
-        NAME(pair4)(codes + i / 2, table, scales[0][i / 64], scales[0][i / 64 + 1], a);
-        if (there) NAME(pair4)(codes + next + i / 2, table, scales[1][i / 64], scales[1][i / 64 + 1], b);
+        int64_t at = i / 64;
+        NAME(pair4)(codes + i / 2, NAME(values2)(table, scales[0] + at, zeros[0] + at, 1, zeroed), a);
+        if (there)
+            NAME(pair4)(codes + next + i / 2, NAME(values2)(table, scales[1] + at, zeros[1] + at, 1, zeroed), b);
         __builtin_prefetch(codes + 16 * next + i / 2);
         __builtin_prefetch(codes + 17 * next + i / 2);
         UNROLLED(j, 4) {
@@ -160,7 +167,9 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
         int64_t n = MIN(STEPS, p->words - start);
         for (int64_t k = 0; k < n; k++)
 #ifdef LANES_BF16
-            if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, w);
+            if (half && p->interleaved && p->w.zero)
+                NAME(stripe_pairs)(p, (start + k) * each, k, column, width, 1, w);
+            else if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, 0, w);
             else
 #endif
                 NAME(stripe)(p, (start + k) * each, k, column, width, half, w);

@@ -28,12 +28,11 @@ INLINE void NAME(tile)(const void *w, const void *x, int64_t n, int64_t apart, i
 #define TILES(R) switch (p->m) { TILE(R, 1); TILE(R, 2); TILE(R, 3); TILE(R, 4); TILE(R, 5); TILE(R, 6); }
 
 #ifdef LANES_BF16
-/* Decode 128 4-bit codes of two blocks, whose two tables of 16 values form one of 32, to bf16. The four codes of a word
+/* Decode 128 4-bit codes of two blocks, whose values are the 32 of `t`, to bf16. The four codes of a word
    look up in four vectors. x is interleaved likewise (load, form 2), so no element is moved to its place. */
-INLINE void NAME(deal)(const uint8_t *codes, __m512 table, float first, float second, __m512i *v) {
+INLINE void NAME(deal)(const uint8_t *codes, __m512i t, __m512i *v) {
     __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x1010), 1), four = _mm512_set1_epi16(0x0f0f);
-    __m512 a = _mm512_mul_ps(table, _mm512_set1_ps(first)), b = _mm512_mul_ps(table, _mm512_set1_ps(second));
-    __m512i t = (__m512i)_mm512_cvtne2ps_pbh(b, a), c = _mm512_loadu_si512(codes);
+    __m512i c = _mm512_loadu_si512(codes);
     __m512i low = _mm512_ternarylogic_epi32(c, four, half, 0xea); /* (c & four) | half */
     __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(c, 4), four, half, 0xea);
     v[0] = _mm512_permutexvar_epi16(high, t);
@@ -51,24 +50,33 @@ INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t
     if (each > 1) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[(column / 64 + i) / each - first];
 }
 
-/* Multiply `rows` rows of the weight with `columns` rows of x from `at`, both constants; all sums are in registers. */
-INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int columns) {
+/* The zero points of n elements likewise. */
+INLINE void NAME(zeros64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *zeros) {
+    const float *from = w->zero + row * blocks_of(w);
+    int64_t shift = __builtin_ctzll((uint64_t)w->block);
+    for (int64_t i = 0; i < n / 64; i++) zeros[i] = from[(column + 64 * i) >> shift];
+}
+
+/* Multiply `rows` rows of the weight with `columns` rows of x from `at`; all sums are in registers. `rows`, `columns`
+   and `zeroed`, true if there are zero points, are constants. */
+INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int columns, int zeroed) {
     const Packed *w = &p->w;
     __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < columns; m++) sums[r][m][0] = sums[r][m][1] = _mm512_setzero_ps();
     for (int64_t column = 0; column < w->width; column += PIECE) {
-        float scales[4 * PIECE / 64 + 64];
+        float scales[4 * PIECE / 64 + 64], zeros[4 * PIECE / 64];
         int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
         if (w->block == 64 && n == w->width) NAME(scales)(w, row * (n / 64), rows * (n / 64), scales);
         else for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales + r * (n / 64));
+        if (zeroed) for (int r = 0; r < rows; r++) NAME(zeros64)(w, row + r, column, n, zeros + r * (n / 64));
         const uint8_t *codes = w->codes + row * next + column / 2;
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
             UNROLLED(r, rows) {
-                const float *scale = scales + (r * n + i) / 64;
-                NAME(deal)(codes + i / 2 + r * next, table, scale[0], scale[1], v[r]);
+                int64_t block = (r * n + i) / 64;
+                NAME(deal)(codes + i / 2 + r * next, NAME(values2)(table, scales + block, zeros + block, 1, zeroed), v[r]);
             }
             UNROLLED(m, columns)
                 UNROLLED(j, 4) {
@@ -84,12 +92,12 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
         }
 }
 
-INLINE void NAME(fused_group)(const Gemv *p, int64_t unit, int64_t at, int columns) {
+INLINE void NAME(fused_group)(const Gemv *p, int64_t unit, int64_t at, int columns, int zeroed) {
     int64_t row = unit * GROUP, stop = MIN(row + GROUP, p->w.rows);
     if (columns == 1)
-        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1);
-    for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns);
-    if (row < stop) NAME(fused)(p, row, at, 1, columns);
+        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1, zeroed);
+    for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns, zeroed);
+    if (row < stop) NAME(fused)(p, row, at, 1, columns, zeroed);
 }
 #endif
 
@@ -113,7 +121,11 @@ UNIT(gemv) {
 #ifdef LANES_BF16
     if (p->form == 2)
         for (int64_t at = 0; at < p->m; at += FUSED)
-#define CASE(N) case N: NAME(fused_group)(p, unit, at, N); break;
+#define CASE(N)                                                  \
+    case N:                                                      \
+        if (p->w.zero) NAME(fused_group)(p, unit, at, N, 1);     \
+        else NAME(fused_group)(p, unit, at, N, 0);               \
+        break;
             switch (MIN(p->m - at, FUSED)) { CASE(1) CASE(2) CASE(3) CASE(4) }
 #undef CASE
     else if (p->form) NAME(group)(p, unit, scratch, 1);

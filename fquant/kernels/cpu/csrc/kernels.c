@@ -3,8 +3,8 @@
    Every kernel is written once, over the vector vocabulary of simd.h, and compiled here once for each instruction set;
    an argument selects one. work.h has their arguments.
 
-   A value is table[code] * absmax in float32 (or code * absmax * (1 / 127) without a table), plus the offset if there
-   is one, rounded to the dtype of the array and then to that of the result. This file is compiled without contraction
+   A value is table[code] * absmax in float32, (table[code] - zero) * absmax with zero points, or code * absmax * (1 /
+   127) without a table; plus the offset if there is one, rounded to the dtype of the array and then to that of the result. This file is compiled without contraction
    to fused multiply-adds, so these bits are those of the reference; the dot products ask for them explicitly. */
 
 #include <stddef.h>
@@ -30,7 +30,7 @@
 
 enum { F32, BF16, F16, BOOL };    /* the dtypes, as Python numbers them */
 enum { PIECE = 4096 };            /* elements, or counters, of a unit; a multiple of every block size */
-enum { MAX_SCALES = PIECE / 32 }; /* of a piece */
+enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 
 #include "floats.h"
 #include "threads.h"

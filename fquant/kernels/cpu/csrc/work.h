@@ -10,9 +10,11 @@ typedef struct { /* a packed array */
     const float *nested_offset;/* f32[], or NULL */
     const float *offset;       /* f32[], or NULL */
     const float *table;        /* f32[1 << bits]; NULL: the codes are int8 */
+    const float *zero;         /* f32[rows, blocks]: subtracted from values of the table; or NULL */
     int64_t rows, width, block, nested_block;
     int32_t bits, dtype;
-    float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0 */
+    float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0, with zero
+                                  points that are tame (dequantize.h) */
 } Packed;
 
 typedef struct { /* how to encode */
