@@ -22,7 +22,7 @@ from torch import Tensor
 from ...format import Format
 from ...tree import expect
 from .config import ANY, GROUP, NAMES, OPTIONAL_FLAG, check, integer_in, is_in, one_of
-from .layout import FLOATS, Entries, Grid, expect_entry, finite, integers, module, spread
+from .blocks import FLOATS, Entries, Grid, expect_entry, finite, integers, module, spread
 from .packing import fields, pack, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales")
@@ -103,4 +103,4 @@ def _gemm(words: Tensor, out: int) -> Tensor:
 
 def _gemv_words(groups: int, group: int) -> int:
     multiple = {64: 2, 32: 4}.get(group, 1)
-    return -(-groups // 8 // multiple) * multiple if groups % 8 == 0 else -(-(-(-groups // 8)) // multiple) * multiple
+    return -((-groups // 8) // multiple) * multiple

@@ -17,7 +17,7 @@ from ...packed import Packed
 from ...tree import expect
 from .. import bnb
 from .config import ANY, FLAG, NAMES, check, one_of
-from .layout import Entries, expect_entry, module
+from .blocks import Entries, expect_entry, module
 
 _STATE = "quant_state.bitsandbytes__"
 _STORAGE = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
@@ -84,8 +84,8 @@ def buffers(
     """Return the codes, the scale and no zero point of a weight whose entries are checked."""
     packed = bnb.load(tensors, weight)
     expect(packed.shape == shape, f"{weight}: its state says shape {packed.shape}, wanted {shape}; check the config")
-    if packed.format != format:  # weights below one block; any block size that the state may state gives one absmax
-        fault = f"{weight}: its state says block {packed.format.block}, its absmax {format.block}"
-        same = num_blocks(packed.format, shape[-1]) == num_blocks(format, shape[-1]) == 1
-        expect(same and not packed.format.flat and not format.flat, f"{fault}; fetch the checkpoint again")
+    if packed.format != format:  # a weight of one block has the same bytes for any larger block size
+        fault = f"{weight}: its state says block {packed.format.block}, wanted {format.block} by its absmax"
+        alone = packed.format.flat and format.flat and num_blocks(packed.format, math.prod(shape)) == 1
+        expect(alone, f"{fault}; fetch the checkpoint again")
     return packed.codes, packed.scale, None

@@ -21,7 +21,19 @@ BLOCK_SHAPE: Rule = (
     "two positive integers, or null",
 )
 
-__all__ = ["ABSENT", "ANY", "BLOCK_SHAPE", "FLAG", "GROUP", "NAMES", "OPTIONAL_FLAG", "SIZE", "check", "is_in", "one_of"]
+__all__ = [
+    "ABSENT",
+    "ANY",
+    "BLOCK_SHAPE",
+    "FLAG",
+    "GROUP",
+    "NAMES",
+    "OPTIONAL_FLAG",
+    "SIZE",
+    "check",
+    "is_in",
+    "one_of",
+]
 
 
 def check(config: Any, rules: Mapping[str, Rule], where: str, required: tuple[str, ...] = ()) -> dict[str, Any]:

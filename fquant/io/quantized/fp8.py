@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...format import Format
+from ...format import FP8, MXFP4, Format
 from ...tree import expect
 from .config import ANY, BLOCK_SHAPE, NAMES, check, is_in, one_of
-from .layout import E4M3, E8M0, ROW, TENSOR, Entries, Grid, blocked, e2m1, e4m3, e4m3_codes, expect_entry
-from .layout import finite, module, spread
+from .blocks import E4M3, E8M0, ROW, TENSOR, Entries, Grid, blocked, e4m3_codes, expect_entry, finite, module, spread
 from .packing import swap_nibbles
 
 FP4_GRID = Grid(1, 32)
@@ -86,7 +85,7 @@ def check_entries(method: Fp8 | FbgemmFp8, weight: str, entries: Entries, shape:
     wanted = grid.shape(shape)
     shapes = {TENSOR: ((), (1,), (1, 1)), ROW: ((out, 1), (out,))}.get(grid, (wanted,))
     expect_entry(entries, scale, (E8M0, torch.uint8) if exponents else _FLOATS, *shapes)
-    return blocked(e2m1() if is_fp4 else e4m3(), grid.columns, width)
+    return blocked(MXFP4 if is_fp4 else FP8, grid.columns, width)
 
 
 def buffers(

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...format import Format, num_blocks
 from ...tree import expect
 from .config import ABSENT, ANY, FLAG, GROUP, NAMES, check, integer_in, is_in, one_of
-from .layout import FLOATS, Entries, expect_entry, finite, integers, module
+from .blocks import FLOATS, Entries, expect_entry, finite, integers, module
 from .packing import fields, num_words, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...format import Format
+from ...format import MXFP4, Format
 from ...tree import expect
 from .config import ANY, NAMES, check, one_of
-from .layout import Entries, e2m1, expect_entry, finite, module
+from .blocks import Entries, expect_entry, finite, module
 from .packing import swap_nibbles
 
 BLOCK = 32
@@ -47,7 +47,7 @@ def check_entries(method: Mxfp4, weight: str, entries: Entries, shape: tuple[int
     scaled = (*shape[:-1], shape[-1] // BLOCK)
     expect_entry(entries, blocks, (torch.uint8,), (*scaled, BLOCK // 2))
     expect_entry(entries, scales, (torch.uint8,), scaled)
-    return e2m1()
+    return MXFP4
 
 
 def buffers(

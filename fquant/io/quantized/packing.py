@@ -49,7 +49,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes.contiguous()
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return codes[..., 0::2] << 4 | codes[..., 1::2]
+    return (codes[..., 0::2] << 4 | codes[..., 1::2]).contiguous()
 
 
 def swap_nibbles(codes: Tensor) -> Tensor:

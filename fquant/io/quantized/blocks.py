@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-
-from ...format import BLOCKS, Format, num_blocks
+from ...format import BLOCKS, INT4, INT4_ZERO, Format, num_blocks
 from ...tree import expect
 from .packing import code_bits
 
@@ -22,7 +21,6 @@ Entries: TypeAlias = Mapping[str, Any]  # tensors, or entries of a header: objec
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 NAN_CODES = (0x7F, 0xFF)  # of E4M3
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Grid:
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a weight [out in]; the last blocks may be short."""
-        return tuple(1 if n is None else -(-size // n) for n, size in zip((self.rows, self.columns), weight, strict=True))
+        count = lambda n, size: 1 if n is None else -(-size // n)
+        return count(self.rows, weight[0]), count(self.columns, weight[1])
 
 
 TENSOR, ROW = Grid(None, None), Grid(1, None)
@@ -50,34 +49,23 @@ def integers(bits: int, columns: int | None, width: int, zero: bool = False) -> 
 
 def blocked(format: Format, columns: int | None, width: int) -> Format:
     """Return the ``format`` with a block that never straddles two of ``columns`` elements; ValueError if none does."""
-    return replace(format, block=_block(columns, width, format.bits))
+    return replace(format, block=_block(columns, width))
 
 
 @lru_cache(maxsize=64)
 def _integers(bits: int, zero: bool) -> Format:
+    if bits == 4:
+        return INT4_ZERO if zero else INT4
     first, held = 0 if zero else -(2 ** (bits - 1)), code_bits(bits)
     table = tuple(float(first + code) for code in range(2**held))
-    more: dict[str, Any] = {"zero": True} if zero else {}
-    return Format(f"{'uint' if zero else 'sint'}{bits}", bits=held, block=BLOCKS[0], table=table, **more)
+    name = f"int{bits}_zero" if zero else f"int{bits}_plain"  # the Format int8 counts in scale / 127
+    return Format(name, bits=held, block=None, table=table, zero=zero)
 
 
-@lru_cache(maxsize=1)
-def e2m1() -> Format:
-    """Return the format of 4-bit floats of the OCP MX specification; the first 8 codes are positive."""
-    return Format("e2m1", bits=4, block=32, table=_E2M1 + tuple(-x for x in _E2M1))
-
-
-@lru_cache(maxsize=1)
-def e4m3() -> Format:
-    """Return the format of torch.float8_e4m3fn; its two codes of NaN have the value 0 and must not occur."""
-    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float().nan_to_num(nan=0.0)
-    return Format("e4m3", bits=8, block=None, table=tuple(values.tolist()))
-
-
-def _block(columns: int | None, width: int, bits: int) -> int | None:
+def _block(columns: int | None, width: int) -> int | None:
     if columns is None or columns >= width:
-        return None if bits == 8 else min((b for b in BLOCKS if b >= width), default=BLOCKS[-1])
-    fits = [b for b in BLOCKS if columns % b == 0]
+        return None
+    fits = [block for block in BLOCKS if columns % block == 0]
     fault = f"blocks of {columns} elements; wanted a multiple of {BLOCKS[0]}"
     expect(fits, f"{fault}, or whole rows; dequantize it with its own library")
     return max(fits)
@@ -122,7 +110,7 @@ def exponents(t: Tensor) -> Tensor:
 
 
 def e4m3_codes(name: str, t: Tensor) -> Tensor:
-    """Return the bytes of E4M3 as codes of :func:`e4m3`; raise ValueError for a NaN."""
+    """Return the bytes of E4M3 as codes of FP8; raise ValueError for a NaN."""
     codes = t.contiguous().view(torch.uint8)
     nan = (codes & 0x7F) == NAN_CODES[0]
     expect(not nan.any(), f"{name}: got {int(nan.sum())} values that are NaN, wanted none; fetch the checkpoint again")
