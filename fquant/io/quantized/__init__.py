@@ -40,10 +40,11 @@ from ...tree import expect
 from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from .awq import Awq
 from .bitsandbytes import BitsAndBytes
+from .blocks import Entries
 from .compressed_tensors import CompressedTensors
+from .config import show
 from .fp8 import FbgemmFp8, Fp8
 from .gptq import Gptq
-from .blocks import Entries
 from .mxfp4 import Mxfp4
 from .torchao import Torchao
 
@@ -68,9 +69,11 @@ def method(config: Mapping[str, Any]) -> Method:
     name = config.get("quant_method")
     if name is None and (config.get("load_in_4bit") is True or config.get("load_in_8bit") is True):
         name = "bitsandbytes"  # as of transformers before 4.31
-    fault = f"quantization_config: key 'quant_method' is {name!r:.80}, wanted one of {', '.join(_READ)}"
-    expect(isinstance(name, str) and name in _READ, f"{fault}; use the unquantised checkpoint")
-    return _READ[name](config)
+    fault = f"quantization_config: key 'quant_method' is {show(name)}, wanted one of {', '.join(_READ)}"
+    read = _READ.get(name) if isinstance(name, str) else None
+    if read is None:
+        raise ValueError(f"{fault}; use the unquantised checkpoint")
+    return read(config)
 
 
 def names(method: Method, weight: str, found: Collection[str]) -> tuple[str, ...]:

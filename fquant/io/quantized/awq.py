@@ -6,7 +6,7 @@ The linear module ``X`` [out in] of groups of G inputs, with zero points that ar
     version "gemv"  X.qweight i32[out, in/8]   X.qzeros i32[out, z]       X.scales f16[out, 8·z]
 
 In "gemm" the 4-bit field i of word c is output 8·c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. In "gemv" fields are in order along
-in, and z is ceil(in/G/8), rounded up to a multiple of 2 for G = 64 and of 4 for G = 32. A value is scale · (code -
+in. There z is ceil(in/G/8), rounded up to a multiple of 2 for G = 64 and of 4 for G = 32. A value is scale · (code -
 zero), rounded to f16. "gemv_fast" interleaves words for one kernel, and is refused, as are other versions.
 
 Source: autoawq 0.2.9, awq/utils/packing_utils.py and awq/modules/linear (gemm.py, gemv.py).
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ...format import Format
 from ...tree import expect
-from .config import ANY, GROUP, NAMES, OPTIONAL_FLAG, check, integer_in, is_in, one_of
+from . import gptq
 from .blocks import FLOATS, Entries, Grid, expect_entry, finite, integers, module, spread
+from .config import ANY, GROUP, NAMES, OPTIONAL_FLAG, check, integer_in, is_in, one_of
 from .packing import fields, pack, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales")
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of each output of a word, of version gemm
-_HARMLESS = ("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "meta", "dataset")
+_HARMLESS = (*gptq.HARMLESS, "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "meta", "dataset")
 _VERSION = is_in("gemm", "gemv")
 _RULES = {
     **dict.fromkeys(_HARMLESS, ANY),

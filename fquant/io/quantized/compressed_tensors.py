@@ -15,7 +15,7 @@ Packed integers are stored plus 2**(b-1), and so are packed zero points. Release
 integers into a word, and later ones pack without gaps; the count of words tells which, because b = 3, 5, 6, 7 differ.
 A value is (code - zero) · scale in the dtype of the scale. The global scale of NVFP4 divides, in f32.
 
-The scheme of a weight is the one that fits its tensors, whatever the ``targets`` and ``ignore`` say. Two schemes that
+The scheme of a weight is the one that fits its tensors; ``targets`` and ``ignore`` are not read. Two schemes that
 fit in different ways are an error. Activations and key-value caches are not quantised: their scales are claimed and
 not used. Source: compressed-tensors 0.20, compressors/ and quantization/lifecycle/forward_helpers.py.
 """
@@ -30,7 +30,6 @@ from torch import Tensor
 from ...format import FP8, MXFP4, Format
 from ...tree import at, expect
 from . import config as rules
-from .config import ABSENT, ANY, FLAG, check, integer_in, is_in, one_of
 from .blocks import (
     E4M3,
     FLOATS,
@@ -47,6 +46,7 @@ from .blocks import (
     signed_codes,
     spread,
 )
+from .config import ABSENT, ANY, FLAG, check, integer_in, is_in, one_of
 from .packing import WORD, code_bits, fields, gapped_fields, num_words, pack, swap_nibbles, words_to_codes
 
 INTEGERS, PACKED, FLOAT8, MX8, MX4, NV4 = "integers", "packed", "float8", "mxfp8", "mxfp4", "nvfp4"
@@ -58,11 +58,13 @@ _FORMATS = {  # format -> how codes of integers and of floats are stored
 _FORMAT = is_in(*_FORMATS)
 _IN = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx")
+_is_dense_config = lambda x: not x or (isinstance(x, dict) and x.get("format") == "dense")
 _CONFIG = {
     "quant_method": one_of("compressed-tensors"), "format": is_in(*_FORMATS, "mixed-precision"),
     "config_groups": (lambda x: isinstance(x, dict) and x, "a table of groups"), "ignore": rules.NAMES,
-    "kv_cache_scheme": ABSENT, "quantization_status": is_in("compressed"), "global_compression_ratio": ANY,
-    "version": ANY, "run_compressed": ANY, "sparsity_config": ABSENT, "transform_config": ABSENT,
+    "kv_cache_scheme": ABSENT, "quantization_status": is_in("compressed", "frozen"), "global_compression_ratio": ANY,
+    "version": ANY, "run_compressed": ANY,
+    "sparsity_config": (_is_dense_config, "nothing, or of format dense"), "transform_config": ABSENT,
     "moe_sparsity_config": ABSENT,
 }  # fmt: skip
 _GROUP = {
@@ -80,7 +82,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one group stores weights: ``kind`` of storage, ``bits``, blocks of the ``grid``, zero points or none."""
+    """One group's storage of weights: its ``kind``, ``bits``, blocks of the ``grid``, zero points or none."""
 
     kind: str
     bits: int

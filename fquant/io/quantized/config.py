@@ -1,5 +1,6 @@
 """Checks of the dict ``quantization_config``: every key is understood, known to be harmless, or refused by name."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ BLOCK_SHAPE: Rule = (
     "two positive integers, or null",
 )
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+show = _repr.repr  # short, and not deeper than six levels
+
 __all__ = [
     "ABSENT",
     "ANY",
@@ -41,10 +46,10 @@ def check(config: Any, rules: Mapping[str, Rule], where: str, required: tuple[st
     got = type(config).__name__
     expect(isinstance(config, Mapping), f"{where}: got {got}, wanted an object; check config.json")
     for key, value in config.items():
-        got = f"{where}: key {key!r:.80}"
+        got = f"{where}: key {show(key)}"
         expect(key in rules, f"{got} is unknown, and may change the weights; remove it if it does not")
         fits, wanted = rules[key]
-        expect(_fits(fits, value), f"{got} is {value!r:.80}, wanted {wanted}; others are not supported")
+        expect(_fits(fits, value), f"{got} is {show(value)}, wanted {wanted}; others are not supported")
     for key in required:
         expect(key in config, f"{where}: key {key!r} is missing; take it from the original config.json")
     return dict(config)

@@ -4,7 +4,8 @@
     X.weight_scale_inv  f32 or bf16 [ceil(out/128), ceil(in/128)]     also named X.scale or X.qscale_weight
     X.weight_scale      f32[out, 1], of fbgemm_fp8
 
-All scales multiply, ``weight_scale_inv`` too. With ``weight_block_size`` null there is one scale for the weight. With
+All scales multiply, ``weight_scale_inv`` too. With ``weight_block_size`` null there is one scale for the weight, and
+without the key too if its name is ``X.weight_scale``, as AutoFP8 writes it. With
 ``scale_fmt`` "ue8m0" a scale is the exponent of a power of two, as E8M0 or u8. With ``expert_dtype`` "fp4" a weight i8
 [out, in/2] holds two E2M1 codes a byte, the first in the low half, in blocks of 1 by 32.
 
@@ -22,16 +23,16 @@ from torch import Tensor
 
 from ...format import FP8, MXFP4, Format
 from ...tree import expect
-from .config import ANY, BLOCK_SHAPE, NAMES, check, is_in, one_of
 from .blocks import E4M3, E8M0, ROW, TENSOR, Entries, Grid, blocked, e4m3_codes, expect_entry, finite, module, spread
+from .config import ANY, BLOCK_SHAPE, NAMES, check, is_in, one_of
 from .packing import swap_nibbles
 
 FP4_GRID = Grid(1, 32)
-_SCALES = ("weight_scale_inv", "scale", "qscale_weight")
+_SCALES = ("weight_scale_inv", "scale", "qscale_weight", "weight_scale")
 _ACTIVATIONS = ("input_scale", "activation_scale", "qscale_act", "input_scale_ub")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _RULES = {
-    "quant_method": one_of("fp8"), "fmt": one_of("e4m3"), "scale_fmt": is_in("float", "ue8m0"),
+    "quant_method": one_of("fp8"), "fmt": one_of("e4m3", "float8_e4m3fn"), "scale_fmt": is_in("float", "ue8m0"),
     "weight_block_size": BLOCK_SHAPE, "expert_dtype": is_in("fp8", "fp4"), "activation_scheme": is_in(
         "dynamic", "static"
     ), "modules_to_not_convert": NAMES, "ignored_layers": NAMES, "modules_to_convert": NAMES, "dequantize": ANY,
@@ -41,9 +42,9 @@ _FBGEMM = {"quant_method": one_of("fbgemm_fp8"), "activation_scale_ub": ANY, "mo
 
 @dataclass(frozen=True)
 class Fp8:
-    """The options of "fp8": the ``grid`` of scales, exponents or floats as scales, FP4 weights besides."""
+    """The options of "fp8": the ``grid`` of scales, None if not stated; exponents as scales; FP4 weights besides."""
 
-    grid: Grid
+    grid: Grid | None
     exponents: bool
     fp4: bool
 
@@ -56,9 +57,10 @@ class FbgemmFp8:
 def read(config: Mapping[str, Any]) -> Fp8:
     """Return the method "fp8" of a ``quantization_config``; raise ValueError for a key that is not known."""
     raw = check(config, _RULES, "quantization_config")
-    block = raw.get("weight_block_size", [128, 128])
+    block = raw.get("weight_block_size")
+    grid = Grid(*block) if block else TENSOR if "weight_block_size" in raw else None
     exponents = raw.get("scale_fmt", "float").lower() == "ue8m0"
-    return Fp8(Grid(*block) if block else TENSOR, exponents, raw.get("expert_dtype", "fp8").lower() == "fp4")
+    return Fp8(grid, exponents, raw.get("expert_dtype", "fp8").lower() == "fp4")
 
 
 def read_fbgemm(config: Mapping[str, Any]) -> FbgemmFp8:
@@ -116,4 +118,7 @@ def _is_fp4(method: Fp8 | FbgemmFp8, weight: str, entries: Entries) -> bool:
 def _grid(method: Fp8 | FbgemmFp8, weight: str, entries: Entries) -> Grid:
     if isinstance(method, FbgemmFp8):
         return ROW
-    return FP4_GRID if _is_fp4(method, weight, entries) else method.grid
+    if _is_fp4(method, weight, entries):
+        return FP4_GRID
+    unstated = TENSOR if _scale(method, weight, entries).endswith(".weight_scale") else Grid(128, 128)
+    return method.grid or unstated

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ...format import Format, num_blocks
 from ...tree import expect
-from .config import ABSENT, ANY, FLAG, GROUP, NAMES, check, integer_in, is_in, one_of
 from .blocks import FLOATS, Entries, expect_entry, finite, integers, module
+from .config import ABSENT, ANY, FLAG, GROUP, NAMES, check, integer_in, is_in, one_of, show
 from .packing import fields, num_words, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # 1 in each field of a word
-_HARMLESS = (  # how the codes were found, and which program multiplies them
+HARMLESS = (  # how the codes were found, and which program multiplies them
     "model_name_or_path", "model_file_base_name", "static_groups", "true_sequential", "damp_percent",
     "damp_auto_increment", "mse", "act_group_aware", "tokenizer", "dataset", "batch_size", "pad_token_id",
     "max_input_length", "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block",
@@ -45,7 +45,7 @@ _HARMLESS = (  # how the codes were found, and which program multiplies them
 )  # fmt: skip
 _is_skip = lambda x: not x or (isinstance(x, dict) and all(isinstance(k, str) and k.startswith("-:") for k in x))
 _RULES = {
-    **dict.fromkeys(_HARMLESS, ANY),
+    **dict.fromkeys(HARMLESS, ANY),
     "quant_method": one_of("gptq"), "method": is_in("gptq"), "bits": integer_in(2, 3, 4, 8), "group_size": GROUP,
     "desc_act": FLAG, "sym": FLAG, "checkpoint_format": is_in("gptq", "gptq_v2"),
     "format": is_in("gptq", "gptq_v2"), "pack_dtype": one_of("int32", "torch.int32"), "data_type": one_of("int"),
@@ -73,8 +73,8 @@ def read(config: Mapping[str, Any]) -> Gptq:
     if bits == 3 and version == 1 and not sym:
         meta = raw.get("meta")
         writer = meta.get("quantizer") if isinstance(meta, dict) else None
-        text = f"{writer}"
-        fault = f"quantization_config: key 'meta': quantizer {text:.80} shifts 3-bit zero points by wrong amounts"
+        text = show(writer)
+        fault = f"quantization_config: key 'meta': quantizer {text} shifts 3-bit zero points by wrong amounts"
         expect("gptqmodel" not in text or "gptqmodel:7" in text, f"{fault}; dequantize it with that release")
     return Gptq(bits, None if group == -1 else group, sym, version)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ...format import FP8, Format
 from ...tree import at, expect
-from .config import ANY, MOST, NAMES, OPTIONAL_FLAG, check, one_of
 from .blocks import (
     E4M3,
     FLOATS,
@@ -39,6 +38,7 @@ from .blocks import (
     signed_codes,
     spread,
 )
+from .config import ANY, MOST, NAMES, OPTIONAL_FLAG, check, one_of, show
 
 _CONFIG = {
     "quant_method": one_of("torchao"), "quant_type": ANY, "modules_to_not_convert": NAMES,
@@ -97,10 +97,10 @@ def read(config: Mapping[str, Any]) -> Torchao:
     name, version = kind["_type"], kind["_version"]
     fix = "dequantize it with torchao"
     refused = _REFUSED.get(name) if isinstance(name, str) else None
-    expect(refused is None, f"{where}: key '_type' is {name!r:.80}: {refused}; {fix}")
+    expect(refused is None, f"{where}: key '_type' is {show(name)}: {refused}; {fix}")
     known = isinstance(name, str) and name in _CLASSES
-    expect(known, f"{where}: key '_type' is {name!r:.80}, wanted {' or '.join(_CLASSES)}; {fix}")
-    fault = f"{where}: key '_version' is {version!r:.80}, wanted 2, because others are pickled"
+    expect(known, f"{where}: key '_type' is {show(name)}, wanted {' or '.join(_CLASSES)}; {fix}")
+    fault = f"{where}: key '_version' is {show(version)}, wanted 2, because others are pickled"
     expect(type(version) is int and version == 2, f"{fault}; save it with a current torchao")
     rules, granularity, mapping = _CLASSES[name]
     data = check(kind["_data"], rules, f"{where}._data")
@@ -150,7 +150,7 @@ def buffers(
 
 def _grid(granularity: Any) -> Grid:
     kinds = granularity if isinstance(granularity, list) else [granularity]  # of activations and weights
-    fault = f"got {granularity!r:.120}, wanted PerRow, PerTensor, PerAxis of axis 0 or PerGroup"
+    fault = f"got {show(granularity)}, wanted PerRow, PerTensor, PerAxis of axis 0 or PerGroup"
     is_size = lambda x: type(x) is int and 0 < x < MOST
     match kinds[-1]:
         case None | {"_type": "PerRow", "_data": {"dim": -1}} | {"_type": "PerAxis", "_data": {"axis": 0}}:

@@ -54,8 +54,8 @@ def test_the_keys_of_autoawq():
 
 FAULTS = {
     "no zeros": ({}, {"qzeros": None}, "qzeros: missing, wanted int32"),
-    "transposed": ({}, {"qweight": torch.zeros(N, K // 8).int()}, r"qweight: got int32 \[48, 32\], wanted int32 \[256, 6"),
-    "zeros of one group": ({}, {"qzeros": torch.zeros(1, 6).int()}, r"qzeros: got int32 \[1, 6\], wanted int32 \[4, 6\]"),
+    "transposed": ({}, {"qweight": torch.zeros(N, K // 8).int()}, r"qweight: got int32 \[48, 32\], wanted int32 \[256"),
+    "zeros of one group": ({}, {"qzeros": torch.zeros(1, 6).int()}, r"qzeros: got int32 \[1, 6\], wanted int32 \[4"),
     "scale NaN": ({}, {"scales": torch.full((4, N), torch.nan).half()}, "scales: got values that are NaN or infinite"),
     "scales int": ({}, {"scales": torch.zeros(4, N).int()}, "scales: got int32"),
     "group that does not divide": ({"group_size": 96}, {}, "qweight: 48 outputs of 256 inputs, wanted multiples of 8"),

@@ -118,7 +118,9 @@ def test_words_with_gaps_of_older_releases(bits):
 
 def test_the_scheme_that_fits_and_a_dense_weight():
     four, tensors, decoded = compressed("pack-quantized", torch.bfloat16, num_bits=4, strategy="group", group_size=32)
-    eight, others, of_eight = compressed("float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="channel")
+    eight, others, of_eight = compressed(
+        "float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="channel"
+    )
     group = eight["config_groups"]["group_0"] | {"format": "float-quantized"}
     both = four | {"config_groups": four["config_groups"] | {"group_1": group}}
     assert_loads(both, tensors, decoded)

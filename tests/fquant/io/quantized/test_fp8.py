@@ -80,7 +80,7 @@ def test_a_dense_weight_has_no_parts():
 nan = codes(256, 256).view(torch.uint8).clone()
 nan[3, 4] = 0x7F
 FAULTS = {
-    "weight bf16": ({NAME: randn(256, 256, dtype=torch.bfloat16)}, rf"{NAME}: got bfloat16 \[256, 256\], wanted float8"),
+    "weight bf16": ({NAME: randn(256, 256, dtype=torch.bfloat16)}, rf"{NAME}: got bfloat16 \[256, 256\], wanted"),
     "weight e5m2": ({NAME: codes(256, 256).view(torch.float8_e5m2)}, rf"{NAME}: got float8_e5m2 \[256, 256\], wanted"),
     "weight NaN": ({NAME: nan.view(E4M3)}, f"{NAME}: got 1 values that are NaN, wanted none"),
     "weight FP4": ({NAME: torch.zeros(256, 128, dtype=torch.int8)}, rf"{NAME}: got int8 \[256, 128\], wanted float8"),

@@ -96,7 +96,7 @@ FAULTS = {
     "no scales": ({}, {"scales": None}, "scales: missing, wanted float16 or"),
     "scale infinite": ({}, {"scales": torch.full((4, N), torch.inf).half()}, "scales: got values that are NaN or inf"),
     "scales of 8 groups": ({}, {"scales": scales(8, N)}, r"scales: got float16 \[8, 96\], wanted .* \[4, 96\]"),
-    "zero under sym": ({"sym": True}, {}, r"qzeros: zero point \d+, wanted 8 by sym; set checkpoint_format to gptq, or"),
+    "zero under sym": ({"sym": True}, {}, r"qzeros: zero point \d+, wanted 8 by sym; set checkpoint_format to gptq"),
     "group 24": ({"group_size": 24}, {"qzeros": torch.zeros(11, 12).int(), "scales": scales(11, N)},
                  "blocks of 24 elements; wanted a multiple of 16"),
     "bits 8": ({"bits": 8}, {}, r"qweight: got int32 \[32, 96\], wanted int32 \[64, 96\]"),
