@@ -78,7 +78,7 @@ def check_entries(method: Awq, weight: str, entries: Entries, shape: tuple[int, 
     expect_entry(entries, qweight, (torch.int32,), shapes[0])
     expect_entry(entries, qzeros, (torch.int32,), shapes[1])
     expect_entry(entries, scales, FLOATS, shapes[2])
-    return integers(4, method.group, width, zero=True)
+    return integers(weight, 4, method.group, width, zero=True)
 
 
 def buffers(

@@ -39,17 +39,17 @@ class Grid:
 TENSOR, ROW = Grid(None, None), Grid(1, None)
 
 
-def integers(bits: int, columns: int | None, width: int, zero: bool = False) -> Format:
+def integers(weight: str, bits: int, columns: int | None, width: int, zero: bool = False) -> Format:
     """Return the format of integers of ``bits`` 1 to 8 in blocks of ``columns`` elements of rows of ``width``.
 
-    The value of code c is c - 2**(bits - 1), or c with a zero point. Codes have 4 or 8 bits.
+    ``weight`` is its name. The value of code c is c - 2**(bits - 1), or c with a zero point. Codes have 4 or 8 bits.
     """
-    return blocked(_integers(bits, zero), columns, width)
+    return blocked(weight, _integers(bits, zero), columns, width)
 
 
-def blocked(format: Format, columns: int | None, width: int) -> Format:
+def blocked(weight: str, format: Format, columns: int | None, width: int) -> Format:
     """Return the ``format`` with a block that never straddles two of ``columns`` elements; ValueError if none does."""
-    return replace(format, block=_block(columns, width))
+    return replace(format, block=_block(weight, columns, width))
 
 
 @lru_cache(maxsize=64)
@@ -62,11 +62,11 @@ def _integers(bits: int, zero: bool) -> Format:
     return Format(name, bits=held, block=None, table=table, zero=zero)
 
 
-def _block(columns: int | None, width: int) -> int | None:
+def _block(weight: str, columns: int | None, width: int) -> int | None:
     if columns is None or columns >= width:
         return None
     fits = [block for block in BLOCKS if columns % block == 0]
-    fault = f"blocks of {columns} elements; wanted a multiple of {BLOCKS[0]}"
+    fault = f"{weight}: blocks of {columns} elements; wanted a multiple of {BLOCKS[0]}"
     expect(fits, f"{fault}, or whole rows; dequantize it with its own library")
     return max(fits)
 

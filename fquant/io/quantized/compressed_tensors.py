@@ -119,7 +119,8 @@ def names(method: CompressedTensors, weight: str, found: Collection[str]) -> tup
     base = module(weight)
     if not {f"{base}.weight_packed", f"{base}.weight_scale"} & {name for name in _all(base) if name in found}:
         return ()
-    return tuple(name for name in (weight, *_all(base)) if name in found)
+    known = _all(base) if f"{base}.weight_packed" in found else [weight, *_all(base)]
+    return tuple(name for name in known if name in found)
 
 
 def check_entries(method: CompressedTensors, weight: str, entries: Entries, shape: tuple[int, ...]) -> Format:
@@ -158,9 +159,7 @@ def _scheme(weights: Mapping[str, Any], stored: str, where: str) -> Scheme:
         kind = _FORMATS[stored][is_float]
         fault = f"weights of type {'float' if is_float else 'int'} and {bits} bits in format {stored}"
         floats = {FLOAT8: 8, MX8: 8, MX4: 4, NV4: 4}
-        expect(
-            kind and floats.get(kind, bits) == bits, f"{fault}; that is no format of compressed-tensors, or not ours"
-        )
+        expect(kind and floats.get(kind, bits) == bits, f"{fault}, wanted the format of that type and width")
         expect(not (is_float and zero), f"{fault} with zero points, wanted key 'symmetric' true")
         inferred = "tensor" if group is None else "channel" if group == -1 else "group"
         strategy = (weights.get("strategy") or inferred).lower()
@@ -211,10 +210,15 @@ def _check(scheme: Scheme, weight: str, entries: Entries, shape: tuple[int, ...]
         scale(torch.uint8) if kind == MX8 else scale(*FLOATS)
         if scheme.zero:
             expect_entry(entries, zero, (torch.int8,), *shapes)
-        return integers(8, grid.columns, width, scheme.zero) if kind == INTEGERS else blocked(FP8, grid.columns, width)
+        if kind == INTEGERS:
+            return integers(weight, 8, grid.columns, width, scheme.zero)
+        return blocked(weight, FP8, grid.columns, width)
     if kind == PACKED:
-        counts = {num_words(width, scheme.bits), -(-width // (WORD // scheme.bits))}
-        expect_entry(entries, packed, (torch.int32,), *((out, count) for count in sorted(counts)))
+        dense, gapped = num_words(width, scheme.bits), _num_gapped(width, scheme.bits)
+        expect_entry(entries, packed, (torch.int32,), *((out, count) for count in sorted({dense, gapped})))
+        is_clear = dense != gapped or dense == 1 or WORD % scheme.bits == 0
+        fault = f"{packed}: rows of {width} fields of {scheme.bits} bits may have gaps or not, by their count of words"
+        expect(is_clear, f"{fault}; dequantize it with the release that wrote it")
         scale(*FLOATS)
         expect_entry(entries, f"{base}.weight_shape", (torch.int64, torch.int32), (2,))
         if scheme.zero:
@@ -222,13 +226,13 @@ def _check(scheme: Scheme, weight: str, entries: Entries, shape: tuple[int, ...]
             is_packed = grid.rows == 1
             wanted = ((rows, with_scale[1]),) if is_packed else shapes
             expect_entry(entries, zero, (torch.int32,) if is_packed else (torch.int8,), *wanted)
-        return integers(scheme.bits, grid.columns, width, scheme.zero)
+        return integers(weight, scheme.bits, grid.columns, width, scheme.zero)
     expect(width % 2 == 0, f"{packed}: rows of {width} elements, wanted whole bytes of 2")
     expect_entry(entries, packed, (torch.uint8,), (out, width // 2))
     scale(torch.uint8 if kind == MX4 else E4M3)
     if kind == NV4:
         expect_entry(entries, f"{base}.weight_global_scale", (torch.float32,), (1,), ())
-    return blocked(MXFP4, grid.columns, width)
+    return blocked(weight, MXFP4, grid.columns, width)
 
 
 def _packed(
@@ -238,12 +242,12 @@ def _packed(
     bits, (out, width), words = scheme.bits, shape, tensors[f"{base}.weight_packed"]
     stated = tensors[f"{base}.weight_shape"].tolist()
     expect(stated == [out, width], f"{base}.weight_shape: got {stated}, wanted {[out, width]}; check the config")
-    g_idx, groups = (
-        tensors.get(f"{base}.weight_g_idx"),
-        torch.arange(width, device="cpu") // (scheme.grid.columns or width),
-    )
+    g_idx, groups = tensors.get(f"{base}.weight_g_idx"), torch.arange(width, device="cpu")
     fault = f"{base}.weight_g_idx: inputs of a group are scattered (actorder group), which a Packed cannot hold"
-    expect(g_idx is None or g_idx.long().equal(groups), f"{fault}; use a checkpoint of actorder weight")
+    expect(
+        g_idx is None or g_idx.long().equal(groups // (scheme.grid.columns or width)),
+        f"{fault}; use a checkpoint of actorder weight",
+    )
     dense = _is_dense(bits, words, shape)
     codes = words_to_codes(words, bits, width) if dense else pack(gapped_fields(words, bits, width), code_bits(bits))
     if not scheme.zero:

@@ -97,7 +97,7 @@ def check_entries(method: Gptq, weight: str, entries: Entries, shape: tuple[int,
     expect_entry(entries, scales, FLOATS, (count, out))
     if g_idx in entries:
         expect_entry(entries, g_idx, (torch.int32,), (width,))
-    return integers(bits, method.group, width, zero=not method.sym)
+    return integers(weight, bits, method.group, width, zero=not method.sym)
 
 
 def buffers(

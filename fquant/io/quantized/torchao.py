@@ -129,8 +129,8 @@ def check_entries(method: Torchao, weight: str, entries: Entries, shape: tuple[i
     if zero in entries or method.zero:
         expect_entry(entries, zero, (torch.int8,), wanted)
     if method.float8:
-        return blocked(FP8, method.grid.columns, shape[1])
-    return integers(8, method.grid.columns, shape[1], method.zero)
+        return blocked(weight, FP8, method.grid.columns, shape[1])
+    return integers(weight, 8, method.grid.columns, shape[1], method.zero)
 
 
 def buffers(

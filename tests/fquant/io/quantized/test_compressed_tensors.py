@@ -169,3 +169,18 @@ def test_refuses_nan_and_a_zero_point_that_the_config_denies():
     with pytest.raises(ValueError, match=f"^{X}.weight_zero_point: got one, wanted none by symmetric true"):
         zero = tensors | {f"{X}.weight_zero_point": torch.zeros(N, 1, dtype=torch.int8)}
         quantized.load(quantized.method(raw), NAME, zero, (N, K), torch.bfloat16)
+
+
+def test_refuses_words_that_may_have_gaps_or_not():
+    raw = config("pack-quantized", num_bits=3, strategy="channel")
+    entries = {f"{X}.weight_packed": torch.zeros(N, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=rf"^{X}.weight_packed: rows of 20 fields of 3 bits may have gaps or not"):
+        quantized.like(quantized.method(raw), NAME, entries, (N, 20), torch.bfloat16)
+
+
+def test_refuses_two_schemes_that_fit():
+    raw, tensors, _ = compressed("pack-quantized", torch.bfloat16, num_bits=4, strategy="group", group_size=K)
+    other = config("pack-quantized", num_bits=4, strategy="channel")["config_groups"]["group_0"]
+    raw["config_groups"]["group_1"] = other
+    with pytest.raises(ValueError, match=f"^{NAME}: fits 2 of the config_groups, wanted one"):
+        quantized.load(quantized.method(raw), NAME, tensors, (N, K), torch.bfloat16)
