@@ -117,9 +117,13 @@ def e4m3_codes(name: str, t: Tensor) -> Tensor:
     return codes
 
 
-def signed_codes(t: Tensor) -> Tensor:
-    """Return i8 as the codes of 8-bit :func:`integers`: -128 is code 0."""
-    return t.contiguous().view(torch.uint8) ^ 0x80
+def signed_codes(name: str, t: Tensor, bits: int = 8) -> Tensor:
+    """Return i8 as the codes of :func:`integers` of ``bits``, u8: -2**(bits - 1) is code 0."""
+    codes = t.contiguous().view(torch.uint8) + 2 ** (bits - 1)
+    if bits < 8:
+        wrong = codes >= 2**bits
+        expect(not wrong.any(), f"{name}: got {int(wrong.sum())} integers beyond {bits} bits; check the config")
+    return codes
 
 
 def module(weight: str) -> str:

@@ -137,7 +137,7 @@ def buffers(
     if kind == PACKED:
         codes, zero = _packed(scheme, base, tensors, shape)
     elif kind == INTEGERS:
-        codes, zero = signed_codes(tensors[weight]), None
+        codes, zero = signed_codes(weight, tensors[weight]), None
         if scheme.zero:
             zero = part("weight_zero_point").float().reshape(grid.shape(shape)) + 128
     else:

@@ -6,8 +6,8 @@ The weight ``M.weight`` is stored in parts, ``M._weight_qdata`` and its like. Th
     IntxUnpackedToInt8Tensor   qdata i8[out, in], one code a byte, scale [out, in/G], zero_point i8[out, in/G]
     Float8Tensor               qdata float8_e4m3fn[out, in], scale f32[out, 1] or [1, 1]
 
-A value is (qdata - zero_point) · scale, rounded to the dtype of the tensor, which is that of the model. Codes are held
-in 8 bits for any width of Intx. Int4 tensors add a float zero point after the product, which is rounded, so
+A value is (qdata - zero_point) · scale, rounded to the dtype of the tensor, which is that of the model. Codes of Intx
+of up to 4 bits are held in 4. Int4 tensors add a float zero point after the product, which is rounded, so
 (code - zero) · scale is not bit-equal, and they are refused by name. So are NF4 tensors, which torchao does not write
 to safetensors, and all of version 1, which are pickles. Activations stay in 16 bits.
 
@@ -39,6 +39,7 @@ from .blocks import (
     spread,
 )
 from .config import ANY, MOST, NAMES, OPTIONAL_FLAG, check, one_of, show
+from .packing import pack
 
 _CONFIG = {
     "quant_method": one_of("torchao"), "quant_type": ANY, "modules_to_not_convert": NAMES,
@@ -47,6 +48,7 @@ _CONFIG = {
 _PLAIN = lambda *names: (lambda x: x in [{"_type": t, "_data": n} for t, n in names], " or ".join(n for _, n in names))
 _UNPACKED = _PLAIN(("IntxPackingFormat", "UNPACKED_TO_INT8"))
 _MAPPING = _PLAIN(("MappingType", "SYMMETRIC"), ("MappingType", "ASYMMETRIC"))
+_WIDTH = _PLAIN(*(("torch.dtype", f"int{bits}") for bits in range(1, 9)))
 _FLOAT8 = _PLAIN(("torch.dtype", "float8_e4m3fn"))
 _CLASSES = {  # class -> the keys of its _data, and the keys of granularity and mapping
     "Int8WeightOnlyConfig": ({"group_size": one_of(None), "granularity": ANY, "set_inductor_config": ANY},
@@ -55,10 +57,10 @@ _CLASSES = {  # class -> the keys of its _data, and the keys of granularity and 
         {"granularity": ANY, "act_mapping_type": ANY, "weight_only_decode": ANY, "set_inductor_config": ANY,
          "reduce_range": ANY, "layout": one_of(None)}, "granularity", None),
     "IntxWeightOnlyConfig": (
-        {"weight_dtype": ANY, "granularity": ANY, "mapping_type": _MAPPING, "scale_dtype": ANY,
+        {"weight_dtype": _WIDTH, "granularity": ANY, "mapping_type": _MAPPING, "scale_dtype": ANY,
          "intx_packing_format": _UNPACKED, "intx_choose_qparams_algorithm": ANY}, "granularity", "mapping_type"),
     "Int8DynamicActivationIntxWeightConfig": (
-        {"weight_dtype": ANY, "weight_granularity": ANY, "weight_mapping_type": _MAPPING, "weight_scale_dtype": ANY,
+        {"weight_dtype": _WIDTH, "weight_granularity": ANY, "weight_mapping_type": _MAPPING, "weight_scale_dtype": ANY,
          "act_mapping_type": ANY, "intx_packing_format": _UNPACKED, "intx_choose_qparams_algorithm": ANY},
         "weight_granularity", "weight_mapping_type"),
     "Float8WeightOnlyConfig": ({"weight_dtype": _FLOAT8, "granularity": ANY, "set_inductor_config": ANY},
@@ -80,9 +82,9 @@ _OTHER_PARTS = ("scale_and_zero", "per_tensor_scale", "act_pre_scale", "act_quan
 
 @dataclass(frozen=True)
 class Torchao:
-    """The options of "torchao": E4M3 or integers, blocks of the ``grid``, zero points or none."""
+    """The options of "torchao": integers of ``bits`` or E4M3, blocks of the ``grid``, zero points or none."""
 
-    float8: bool
+    bits: int | None
     grid: Grid
     zero: bool
 
@@ -106,8 +108,10 @@ def read(config: Mapping[str, Any]) -> Torchao:
     data = check(kind["_data"], rules, f"{where}._data")
     with at(f"{where}._data.{granularity}"):
         grid = _grid(data.get(granularity))
-    zero = mapping is not None and data.get(mapping, {}).get("_data") == "ASYMMETRIC"
-    return Torchao(name.startswith("Float8"), grid, zero)
+    is_intx = mapping is not None
+    zero = is_intx and data.get(mapping, {}).get("_data") == "ASYMMETRIC"
+    bits = int(data.get("weight_dtype", {"_data": "int8"})["_data"].removeprefix("int")) if is_intx else 8
+    return Torchao(None if name.startswith("Float8") else bits, grid, zero)
 
 
 def names(method: Torchao, weight: str, found: Collection[str]) -> tuple[str, ...]:
@@ -122,15 +126,15 @@ def check_entries(method: Torchao, weight: str, entries: Entries, shape: tuple[i
     for part in _OTHER_PARTS:
         fault = f"{_part(weight, part)}: a part of another class of torchao, wanted {', '.join(_PARTS)}"
         expect(_part(weight, part) not in entries, f"{fault}; dequantize it with torchao")
-    expect_entry(entries, qdata, (E4M3 if method.float8 else torch.int8,), shape)
+    expect_entry(entries, qdata, (torch.int8 if method.bits else E4M3,), shape)
     wanted = method.grid.shape(shape)
     expect_entry(entries, scale, FLOATS, *({(), (1,), (1, 1)} if method.grid == TENSOR else {wanted}))
-    expect(zero not in entries or not method.float8, f"{zero}: got one, wanted none beside float8; check the config")
+    expect(zero not in entries or method.bits, f"{zero}: got one, wanted none beside float8; check the config")
     if zero in entries or method.zero:
         expect_entry(entries, zero, (torch.int8,), wanted)
-    if method.float8:
+    if method.bits is None:
         return blocked(weight, FP8, method.grid.columns, shape[1])
-    return integers(weight, 8, method.grid.columns, shape[1], method.zero)
+    return integers(weight, method.bits, method.grid.columns, shape[1], method.zero)
 
 
 def buffers(
@@ -138,11 +142,14 @@ def buffers(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the codes, the scale and the zero point of a weight whose entries are checked."""
     qdata, scale, zero = (_part(weight, part) for part in _PARTS)
-    codes = e4m3_codes(qdata, tensors[qdata]) if method.float8 else signed_codes(tensors[qdata])
-    grid = method.grid
+    grid, bits = method.grid, method.bits
+    if bits is None:
+        codes = e4m3_codes(qdata, tensors[qdata])
+    else:
+        codes = pack(signed_codes(qdata, tensors[qdata], bits), format.bits)
     scales = spread(finite(scale, tensors[scale]).reshape(grid.shape(shape)), grid, format, shape)
-    if method.zero:
-        return codes, scales, spread(tensors[zero].float() + 128, grid, format, shape)
+    if bits is not None and method.zero:
+        return codes, scales, spread(tensors[zero].float() + 2 ** (bits - 1), grid, format, shape)
     got = zero not in tensors or not tensors[zero].any()
     expect(got, f"{zero}: got a value that is not 0, wanted zeros of a symmetric mapping; check the config")
     return codes, scales, None

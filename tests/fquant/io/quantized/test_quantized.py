@@ -14,7 +14,7 @@ I32, U8, I8, F16, F32 = torch.int32, torch.uint8, torch.int8, torch.float16, tor
 DTYPES = (I32, U8, I8, F16, F32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.bool, torch.float64)
 CT = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32}
 INTX = {
-    "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
+    "weight_dtype": {"_type": "torch.dtype", "_data": "int8"},
     "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
     "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"},
 }

@@ -129,3 +129,11 @@ UNREAD = {
 def test_refuses_a_config(raw, message):
     with pytest.raises(ValueError, match=rf"^quantization_config.*{message}"):
         quantized.method(raw)
+
+
+def test_the_width_of_codes():
+    four, eight = (written(intx(bits, PerGroup(32), SYMMETRIC), torch.bfloat16) for bits in (4, 8))
+    assert assert_loads(config(intx(4, PerGroup(32), SYMMETRIC)), *four).codes.shape == (N, K // 2)
+    assert assert_loads(config(intx(8, PerGroup(32), SYMMETRIC)), *eight).codes.shape == (N, K)
+    with pytest.raises(ValueError, match=f"^{PART}_qdata: got .* integers beyond 4 bits; check the config"):
+        assert_loads(config(intx(4, PerGroup(32), SYMMETRIC)), *eight)
