@@ -105,12 +105,12 @@ def read(config: Mapping[str, Any]) -> Torchao:
     fault = f"{where}: key '_version' is {show(version)}, wanted 2, because others are pickled"
     expect(type(version) is int and version == 2, f"{fault}; save it with a current torchao")
     rules, granularity, mapping = _CLASSES[name]
-    data = check(kind["_data"], rules, f"{where}._data")
+    data = check(kind["_data"], rules, f"{where}._data", (granularity, *([mapping] if mapping else [])))
     with at(f"{where}._data.{granularity}"):
-        grid = _grid(data.get(granularity))
-    is_intx = mapping is not None
-    zero = is_intx and data.get(mapping, {}).get("_data") == "ASYMMETRIC"
-    bits = int(data.get("weight_dtype", {"_data": "int8"})["_data"].removeprefix("int")) if is_intx else 8
+        grid = _grid(data[granularity])
+    zero, bits = mapping is not None and data[mapping]["_data"] == "ASYMMETRIC", 8
+    if mapping is not None and "weight_dtype" in data:
+        bits = int(data["weight_dtype"]["_data"].removeprefix("int"))
     return Torchao(None if name.startswith("Float8") else bits, grid, zero)
 
 
@@ -156,15 +156,15 @@ def buffers(
 
 
 def _grid(granularity: Any) -> Grid:
-    kinds = granularity if isinstance(granularity, list) else [granularity]  # of activations and weights
+    kinds = granularity[-1:] if isinstance(granularity, list) else [granularity]  # the last is of weights
     fault = f"got {show(granularity)}, wanted PerRow, PerTensor, PerAxis of axis 0 or PerGroup"
     is_size = lambda x: type(x) is int and 0 < x < MOST
-    match kinds[-1]:
-        case None | {"_type": "PerRow", "_data": {"dim": -1}} | {"_type": "PerAxis", "_data": {"axis": 0}}:
+    match kinds:
+        case [{"_type": "PerRow", "_data": {"dim": -1}} | {"_type": "PerAxis", "_data": {"axis": 0}}]:
             return ROW
-        case {"_type": "PerTensor"}:
+        case [{"_type": "PerTensor"}]:
             return TENSOR
-        case {"_type": "PerGroup", "_data": {"group_size": group}} if is_size(group):
+        case [{"_type": "PerGroup", "_data": {"group_size": group}}] if is_size(group):
             return Grid(1, group)
     raise ValueError(f"{fault}; dequantize it with torchao")
 

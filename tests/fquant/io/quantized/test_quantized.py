@@ -79,9 +79,8 @@ def damaged(rng, tensors):
         case 3:
             new = draw(0, t.dtype, *rng.choice((t.shape[::-1], (*t.shape, 1), t.shape[:-1], (1, *t.shape), (0,))))
         case _:
-            size = max(1, t.numel() * t.element_size())
-            raw = torch.tensor(list(rng.randbytes(size)), dtype=U8)
-            new = raw.view(t.dtype)[: t.numel()].reshape(t.shape)
+            raw = torch.tensor(list(rng.randbytes(t.numel() * t.element_size())), dtype=U8)
+            new = raw.view(t.dtype).reshape(t.shape)
     return tensors | {name: new}
 
 

@@ -119,6 +119,7 @@ UNREAD = {
     "group": (kind(_data=DATA | {"group_size": 32}), "key 'group_size' is 32, wanted None"),
     "key": (kind(_data=DATA | {"rotate": 1}), "key 'rotate' is unknown"),
     "granularity": (kind(_data=DATA | {"granularity": {"_type": "PerBlock"}}), "granularity: got {'_type': 'Per"),
+    "no granularity": (kind(_data=DATA | {"granularity": []}), r"granularity: got \[\], wanted PerRow"),
     "text": ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "quant_type: got str, wanted an object"),
     "two": ({"quant_method": "torchao", "quant_type": {"default": {}, "x": {}}}, "quant_type: key 'x' is unknown"),
     "none": ({"quant_method": "torchao"}, "key 'quant_type' is missing"),
