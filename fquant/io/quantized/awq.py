@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ...format import Format
 from ...tree import expect
+from ..tree_json import one_of
 from . import gptq
 from .blocks import FLOATS, Entries, Grid, expect_entry, finite, integers, module, spread
-from .config import ANY, GROUP, NAMES, OPTIONAL_FLAG, check, integer_in, is_in, one_of
+from .config import ANY, GROUP, NAMES, OPTIONAL_FLAG, check, integer_in, is_in
 from .packing import fields, pack, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales")

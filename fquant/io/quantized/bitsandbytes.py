@@ -16,8 +16,9 @@ from ...format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ, Format, num_bloc
 from ...packed import Packed
 from ...tree import expect
 from .. import bnb
+from ..tree_json import one_of
 from .blocks import Entries, expect_entry, module
-from .config import ANY, FLAG, NAMES, check, one_of
+from .config import ANY, FLAG, NAMES, check
 
 _STATE = "quant_state.bitsandbytes__"
 _STORAGE = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")

@@ -80,7 +80,7 @@ def spread(scale: Tensor, grid: Grid, format: Format, shape: tuple[int, ...]) ->
     if count == scale.shape[1]:
         return scale.contiguous()
     starts = torch.arange(count, device=scale.device) * (format.block or width)
-    return scale[:, starts // (grid.columns or width)]
+    return scale[:, starts // (grid.columns or width)].contiguous()
 
 
 def expect_entry(entries: Entries, name: str, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...]) -> Any:

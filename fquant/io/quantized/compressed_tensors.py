@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...format import FP8, MXFP4, Format
 from ...tree import at, expect
+from ..tree_json import one_of
 from . import config as rules
 from .blocks import (
     E4M3,
@@ -46,7 +47,7 @@ from .blocks import (
     signed_codes,
     spread,
 )
-from .config import ABSENT, ANY, FLAG, check, integer_in, is_in, one_of
+from .config import ABSENT, ANY, FLAG, check, integer_in, is_in
 from .packing import WORD, code_bits, fields, gapped_fields, num_words, pack, swap_nibbles, words_to_codes
 
 INTEGERS, PACKED, FLOAT8, MX8, MX4, NV4 = "integers", "packed", "float8", "mxfp8", "mxfp4", "nvfp4"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...tree import expect
-from ..tree_json import Rule, one_of
+from ..tree_json import Rule
 
 MOST = 2**31  # a size above this is no size
 _listed = lambda x: x is None or (isinstance(x, list) and all(isinstance(item, str) for item in x))
@@ -25,20 +25,6 @@ BLOCK_SHAPE: Rule = (
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 show = _repr.repr  # short, and not deeper than six levels
-
-__all__ = [
-    "ABSENT",
-    "ANY",
-    "BLOCK_SHAPE",
-    "FLAG",
-    "GROUP",
-    "NAMES",
-    "OPTIONAL_FLAG",
-    "SIZE",
-    "check",
-    "is_in",
-    "one_of",
-]
 
 
 def check(config: Any, rules: Mapping[str, Rule], where: str, required: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ...format import FP8, MXFP4, Format
 from ...tree import expect
+from ..tree_json import one_of
 from .blocks import E4M3, E8M0, ROW, TENSOR, Entries, Grid, blocked, e4m3_codes, expect_entry, finite, module, spread
-from .config import ANY, BLOCK_SHAPE, NAMES, check, is_in, one_of
+from .config import ANY, BLOCK_SHAPE, NAMES, check, is_in
 from .packing import swap_nibbles
 
 FP4_GRID = Grid(1, 32)

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from ...format import Format, num_blocks
 from ...tree import expect
+from ..tree_json import one_of
 from .blocks import FLOATS, Entries, expect_entry, finite, integers, module
-from .config import ABSENT, ANY, FLAG, GROUP, NAMES, check, integer_in, is_in, one_of, show
+from .config import ABSENT, ANY, FLAG, GROUP, NAMES, check, integer_in, is_in, show
 from .packing import fields, num_words, words_to_codes
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...format import MXFP4, Format
 from ...tree import expect
+from ..tree_json import one_of
 from .blocks import Entries, expect_entry, finite, module
-from .config import ANY, NAMES, check, one_of
+from .config import ANY, NAMES, check
 from .packing import swap_nibbles
 
 BLOCK = 32

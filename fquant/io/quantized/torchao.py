@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...format import FP8, Format
 from ...tree import at, expect
+from ..tree_json import one_of
 from .blocks import (
     E4M3,
     FLOATS,
@@ -38,7 +39,7 @@ from .blocks import (
     signed_codes,
     spread,
 )
-from .config import ANY, MOST, NAMES, OPTIONAL_FLAG, check, one_of, show
+from .config import ANY, MOST, NAMES, OPTIONAL_FLAG, check, show
 from .packing import pack
 
 _CONFIG = {

@@ -39,9 +39,9 @@ def weight(group=64, version="gemm", width=K, out=N):
 
 
 @pytest.mark.parametrize("version", ["gemm", "gemv"])
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, -1])
 def test_every_code_scale_and_zero_point(group, version):
-    tensors, decoded = weight(group, version)
+    tensors, decoded = weight(group, version, width=192 if group == 96 else K)
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": version}
     assert_loads(config, tensors, decoded)
 
