@@ -1,1 +1,1 @@
-"""Files: any tree as one safetensors file, and adapters as a PEFT directory."""
+"""Files: any tree as one safetensors file, adapters as a PEFT directory, and quantised weights of other libraries."""

@@ -33,7 +33,7 @@ _STATE = "quant_state.bitsandbytes__"
 _PLAIN = {"nf4": NF4, "fp4": FP4}
 _NESTED = {"nf4": NF4_DQ, "fp4": replace(FP4, name="fp4_dq", scale=DYNAMIC8)}
 _BESIDE = ("SCB", "weight_format")
-_STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _sibling = lambda name, part: f"{name.rpartition('.')[0]}.{part}".lstrip(".")  # X.weight -> X.SCB
 _table = lambda format: torch.tensor(format.table, dtype=torch.float32, device="cpu")
@@ -112,8 +112,8 @@ def _load4(weight: Tensor, inside: Mapping[str, Tensor], beside: Mapping[str, Te
     format = (_NESTED if nested else _PLAIN)[state["quant_type"]]
     format = replace(format, block=block, flat=bool(shape[-1] % block))
     blocks = num_blocks(format, count)
-    fault = f"got {weight.dtype} for the codes; wanted one of {', '.join(map(str, _STORAGE))}"
-    expect(weight.dtype in _STORAGE, fault)
+    fault = f"got {weight.dtype} for the codes; wanted one of {', '.join(map(str, STORAGE))}"
+    expect(weight.dtype in STORAGE, fault)
     fault = f"got codes of shape {tuple(weight.shape)}; wanted [bytes 1], not the [1 bytes] of old releases"
     expect(weight.ndim == 2 and weight.shape[1] == 1, fault)
     codes = weight.contiguous().view(torch.uint8).reshape(-1)  # codes are bytes in any storage dtype
