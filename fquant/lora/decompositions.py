@@ -146,8 +146,8 @@ def _decompose(
 
 
 def _checked(w: Any, rank: int) -> tuple[int, int]:
-    fix = "read it or load it first"
-    expect(isinstance(w, Tensor | Packed), f"a {type(w).__name__} cannot be decomposed, wanted a tensor or Packed; {fix}")
+    fault = f"a {type(w).__name__} cannot be decomposed, wanted a tensor or Packed; read it or load it first"
+    expect(isinstance(w, Tensor | Packed), fault)
     shape = tuple(w.shape)
     expect(len(shape) == 2, f"a weight of shape {shape} cannot be adapted; wanted [out in]")
     expect(1 <= rank <= min(shape), f"rank is {rank}; wanted 1 to {min(shape)} for a weight {shape}")
