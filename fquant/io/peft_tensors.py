@@ -1,0 +1,157 @@
+"""The tensors of a PEFT adapter: their names and layouts in the file, which :mod:`fquant.io.peft` lists."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..packed import FLOATS
+from ..packed_linear import Lora
+from ..tree import expect
+from . import safetensors
+from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings
+
+PREFIX = "base_model.model."
+FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
+TABLE_FIELDS = {"b": ".lora_embedding_A", "a": ".lora_embedding_B"}  # both transposed
+INNER = ".base_layer"
+SAVED_BESIDE = ("embed_tokens", "lm_head")  # whose whole weights PEFT may write without naming them in the settings
+
+Modules = dict[tuple[str, int], dict[str, str]]  # (module, times it is inside .base_layer) -> suffix -> tensor
+
+
+def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules, list[str]]:
+    """Return the tensor names of each module by suffix, and the names of whole tensors."""
+    suffixes, modules, rest = (*FIELDS.values(), *TABLE_FIELDS.values()), Modules(), []
+    for name in found.tensors:
+        suffix = next((x for x in suffixes if name.startswith(PREFIX) and name.endswith(x)), None)
+        if suffix is None:
+            rest.append(name)
+            continue
+        module, depth = name[len(PREFIX) : -len(suffix)], 0
+        while module.endswith(INNER):
+            module, depth = module.removesuffix(INNER), depth + 1
+        modules.setdefault((module, depth), {})[suffix] = name
+    expect(modules, "got no tensors, wanted those of at least one module; the file is incomplete")
+    given, adapted = settings.given, {module for module, _ in modules}
+    kinds = [*suffixes, *([".bias"] if given["bias"] != "none" else [])]
+    for name in rest:
+        module, _, kind = name[len(PREFIX) :].rpartition(".")
+        module, inner = module.removesuffix(INNER), module.endswith(INNER)
+        is_bias = kind == "bias" and (given["bias"] == "all" or (given["bias"] == "lora_only" and module in adapted))
+        is_table = kind == "weight" and module.rpartition(".")[2] in SAVED_BESIDE and (module in adapted) == inner
+        known = name.startswith(PREFIX) and (is_bias or is_table or settings.is_saved_whole(module))
+        expect(known, f"{name:.80}: got an unknown tensor, wanted {PREFIX}<module>{'|'.join(kinds)}")
+    for saved in given["modules_to_save"] or []:
+        inside = lambda name, saved=saved: f".{saved}." in f".{name[len(PREFIX) :]}"
+        fault = f"{saved:.80}: got no tensors, wanted some, it is in modules_to_save of {CONFIG}"
+        expect(any(inside(name) for name in rest), fault)
+    return modules, rest
+
+
+def parameters_of(modules: Modules, settings: Settings) -> dict[str, list[str]]:
+    """Return the parameters that are adapted of each module, the outermost first."""
+    wanted = settings.given["target_parameters"] or []
+    out: dict[str, list[str]] = {}
+    for module in dict.fromkeys(module for module, _ in modules):
+        parts = [name.rpartition(".") for name in wanted]
+        names = sorted({x for owner, _, x in parts if f".{module}".endswith(f".{owner}")})
+        depth = sum(other == module for other, _ in modules)
+        if not names or (depth == 1 and settings.given["target_modules"] and settings.is_targeted(module)):
+            expect(depth == 1 and (module, 0) in modules, f"{module:.80}: got {depth} adapters, wanted 1")
+            continue
+        expect(len(names) == depth, f"{module:.80}: got {depth} adapters, wanted those of {', '.join(names):.80}")
+        if depth > 1:
+            fault = f"{module:.80}: got the parameters {', '.join(names):.80}, whose order is unknown"
+            expect(set(names) <= set(EXPERT_PARAMETERS), f"{fault}; wanted {', '.join(EXPERT_PARAMETERS)}")
+            names.sort(key=EXPERT_PARAMETERS.index, reverse=True)
+        out[module] = names
+    return out
+
+
+def read_lora(found: safetensors.Header, module: str, names: dict[str, str], settings: Settings) -> Lora:
+    """Read the adapter of a linear weight or of a table, from the names of its tensors by suffix."""
+    is_table, dora = not names.keys().isdisjoint(TABLE_FIELDS.values()), settings.given["use_dora"]
+    fields = TABLE_FIELDS if is_table else {k: x for k, x in FIELDS.items() if k != "magnitude" or dora}
+    if is_table and dora:
+        fault = "got DoRA for a table, whose magnitudes are of columns, wanted none"
+        raise ValueError(f"{module:.80}: {fault}; merge it with PEFT")
+    for suffix in fields.values():
+        where = f"{PREFIX}{module:.80}{suffix}"
+        expect(suffix in names, f"{where}: got no such tensor, wanted one; the file is incomplete")
+    for suffix in names.keys() - fields.values():
+        kind = "magnitude" if suffix == FIELDS["magnitude"] else "tensor"
+        why = (
+            f"use_dora of {CONFIG} is false"
+            if kind == "magnitude"
+            else "an adapter is of a table or of a linear weight"
+        )
+        raise ValueError(f"{names[suffix]}: got a {kind}, wanted none, {why}")
+    entries = {field: found.tensors[names[suffix]] for field, suffix in fields.items()}
+    if is_table:
+        entries = {field: replace(x, shape=tuple(x.shape)[::-1]) for field, x in entries.items()}
+    with tree.at(f"{module:.80}"):
+        check_shapes(settings.rank(module), *(entries.get(field) for field in FIELDS), stacked=False)
+    tensors = {field: safetensors.read(found, names[suffix]) for field, suffix in fields.items()}
+    if is_table:
+        tensors = {field: x.mT.contiguous() for field, x in tensors.items()}
+    return Lora(**tensors, **_static(settings, module))
+
+
+def read_stack(
+    found: safetensors.Header, module: str, parameter: str, names: dict[str, str], settings: Settings
+) -> Lora:
+    """Read the adapters of the members of one parameter [E out in], or of a matrix."""
+    with tree.at(f"{parameter:.80}"):
+        given = settings.given
+        expect(not given["use_dora"] and not given["lora_dropout"], "got DoRA or dropout, wanted neither, as in PEFT")
+        fault = f"got {', '.join(names):.80}, wanted {FIELDS['a']} and {FIELDS['b']}; the file is incomplete"
+        expect(names.keys() == {FIELDS["a"], FIELDS["b"]}, fault)
+        rank, a, b = settings.rank(parameter), *(found.tensors[names[FIELDS[field]]] for field in "ab")
+        check_shapes(a.shape[0] if len(a.shape) == 2 and a.shape[0] % rank == 0 else rank, a, b, None, stacked=False)
+        n = a.shape[0] // rank
+    a, b = (safetensors.read(found, names[FIELDS[field]]) for field in "ab")
+    if n > 1:
+        a, b = a.reshape(n, rank, a.shape[1]), b.reshape(b.shape[0], rank, n).permute(2, 0, 1).contiguous()
+    return Lora(a, b, **_static(settings, parameter))
+
+
+def _static(settings: Settings, module: str) -> dict[str, Any]:
+    given = settings.given
+    return {"alpha": float(settings.alpha(module)), "rank_stabilised": given["use_rslora"]} | {
+        "dropout": float(given["lora_dropout"])
+    }
+
+
+def unstacked(by_module: dict[str, Lora]) -> dict[str, Tensor]:
+    """Return the tensors of stacks by their names in PEFT, nested in the order of EXPERT_PARAMETERS."""
+    owners: dict[str, list[str]] = {}
+    for module in by_module:
+        owner, _, parameter = module.rpartition(".")
+        owners.setdefault(owner, []).append(parameter)
+    out: dict[str, Tensor] = {}
+    for owner, parameters in owners.items():
+        if len(parameters) > 1:
+            fault = f"{owner}: got stacks of {', '.join(parameters)}, whose order in PEFT is unknown"
+            expect(set(parameters) <= set(EXPERT_PARAMETERS), f"{fault}; wanted {', '.join(EXPERT_PARAMETERS)}")
+            parameters.sort(key=EXPERT_PARAMETERS.index, reverse=True)
+        for depth, parameter in enumerate(parameters):
+            lora, place = by_module[f"{owner}.{parameter}"], PREFIX + owner + INNER * depth
+            a, b = (t.detach().to(torch.float32) for t in (lora.a, lora.b))
+            out[place + FIELDS["a"]] = a.flatten(0, 1).contiguous()
+            out[place + FIELDS["b"]] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return out
+
+
+def check_shapes(rank: int, a: Any, b: Any, magnitude: Any, stacked: bool = True) -> None:
+    """Check the dtypes and shapes of the tensors of a Lora, or of their entries in a file."""
+    given = {field: x for field, x in zip(FIELDS, (a, b, magnitude), strict=True) if x is not None}
+    for field, x in given.items():
+        expect(x.dtype in FLOATS, f"{field}: got {x.dtype}, wanted float32, bfloat16 or float16", TypeError)
+    a, b, magnitude = (tuple(given[field].shape) if field in given else None for field in FIELDS)
+    dims = (2, 3) if stacked else (2,)
+    fits = a and b and len(a) == len(b) in dims and rank == a[-2] == b[-1] and a[:-2] == b[:-2]
+    wanted = f"a [rank in], b [out rank], magnitude [out] or None, with rank {rank}"
+    expect(fits and magnitude in (None, b and b[-2:-1]), f"got a {a}, b {b}, magnitude {magnitude}, wanted {wanted}")
