@@ -58,6 +58,12 @@ class Budget:
     def __init__(self) -> None:
         self.left = MOST_STEPS
 
+    def spend(self, steps: int, text: str) -> None:
+        """Take ``steps``; raise ValueError if there are not as many."""
+        self.left -= steps
+        if self.left < 0:
+            raise ValueError(f"got over {MOST_STEPS} steps at {text!r:.80}; list the names instead")
+
 
 class Automaton:
     """A compiled expression: of each state what it tests, and the states that follow."""
@@ -280,8 +286,7 @@ class Automaton:
         return {"^": i == 0, "$": i == len(name), "b": _boundary(name, i)}[test]
 
     def _count(self, steps: int) -> None:
-        self._budget.left -= steps
-        expect(self._budget.left >= 0, f"got over {MOST_STEPS} steps at {self._text!r:.80}; list the names instead")
+        self._budget.spend(steps, self._text)
 
 
 def _boundary(name: str, i: int) -> bool:

@@ -38,6 +38,7 @@ def lookup(table: Mapping[str, V], usual: V) -> Callable[[str], V]:
 
     def value_of(name: str) -> V:
         check_name(name)
+        budget.spend(len(fixed), name)
         ends = {len(name) - i - 1: name[i + 1 :] for i, c in enumerate(name) if c == "."} | {len(name): name}
         hits = []
         for (size, *wild), keys in fixed.items():

@@ -44,7 +44,6 @@ class Settings:
     rank: Callable[[str], int]
     alpha: Callable[[str], float]
     is_targeted: Targeted
-    is_saved_whole: Targeted  # by modules_to_save
 
 
 def read(path: Path) -> Settings:
@@ -61,8 +60,7 @@ def read(path: Path) -> Settings:
         for key, name in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
             with tree.at(key):
                 functions[key] = lookup(given[key], given[name])
-        whole = _ends_in(given["modules_to_save"] or [], inside=True)
-        return Settings(given, functions["rank_pattern"], functions["alpha_pattern"], _targeted(given, whole), whole)
+        return Settings(given, functions["rank_pattern"], functions["alpha_pattern"], _targeted(given))
 
 
 def check_targets(settings: Settings, modules: Collection[str]) -> None:
@@ -73,11 +71,18 @@ def check_targets(settings: Settings, modules: Collection[str]) -> None:
     for module in modules:
         fault = f"{module:.80}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it"
         expect(settings.is_targeted(module), fault)
-    if isinstance(targets, list) and not given["exclude_modules"] and given["layers_to_transform"] is None:
+    narrowed = given["exclude_modules"] or given["modules_to_save"] or given["layers_to_transform"] is not None
+    if isinstance(targets, list) and not narrowed:
         missing = set(targets).difference(*map(_ends, modules))
-        for name in sorted(missing):
-            fault = f"{name:.80}: got no tensors, wanted some, it is in target_modules of {CONFIG}"
-            expect(settings.is_saved_whole(name), fault)
+        if missing:
+            fault = "got no tensors, wanted some, it is in target_modules of"
+            raise ValueError(f"{min(missing):.80}: {fault} {CONFIG}")
+
+
+def is_saved_whole(settings: Settings, module: str) -> bool:
+    """Return True if ``module`` is in ``modules_to_save``, or in such a module; PEFT compares ends of names."""
+    names = tuple(settings.given["modules_to_save"] or ())
+    return any(module.endswith(names, 0, i) for i in range(1, len(module) + 1) if module[i : i + 1] in ("", "."))
 
 
 def text(by_module: dict[str, Lora], base_model: str, **others: Any) -> str:
@@ -119,10 +124,11 @@ def _pattern(wanted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return usual, pattern
 
 
-def _targeted(given: dict[str, Any], is_saved_whole: Targeted) -> Targeted:
+def _targeted(given: dict[str, Any]) -> Targeted:
     """Return PEFT's ``check_target_module_exists`` as a function of the name."""
     with tree.at("exclude_modules"):
         is_excluded = _chosen(given["exclude_modules"] or [])
+    is_whole = _ends_in(given["modules_to_save"] or [], inside=True)
     with tree.at("target_modules"):
         is_chosen = _chosen(given["target_modules"] or [])
     targets, layers, pattern = given["target_modules"], given["layers_to_transform"], given["layers_pattern"] or []
@@ -142,7 +148,7 @@ def _targeted(given: dict[str, Any], is_saved_whole: Targeted) -> Targeted:
 
     def is_targeted(name: str) -> bool:
         check_name(name)
-        if is_excluded(name) or is_saved_whole(name) or not is_chosen(name):
+        if is_excluded(name) or is_whole(name) or not is_chosen(name):
             return False
         return not layers or isinstance(targets, str) or name in whole or layer(name) in layers
 

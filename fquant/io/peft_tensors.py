@@ -1,5 +1,6 @@
 """The tensors of a PEFT adapter: their names and layouts in the file, which :mod:`fquant.io.peft` lists."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..packed import FLOATS
 from ..packed_linear import Lora
 from ..tree import expect
 from . import safetensors
-from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings
+from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings, is_saved_whole
 
 PREFIX = "base_model.model."
 FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
@@ -37,17 +38,19 @@ def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules
     expect(modules, "got no tensors, wanted those of at least one module; the file is incomplete")
     given, adapted = settings.given, {module for module, _ in modules}
     kinds = [*suffixes, *([".bias"] if given["bias"] != "none" else [])]
+    # PEFT repeats the bias of a module that is saved in full under two names of its own.
+    own = lambda name: re.sub(r"\.(modules_to_save|original_module)\.bias$", ".bias", name)
+    rest = [name for name in rest if own(name) == name or own(name) not in found.tensors]
     for name in rest:
         module, _, kind = name[len(PREFIX) :].rpartition(".")
         module, inner = module.removesuffix(INNER), module.endswith(INNER)
         is_bias = kind == "bias" and (given["bias"] == "all" or (given["bias"] == "lora_only" and module in adapted))
         is_table = kind == "weight" and module.rpartition(".")[2] in SAVED_BESIDE and (module in adapted) == inner
-        known = name.startswith(PREFIX) and (is_bias or is_table or settings.is_saved_whole(module))
+        known = name.startswith(PREFIX) and (is_bias or is_table or is_saved_whole(settings, module))
         expect(known, f"{name:.80}: got an unknown tensor, wanted {PREFIX}<module>{'|'.join(kinds)}")
     for saved in given["modules_to_save"] or []:
-        inside = lambda name, saved=saved: f".{saved}." in f".{name[len(PREFIX) :]}"
         fault = f"{saved:.80}: got no tensors, wanted some, it is in modules_to_save of {CONFIG}"
-        expect(any(inside(name) for name in rest), fault)
+        expect(any(f"{saved}." in name for name in rest), fault)
     return modules, rest
 
 
