@@ -1,6 +1,5 @@
 """Tests of fquant.io.peft_tensors: every kind of tensor and setting, with the logits of PEFT's own model as oracle."""
 
-
 import peft as hf
 import pytest
 import torch
