@@ -8,7 +8,6 @@ Expressions of a file are matched by ``fquant.io.linear_regex``, so none takes l
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -182,7 +181,8 @@ _is_layers = lambda x: x is None or _is_rank_or_0(x) or (type(x) is list and all
 _is_rank_or_0 = lambda x: type(x) is int and 0 <= x < 1 << 31
 _is_pattern = lambda x, fits: isinstance(x, dict) and all(map(fits, x.values()))
 _switch = (lambda x: type(x) is bool, "true or false")
-_names = (lambda x: x is None or _is_names(x), "null or a list of strings")
+_names = (lambda x: x is None or (_is_names(x) and len(x) <= 1000), "null or a list of up to 1000 strings")
+_parts = (lambda x: x is None or type(x) is str or (_is_names(x) and len(x) <= 16), "null, a name or up to 16 names")
 _targets = (lambda x: x is None or type(x) is str or _is_names(x), "null, a regular expression or a list of strings")
 READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default, and the values that are supported
     "peft_type": (None, one_of("LORA")),
@@ -195,14 +195,11 @@ READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default,
     "alpha_pattern": ({}, (lambda x: _is_pattern(x, _is_number), "an object of numbers by regular expression")),
     "use_rslora": (False, _switch),
     "use_dora": (False, _switch),
-    "lora_dropout": (0.0, (lambda x: _is_number(x) and 0 <= x < 1 and math.isfinite(x), "a number in [0, 1)")),
+    "lora_dropout": (0.0, (lambda x: _is_number(x) and 0 <= x < 1, "a number in [0, 1)")),
     "target_modules": (None, _targets),
     "exclude_modules": (None, _targets),
     "layers_to_transform": (None, (_is_layers, "null, a layer's index or a list of them")),
-    "layers_pattern": (
-        None,
-        _targets,
-    ),
+    "layers_pattern": (None, _parts),
     "modules_to_save": (None, _names),
     "target_parameters": (None, _names),
 }

@@ -1,6 +1,7 @@
 """The tensors of a PEFT adapter: their names and layouts in the file, which :mod:`fquant.io.peft` lists."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..packed import FLOATS
 from ..packed_linear import Lora
 from ..tree import expect
 from . import safetensors
+from .linear_regex import check_name
 from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings, is_saved_whole
 
 PREFIX = "base_model.model."
@@ -27,6 +29,7 @@ def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules
     """Return the tensor names of each module by suffix, and the names of whole tensors."""
     suffixes, modules, rest = (*FIELDS.values(), *TABLE_FIELDS.values()), Modules(), []
     for name in found.tensors:
+        check_name(name)
         suffix = next((x for x in suffixes if name.startswith(PREFIX) and name.endswith(x)), None)
         if suffix is None:
             rest.append(name)
@@ -58,10 +61,9 @@ def parameters_of(modules: Modules, settings: Settings) -> dict[str, list[str]]:
     """Return the parameters that are adapted of each module, the outermost first."""
     wanted = settings.given["target_parameters"] or []
     out: dict[str, list[str]] = {}
-    for module in dict.fromkeys(module for module, _ in modules):
-        parts = [name.rpartition(".") for name in wanted]
+    parts = [name.rpartition(".") for name in wanted]
+    for module, depth in Counter(module for module, _ in modules).items():
         names = sorted({x for owner, _, x in parts if f".{module}".endswith(f".{owner}")})
-        depth = sum(other == module for other, _ in modules)
         if not names or (depth == 1 and settings.given["target_modules"] and settings.is_targeted(module)):
             expect(depth == 1 and (module, 0) in modules, f"{module:.80}: got {depth} adapters, wanted 1")
             continue

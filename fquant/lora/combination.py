@@ -38,8 +38,8 @@ def combine(
     * "linear" adds the factors themselves, ``Σ √|wᵢsᵢ| aᵢ`` and ``Σ ± √|wᵢsᵢ| bᵢ``: adapters of one rank, and a rough
       approximation, because it adds the products of different adapters too.
 
-    Tensors have the dtype of the first adapter. Raises ValueError for DoRA, whose magnitudes have no sum, for other
-    ranks, shapes or dropouts than these, and for a ``rank`` that the method does not use.
+    Tensors have the dtype of the first adapter. Raises ValueError for DoRA, whose magnitudes have no sum. Raises it for
+    other ranks, shapes or dropouts than these, and for a ``rank`` that the method does not use.
     """
     expect(method in METHODS, f"method is {method!r:.80}; wanted one of {', '.join(METHODS)}")
     expect(many, "combine got no adapters; wanted at least one")

@@ -2,12 +2,10 @@
 
     adapters, base = lora.pissa(base, r"layers\\.\\d+\\.(q|v)", rank=16)
 
-| function | the start of ``s · b · a``                               | the new base                        |
-| -------- | -------------------------------------------------------- | ----------------------------------- |
-| pissa    | the ``rank`` largest singular components of W            | the residual W - s·b·a              |
-| olora    | Q[:, :rank] · R[:rank] of W = Q·R, times s               | the residual W - s·b·a              |
-| loftq    | the largest components of the error of quantisation      | quantised, so that Q + s·b·a is W   |
-| eva      | zero; ``a`` holds the principal directions of the inputs | unchanged, and not returned         |
+* ``pissa``: the ``rank`` largest singular components of W. The base becomes the residual W - s·b·a.
+* ``olora``: s·Q[:, :rank]·R[:rank] of W = Q·R. The base becomes the residual.
+* ``loftq``: the largest components of the error of quantisation. The base becomes the quantised weight.
+* ``eva``: zero, with the principal directions of the weight's inputs in ``a``. The base stays.
 
 A residual of a packed weight is quantised to the weight's format again; that of a dense weight stays dense. Weights are
 dequantised and decomposed one at a time, in float32.

@@ -10,16 +10,18 @@ from fquant.io import linear_regex
 from fquant.io.linear_regex import matcher
 
 NAMES = [
-    "model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.v_proj", "model.layers.1.mlp.down_proj", "lm_head",
-    "model.visual.blocks.3.attn.qkv", "language_model.model.layers.7.mlp.experts.31.up_proj", "q_proj", "", "model.norm",
+    "model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.v_proj", "model.layers.1.mlp.down_proj", "head",
+    "model.visual.blocks.3.attn.qkv", "language_model.model.layers.7.mlp.experts.31.up_proj", "q_proj", "",
 ]  # fmt: skip
 # Expressions of PEFT's documentation and issues, of Unsloth and of fine-tuning recipes for vision models.
 COMMON = [
-    r".*\.(q_proj|v_proj)", ".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$", r".*\.[qv]_proj", "(.*).q_proj", "lm_head",
-    r"^(?!.*visual).*(?:q_proj|k_proj|down_proj).*", r"model\.layers\.(1[0-9]|[0-9])\..*proj", r".*\b(mlp|attn)\b.*",
-    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:k_proj|v_proj|up_proj).*?)"
+    r".*\.(q_proj|v_proj)", ".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$", r".*\.[qv]_proj", "(.*).q_proj",
+    "head", r"^(?!.*visual).*(?:q_proj|k_proj|down_proj).*", r"model\.layers\.(1[0-9]|[0-9])\..*proj",
+    r".*\b(mlp|attn)\b.*",
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|ffn|dense).*?(?:v_proj|up_proj).*?)"
     r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|v_proj|down_proj)))",
-    r"^(?:(?=.*layers)(?!.*experts)).*proj$", r"[^.]+", r"\w+\.\w+", r".*\d{2,3}.*", r"(model\.)?(layers\.\d+\.)*.*q_proj",
+    r"^(?:(?=.*layers)(?!.*experts)).*proj$", r"[^.]+", r"\w+\.\w+", r".*\d{2,3}.*",
+    r"(model\.)?(layers\.\d+\.)*.*q_proj",
 ]  # fmt: skip
 
 
@@ -88,7 +90,8 @@ REFUSED = {
     "a{": "'{'", "a{3,2}": "the repetition {3,2}", "a{9999}": "the repetition {9999}", "[a": "a class without its ']'",
     "[b-a]": "the range b-a", "[[:alpha:]]": "a class without its ']', or with a '['", "a\\": "the escape \\",
     r"\N{DASH}": "the escape \\N", "(" * 25 + ")" * 25: "groups nested deeper than 20",
-    "(" * 30_000: "an expression of 30000 characters", "((a{1000}){1000}){1000}": "over 4000 states", "a|" * 4999: "over 4000",
+    "(" * 30_000: "an expression of 30000 characters", "((a{1000}){1000}){1000}": "over 4000 states",
+    "a|" * 4999: "over 4000 states",
 }  # fmt: skip
 
 

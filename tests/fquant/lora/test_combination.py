@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import peft
 import pytest
@@ -40,7 +41,7 @@ def make(seed, rank, alpha, paths=("q", "k"), **static):
 
 def theirs(many):
     """PEFT's model with each of the adapters, called 0, 1, ..."""
-    model = Two()
+    model: Any = Two()
     for path, w in BASE.items():
         model.get_submodule(path).weight.data.copy_(w)
     for i, adapters in enumerate(many):
@@ -52,7 +53,7 @@ def theirs(many):
         else:
             model.add_adapter(str(i), config)
         for path, x in adapters.items():
-            layer = model.base_model.model.get_submodule(path)
+            layer: Any = model.base_model.model.get_submodule(path)
             layer.lora_A[str(i)].weight.data.copy_(x.a)
             layer.lora_B[str(i)].weight.data.copy_(x.b)
     return model.eval()
@@ -84,7 +85,7 @@ def test_combine_equals_add_weighted_adapter(many, weights, method):
     got = lora.combine(many, weights, method)
     assert got.keys() == {"q", "k"}
     for path, x in got.items():
-        layer = model.base_model.model.get_submodule(path)
+        layer: Any = model.base_model.model.get_submodule(path)
         torch.testing.assert_close(update(x), layer.get_delta_weight("sum"), rtol=1e-5, atol=1e-5)
         assert scaling(x) == 1
         if method == "linear":
@@ -162,7 +163,7 @@ REFUSED = {
         dict(many=[ONE, {"k": Lora(torch.ones(2, 3), torch.ones(OUT, 2))}]),
         "k: got a (2, 3), b (24, 2), wanted the sizes of a (4, 16), b (24, 4)",
     ),
-    "dropout": (dict(many=[ONE, {"q": replace(ONE["q"], dropout=0.5)}]), "q: got dropout 0.5, wanted 0.0 as in the first"),
+    "dropout": (dict(many=[ONE, {"q": replace(ONE["q"], dropout=0.5)}]), "q: got dropout 0.5, wanted 0.0"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 import peft
 import pytest
@@ -59,7 +60,7 @@ def projection(rows):
 def test_a_dense_weight_splits_as_in_peft(verb, name, stabilised):
     base = dense()
     adapters, rest = verb(base, "q", RANK, alpha=6.0, rank_stabilised=stabilised, dropout=0.1)
-    layer = theirs(name, lora_alpha=6, use_rslora=stabilised)
+    layer: Any = theirs(name, lora_alpha=6, use_rslora=stabilised)
     x = adapters["q"]
     assert list(adapters) == ["q"] and (x.alpha, x.rank_stabilised, x.dropout) == (6.0, stabilised, 0.1)
     torch.testing.assert_close(rest["q"] + update(x), base["q"], rtol=0, atol=1e-5)
@@ -167,7 +168,7 @@ def test_eva_gives_the_ranks_and_directions_of_peft():
     )  # fmt: skip
     ours = lora.eva(dense(), inputs, RANK, alpha=8.0)
     for path, x in ours.items():
-        layer = model.base_model.model.get_submodule(path)
+        layer: Any = model.base_model.model.get_submodule(path)
         assert layer.r["default"] == len(x.a) and layer.scaling["default"] == pytest.approx(scaling(x))
         torch.testing.assert_close(projection(x.a), projection(layer.lora_A["default"].weight.data), rtol=0, atol=2e-2)
 
