@@ -91,7 +91,7 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> Adapters:
     found, adapters, whole = _open(Path(folder), path_of)
     for name in whole:
         fault = "got a whole tensor, wanted adapters alone; call load_all and lora.replace_weights"
-        raise ValueError(f"{found.path}: {name:.80}: {fault}")
+        raise ValueError(f"{found.path}: {name:.200}: {fault}")
     return adapters
 
 
@@ -112,7 +112,7 @@ def load_all(
             path = tensor_path(plain) if tensor_path else path_of(module)
             if not tensor_path and path is not None:
                 path = {"weight": path, "bias": f"{path}_bias"}.get(kind)
-            fault = f"{name:.80}: got no path, or that of another tensor, wanted its own; is it for another model?"
+            fault = f"{name:.200}: got no path, or that of another tensor, wanted its own; is it for another model?"
             expect(path is not None and path not in out, fault)
             out[str(path)] = safetensors.read(found, name)
     return adapters, out
@@ -137,7 +137,7 @@ def _open(folder: Path, path_of: Callable[[str], str | None]) -> tuple[safetenso
                 lora = peft_tensors.read_stack(found, module, f"{module}.{parameter}", names, settings)
             path = path_of(name)
             fault = "no path" if path is None else f"the path {path} of another module"
-            fault = f"{name:.80}: got {fault}, wanted one of its own; is this adapter for another model?"
+            fault = f"{name:.200}: got {fault}, wanted one of its own; is this adapter for another model?"
             expect(path is not None and path not in out, fault)
             out[str(path)] = lora or peft_tensors.read_lora(found, module, names, settings)
     return found, out, whole

@@ -50,9 +50,9 @@ def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules
         is_bias = kind == "bias" and (given["bias"] == "all" or (given["bias"] == "lora_only" and module in adapted))
         is_table = kind == "weight" and module.rpartition(".")[2] in SAVED_BESIDE and (module in adapted) == inner
         known = name.startswith(PREFIX) and (is_bias or is_table or is_saved_whole(settings, module))
-        expect(known, f"{name:.80}: got an unknown tensor, wanted {PREFIX}<module>{'|'.join(kinds)}")
+        expect(known, f"{name:.200}: got an unknown tensor, wanted {PREFIX}<module>{'|'.join(kinds)}")
     for saved in given["modules_to_save"] or []:
-        fault = f"{saved:.80}: got no tensors, wanted some, it is in modules_to_save of {CONFIG}"
+        fault = f"{saved:.200}: got no tensors, wanted some, it is in modules_to_save of {CONFIG}"
         expect(any(f"{saved}." in name for name in rest), fault)
     return modules, rest
 
@@ -65,11 +65,11 @@ def parameters_of(modules: Modules, settings: Settings) -> dict[str, list[str]]:
     for module, depth in Counter(module for module, _ in modules).items():
         names = sorted({x for owner, _, x in parts if f".{module}".endswith(f".{owner}")})
         if not names or (depth == 1 and settings.given["target_modules"] and settings.is_targeted(module)):
-            expect(depth == 1 and (module, 0) in modules, f"{module:.80}: got {depth} adapters, wanted 1")
+            expect(depth == 1 and (module, 0) in modules, f"{module:.200}: got {depth} adapters, wanted 1")
             continue
-        expect(len(names) == depth, f"{module:.80}: got {depth} adapters, wanted those of {', '.join(names):.80}")
+        expect(len(names) == depth, f"{module:.200}: got {depth} adapters, wanted those of {', '.join(names):.80}")
         if depth > 1:
-            fault = f"{module:.80}: got the parameters {', '.join(names):.80}, whose order is unknown"
+            fault = f"{module:.200}: got the parameters {', '.join(names):.80}, whose order is unknown"
             expect(set(names) <= set(EXPERT_PARAMETERS), f"{fault}; wanted {', '.join(EXPERT_PARAMETERS)}")
             names.sort(key=EXPERT_PARAMETERS.index, reverse=True)
         out[module] = names
@@ -82,9 +82,9 @@ def read_lora(found: safetensors.Header, module: str, names: dict[str, str], set
     fields = TABLE_FIELDS if is_table else {k: x for k, x in FIELDS.items() if k != "magnitude" or dora}
     if is_table and dora:
         fault = "got DoRA for a table, whose magnitudes are of columns, wanted none"
-        raise ValueError(f"{module:.80}: {fault}; merge it with PEFT")
+        raise ValueError(f"{module:.200}: {fault}; merge it with PEFT")
     for suffix in fields.values():
-        where = f"{PREFIX}{module:.80}{suffix}"
+        where = f"{PREFIX}{module:.200}{suffix}"
         expect(suffix in names, f"{where}: got no such tensor, wanted one; the file is incomplete")
     for suffix in names.keys() - fields.values():
         kind = "magnitude" if suffix == FIELDS["magnitude"] else "tensor"
@@ -93,11 +93,11 @@ def read_lora(found: safetensors.Header, module: str, names: dict[str, str], set
             if kind == "magnitude"
             else "an adapter is of a table or of a linear weight"
         )
-        raise ValueError(f"{names[suffix]}: got a {kind}, wanted none, {why}")
+        raise ValueError(f"{names[suffix]:.200}: got a {kind}, wanted none, {why}")
     entries = {field: found.tensors[names[suffix]] for field, suffix in fields.items()}
     if is_table:
         entries = {field: replace(x, shape=tuple(x.shape)[::-1]) for field, x in entries.items()}
-    with tree.at(f"{module:.80}"):
+    with tree.at(f"{module:.200}"):
         check_shapes(settings.rank(module), *(entries.get(field) for field in FIELDS), stacked=False)
     tensors = {field: safetensors.read(found, names[suffix]) for field, suffix in fields.items()}
     if is_table:
@@ -109,7 +109,7 @@ def read_stack(
     found: safetensors.Header, module: str, parameter: str, names: dict[str, str], settings: Settings
 ) -> Lora:
     """Read the adapters of the members of one parameter [E out in], or of a matrix."""
-    with tree.at(f"{parameter:.80}"):
+    with tree.at(f"{parameter:.200}"):
         given = settings.given
         expect(not given["use_dora"] and not given["lora_dropout"], "got DoRA or dropout, wanted neither, as in PEFT")
         fault = f"got {', '.join(names):.80}, wanted {FIELDS['a']} and {FIELDS['b']}; the file is incomplete"

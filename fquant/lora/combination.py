@@ -77,9 +77,9 @@ def _linear(parts: list[tuple[Lora, float]], _: int | None) -> tuple[Tensor, Ten
     ranks = sorted({x.a.shape[-2] for x, _ in parts})
     expect(len(ranks) == 1, f"got ranks {', '.join(map(str, ranks))}, wanted one for 'linear'; use 'cat' or 'svd'")
     factors = [w * scaling(x) for x, w in parts]
-    a = sum((x.a.float() * (abs(f) ** 0.5 * (1 if f >= 0 else -1)) for (x, _), f in zip(parts, factors, strict=True)))
-    b = sum((x.b.float() * abs(f) ** 0.5 for (x, _), f in zip(parts, factors, strict=True)))
-    return torch.as_tensor(a), torch.as_tensor(b)
+    a = [x.a.float() * (abs(f) ** 0.5 * (1 if f >= 0 else -1)) for (x, _), f in zip(parts, factors, strict=True)]
+    b = [x.b.float() * abs(f) ** 0.5 for (x, _), f in zip(parts, factors, strict=True)]
+    return torch.stack(a).sum(0), torch.stack(b).sum(0)
 
 
 def _svd(parts: list[tuple[Lora, float]], rank: int | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import random, tree
 from ..communication import Loadable
 from ..format import NF4, Format
 from ..packed import Packed, dequantize, quantize
@@ -33,17 +33,21 @@ Start = Callable[[Tensor, Any, Lora], tuple[Lora, Any]]  # (W in f32, the leaf, 
 
 
 def pissa(
-    base: Any, targets: str, rank: int, alpha: float = 16.0, *, rank_stabilised: bool = False, dropout: float = 0.0,
-    dtype: torch.dtype = torch.float32,
+    base: Any, targets: str, rank: int, alpha: float = 16.0, *, niter: int | None = None, key: int | Tensor = 0,
+    rank_stabilised: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32,
 ) -> tuple[Adapters, Any]:  # fmt: skip
     """Move the ``rank`` largest singular components of every weight whose path matches ``targets`` to an adapter.
 
     ``b · √S`` and ``√S · a`` share the singular values, divided by the scaling s. Returns the adapters and the base of
-    residuals, so that W is the sum of both. Raises ValueError as :func:`fquant.lora.init` does.
+    residuals, so that W is the sum of both. With ``niter`` the SVD is randomised (Halko et al. 2011), with ``niter``
+    power iterations that begin at numbers from ``key``: seconds in place of minutes for a large weight. W is then still
+    the sum of both. Raises ValueError as :func:`fquant.lora.init` does.
     """
+    expect(niter is None or niter >= 0, f"niter is {niter}; wanted None, or at least 0")
 
     def start(w: Tensor, leaf: Any, lora: Lora) -> tuple[Lora, Any]:
-        lora = _factors(*_largest(w, rank), lora, dtype)
+        parts = _largest(w, rank) if niter is None else _randomised(w, rank, niter, random.key(key))
+        lora = _factors(*parts, lora, dtype)
         return lora, _residual(w, leaf, lora)
 
     return _decompose(base, targets, start, rank, alpha, rank_stabilised, dropout)
@@ -155,6 +159,16 @@ def _checked(w: Any, rank: int) -> tuple[int, int]:
 def _largest(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(w, full_matrices=False)
     return u[:, :rank], s[:rank], vh[:rank]
+
+
+def _randomised(w: Tensor, rank: int, niter: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Truncate the SVD of the projection of ``w`` on the space of a few random combinations of its columns."""
+    size = min(rank + 8, *w.shape)
+    q = torch.linalg.qr(w @ random.normal(key, (w.shape[1], size)).to(w.device))[0]  # [out size]
+    for _ in range(niter):
+        q = torch.linalg.qr(w @ torch.linalg.qr(w.mT @ q)[0])[0]
+    u, s, vh = torch.linalg.svd(q.mT @ w, full_matrices=False)
+    return (q @ u)[:, :rank], s[:rank], vh[:rank]
 
 
 def _factors(u: Tensor, s: Tensor, vh: Tensor, lora: Lora, dtype: torch.dtype) -> Lora:

@@ -54,7 +54,7 @@ def test_defaults_are_those_of_peft():
         want = getattr(theirs, key)
         assert usual == (None if key == "peft_type" else want), key
     unknown = set(theirs.to_dict()) - set(peft_config.READ) - peft_config.IGNORED
-    assert not any(getattr(theirs, key) for key in unknown)  # so settings that nobody changed are never refused
+    assert not any(getattr(theirs, key) for key in unknown)  # so a default is never refused
 
 
 EVIL = r"(.*a?)*b"

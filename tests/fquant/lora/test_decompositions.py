@@ -84,6 +84,23 @@ def test_pissa_takes_the_largest_components():
     torch.testing.assert_close(torch.linalg.svdvals(rest["q"])[0].double(), s[RANK], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("niter", [0, 16])
+def test_a_randomised_pissa_still_splits_the_weight(niter):
+    fall = torch.exp(-0.1 * torch.arange(IN, device="cpu"))
+    base = {"q": draw("q", OUT, IN) * fall}
+    adapters, rest = lora.pissa(base, "q", RANK, niter=niter, key=3)
+    torch.testing.assert_close(rest["q"] + update(adapters["q"]), base["q"], rtol=0, atol=1e-5)
+    exact, _ = lora.pissa(base, "q", RANK)
+    error = (projection(adapters["q"].a) - projection(exact["q"].a)).norm()
+    assert error < (1e-3 if niter else 1.5), error
+    again = lora.pissa(base, "q", RANK, niter=niter, key=random.key(3))[0]
+    assert torch.equal(again["q"].a, adapters["q"].a)
+    if niter:
+        layer: Any = theirs("pissa_niter_16")
+        splits = lora.pissa(dense(), "q", RANK, alpha=8.0, niter=16)[1]["q"], layer.base_layer.weight.data
+        torch.testing.assert_close(*(torch.linalg.svdvals(w)[:RANK] for w in splits), rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("format", [NF4, NF4_DQ, INT8], ids=lambda f: f.name)
 @pytest.mark.parametrize("verb", [lora.pissa, lora.olora], ids=["pissa", "olora"])
 def test_a_packed_weight_keeps_its_format_and_comes_closer(verb, format):
@@ -187,6 +204,7 @@ REFUSED = {
     "no match": (lora.pissa, dict(targets="x"), "targets 'x' match no weight"),
     "rank": (lora.pissa, dict(rank=49), "q: rank is 49; wanted 1 to 48 for a weight (48, 64)"),
     "rank 0": (lora.olora, dict(rank=0), "q: rank is 0; wanted 1 to 48"),
+    "niter": (lora.pissa, dict(niter=-1), "niter is -1; wanted None, or at least 0"),
     "alpha": (lora.pissa, dict(alpha=0.0), "alpha is 0.0; wanted it above 0"),
     "dropout": (lora.loftq, dict(dropout=1.0), "dropout is 1.0; wanted 0 <= dropout < 1"),
     "iterations": (lora.loftq, dict(iterations=0), "iterations is 0; wanted at least 1"),
