@@ -20,6 +20,7 @@ from ..tree import expect
 
 LONGEST, MOST_STATES, DEEPEST, MOST_REPEATS = 10_000, 4_000, 20, 1_000
 MOST_STEPS = 10_000_000  # a few seconds
+KEPT = 20  # steps that a state counts in a cached set, which bounds the memory
 LONGEST_NAME = 1_000  # characters of a name that is matched
 
 Test = Callable[[str], bool]  # of one character
@@ -79,7 +80,6 @@ class Automaton:
         if self._at < len(text):
             self._refuse("an unbalanced ')'")
         self._end = end
-        self._has_ahead = any(isinstance(test, _Ahead) for test in self._tests)
         self._cache: dict[Any, frozenset[int]] = {}
 
     def matches(self, name: str) -> bool:
@@ -150,7 +150,7 @@ class Automaton:
     def _quantifier(self) -> tuple[int, int | None]:
         least: int
         most: int | None
-        if (c := self._peek()) in ("*", "+", "?") and c:
+        if (c := self._peek()) in ("*", "+", "?"):
             self._at += 1
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[c]
         elif found := re.compile(r"\{(\d{1,4})(,?)(\d{0,4})\}").match(self._text, self._at):
@@ -159,14 +159,13 @@ class Automaton:
             most = least if not found[2] else int(found[3]) if found[3] else None
             if max(least, most or 0) > MOST_REPEATS or (most is not None and not max(least, 1) <= most):
                 self._refuse(f"the repetition {found[0]}")
-        elif c == "{":
-            self._refuse("'{'")
-            return 1, 1
         else:
+            if c == "{":
+                self._refuse("'{'")
             return 1, 1
         if self._peek() == "?":
             self._at += 1  # lazy
-        if self._peek() in ("*", "+", "{", "?") and self._peek():
+        if self._peek() in ("*", "+", "{", "?"):
             self._refuse(f"a second quantifier {self._peek()!r}")
         return least, most
 
@@ -184,7 +183,7 @@ class Automaton:
         if c == ".":
             return self._state(lambda x: x != "\n", after)
         if c == "\\":
-            if self._peek() in ("b", "A", "Z") and self._peek():
+            if self._peek() in ("b", "A", "Z"):
                 self._at += 1
                 return self._state({"A": "^", "Z": "$"}.get(kind := self._text[self._at - 1], kind), after)
             return self._state(self._escape(), after)
@@ -208,7 +207,7 @@ class Automaton:
     def _escape(self) -> Test:
         c = self._peek()
         self._at += 1
-        if c in _CLASSES and c:
+        if c in _CLASSES:
             return _CLASSES[c]
         if not c or (c.isalnum() and c not in _CONTROL):
             self._refuse(f"the escape \\{c}")
@@ -258,26 +257,30 @@ class Automaton:
     def _advance(self, states: frozenset[int], c: str) -> frozenset[int]:
         self._count(1)
         if (known := self._cache.get((states, c))) is None:
-            self._count(len(states))
             known = {t for s in states if callable(test := self._tests[s]) and test(c) for t in self._next[s]}
+            self._count(KEPT * (len(states) + len(known)))
             known = self._cache[states, c] = frozenset(known)
         return known
 
     def _closure(self, name: str, i: int, states: frozenset[int]) -> frozenset[int]:
         """Return all states that free steps and assertions at position ``i`` reach."""
-        # What an assertion sees decides with the states, so the key has both; look-ahead sees all of the rest.
-        key = (states, i == 0, i == len(name), _boundary(name, i), name[i:] if self._has_ahead else None)
-        if (known := self._cache.get(key)) is None:
-            seen, waiting = set(states), list(states)
-            while waiting:
-                self._count(1)
-                s = waiting.pop()
-                test = self._tests[s]
-                if test is None or (not callable(test) and self._holds(test, name, i)):
-                    new = set(self._next[s]) - seen
-                    seen |= new
-                    waiting += new
-            known = self._cache[key] = frozenset(seen)
+        key = (states, i == 0, i == len(name), _boundary(name, i))  # all that assertions see, except look-ahead
+        if (known := self._cache.get(key)) is not None:
+            return known
+        seen, waiting, looked_ahead = set(states), list(states), False
+        while waiting:
+            self._count(1)
+            s = waiting.pop()
+            test = self._tests[s]
+            looked_ahead |= isinstance(test, _Ahead)
+            if test is None or (not callable(test) and self._holds(test, name, i)):
+                new = set(self._next[s]) - seen
+                seen |= new
+                waiting += new
+        known = frozenset(seen)
+        if not looked_ahead:
+            self._count(KEPT * len(known))
+            self._cache[key] = known
         return known
 
     def _holds(self, test: Any, name: str, i: int) -> bool:
