@@ -72,7 +72,7 @@ def check_targets(settings: Settings, modules: Collection[str]) -> None:
         expect(settings.is_targeted(module), fault)
     narrowed = given["exclude_modules"] or given["modules_to_save"] or given["layers_to_transform"] is not None
     if isinstance(targets, list) and not narrowed:
-        missing = set(targets).difference(*map(_ends, modules))
+        missing = set(targets).difference(*map(ends, modules))
         if missing:
             fault = "got no tensors, wanted some, it is in target_modules of"
             raise ValueError(f"{min(missing):.80}: {fault} {CONFIG}")
@@ -165,12 +165,13 @@ def _ends_in(names: Iterable[str], inside: bool = False) -> Targeted:
     def test(name: str) -> bool:
         parts = name.split(".")
         prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))] if inside else [name]
-        return any(wanted & _ends(prefix) for prefix in prefixes)
+        return any(wanted & ends(prefix) for prefix in prefixes)
 
     return test
 
 
-def _ends(name: str) -> set[str]:
+def ends(name: str) -> set[str]:
+    """Return ``name`` and its ends after each dot."""
     return {name, *(name[i + 1 :] for i, c in enumerate(name) if c == ".")}
 
 

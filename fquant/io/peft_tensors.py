@@ -14,7 +14,7 @@ from ..packed_linear import Lora
 from ..tree import expect
 from . import safetensors
 from .linear_regex import check_name
-from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings, is_saved_whole
+from .peft_config import CONFIG, EXPERT_PARAMETERS, Settings, ends, is_saved_whole
 
 PREFIX = "base_model.model."
 FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
@@ -59,13 +59,16 @@ def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules
 
 def parameters_of(modules: Modules, settings: Settings) -> dict[str, list[str]]:
     """Return the parameters that are adapted of each module, the outermost first."""
-    wanted = settings.given["target_parameters"] or []
     out: dict[str, list[str]] = {}
-    parts = [name.rpartition(".") for name in wanted]
+    wanted: dict[str, set[str]] = {}  # by the end of the module's name
+    for name in settings.given["target_parameters"] or []:
+        wanted.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
     for module, depth in Counter(module for module, _ in modules).items():
-        names = sorted({x for owner, _, x in parts if f".{module}".endswith(f".{owner}")})
+        fault = f"{module:.200}: got {depth} adapters with one inside another, wanted no {INNER} left out"
+        expect(all((module, i) in modules for i in range(depth)), fault)
+        names = sorted({x for end in ends(module) for x in wanted.get(end, ())})
         if not names or (depth == 1 and settings.given["target_modules"] and settings.is_targeted(module)):
-            expect(depth == 1 and (module, 0) in modules, f"{module:.200}: got {depth} adapters, wanted 1")
+            expect(depth == 1, f"{module:.200}: got {depth} adapters, wanted 1")
             continue
         expect(len(names) == depth, f"{module:.200}: got {depth} adapters, wanted those of {', '.join(names):.80}")
         if depth > 1:
@@ -88,12 +91,8 @@ def read_lora(found: safetensors.Header, module: str, names: dict[str, str], set
         expect(suffix in names, f"{where}: got no such tensor, wanted one; the file is incomplete")
     for suffix in names.keys() - fields.values():
         kind = "magnitude" if suffix == FIELDS["magnitude"] else "tensor"
-        why = (
-            f"use_dora of {CONFIG} is false"
-            if kind == "magnitude"
-            else "an adapter is of a table or of a linear weight"
-        )
-        raise ValueError(f"{names[suffix]:.200}: got a {kind}, wanted none, {why}")
+        reasons = {"magnitude": f"use_dora of {CONFIG} is false", "tensor": "a module is linear or an embedding"}
+        raise ValueError(f"{names[suffix]:.200}: got a {kind}, wanted none, {reasons[kind]}")
     entries = {field: found.tensors[names[suffix]] for field, suffix in fields.items()}
     if is_table:
         entries = {field: replace(x, shape=tuple(x.shape)[::-1]) for field, x in entries.items()}
@@ -115,7 +114,8 @@ def read_stack(
         fault = f"got {', '.join(names):.80}, wanted {FIELDS['a']} and {FIELDS['b']}; the file is incomplete"
         expect(names.keys() == {FIELDS["a"], FIELDS["b"]}, fault)
         rank, a, b = settings.rank(parameter), *(found.tensors[names[FIELDS[field]]] for field in "ab")
-        check_shapes(a.shape[0] if len(a.shape) == 2 and a.shape[0] % rank == 0 else rank, a, b, None, stacked=False)
+        whole = len(a.shape) == 2 and a.shape[0] > 0 and a.shape[0] % rank == 0
+        check_shapes(a.shape[0] if whole else rank, a, b, None, stacked=False)
         n = a.shape[0] // rank
     a, b = (safetensors.read(found, names[FIELDS[field]]) for field in "ab")
     if n > 1:
@@ -125,9 +125,8 @@ def read_stack(
 
 def _static(settings: Settings, module: str) -> dict[str, Any]:
     given = settings.given
-    return {"alpha": float(settings.alpha(module)), "rank_stabilised": given["use_rslora"]} | {
-        "dropout": float(given["lora_dropout"])
-    }
+    static = {"rank_stabilised": given["use_rslora"], "dropout": float(given["lora_dropout"])}
+    return static | {"alpha": float(settings.alpha(module))}
 
 
 def unstacked(by_module: dict[str, Lora]) -> dict[str, Tensor]:

@@ -144,7 +144,7 @@ BROKEN = {
     "a table's rank": ("table", {"r": 5}, {}, "model.embed_tokens: got a (4, 16), b (64, 4), magnitude None, wanted"),
     "a table and a matrix": (
         "table", {}, {TABLE + "lora_A.weight": torch.ones(4, 16)},
-        "embed_tokens.lora_A.weight: got a tensor, wanted none, an adapter is of a table or of a",
+        "embed_tokens.lora_A.weight: got a tensor, wanted none, a module is linear or an embedding",
     ),
     "another weight": ("table", {}, {Q + "weight": torch.ones(1)}, "q_proj.weight: got an unknown tensor, wanted base"),
     "a bias": ("table", {}, {Q + "base_layer.bias": torch.ones(1)}, "q_proj.base_layer.bias: got an unknown tensor"),
@@ -163,6 +163,15 @@ BROKEN = {
         "experts", {"target_parameters": ["experts.down_proj", "experts.z"]},
         {EXPERTS + f"base_layer.lora_{x}.weight": torch.ones(8, 8) for x in "AB"},
         "experts: got the parameters down_proj, z, whose order is unknown; wanted gate_up_proj, gate_up_proj_bias, dow",
+    ),
+    "experts, too deep": (
+        "experts", {"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+        {EXPERTS + f"base_layer.base_layer.lora_{x}.weight": torch.ones(8, 8) for x in "AB"},
+        "experts: got 2 adapters with one inside another, wanted no .base_layer left out",
+    ),
+    "experts, none": (
+        "experts", {}, {EXPERTS + "lora_A.weight": torch.ones(0, 8), EXPERTS + "lora_B.weight": torch.ones(8, 0)},
+        "experts.down_proj: got a (0, 8), b (8, 0), magnitude None, wanted",
     ),
     "experts, half": (
         "experts", {}, {EXPERTS + "lora_B.weight": None}, "experts.down_proj: got .lora_A.weight, wanted .lora_A.weight"
