@@ -51,7 +51,7 @@ def save(
     for path, lora in adapters.items():
         with tree.at(path):
             expect(isinstance(lora, Lora), f"got {type(lora).__name__}, wanted a Lora", TypeError)
-            check_shapes(lora.a.shape[-2] if lora.a.ndim > 1 else 0, lora.a, lora.b, lora.magnitude)
+            check_shapes(lora.a.shape[-2] if lora.a.ndim > 1 else 0, lora.a, lora.b, lora.magnitude, in_file=False)
             module = module_name(path)
             expect(
                 module not in by_module, f"got the module {module} of another adapter, wanted its own; fix module_name"

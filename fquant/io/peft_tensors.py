@@ -96,8 +96,9 @@ def read_lora(found: safetensors.Header, module: str, names: dict[str, str], set
     entries = {field: found.tensors[names[suffix]] for field, suffix in fields.items()}
     if is_table:
         entries = {field: replace(x, shape=tuple(x.shape)[::-1]) for field, x in entries.items()}
+    a, b, magnitude = (entries.get(field) for field in FIELDS)
     with tree.at(f"{module:.200}"):
-        check_shapes(settings.rank(module), *(entries.get(field) for field in FIELDS), stacked=False)
+        check_shapes(settings.rank(module), a, b, magnitude)
     tensors = {field: safetensors.read(found, names[suffix]) for field, suffix in fields.items()}
     if is_table:
         tensors = {field: x.mT.contiguous() for field, x in tensors.items()}
@@ -115,7 +116,7 @@ def read_stack(
         expect(names.keys() == {FIELDS["a"], FIELDS["b"]}, fault)
         rank, a, b = settings.rank(parameter), *(found.tensors[names[FIELDS[field]]] for field in "ab")
         whole = len(a.shape) == 2 and a.shape[0] > 0 and a.shape[0] % rank == 0
-        check_shapes(a.shape[0] if whole else rank, a, b, None, stacked=False)
+        check_shapes(a.shape[0] if whole else rank, a, b, None)
         n = a.shape[0] // rank
     a, b = (safetensors.read(found, names[FIELDS[field]]) for field in "ab")
     if n > 1:
@@ -149,13 +150,14 @@ def unstacked(by_module: dict[str, Lora]) -> dict[str, Tensor]:
     return out
 
 
-def check_shapes(rank: int, a: Any, b: Any, magnitude: Any, stacked: bool = True) -> None:
-    """Check the dtypes and shapes of the tensors of a Lora, or of their entries in a file."""
+def check_shapes(rank: int, a: Any, b: Any, magnitude: Any, in_file: bool = True) -> None:
+    """Check the dtypes and shapes of the tensors of a Lora, or of their entries in a file, which has no stacks."""
     given = {field: x for field, x in zip(FIELDS, (a, b, magnitude), strict=True) if x is not None}
+    error = ValueError if in_file else TypeError
     for field, x in given.items():
-        expect(x.dtype in FLOATS, f"{field}: got {x.dtype}, wanted float32, bfloat16 or float16", TypeError)
+        expect(x.dtype in FLOATS, f"{field}: got {x.dtype}, wanted float32, bfloat16 or float16", error)
     a, b, magnitude = (tuple(given[field].shape) if field in given else None for field in FIELDS)
-    dims = (2, 3) if stacked else (2,)
+    dims = (2,) if in_file else (2, 3)
     fits = a and b and len(a) == len(b) in dims and rank == a[-2] == b[-1] and a[:-2] == b[:-2]
     wanted = f"a [rank in], b [out rank], magnitude [out] or None, with rank {rank}"
     expect(fits and magnitude in (None, b and b[-2:-1]), f"got a {a}, b {b}, magnitude {magnitude}, wanted {wanted}")
