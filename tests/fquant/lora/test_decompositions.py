@@ -95,10 +95,12 @@ def test_a_randomised_pissa_still_splits_the_weight(niter):
     assert error < (1e-3 if niter else 1.5), error
     again = lora.pissa(base, "q", RANK, niter=niter, key=random.key(3))[0]
     assert torch.equal(again["q"].a, adapters["q"].a)
-    if niter:
+    if niter:  # PEFT draws as many columns as the rank, and here are 8 more: what is left is at most as large
+        torch.manual_seed(0)
         layer: Any = theirs("pissa_niter_16")
-        splits = lora.pissa(dense(), "q", RANK, alpha=8.0, niter=16)[1]["q"], layer.base_layer.weight.data
-        torch.testing.assert_close(*(torch.linalg.svdvals(w)[:RANK] for w in splits), rtol=1e-2, atol=0)
+        left = lora.pissa(dense(), "q", RANK, alpha=8.0, niter=16)[1]["q"].norm()
+        best = lora.pissa(dense(), "q", RANK, alpha=8.0)[1]["q"].norm()
+        assert best <= left * (1 + 1e-6) and left <= layer.base_layer.weight.norm() * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("format", [NF4, NF4_DQ, INT8], ids=lambda f: f.name)
