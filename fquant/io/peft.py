@@ -1,22 +1,21 @@
 """Adapters as a PEFT directory, written and read.
 
-    adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank in], .lora_B.weight [out rank],
-                                 .lora_magnitude_vector [out]  (DoRA)
-    adapter_config.json          rank, alpha and the names of the modules
+    adapter_config.json          the settings: see fquant.io.peft_config
+    adapter_model.safetensors    the tensors, under base_model.model.<module>
+
+    .lora_A.weight [rank in], .lora_B.weight [out rank]      of a linear weight [out in]
+    .lora_magnitude_vector [out]                             DoRA's
+    .lora_embedding_A [rank vocab], .lora_embedding_B [dim rank]     of a table [vocab dim]: bᵀ and aᵀ
+    .lora_A.weight [E·rank in], .lora_B.weight [out rank·E]  of a parameter [E out in] of experts (target_parameters),
+                                                             in .base_layer for all but the last parameter
+    .weight, .bias, .base_layer.weight, .base_layer.bias     whole tensors (modules_to_save, bias)
 
 ``<module>`` is a name in the Hugging Face model ("model.layers.0.self_attn.q_proj"); adapters here have paths
-("layers.0.q"). Both functions take the map between them as an argument.
-
-In PEFT one rank and one alpha hold for all modules, and ``rank_pattern`` and ``alpha_pattern`` hold exceptions. Their
-keys are regular expressions for the end of a module's name, and the first that fits counts. Dropout, rank stabilisation
-and DoRA hold for the whole adapter. An unknown setting that may change the adapter's results raises.
+("layers.0.q"). All functions take the map between them as an argument. The module of an expert's parameter is its whole
+name, "model.layers.0.mlp.experts.down_proj".
 """
 
-import json
-import math
-import re
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,206 +26,145 @@ from .. import tree
 from ..lora import Adapters, Lora
 from ..packed import FLOATS
 from ..tree import expect
-from . import safetensors
-from .tree_json import Rule, check_values, one_of, parse
+from . import peft_config, peft_tensors, safetensors
+from .peft_config import CONFIG
+from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, check_shapes, unstacked
 
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-PREFIX = "base_model.model."
-FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
-
-# Settings without effect on the results of a trained adapter.
-IGNORED = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
 
 
-def save(folder: str | Path, adapters: Adapters, module_name: Callable[[str], str], base_model: str = "") -> None:
+def save(
+    folder: str | Path, adapters: Adapters, module_name: Callable[[str], str], base_model: str = "", *,
+    embeddings: Collection[str] = ("embed",), weights: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Write adapters as a PEFT directory, tensors in float32.
 
-    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base. Raises
-    ValueError, before anything is written, if PEFT cannot express the adapters.
+    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
+    ``embeddings`` are the paths of tables. ``weights`` are whole tensors by path, in their own dtype: of modules that
+    were trained in full, and of biases, whose path is that of the weight and ``_bias``. Raises ValueError, before
+    anything is written, if PEFT cannot express the adapters.
     """
     expect(adapters, f"{folder}: got no adapters, wanted at least one")
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, Lora] = {}
+    stacked: list[str] = []
     for path, lora in adapters.items():
         with tree.at(path):
             expect(isinstance(lora, Lora), f"got {type(lora).__name__}, wanted a Lora", TypeError)
-            _check(lora.a.shape[0] if lora.a.ndim else 0, lora.a, lora.b, lora.magnitude)
+            check_shapes(lora.a.shape[-2] if lora.a.ndim > 1 else 0, lora.a, lora.b, lora.magnitude, in_file=False)
             module = module_name(path)
-            fault = f"{module} is an embedding, whose adapters differ in PEFT; merge it instead"
-            expect("embed" not in module.rpartition(".")[2], fault)
-            fault = f"got the module {module} of another adapter, wanted its own; fix module_name"
-            expect(module not in by_module, fault)
-        by_module[module] = lora
-        for field, suffix in FIELDS.items():
+            expect(
+                module not in by_module, f"got the module {module} of another adapter, wanted its own; fix module_name"
+            )
+            by_module[module] = lora
+            if lora.a.ndim == 3:
+                fault = "got dropout or DoRA for a stack of weights, wanted neither; PEFT has none for them"
+                expect(lora.dropout == 0 and lora.magnitude is None, fault)
+                stacked.append(module)
+                continue
+            is_table = path in embeddings
+            fault = f"{module} is an embedding; name the path {path} in embeddings, whose adapters differ in PEFT"
+            expect(is_table or "embed" not in module.rpartition(".")[2], fault)
+            expect(not is_table or lora.magnitude is None, "got DoRA for a table, wanted none; merge it instead")
+        for field, suffix in (TABLE_FIELDS if is_table else FIELDS).items():
             if (tensor := getattr(lora, field)) is not None:
-                tensors[PREFIX + module + suffix] = tensor.detach().to(torch.float32)
-    text = json.dumps(_config(by_module, base_model), indent=2, allow_nan=False) + "\n"
+                tensor = tensor.detach().to(torch.float32)
+                tensors[PREFIX + module + suffix] = tensor.mT.contiguous() if is_table else tensor
+    tensors |= unstacked({module: by_module[module] for module in stacked})
+    whole, others = _whole(weights or {}, module_name, by_module)
+    targets = {"target_modules": sorted(set(by_module).difference(stacked))}
+    targets |= {"target_parameters": sorted(stacked)} if stacked else {}
+    settings = peft_config.text(by_module, base_model, **targets, **others)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.write(folder / WEIGHTS, tensors, {"format": "pt"})
+    safetensors.write(folder / WEIGHTS, tensors | whole, {"format": "pt"})
     with safetensors.replacing(folder / CONFIG) as file:
-        file.write(text.encode())
+        file.write(settings.encode())
 
 
 def load(folder: str | Path, path_of: Callable[[str], str | None]) -> Adapters:
     """Read the adapters of a PEFT directory, tensors in the stored dtype.
 
     ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. Raises ValueError that names the
-    file, and the setting, module or tensor that cannot be read.
+    file, and the setting, module or tensor that cannot be read; so it does for whole weights, see :func:`load_all`.
     """
-    folder = Path(folder)
-    config = _read_config(folder / CONFIG)
+    found, adapters, whole = _open(Path(folder), path_of)
+    for name in whole:
+        fault = "got a whole tensor, wanted adapters alone; call load_all and lora.replace_weights"
+        raise ValueError(f"{found.path}: {name:.200}: {fault}")
+    return adapters
+
+
+def load_all(
+    folder: str | Path, path_of: Callable[[str], str | None], tensor_path: Callable[[str], str | None] | None = None
+) -> tuple[Adapters, dict[str, Tensor]]:
+    """Read the adapters, and the whole weights and biases by path, for :func:`fquant.lora.replace_weights`.
+
+    ``tensor_path`` returns the path of a tensor of the Hugging Face model. By default that is the module's path for
+    ``.weight``, and that path and ``_bias`` for ``.bias``. Raises ValueError as :func:`load` does.
+    """
+    found, adapters, whole = _open(Path(folder), path_of)
+    out: dict[str, Tensor] = {}
+    with tree.at(str(found.path)):
+        for name in whole:
+            plain = name[len(PREFIX) :].replace(INNER + ".", ".")
+            module, _, kind = plain.rpartition(".")
+            path = tensor_path(plain) if tensor_path else path_of(module)
+            if not tensor_path and path is not None:
+                path = {"weight": path, "bias": f"{path}_bias"}.get(kind)
+            fault = f"{name:.200}: got no path, or that of another tensor, wanted its own; is it for another model?"
+            expect(path is not None and path not in out, fault)
+            out[str(path)] = safetensors.read(found, name)
+    return adapters, out
+
+
+def _open(folder: Path, path_of: Callable[[str], str | None]) -> tuple[safetensors.Header, Adapters, list[str]]:
+    """Return the header, the adapters, and the names of whole tensors."""
+    settings = peft_config.read(folder / CONFIG)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise ValueError(f"{folder}: got adapter_model.bin, wanted {WEIGHTS}; save it with safe_serialization=True")
     found = safetensors.header(folder / WEIGHTS)
     with tree.at(str(found.path)):
-        modules = _modules(found)
-        _check_targets(config, modules)
+        modules, whole = peft_tensors.sorted_names(found, settings)
+        parameters = peft_tensors.parameters_of(modules, settings)
+        peft_config.check_targets(settings, [module for module, _ in modules if module not in parameters])
         out: Adapters = {}
-        for module in modules:
-            path = path_of(module)
-            if path is None or path in out:
-                fault = "no path" if path is None else f"the path {path} of another module"
-                raise ValueError(f"{module}: got {fault}, wanted one of its own; is this adapter for another model?")
-            out[path] = _lora(found, module, modules[module], config)
-    return out
+        for (module, depth), names in modules.items():
+            name, lora = module, None
+            if module in parameters:
+                parameter = parameters[module][depth]
+                name = module if parameter == "weight" else f"{module}.{parameter}"
+                lora = peft_tensors.read_stack(found, module, f"{module}.{parameter}", names, settings)
+            path = path_of(name)
+            fault = "no path" if path is None else f"the path {path} of another module"
+            fault = f"{name:.200}: got {fault}, wanted one of its own; is this adapter for another model?"
+            expect(path is not None and path not in out, fault)
+            out[str(path)] = lora or peft_tensors.read_lora(found, module, names, settings)
+    return found, out, whole
 
 
-def _config(by_module: dict[str, Lora], base_model: str) -> dict[str, Any]:
-    whole = lambda x: int(x) if float(x).is_integer() else x
-    rank, rank_pattern = _pattern({module: lora.a.shape[0] for module, lora in by_module.items()})
-    alpha, alpha_pattern = _pattern({module: whole(lora.alpha) for module, lora in by_module.items()})
-    return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "inference_mode": True,
-        "bias": "none", "r": rank, "rank_pattern": rank_pattern, "lora_alpha": alpha, "alpha_pattern": alpha_pattern,
-        "lora_dropout": _shared(by_module, "dropout", lambda x: x.dropout),
-        "use_rslora": _shared(by_module, "rank_stabilised", lambda x: x.rank_stabilised),
-        "use_dora": _shared(by_module, "DoRA", lambda x: x.magnitude is not None),
-        "target_modules": sorted(by_module),
-    }  # fmt: skip
-
-
-def _shared(by_module: dict[str, Lora], name: str, option: Callable[[Lora], Any]) -> Any:
-    """Return the value that all modules share; raise ValueError if they differ."""
-    first, shared = next((module, option(lora)) for module, lora in by_module.items())
-    for module, lora in by_module.items():
-        got = f"{module}: got {name} {option(lora)}, wanted {shared} as in {first}"
-        expect(option(lora) == shared, f"{got}, PEFT has one for all; save them as two adapters")
-    return shared
-
-
-def _pattern(wanted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the commonest value, and the exceptions by module."""
-    usual = Counter(wanted.values()).most_common(1)[0][0]
-    # A name also fits longer names that end in it, and the first that fits counts, so the longest come first.
-    names = sorted(wanted, key=lambda name: (-len(name), name))
-    pattern = {re.escape(name): wanted[name] for name in names if wanted[name] != usual}
-    if any(_resolve(pattern, usual, name) != x for name, x in wanted.items()):
-        pattern = {re.escape(name): wanted[name] for name in names}
-    return usual, pattern
-
-
-def _resolve(pattern: dict[str, Any], usual: Any, module: str) -> Any:
-    """Return the value of ``module`` by PEFT's rule."""
-    return next((x for key, x in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    expect(path.is_file(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
-    with tree.at(str(path)):
-        given = parse(path.read_bytes(), "the settings of an adapter")
-        for key, x in given.items():
-            fault = f"{key}: got {x!r:.80}, wanted it absent, null or false; it is not supported"
-            expect(key in READ or key in IGNORED or not x, fault)
-        config = {key: given.get(key, usual) for key, (usual, _) in READ.items()}
-        check_values(config, {key: rule for key, (_, rule) in READ.items()})
-        return config
-
-
-def _modules(found: safetensors.Header) -> dict[str, dict[str, str]]:
-    """Return the tensor names of each module by field."""
-    modules: dict[str, dict[str, str]] = {}
-    for name in found.tensors:
-        field = next((f for f, suffix in FIELDS.items() if name.startswith(PREFIX) and name.endswith(suffix)), "")
-        expect(field, f"{name}: got an unknown tensor, wanted {PREFIX}<module>{'|'.join(FIELDS.values())}")
-        modules.setdefault(name[len(PREFIX) : -len(FIELDS[field])], {})[field] = name
-    expect(modules, "got no tensors, wanted those of at least one module; the file is incomplete")
-    return modules
-
-
-def _check_targets(config: dict[str, Any], modules: dict[str, Any]) -> None:
-    """Check that the modules of the tensors are those that the settings target, if the settings list them."""
-    targets, missing = config["target_modules"], []
-    if targets is None or targets == "all-linear":
-        return
-    if isinstance(targets, str):
-        surplus = [module for module in modules if not re.fullmatch(targets, module)]
-    else:
-        ends = {module: {module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")} for module in modules}
-        surplus = [module for module in modules if not ends[module] & set(targets)]
-        missing = sorted(set(targets).difference(*ends.values()))
-    if surplus:
-        raise ValueError(f"{surplus[0]}: got tensors of it, wanted none, target_modules of {CONFIG} does not have it")
-    if missing and not config["exclude_modules"] and config["layers_to_transform"] is None:
-        raise ValueError(f"{missing[0]}: got no tensors, wanted some, it is in target_modules of {CONFIG}")
-
-
-def _lora(found: safetensors.Header, module: str, names: dict[str, str], config: dict[str, Any]) -> Lora:
-    wanted = [field for field in FIELDS if field != "magnitude" or config["use_dora"]]
-    for field in wanted:
-        where = f"{PREFIX}{module}{FIELDS[field]}"
-        expect(field in names, f"{where}: got no such tensor, wanted one; the file is incomplete")
-    if len(names) > len(wanted):
-        raise ValueError(f"{names['magnitude']}: got a magnitude, wanted none, use_dora of {CONFIG} is false")
-    rank = _resolve(config["rank_pattern"], config["r"], module)
-    alpha = float(_resolve(config["alpha_pattern"], config["lora_alpha"], module))
-    with tree.at(module):
-        _check(rank, *(found.tensors[names[field]] if field in names else None for field in FIELDS))
-    tensors = {field: safetensors.read(found, name) for field, name in names.items()}
-    return Lora(**tensors, alpha=alpha, rank_stabilised=config["use_rslora"], dropout=float(config["lora_dropout"]))
-
-
-def _check(rank: int, a: Any, b: Any, magnitude: Any) -> None:
-    """Check the dtypes and shapes of the tensors of a Lora, or of their entries in a file."""
-    given = {field: x for field, x in zip(FIELDS, (a, b, magnitude), strict=True) if x is not None}
-    for field, x in given.items():
-        expect(x.dtype in FLOATS, f"{field}: got {x.dtype}, wanted float32, bfloat16 or float16", TypeError)
-    a, b, magnitude = (tuple(given[field].shape) if field in given else None for field in FIELDS)
-    fits = a and b and len(a) == len(b) == 2 and rank == a[0] == b[1] and magnitude in (None, b[:1])
-    wanted = f"a [rank in], b [out rank], magnitude [out] or None, with rank {rank}"
-    expect(fits, f"got a {a}, b {b}, magnitude {magnitude}, wanted {wanted}")
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except re.error:
-        return False
-
-
-_is_names = lambda x: type(x) is list and set(map(type, x)) <= {str}
-_is_targets = lambda x: x is None or (_compiles(x) if type(x) is str else _is_names(x))
-_is_number = lambda x: type(x) in (int, float) and math.isfinite(x)
-_is_rank = lambda x: type(x) is int and x > 0
-_is_pattern = lambda x, fits: isinstance(x, dict) and all(map(_compiles, x)) and all(map(fits, x.values()))
-_switch, _anything = (lambda x: type(x) is bool, "true or false"), (lambda x: True, "anything")
-READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default, and the values that are supported
-    "peft_type": (None, one_of("LORA")),
-    "bias": ("none", one_of("none")),
-    # The initialisations that keep the base weights; the others (pissa, olora, loftq, ...) train beside another base.
-    "init_lora_weights": (True, one_of(True, False, "gaussian", "eva", "orthogonal")),
-    "r": (8, (_is_rank, "a number above 0")),
-    "lora_alpha": (8, (_is_number, "a number")),
-    "rank_pattern": ({}, (lambda x: _is_pattern(x, _is_rank), "an object of ranks by regular expression")),
-    "alpha_pattern": ({}, (lambda x: _is_pattern(x, _is_number), "an object of numbers by regular expression")),
-    "use_rslora": (False, _switch),
-    "use_dora": (False, _switch),
-    "lora_dropout": (0.0, (lambda x: _is_number(x) and 0 <= x < 1, "a number in [0, 1)")),
-    "target_modules": (None, (_is_targets, "null, a regular expression or a list of strings")),
-    "exclude_modules": (None, _anything),
-    "layers_to_transform": (None, _anything),
-}
+def _whole(
+    weights: Mapping[str, Tensor], module_name: Callable[[str], str], by_module: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the whole tensors by their names in PEFT, and the settings that name them."""
+    out: dict[str, Tensor] = {}
+    modules, biases = [], []
+    for path, tensor in weights.items():
+        with tree.at(path):
+            expect(isinstance(tensor, Tensor), f"got {type(tensor).__name__}, wanted a tensor", TypeError)
+            expect(tensor.dtype in FLOATS, f"got {tensor.dtype}, wanted float32, bfloat16 or float16", TypeError)
+            if is_bias := path.endswith("_bias"):
+                module = module_name(path.removesuffix("_bias"))
+                biases.append(module)
+            else:
+                module = module_name(path)
+                fault = f"got the weight of {module}, which has an adapter, wanted one of them; merge them"
+                expect(module not in by_module or module.rpartition(".")[2] in SAVED_BESIDE, fault)
+                modules += [] if module in by_module else [module]
+            inner = INNER if module in by_module else ""
+            out[f"{PREFIX}{module}{inner}.{'bias' if is_bias else 'weight'}"] = tensor.detach().contiguous()
+    alone = [module for module in biases if module not in modules]
+    others: dict[str, Any] = {"modules_to_save": sorted(modules)} if modules else {}
+    if alone:
+        others["bias"] = "lora_only" if set(alone) <= by_module.keys() else "all"
+    return out, others

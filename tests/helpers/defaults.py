@@ -76,6 +76,20 @@ def step():
     return take(*given), jit(take)(*given), str(cost(take, *given))
 
 
+def decompositions():
+    """Adapters that begin as a part of a weight, their sums and their merges."""
+    base = {"w": W, "p": quantize(W, NF4_DQ)}
+    (first, rest), (second, _) = lora.pissa(base, "w|p", 4), lora.olora(base, "w|p", 4)
+    both = [lora.combine([first, second], [1.0, -0.5], method) for method in ("cat", "linear", "svd")]
+    return (
+        rest,
+        both,
+        lora.loftq(base, "w", 4, iterations=2),
+        lora.eva(base, {"w": X}, 2),
+        lora.merge_packed(base, first),
+    )
+
+
 COMPUTED = {
     **{format.name: partial(packed, format) for format in KINDS},
     "aq_2x8": lambda: packed(AQ_2X8),
@@ -85,6 +99,7 @@ COMPUTED = {
         random.kaiming_uniform(KEY, (2, 3), 3), random.bernoulli(KEY, 0.5, (4,)),
     ],
     "step": step,
+    "decompositions": decompositions,
     "chain": lambda: jit(lambda x: ((x * 2 + 1).neg() / 3).sum(0))(X),
 }  # fmt: skip
 

@@ -212,9 +212,9 @@ def test_two_paths_of_one_module_are_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_an_embedding_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="embed: model.embed_tokens is an embedding, whose adapters differ in PEFT"):
-        peft.save(tmp_path / "out", {"embed": make(["layers.0.q"])["layers.0.q"]}, lambda path: "model.embed_tokens")
+def test_a_table_that_is_not_named_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"words: model.embed_tokens is an embedding; name the path words in embeddi"):
+        peft.save(tmp_path / "out", {"words": make(["layers.0.q"])["layers.0.q"]}, lambda path: "model.embed_tokens")
     assert os.listdir(tmp_path) == []
 
 
@@ -228,8 +228,8 @@ def edit(folder, change):
 
 Q0, Q1 = (f"base_model.model.model.layers.{i}.self_attn.q_proj." for i in range(2))
 SETTINGS = {
-    "bias": "lora_only", "modules_to_save": ["lm_head"], "layer_replication": [[0, 1]], "lora_bias": True,
-    "trainable_token_indices": [1], "target_parameters": ["w"], "fan_in_fan_out": True, "peft_type": "IA3",
+    "bias": "some", "modules_to_save": "lm_head", "layer_replication": [[0, 1]], "lora_bias": True,
+    "trainable_token_indices": [1], "target_parameters": "w", "peft_type": "IA3",
     "alora_invocation_tokens": [1], "use_qalora": True, "megatron_config": {"a": 1}, "init_lora_weights": "pissa",
     "loftq_config": {"bits": 4}, "use_bdlora": {"a": 1}, "of_the_future": 1, "arrow_config": {"top_k": 1},
     "r": 0, "lora_alpha": "16", "rank_pattern": {"q_proj": 1.5}, "alpha_pattern": ["q"], "lora_dropout": 1.0,
@@ -261,7 +261,7 @@ BROKEN = {
     "dtype": (lambda c, t: t.update({Q0 + "lora_B.weight": torch.ones(16, 4).long()}), "q_proj: b: got torch.int64"),
     "embedding": (
         lambda c, t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2)}),
-        "base_model.model.model.embed_tokens.lora_embedding_A: got an unknown tensor",
+        "model.embed_tokens: got tensors of it, wanted none, target_modules of adapter_config.json does not have it",
     ),
     "prefix": (lambda c, t: t.update({"q.lora_A.weight": torch.ones(2)}), "q.lora_A.weight: got an unknown tensor"),
     "untargeted": (
@@ -274,7 +274,7 @@ BROKEN = {
         "model.layers.1.self_attn.q_proj: got no tensors, wanted some, it is in target_modules",
     ),
     "empty": (lambda c, t: t.clear(), "got no tensors, wanted those of at least one module"),
-    "expression": (lambda c, t: c.update(rank_pattern={"(": 3}), "rank_pattern: got {'(': 3}, wanted an object of"),
+    "expression": (lambda c, t: c.update(rank_pattern={"(": 3}), "rank_pattern: (: got a missing ')' at character 1"),
 }
 
 
@@ -282,7 +282,7 @@ BROKEN = {
 def test_a_broken_adapter_says_what_is_wrong(tmp_path, change, message):
     peft.save(tmp_path, mixed(), module_name)
     edit(tmp_path, change)
-    with pytest.raises((ValueError, TypeError), match=re.escape(str(tmp_path)) + ".*" + re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path)) + ".*" + re.escape(message)):
         peft.load(tmp_path, path_of)
 
 

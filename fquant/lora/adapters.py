@@ -1,17 +1,7 @@
-r"""Low-rank adapters: a small tree of floats that is trained beside a large frozen tree.
+"""Adapters and the weights that they adapt: initialisation, attaching, stacking.
 
-    adapters = lora.init(base, r"layers\.\d+\.(q|v)", rank=16, alpha=32, key=0)     # dict[path, Lora]
-
-    def loss(adapters, base, tokens):
-        return cross_entropy(decoder.forward(lora.attach(base, adapters), tokens), ...)
-
-    grads = torch.func.grad(loss)(adapters, base, tokens)                           # dict[path, Lora] of gradients
-
-The keys of ``adapters`` are the paths of the weights that they adapt. ``attach`` replaces each weight by an Adapted,
-inside the differentiated function; ``linear`` then adds the product with ``s · b · a``.
-
-Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
-are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
+An adapter of a stack of weights [*stack out in], such as the experts of a layer, has a [*stack rank in] and
+b [*stack out rank]. ``vmap`` of ``linear`` over the attached stack computes one expert a member.
 """
 
 import re
@@ -21,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import random, tree
-from .communication import AfterLoad, Loadable, LookedUpRows
-from .lazy import Lazy
-from .packed import Packed, dequantize
-from .packed_linear import Adapted, Lora, row_norms, scaling, square_norms
-from .tree import expect
-
-__all__ = ["Adapted", "Adapters", "Lora", "attach", "init", "merge", "stack"]
+from .. import random, tree
+from ..communication import AfterLoad, Loadable, LookedUpRows
+from ..lazy import Lazy
+from ..packed import Packed
+from ..packed_linear import Adapted, Lora, square_norms
+from ..tree import expect
 
 Adapters = dict[str, Lora]
 _is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
@@ -48,9 +36,8 @@ def init(
     expect(rank >= 1, f"rank is {rank}; wanted at least 1")
     expect(0 <= dropout < 1, f"dropout is {dropout}; wanted 0 <= dropout < 1")
     key = random.key(key)
-    weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
     adapters: Adapters = {}
-    for path, w in [(path, w) for path, w in weights if re.fullmatch(targets, path)]:
+    for path, w in matching(base, targets):
         with tree.at(path):
             out, width = _shape(w)
             own, shape = random.fold(key, path), (rank, width)
@@ -60,9 +47,16 @@ def init(
             magnitude = square_norms(w).sqrt().to(dtype) if dora else None
             b = a.new_zeros(out, rank, dtype=dtype)
             adapters[path] = Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
-    known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
-    expect(adapters, f"targets {targets!r} match no weight; the weights are {known}")
     return adapters
+
+
+def matching(base: Any, targets: str) -> list[tuple[str, Any]]:
+    """Return the path and the weight of every leaf whose whole path matches ``targets``; ValueError if none does."""
+    weights = tree.items(base, is_leaf=lambda x: isinstance(x, Packed | Adapted | Loadable))
+    found = [(path, w) for path, w in weights if re.fullmatch(targets, path)]
+    known = ", ".join(sorted({re.sub(r"\d+", "*", path) for path, _ in weights}))
+    expect(found, f"targets {targets!r} match no weight; the weights are {known}")
+    return found
 
 
 def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
@@ -90,11 +84,13 @@ class _Attach:
             return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
             with tree.at(self.prefix[:-1]):
-                lora, (out, width) = adapters[""], _shape(x)
+                lora, (*many, out, width) = adapters[""], _shape(x, stacked=True)
                 a, b = tuple(lora.a.shape), tuple(lora.b.shape)
-                if (b[-2], a[-1]) != (out, width) or a[-2] != b[-1]:
-                    fault = f"an adapter a {a}, b {b} does not fit a weight {(out, width)}"
-                    raise ValueError(f"{fault}; wanted a [rank {width}], b [{out} rank]")
+                fits = (b[-2], a[-1]) == (out, width) and a[-2] == b[-1]
+                if not fits or (many and not list(a[:-2]) == list(b[:-2]) == many):
+                    lead = "".join(f"{n} " for n in many)
+                    fault = f"an adapter a {a}, b {b} does not fit a weight {(*many, out, width)}"
+                    raise ValueError(f"{fault}; wanted a [{lead}rank {width}], b [{lead}{out} rank]")
                 return Adapted(x, lora, keys.get(""))
         left = set(adapters)
 
@@ -112,44 +108,23 @@ class _Attach:
         return out
 
 
-def merge(base: Any, adapters: Adapters, dtype: torch.dtype | None = None) -> Any:
-    """Replace every adapted weight of ``base`` by the dense sum of the weight and its update; keep the others.
-
-    A sum is rounded once, to ``dtype`` (the base weight's own if None). Merge into 16 or 32 bits: quantising the sum
-    again mostly rounds a small update away.
-    """
-
-    def merged(x: Any) -> Any:
-        if isinstance(x, AfterLoad):
-            raise ValueError("merge got adapters of a subtree that is not loaded; load it first (shard.collect)")
-        if not isinstance(x, Adapted):
-            return tree.map_children(lambda _, child: merged(child), x)
-        base = merged(x.base) if isinstance(x.base, Adapted) else x.base
-        w = dequantize(base) if isinstance(base, Packed) else base
-        total = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
-        if x.lora.magnitude is not None:
-            total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
-        return total.to(dtype or w.dtype)
-
-    return merged(attach(base, adapters))
-
-
 def stack(many: list[Adapters]) -> Adapters:
     """Stack adapters of one structure along a new dim 0, for vmap."""
     return tree.map(lambda *leaves: torch.stack(leaves), *many)
 
 
-def _shape(w: Any) -> tuple[int, int]:
+def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
     match w:
         case Lazy(like=like):
-            return _shape(like)
+            return _shape(like, stacked)
         case Adapted(base=base):
-            return _shape(base)
+            return _shape(base, stacked)
         case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]
         case Packed() | Tensor():
             shape = tuple(w.shape)
         case _:
             raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")
-    expect(len(shape) == 2, f"a weight of shape {shape} cannot be adapted; wanted [out in]")
-    return shape[0], shape[1]
+    fits = len(shape) == 2 or (stacked and len(shape) > 2)
+    expect(fits, f"a weight of shape {shape} cannot be adapted; wanted [out in]")
+    return shape

@@ -1,0 +1,34 @@
+r"""Low-rank adapters: a small tree of floats that is trained beside a large frozen tree.
+
+    adapters = lora.init(base, r"layers\.\d+\.(q|v)", rank=16, alpha=32, key=0)     # dict[path, Lora]
+
+    def loss(adapters, base, tokens):
+        return cross_entropy(decoder.forward(lora.attach(base, adapters), tokens), ...)
+
+    grads = torch.func.grad(loss)(adapters, base, tokens)                           # dict[path, Lora] of gradients
+
+The keys of ``adapters`` are the paths of the weights that they adapt. ``attach`` replaces each weight by an Adapted,
+inside the differentiated function; ``linear`` then adds the product with ``s · b · a``. Attaching twice adds the
+updates of both:
+
+    both  = lora.attach(lora.attach(base, french), lora.scale(legal, 0.5))
+    one   = lora.combine([french, legal], [1.0, 0.5], "cat")                        # the same sum as one adapter
+    dense = lora.merge(base, one, torch.bfloat16)
+
+Modules: ``adapters`` (init, attach, stack), ``combination`` (scale, combine), ``merging`` (merge, merge_packed,
+replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part of their weight).
+
+Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
+are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
+"""
+
+from ..packed_linear import Adapted, Lora
+from .adapters import Adapters, attach, init, stack
+from .combination import combine, scale
+from .decompositions import eva, loftq, olora, pissa
+from .merging import merge, merge_packed, replace_weights
+
+__all__ = [
+    "Adapted", "Adapters", "Lora", "attach", "combine", "eva", "init", "loftq", "merge", "merge_packed", "olora",
+    "pissa", "replace_weights", "scale", "stack",
+]  # fmt: skip
