@@ -1,5 +1,6 @@
 """The leaves of a decoder, checked against its config and read one at a time."""
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .. import decoder
 from ..config import Config
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LINEARS = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down)")  # the paths of what folders quantise
 _is_leaf = lambda x: isinstance(x, Packed | Lazy)
 
 
