@@ -75,8 +75,8 @@ def write(
     """Write a file atomically, one tensor at a time; ``done(name)`` is called after each.
 
     A bool is written as such, a number as u32, i32, u64 or i64, whichever holds it first, and a float as f32. Arrays
-    hold texts, floats (f32) or integers (i32). Raises ValueError or TypeError, before anything is written, for what the
-    format cannot hold, and for a tensor that is not of its Source's shape or not finite.
+    hold texts, floats (f32) or integers (i32). Raises ValueError or TypeError for what the format cannot hold, and for
+    a tensor that is not of its Source's shape or not finite; the file then keeps its old content.
     """
     out = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(values))]
     for key, item in values.items():

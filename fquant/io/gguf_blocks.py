@@ -14,8 +14,9 @@ Blocks run along rows. In ``q4_0`` the low halves of the bytes are elements 0 to
 
 The quantisers are ggml's reference recipes (github.com/ggml-org/ggml, ``ggml-quants.c``): ``quantize_row_q4_0_ref``,
 ``quantize_row_q8_0_ref``, ``quantize_row_q4_K_ref`` and ``quantize_row_q6_K_ref``. The last two search scale (and
-minimum) of a group by least squares over 21 and 19 roundings. Sums are made in ggml's order, so bytes equal those of its
-C code, compiled without fused multiply-add. The elements of a group are dim 0, so that each step is one tensor operation.
+minimum) of a group by least squares over 21 and 19 roundings. Sums are made in ggml's order, so bytes equal those of
+its C code, compiled without fused multiply-add. The elements of a group are dim 0, so that each step is one tensor
+operation.
 """
 
 from collections.abc import Callable

@@ -2,15 +2,16 @@
 
     bitsandbytes.save("out", cfg, params, NF4_DQ)          # AutoModelForCausalLM.from_pretrained("out")
 
-Linears of layers are quantised, as transformers does by default: embeddings, norms, biases and the head stay dense. The
-tensors of a weight are those of ``fquant.io.bnb``; ``quantization_config`` is what BitsAndBytesConfig writes. Files equal
-those of ``save_pretrained`` in every byte, for the same weights and formats.
+Linears of layers are quantised, as transformers does by default: embeddings, norms, biases and the head stay dense.
+The tensors of a weight are those of ``fquant.io.bnb``; ``quantization_config`` is what BitsAndBytesConfig writes. Files
+equal those of ``save_pretrained`` in every byte, for the same weights and formats.
 
-A weight that is already packed is written as it is. Other weights are read, quantised and written one at a time. A file
-has its tensors in the order of their dtypes, so such a weight is read and quantised three times, which saves the memory.
+A weight that is already packed is written as it is. Other weights are read, quantised and written one at a time. A
+file has its tensors in the order of their dtypes, so such a weight is read and quantised for each of two dtypes, and a
+doubly quantised one once more for its size. This costs time, and saves the memory of all weights but one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,20 +42,21 @@ def save(
     compute_dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 << 30,
     extra: Mapping[str, Any] | None = None,
-    done: Callable[[str], None] = lambda file: None,
+    resume: bool = False,
+    done: folders.Done = lambda finished, total: None,
 ) -> None:
     """Write the decoder with its linears in ``format``: NF4, NF4_DQ, FP4, its doubly quantised variant, or INT8.
 
     Leaves are tensors, Lazy, or Packed of that format. ``compute_dtype`` is that of 4-bit products; the default is the
-    embedding's. ``extra`` are further keys of ``config.json``. ``done(file)`` is called after each shard. Raises
-    ValueError for a folder that holds a model, for a packed weight of another format, and for a packed embedding or
-    head. Raises the errors of ``leaves.checked`` and of ``fquant.io.bnb.save``.
+    embedding's. ``extra`` are further keys of ``config.json``; ``resume`` and ``done`` are those of ``folder.write``.
+    Raises ValueError for a packed weight of another format, and for a packed embedding or head. Raises the errors of
+    ``folder.write``, ``leaves.checked`` and ``fquant.io.bnb.save``.
     """
-    folders.refuse_a_model(Path(folder))
-    leaves = checked(cfg, params)
-    dtype = leaves["embed"].like.dtype
+    folders.refuse_a_model(Path(folder), resume)
+    dtype = checked(cfg, params)["embed"].like.dtype
     keys = {"torch_dtype": _name(dtype), "quantization_config": quantization_config(format, compute_dtype or dtype)}
-    folders.write(folder, tensors(leaves, format), to_hf(cfg) | dict(extra or {}) | keys, max_shard_bytes, done)
+    config = to_hf(cfg) | dict(extra or {}) | keys
+    folders.write(folder, tensors(cfg, params, format), config, max_shard_bytes, resume, done)
 
 
 def quantization_config(format: Format, compute_dtype: torch.dtype) -> dict[str, Any]:
@@ -74,8 +76,9 @@ def quantization_config(format: Format, compute_dtype: torch.dtype) -> dict[str,
     }  # fmt: skip
 
 
-def tensors(leaves: Mapping[str, Lazy], format: Format) -> dict[str, Lazy]:
+def tensors(cfg: Config, params: Any, format: Format) -> dict[str, Lazy]:
     """Return the tensors of the folder by name."""
+    leaves = checked(cfg, params)
 
     @lru_cache(maxsize=1)
     def parts(path: str) -> dict[str, Tensor]:
@@ -85,7 +88,10 @@ def tensors(leaves: Mapping[str, Lazy], format: Format) -> dict[str, Lazy]:
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
         if LINEARS.fullmatch(path):
-            for name, t in parts(path).items():
+            # A nested offset is text of any length, so only its weight has to be read for the sizes.
+            known = format.scale is None and isinstance(leaf.like, Tensor)
+            likes = bnb.save(_packed(leaf.like, format), hf.tensor_name(path)) if known else parts(path)
+            for name, t in likes.items():
                 out[name] = Lazy(lambda path=path, name=name: parts(path)[name], t.to("meta"))
         else:
             fault = f"{path}: got a Packed, but bitsandbytes folders keep it dense; dequantize it first"

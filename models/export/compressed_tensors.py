@@ -6,16 +6,16 @@
                             [out, in / 128], X.weight_shape i64[2]
     fp8   float-quantized   X.weight e4m3[out, in], X.weight_scale [out, 1]           fp8, a scale a token, at run time
 
-These are the schemes W8A8, W4A16 and FP8_DYNAMIC of https://github.com/vllm-project/compressed-tensors. The recipe is its
-``calculate_qparams`` and ``quantize`` for symmetric weights, in float32. A scale is the largest magnitude, divided by
-127.5, 7.5 or 448. Integers are rounded half to even, and clamped to -128 .. 127 or -8 .. 7. Scales are stored in the
+These are the schemes W8A8, W4A16 and FP8_DYNAMIC of https://github.com/vllm-project/compressed-tensors. The recipe is
+its ``calculate_qparams`` and ``quantize`` for symmetric weights, in float32. A scale is the largest magnitude, divided
+by 127.5, 7.5 or 448. Integers are rounded half to even, and clamped to -128 .. 127 or -8 .. 7. Scales are stored in the
 dtype of the weight, and codes are made with the stored ones. The decoded weight is code · scale in that dtype.
 
 Eight 4-bit codes share a word, the first in the lowest bits, each plus 8. Embeddings, norms and the head stay dense.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,22 @@ def save(
     kind: str = "int8",
     max_shard_bytes: int = 5 << 30,
     extra: Mapping[str, Any] | None = None,
-    done: Callable[[str], None] = lambda file: None,
+    resume: bool = False,
+    done: folders.Done = lambda finished, total: None,
 ) -> None:
     """Write the decoder with its linears in ``kind``: int8, int4 (in groups of 128) or fp8.
 
-    Leaves are tensors or Lazy, read and quantised one at a time; a linear may be a Packed in INT8 for int8, and keeps
-    its codes. ``extra`` are further keys of ``config.json``. ``done(file)`` is called after each shard. Raises ValueError
-    for a folder that holds a model, another kind, a width that is no multiple of the group, and any other packed weight.
-    Raises the errors of ``leaves.checked``.
+    Leaves are tensors or Lazy, read and quantised one at a time. A linear may be a Packed in INT8 for int8, and keeps
+    its codes. ``extra`` are further keys of ``config.json``; ``resume`` and ``done`` are those of ``folder.write``.
+    Raises ValueError for another kind, a width that is no multiple of the group, and any other packed weight. Raises
+    the errors of ``folder.write`` and ``leaves.checked``.
     """
     expect(kind in KINDS, f"kind = {kind!r}, want one of {', '.join(KINDS)}")
-    folders.refuse_a_model(Path(folder))
-    leaves = checked(cfg, params)
-    dtype = str(leaves["embed"].like.dtype).removeprefix("torch.")
+    folders.refuse_a_model(Path(folder), resume)
+    dtype = str(checked(cfg, params)["embed"].like.dtype).removeprefix("torch.")
     keys = {"torch_dtype": dtype, "quantization_config": quantization_config(KINDS[kind])}
-    folders.write(folder, tensors(leaves, KINDS[kind]), to_hf(cfg) | dict(extra or {}) | keys, max_shard_bytes, done)
+    config = to_hf(cfg) | dict(extra or {}) | keys
+    folders.write(folder, tensors(cfg, params, kind), config, max_shard_bytes, resume, done)
 
 
 def quantization_config(kind: Kind) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def quantize(w: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """
     width, group = w.shape[-1], kind.group or w.shape[-1]
     expect(width % group == 0, f"width {width} is not a multiple of the {group} weights of a group; use int8 or fp8")
-    expect(w.isfinite().all(), "got a weight that is NaN or infinite; a quantised weight must be finite")
+    expect(w.is_meta or w.isfinite().all(), "got a weight that is NaN or infinite; a quantised weight must be finite")
     x = rearrange(w.float(), "o (g e) -> o g e", e=group)
     largest = 448.0 if kind.type == "float" else 2 ** (kind.bits - 1) - 0.5
     scale = (x.abs().amax(-1) / largest).to(w.dtype)
@@ -124,28 +125,34 @@ def pack(codes: Tensor) -> Tensor:
     return (halves[..., 0] | halves[..., 1] << 4).contiguous().view(torch.int32)
 
 
-def tensors(leaves: Mapping[str, Lazy], kind: Kind) -> dict[str, Lazy]:
+def tensors(cfg: Config, params: Any, kind: str) -> dict[str, Lazy]:
     """Return the tensors of the folder by name."""
+    leaves = checked(cfg, params)
 
     @lru_cache(maxsize=1)
     def parts(path: str) -> dict[str, Tensor]:
-        with tree.at(path):
-            codes, scale = _codes(leaves[path].read(), kind)
-        name = hf.tensor_name(path)
-        if kind.format != "pack-quantized":
-            return {name: codes, f"{name}_scale": scale}
-        shape = torch.tensor(codes.shape, dtype=torch.int64, device="cpu")
-        return {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": shape}
+        return _tensors(path, leaves[path].read(), KINDS[kind])
 
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
         if LINEARS.fullmatch(path):
-            for name, t in parts(path).items():
+            for name, t in _tensors(path, leaf.like, KINDS[kind]).items():
                 out[name] = Lazy(lambda path=path, name=name: parts(path)[name], t.to("meta"))
         else:
             expect(not isinstance(leaf.like, Packed), f"{path}: got a Packed, want it dense; dequantize it first")
             out[hf.tensor_name(path)] = leaf
     return out
+
+
+def _tensors(path: str, leaf: Tensor | Packed, kind: Kind) -> dict[str, Tensor]:
+    """Return the tensors of one weight; meta tensors give meta tensors."""
+    with tree.at(path):
+        codes, scale = _codes(leaf, kind)
+    name = hf.tensor_name(path)
+    if kind.format != "pack-quantized":
+        return {name: codes, f"{name}_scale": scale}
+    shape = torch.tensor(codes.shape, dtype=torch.int64, device="cpu")
+    return {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": shape}
 
 
 def _codes(leaf: Tensor | Packed, kind: Kind) -> tuple[Tensor, Tensor]:

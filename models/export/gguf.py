@@ -2,9 +2,9 @@
 
     gguf.save("model.gguf", cfg, params, kind="q4_k", tokenizer="checkpoints/Llama-3.2-1B")
 
-Matrices are written in ``kind``, norms, biases and rotary factors in f32. Under ``q4_k`` the head, or the embedding that
-is the head, is ``q6_k``, as llama.cpp's own quantisation does. A tied head is left out. A packed or lazy weight is read,
-decoded and quantised on its own, so memory is that of one weight.
+Matrices are written in ``kind``, norms, biases and rotary factors in f32. Under ``q4_k`` the head, or the embedding
+that is the head, is ``q6_k``, as llama.cpp's own quantisation does. A tied head is left out. A packed or lazy weight is
+read, decoded and quantised on its own, so memory is that of one weight.
 
 llama.cpp rotates neighbouring elements of a head in the architecture ``llama``, and halves in ``qwen3``. So rows of the
 query and key projections of ``llama`` are written in the order 0, e/2, 1, e/2 + 1 and so on. The scaling of Llama 3.1
@@ -15,8 +15,8 @@ the config that this module does not know is refused, unless it has its default.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fquant.lazy import Lazy
 from fquant.tree import expect
 
 from ..config import Config
+from .folder import Done
 from .gguf_tokenizer import tokenizer_values
 from .leaves import checked, dense
 
@@ -66,14 +67,14 @@ def save(
     params: Any,
     kind: str = "q4_k",
     tokenizer: str | Path | None = None,
-    done: Callable[[str], None] = lambda name: None,
+    done: Done = lambda finished, total: None,
 ) -> None:
-    """Write the decoder to ``path`` atomically; ``done(name)`` is called after each tensor.
+    """Write the decoder to ``path`` atomically; ``done(finished, total)`` is called after each tensor.
 
     ``tokenizer`` is the Hugging Face folder whose tokenizer goes into the file; without one the file has no vocabulary,
-    and llama.cpp loads it for its tensors only. Leaves are tensors, Packed or Lazy. Before anything is written, raises
-    ValueError for an existing file, an unknown kind, a width that is no multiple of its blocks, a tokenizer or a field
-    of the config that cannot be expressed. Raises the errors of ``leaves.checked``.
+    and llama.cpp loads it for its tensors only. Leaves are tensors, Packed or Lazy. Raises ValueError for an existing
+    file, an unknown kind, and a width that is no multiple of its blocks. Raises ValueError for a tokenizer or a field
+    of the config that a GGUF cannot express. Raises the errors of ``leaves.checked``.
     """
     path = Path(path)
     expect(not path.exists(), f"{path}: there is such a file already; choose another")
@@ -81,7 +82,28 @@ def save(
     values = _values(cfg, kind)
     if tokenizer is not None:
         values |= tokenizer_values(tokenizer, cfg.vocab)
-    gguf.write(path, values, sources(cfg, params, kind), done)
+    found, finished = sources(cfg, params, kind), itertools.count(1)
+    gguf.write(path, values, found, lambda name: done(next(finished), len(found)))
+
+
+def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4, rows: int = 16) -> int:
+    """Compare up to ``rows`` rows of ``count`` tensors of a file with their sources; return the number of rows.
+
+    Raises ValueError that names the tensor, if the file has other bytes or other tensors.
+    """
+    header, found = gguf.header(path), sources(cfg, params, kind)
+    ours = {name: (source.kind, source.shape) for name, source in found.items()}
+    fits = ours == {name: (entry.kind, entry.shape) for name, entry in header.tensors.items()}
+    expect(fits, f"{path}: got other tensors than this export writes; export again")
+    compared = 0
+    for name in list(found)[:: -(-len(found) // count)]:
+        source = found[name]
+        w = source.read().reshape(-1, source.shape[-1])
+        some = slice(len(w) // 2, len(w) // 2 + rows)
+        same = gguf.encode(w[some].float(), source.kind).equal(gguf.read_bytes(header, name, some))
+        expect(same, f"{path}: {name} has other values than its source; export again")
+        compared += len(w[some])
+    return compared
 
 
 def architecture(cfg: Config) -> Architecture:

@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face folder as values of a GGUF: byte-level BPE, as Llama 3, Qwen and GPT-2 have.
 
-``tokenizer.json`` gives the vocabulary, the merges and the added tokens. ``tokenizer_config.json``, if it is there, names
-the special tokens and the chat template; ``chat_template.jinja`` replaces the latter. Templates are copied as text, and
-never run.
+``tokenizer.json`` gives the vocabulary, the merges and the added tokens. ``tokenizer_config.json``, if it is there,
+names the special tokens and the chat template; ``chat_template.jinja`` replaces the latter. Templates are copied as
+text, and never run.
 
 llama.cpp has no regular expressions of its own for splitting: ``tokenizer.ggml.pre`` names a splitter that is compiled
 in. :data:`SPLITTERS` maps the expression of a folder to that name. Any other expression, normaliser or kind of model is

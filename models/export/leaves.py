@@ -21,8 +21,8 @@ _is_leaf = lambda x: isinstance(x, Packed | Lazy)
 def checked(cfg: Config, params: Any) -> dict[str, Lazy]:
     """Return every leaf of ``params`` by its path, as a Lazy that reads a tensor or a Packed.
 
-    Raises ValueError for a leaf that is missing, of another shape than the config's, or not part of it. Raises TypeError
-    for a leaf that is no tensor, Packed or Lazy of floats.
+    Raises ValueError for a leaf that is missing, of another shape than the config's, or not part of it. Raises
+    TypeError for a leaf that is no tensor, Packed or Lazy of floats.
     """
     out: dict[str, Lazy] = {}
     for path, like in tree.items(decoder.shapes(cfg)):

@@ -143,7 +143,11 @@ def test_refused(tmp_path):
     cases = [
         (params, "int3", "kind = 'int3', want one of int8, int4, fp8"),
         (params, "int4", "layers.0.q: width 64 is not a multiple of the 128 weights of a group; use int8 or fp8"),
-        (pack(NF4), "int8", "layers.0.q: got a Packed of .*nf4.*, which int-quantized cannot keep; dequantize it first"),
+        (
+            pack(NF4),
+            "int8",
+            "layers.0.q: got a Packed of .*nf4.*, which int-quantized cannot keep; dequantize",
+        ),
         (pack(INT8), "fp8", "layers.0.q: got a Packed of .*int8.*, which float-quantized cannot keep"),
         (dataclasses.replace(params, embed=quantize(params.embed, NF4)), "fp8", "embed: got a Packed, want it dense"),
     ]

@@ -158,12 +158,18 @@ def test_packed_and_lazy_leaves(tmp_path):
     hf.save(tmp_path / "hf", cfg, params)
     _, lazy = hf.lazy(tmp_path / "hf")
     lazy_packed = tree.map_at(r"layers\.\d+\.(q|down)", lambda w: quantize(w, NF4), lazy)
-    names = []
+    counts = []
     for i, tree_in in enumerate((dense, packed, lazy_packed)):
-        gguf.save(tmp_path / f"{i}.gguf", cfg, tree_in, "q8_0", done=names.append)
+        gguf.save(tmp_path / f"{i}.gguf", cfg, tree_in, "q8_0", done=lambda *count: counts.append(count))
     raw = [(tmp_path / f"{i}.gguf").read_bytes() for i in range(3)]
     assert raw[0] == raw[1] == raw[2]
-    assert len(names) == 3 * len(tree.paths(params)) and names[0] == "token_embd.weight"
+    total = len(tree.paths(params))
+    assert counts == [(i + 1, total) for i in range(total)] * 3
+    assert gguf.verify(tmp_path / "0.gguf", cfg, lazy_packed, "q8_0") > 16
+    with pytest.raises(ValueError, match=r"0.gguf: .* has other values than its source"):
+        gguf.verify(tmp_path / "0.gguf", cfg, tree.map(lambda w: 2 * w, params), "q8_0")
+    with pytest.raises(ValueError, match=r"0.gguf: got other tensors than this export writes"):
+        gguf.verify(tmp_path / "0.gguf", cfg, params, "q4_0")
 
 
 def test_refused(tmp_path):
