@@ -69,11 +69,9 @@ class Options:
     def checked(self) -> "Options":
         """Return these options with the default kind; raise ValueError for options that do not fit together."""
         kinds = KINDS.get(self.to, ())
-        fault = f"--kind is {self.kind} with --to {self.to}"
+        fix = f"; wanted {' or '.join(kinds)}" if kinds else ", which has none; leave it out"
         if self.kind is not None and self.kind not in kinds:
-            raise ValueError(
-                f"{fault}; wanted {' or '.join(kinds)}" if kinds else f"{fault}, which has none; leave it out"
-            )
+            raise ValueError(f"--kind is {self.kind} with --to {self.to}{fix}")
         if self.resume and self.to == "gguf":
             raise ValueError("--resume with --to gguf; a GGUF is one file, leave it out and export again")
         if not 0 < self.shard <= 1 << 20:

@@ -38,8 +38,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ORDER = """BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64
-    U64""".split()
+ORDER: list[str] = """BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64
+    I64 U64""".split()  # of the reference implementation; a file begins with the last
 TREE = "fquant.tree"  # the metadata key of a tree's structure
 _counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
@@ -127,7 +127,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
     """Write ``tensors`` to ``path`` atomically: on an error the file keeps its old content.
 
     A Lazy is read when its turn comes, and not kept. Raises TypeError or ValueError, before anything is written, for
-    tensors that the format cannot hold, and for a Lazy that reads another dtype or shape than its ``like``.
+    tensors that the format cannot hold. Raises ValueError for a Lazy that does not read its ``like``.
     """
     for key, text in (metadata or {}).items():
         is_text = isinstance(key, str) and isinstance(text, str)

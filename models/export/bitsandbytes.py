@@ -7,7 +7,7 @@ The tensors of a weight are those of ``fquant.io.bnb``; ``quantization_config`` 
 equal those of ``save_pretrained`` in every byte, for the same weights and formats.
 
 A weight that is already packed is written as it is. Other weights are read, quantised and written one at a time. A
-file has its tensors in the order of their dtypes, so such a weight is read and quantised for each of two dtypes, and a
+file has its tensors in the order of their dtypes. So such a weight is read and quantised for each of two dtypes, and a
 doubly quantised one once more for its size. This costs time, and saves the memory of all weights but one.
 """
 

@@ -40,7 +40,7 @@ def tokenizer_values(folder: str | Path, vocab: int) -> dict[str, Value]:
     folder = Path(folder)
     content = _read(folder / TOKENIZER)
     with at(str(folder / TOKENIZER)):
-        model = content.get("model")
+        model: Any = content.get("model")
         expect(isinstance(model, dict), f"model: got {model!r:.80}, wanted an object; fetch the file again")
         splitter = _splitter(content, model)
         tokens, types = _tokens(model, content.get("added_tokens") or [], vocab)
@@ -82,10 +82,10 @@ def _splitter(content: dict[str, Any], model: dict[str, Any]) -> str:
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         expect(not model.get(key), f"model.{key} = {model.get(key)!r:.80} is not supported; {wanted}")
     expect(not model.get("byte_fallback"), f"model.byte_fallback = True is not supported; {wanted}")
-    normalizer = content.get("normalizer")
+    normalizer: Any = content.get("normalizer")
     known = normalizer is None or normalizer == {"type": "NFC"}  # llama.cpp's qwen2 leaves NFC to the caller
     expect(known, f"normalizer = {normalizer!r:.80} is not supported; {wanted}")
-    pre = content.get("pre_tokenizer")
+    pre: Any = content.get("pre_tokenizer")
     kind = lambda part: part.get("type") if isinstance(part, dict) else None
     parts = pre.get("pretokenizers") if kind(pre) == "Sequence" else [pre]  # type: ignore[union-attr]
     expect(isinstance(parts, list) and parts, f"pre_tokenizer = {pre!r:.80} is not supported; {wanted}")
@@ -117,15 +117,15 @@ def _expression(split: Any) -> str:
 def _tokens(model: dict[str, Any], added: Any, vocab: int) -> tuple[list[str], list[int]]:
     """Return the text and the type of every row of the embedding."""
     found: dict[int, tuple[str, int]] = {}
-    entries = model.get("vocab")
+    entries: Any = model.get("vocab")
     expect(isinstance(entries, dict) and isinstance(added, list), "got no vocabulary; fetch the file again")
-    assert isinstance(entries, dict)
     for text, index in entries.items():
         _put(found, index, text, NORMAL, vocab)
     for item in added:
         fits = isinstance(item, dict) and isinstance(item.get("content"), str)
         expect(fits, f"added_tokens: got {item!r:.80}, wanted an object with a content; fetch the file again")
-        index, text = item.get("id"), item["content"]
+        index: Any = item.get("id")
+        text = item["content"]
         if found.get(index, (text, 0))[0] == text:
             found.pop(index, None)
         _put(found, index, text, CONTROL if item.get("special") else USER_DEFINED, vocab)
@@ -143,7 +143,8 @@ def _put(found: dict[int, tuple[str, int]], index: Any, text: str, kind: int, vo
 def _merges(merges: Any) -> list[str]:
     """Return the merges as texts of two parts; newer files have them as pairs."""
     expect(isinstance(merges, list), "model.merges: got no list; fetch the file again")
-    out = [" ".join(one) if isinstance(one, list) and all(isinstance(t, str) for t in one) else one for one in merges]
+    is_pair = lambda one: isinstance(one, list) and all(isinstance(part, str) for part in one)
+    out: list[Any] = [" ".join(one) if is_pair(one) else one for one in merges]
     wrong = [one for one in out if not isinstance(one, str) or one.count(" ") != 1]
     expect(not wrong, f"model.merges: got {wrong[:1]!r:.80}, wanted two parts with a space between")
     return out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_transformers_makes_the_same_tokens(tmp_path, name):
 
 def test_values(tmp_path):
     tokenizer = KINDS["llama-bpe"]
-    values = tokenizer_values(tokenizers.write(tmp_path, tokenizer, bos_token="<|end|>"), 320)
+    values: Any = tokenizer_values(tokenizers.write(tmp_path, tokenizer, bos_token="<|end|>"), 320)
     get = lambda key: values[f"tokenizer.ggml.{key}"]
     count = tokenizer.get_vocab_size()
     assert get("model") == "gpt2" and get("pre") == "llama-bpe" and len(get("tokens")) == len(get("token_type")) == 320
