@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from ..tree import at, expect
-from .gguf_blocks import CHUNK, KINDS, check_width, decode, encode
+from .gguf_blocks import KINDS, check_width, decode, encode
 from .safetensors import replacing
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 MAX_DIMS, MAX_TEXT, MAX_NAME = 4, 1 << 26, 63  # ggml's GGML_MAX_DIMS and GGML_MAX_NAME - 1
 MAX_VALUES, MAX_TENSORS = 1 << 16, 1 << 20
+ROWS = 1 << 24  # elements that are encoded before they are written
 TEXT, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 NAMES = {kind.code: name for name, kind in KINDS.items()}
@@ -209,7 +210,7 @@ def _write_data(file: IO[bytes], source: Source) -> None:
     fits = tensor.shape == source.shape and tensor.is_floating_point()
     expect(fits, f"got {tensor.dtype} {tuple(tensor.shape)}; wanted floats {source.shape}")
     rows = tensor.detach().cpu().reshape(-1, source.shape[-1])
-    for part in rows.split(max(1, CHUNK // source.shape[-1])):
+    for part in rows.split(max(1, ROWS // source.shape[-1])):
         file.write(encode(part.float(), source.kind).contiguous().numpy().data)
     size = _nbytes(source.kind, source.shape)
     file.write(b"\0" * (_padded(size) - size))

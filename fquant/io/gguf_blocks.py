@@ -20,6 +20,7 @@ operation.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ..tree import at, expect
 
-CHUNK = 1 << 19  # elements that are quantised at a time: their temporaries stay in the cache
+CHUNK = 1 << 18  # elements that are quantised at a time: their temporaries stay in the cache
 TINY = 1e-15  # GROUP_MAX_EPS: q6_k writes smaller groups as zeros
 
 
@@ -55,7 +56,9 @@ def encode(rows: Tensor, kind: str) -> Tensor:
     count = max(1, CHUNK // known.elements)
     with at(kind):
         expect(rows.isfinite().all(), "got a weight that is NaN or infinite; a GGUF must be finite")
-        out = torch.cat([known.encode(part) for part in blocks.split(count)])
+        # Threads of our own, because the operations on a chunk are too small for those of torch.
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            out = torch.cat(list(threads.map(known.encode, blocks.split(count))))
     return out.reshape(len(rows), -1)
 
 
