@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -63,6 +64,8 @@ class Options:
     """PEFT adapter to merge into the weights; quantising the sum rounds small updates away."""
     shard: float = 5.0
     """GiB in a file of a folder, at most; a larger tensor has a file of its own."""
+    tokenizer: bool = True
+    """Put the tokenizer into a GGUF, if there is one; --no-tokenizer leaves out one that llama.cpp does not have."""
     resume: bool = False
     """Continue an interrupted export to a folder."""
 
@@ -89,7 +92,8 @@ def main(args: list[str] | None = None) -> int:
         start = time.monotonic()
         cfg, params = hf.lazy(options.model)
         if options.adapter is not None:
-            params = merged(params, peft.load(options.adapter, hf.path_of))
+            wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
+            params = merged(params, peft.load(options.adapter, hf.path_of), wide.get(options.to))
         with bar(console, console.is_terminal) as progress:
             task = progress.add_task(f"writing {options.out}", total=None)
             done = lambda finished, total: progress.update(task, completed=finished, total=total)
@@ -101,13 +105,19 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-def merged(params: Any, adapters: dict[str, lora.Lora]) -> Any:
-    """Return the lazy tree ``params`` with each adapter added to its weight when that is read."""
+def merged(params: Any, adapters: dict[str, lora.Lora], dtype: torch.dtype | None = None) -> Any:
+    """Return the lazy tree ``params`` with each adapter added to its weight when that is read, in ``dtype``.
+
+    Raises ValueError for an adapter of another model.
+    """
+    if unknown := sorted(adapters.keys() - set(tree.paths(params))):
+        raise ValueError(f"--adapter: {unknown[0]} is no weight of this model; use the adapter's own base")
 
     def leaf(path: str, w: Lazy) -> Lazy:
         if path not in adapters:
             return w
-        return Lazy(lambda: lora.merge({"w": w.read()}, {"w": adapters[path]})["w"], w.like, w.stamp)
+        read = lambda: lora.merge({"w": w.read()}, {"w": adapters[path]}, dtype)["w"]
+        return Lazy(read, w.like.to(dtype=dtype), w.stamp)
 
     return tree.map_with_path(leaf, params)
 
@@ -118,7 +128,8 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
     extra = companions(options.model)
     more: dict[str, Any] = {"max_shard_bytes": shard, "extra": extra, "resume": options.resume, "done": done}
     if options.to == "gguf":
-        has_tokenizer = (options.model / "tokenizer.json").is_file()
+        has_tokenizer = options.tokenizer and (options.model / "tokenizer.json").is_file()
+        out.parent.mkdir(parents=True, exist_ok=True)
         gguf.save(out, cfg, params, kind, options.model if has_tokenizer else None, done)
         return gguf.verify(out, cfg, params, kind)
     if options.to in BNB:
@@ -157,13 +168,14 @@ def show(console: Console, options: Options, compared: int, seconds: float) -> N
     """Print what was written, by kind, and the sizes of both sides."""
     right = [Column(name, justify="right") for name in ("tensors", "MiB", "share")]
     title = f"{options.model} as {options.to}" + (f" {options.kind}" if options.kind else "")
-    table = Table("kind", *right, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("kind", *right, box=SIMPLE_HEAD, pad_edge=False)
     found = contents(options.out)
     total = sum(map(sum, found.values()))
     for kind, sizes in sorted(found.items(), key=lambda item: -sum(item[1])):
         table.add_row(kind, f"{len(sizes)}", f"{sum(sizes) / MIB:,.1f}", f"{100 * sum(sizes) / total:.1f} %")
     before = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
     sizes = f"{before / MIB:,.1f} MiB before, {total / MIB:,.1f} MiB now"
+    console.print(title, highlight=False, soft_wrap=True)
     console.print(table, f"{sizes}, {seconds:.1f} s; {compared} rows read back are right", highlight=False)
     console.print(f"written {options.out}", highlight=False, soft_wrap=True)
 

@@ -18,7 +18,7 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,8 +38,9 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ORDER: list[str] = """BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64
-    I64 U64""".split()  # of the reference implementation; a file begins with the last
+# The order of dtypes in the reference implementation; a file begins with tensors of the last.
+ORDER: Sequence[str] = """BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16
+    I32 U32 F32 C64 F64 I64 U64""".split()
 TREE = "fquant.tree"  # the metadata key of a tree's structure
 _counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 

@@ -31,7 +31,7 @@ from .. import hf
 from ..config import Config
 from ..hf_config import to_hf
 from . import folder as folders
-from .leaves import LINEARS, checked
+from .leaves import checked, is_linear
 
 
 def save(
@@ -87,7 +87,7 @@ def tensors(cfg: Config, params: Any, format: Format) -> dict[str, Lazy]:
 
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
-        if LINEARS.fullmatch(path):
+        if is_linear(path, leaf):
             # A nested offset is text of any length, so only its weight has to be read for the sizes.
             known = format.scale is None and isinstance(leaf.like, Tensor)
             likes = bnb.save(_packed(leaf.like, format), hf.tensor_name(path)) if known else parts(path)

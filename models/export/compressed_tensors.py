@@ -34,7 +34,7 @@ from .. import hf
 from ..config import Config
 from ..hf_config import to_hf
 from . import folder as folders
-from .leaves import LINEARS, checked
+from .leaves import checked, is_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def tensors(cfg: Config, params: Any, kind: str) -> dict[str, Lazy]:
 
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
-        if LINEARS.fullmatch(path):
+        if is_linear(path, leaf):
             for name, t in _tensors(path, leaf.like, KINDS[kind]).items():
                 out[name] = Lazy(lambda path=path, name=name: parts(path)[name], t.to("meta"))
         else:

@@ -45,6 +45,15 @@ def checked(cfg: Config, params: Any) -> dict[str, Lazy]:
     return out
 
 
+def is_linear(path: str, leaf: Lazy) -> bool:
+    """Return True for a weight that folders quantise; raise ValueError for a matrix that is not known here."""
+    if LINEARS.fullmatch(path):
+        return True
+    known = path in ("embed", "final.head") or len(leaf.like.shape) < 2
+    tree.expect(known, f"{path}: a matrix that is not known here; export a plain folder or a GGUF instead")
+    return False
+
+
 def dense(leaf: Lazy) -> Lazy:
     """Return a Lazy that reads a tensor: a Packed is dequantised to its dtype."""
     return lazy.map(packed.dequantize, leaf) if isinstance(leaf.like, Packed) else leaf

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import gguf as package
 import pytest
@@ -102,7 +103,8 @@ def test_merged_with_an_adapter(source, tmp_path):
     for path in ("layers.0.q", "layers.1.down", "layers.0.k", "embed"):
         wanted = weights[hf.tensor_name(path)].float()
         assert (tree.get(found, path) - wanted).abs().max() <= 2**-7 * wanted.abs().max(), path
-    assert not torch.equal(found.layers[0].q, params.layers[0].q)
+    exact = tree.get(lora.merge(params, adapters), "layers.0.q")
+    assert (found.layers[0].q - exact).abs().max() < 1e-6 and not torch.equal(exact, params.layers[0].q)
 
 
 def test_resume(source, tmp_path, monkeypatch, capsys):
@@ -143,6 +145,28 @@ def test_refused(source, tmp_path, capsys, flags, fault):
     printed = capsys.readouterr().err
     assert printed.startswith("export: ") and fault in printed and printed.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_of_another_model_is_refused(source, tmp_path, capsys):
+    _, params = hf.load(source)
+    adapters = lora.init(params, r"layers\.1\.q", rank=4, alpha=8, key=random.key(1))
+    peft.save(tmp_path / "adapter", {"layers.7.q": adapters["layers.1.q"]}, hf.module_name)
+    assert run(source, tmp_path / "out", "--to", "merged", "--adapter", tmp_path / "adapter") == 2
+    assert "--adapter: layers.7.q is no weight of this model" in capsys.readouterr().err
+
+
+def test_a_tokenizer_may_be_left_out(source, tmp_path, capsys):
+    flags = ("--to", "gguf", "--kind", "q8_0")
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["byte_fallback"] = True
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert run(model, tmp_path / "a.gguf", *flags) == 2
+    assert "model.byte_fallback = True is not supported" in capsys.readouterr().err
+    assert run(model, tmp_path / "new" / "a.gguf", *flags, "--no-tokenizer") == 0
+    keys = package.GGUFReader(tmp_path / "new" / "a.gguf").fields
+    assert not [key for key in keys if key.startswith("tokenizer")]
 
 
 def test_refused_folders(source, tmp_path, capsys):

@@ -11,6 +11,7 @@ from fquant.io import safetensors
 from fquant.lazy import Lazy
 from models import hf
 from models.export import dense, folder
+from models.export.leaves import is_linear
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 SHARD = 3000
@@ -65,6 +66,14 @@ def test_shards():
     assert list(folder.shards(sizes, 10).values()) == [["a", "b"], ["c"], ["d", "e"]]
     assert list(folder.shards(sizes, 10))[0] == "model-00001-of-00003.safetensors"
     assert folder.shards(sizes, 100) == {"model.safetensors": list(sizes)}
+
+
+def test_an_unknown_matrix_is_refused():
+    """A matrix of a family that came later must not stay dense without a word."""
+    matrix, vector = (Lazy(lambda: None, torch.empty(shape, device="meta")) for shape in ((2, 3), (2,)))
+    assert is_linear("layers.0.q", matrix) and not is_linear("embed", matrix) and not is_linear("layers.0.new", vector)
+    with pytest.raises(ValueError, match="layers.0.router: a matrix that is not known here; export a plain folder"):
+        is_linear("layers.0.router", matrix)
 
 
 def test_companions(tmp_path):
