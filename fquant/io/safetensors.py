@@ -134,9 +134,11 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
         is_text = isinstance(key, str) and isinstance(text, str)
         expect(is_text, f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps", TypeError)
     content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    likes = {name: t.like if isinstance(t, Lazy) else t for name, t in tensors.items()}
-    for name, tensor in likes.items():
-        _check_writable(name, tensor, isinstance(tensors[name], Lazy))
+    likes: dict[str, Tensor] = {}  # of no memory, because a mapping may make its tensors when it is asked
+    for name, t in tensors.items():
+        like = t.like if isinstance(t, Lazy) else t
+        _check_writable(name, like, isinstance(t, Lazy))
+        likes[name] = like.detach().to("meta")
     offset = 0
     # Widest dtype first, as in the reference implementation, so that every tensor is aligned.
     order = sorted(likes, key=lambda name: (-ORDER.index(NAMES[likes[name].dtype]), name))
