@@ -51,9 +51,9 @@ MIB = 2**20
 class Options:
     """Convert a Hugging Face folder for llama.cpp, for transformers with bitsandbytes, or for vLLM."""
 
-    model: tyro.conf.Positional[Path]
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
     """Folder with config.json and safetensors."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """File (gguf) or folder to write."""
     to: Target = "gguf"
     """Format to write; merged: a plain folder in 16 or 32 bits."""

@@ -61,18 +61,26 @@ def tokenizer_values(folder: str | Path, vocab: int) -> dict[str, Value]:
         values["add_eos_token"] = options.get("add_eos_token") is True
         template = options.get("chat_template")
         if (folder / TEMPLATE).exists():
-            template = (folder / TEMPLATE).read_text("utf-8")
+            template = _read_text(folder / TEMPLATE)
         expect(isinstance(template, str | None), "chat_template: got several, wanted one text; keep the default one")
     out = {f"tokenizer.ggml.{key}": item for key, item in values.items()}
     return out if template is None else out | {"tokenizer.chat_template": template}
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    with at(str(path)):
+        return tree_json.parse(text, "a JSON object")
+
+
+def _read_text(path: Path) -> str:
     expect(path.is_file(), f"{path}: no such file; give a folder with a {TOKENIZER}")
     size = path.stat().st_size
     expect(size <= MAX_BYTES, f"{path}: got {size} bytes, wanted at most {MAX_BYTES}; it is no tokenizer")
-    with at(str(path)):
-        return tree_json.parse(path.read_bytes(), "a JSON object")
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: got bytes that are no UTF-8; fetch it again") from None
 
 
 def _splitter(content: dict[str, Any], model: dict[str, Any]) -> str:

@@ -109,6 +109,9 @@ def test_refused_files(tmp_path):
         (tmp_path / "tokenizer.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=fault):
             tokenizer_values(tmp_path, 320)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="tokenizer.json: got bytes that are no UTF-8"):
+        tokenizer_values(tmp_path, 320)
     (tmp_path / "tokenizer.json").write_text("[" * 100000)
     with pytest.raises(ValueError, match="tokenizer.json: got no JSON"):
         tokenizer_values(tmp_path, 320)
