@@ -18,13 +18,14 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from ..lazy import Lazy
 from ..tree import at, expect
 from . import tree_json
 
@@ -37,6 +38,9 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The order of dtypes in the reference implementation; a file begins with tensors of the last.
+ORDER: Sequence[str] = """BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16
+    I32 U32 F32 C64 F64 I64 U64""".split()
 TREE = "fquant.tree"  # the metadata key of a tree's structure
 MOST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _counts = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
@@ -123,22 +127,26 @@ def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
     return "sampled " + found.hexdigest()
 
 
-def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict[str, str] | None = None) -> None:
     """Write ``tensors`` to ``path`` atomically: on an error the file keeps its old content.
 
-    Raises TypeError or ValueError, before anything is written, for tensors that the format cannot hold.
+    A Lazy is read when its turn comes, and not kept. Raises TypeError or ValueError, before anything is written, for
+    tensors that the format cannot hold. Raises ValueError for a Lazy that does not read its ``like``.
     """
     for key, text in (metadata or {}).items():
         is_text = isinstance(key, str) and isinstance(text, str)
         expect(is_text, f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps", TypeError)
     content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for name, tensor in tensors.items():
-        _check_writable(name, tensor)
+    likes: dict[str, Tensor] = {}  # of no memory, because a mapping may make its tensors when it is asked
+    for name, t in tensors.items():
+        like = t.like if isinstance(t, Lazy) else t
+        _check_writable(name, like, isinstance(t, Lazy))
+        likes[name] = like.detach().to("meta")
     offset = 0
     # Widest dtype first, as in the reference implementation, so that every tensor is aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    order = sorted(likes, key=lambda name: (-ORDER.index(NAMES[likes[name].dtype]), name))
     for name in order:
-        t = tensors[name]
+        t = likes[name]
         start, offset = offset, offset + t.numel() * t.itemsize
         content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, offset]}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
@@ -146,7 +154,12 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:  # one at a time on the CPU
-            file.write(_bytes(tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()))
+            t, like = tensors[name], likes[name]
+            if isinstance(t, Lazy):
+                t = t.read()
+                got = f"{name}: got {t.dtype} {tuple(t.shape)}, wanted the announced {like.dtype} {tuple(like.shape)}"
+                expect(t.dtype == like.dtype and t.shape == like.shape, f"{got}; correct the Lazy's like")
+            file.write(_bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def save(path: str | Path, tree: Any) -> None:
@@ -221,7 +234,7 @@ def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
     expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
 
 
-def _check_writable(name: str, tensor: Tensor) -> None:
+def _check_writable(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
     kind, is_named = type(tensor), isinstance(name, str) and isinstance(tensor, Tensor)
     expect(is_named, f"{name!r}: got {kind.__name__}, wanted a tensor under a string", TypeError)
     with at(name):
@@ -232,7 +245,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         expect(kind in (Tensor, torch.nn.Parameter), fault, TypeError)
         fault = f"got {tensor.dtype} {tensor.layout}, wanted a dense tensor of {', '.join(DTYPES)}"
         expect(tensor.dtype in NAMES and tensor.layout is torch.strided, fault, TypeError)
-        expect(not tensor.is_meta, "got a meta tensor, wanted one with values")
+        expect(may_be_meta or not tensor.is_meta, "got a meta tensor, wanted one with values")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

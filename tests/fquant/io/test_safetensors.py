@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fquant import tree
 from fquant.io import safetensors, tree_json
+from fquant.lazy import Lazy
 from fquant.tree import node, static, value
 from tests.helpers.arrays import same_bits
 
@@ -72,6 +73,30 @@ def test_the_library_reads_what_is_written(tmp_path):
     with peer.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "ü\n\"'"}
     assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_bytes_are_those_of_the_library(tmp_path):
+    """Two tensors of each dtype, given in another order than a file's."""
+    raw = torch.arange(16, dtype=torch.uint8) % 2
+    tensors = {f"{i}{name}": raw.clone().view(dtype) for i in "ba" for name, dtype in safetensors.DTYPES.items()}
+    safetensors.write(tmp_path / "a", tensors, {"format": "pt"})
+    assert (tmp_path / "a").read_bytes() == peer.save(tensors, {"format": "pt"})
+
+
+def test_a_lazy_tensor_is_read_when_its_turn_comes(tmp_path):
+    reads = []
+
+    def lazy(name, like=None):
+        w = torch.full((2, 3), float(len(name)))
+        return Lazy(lambda: reads.append(name) or w, w.to("meta") if like is None else like)
+
+    safetensors.write(tmp_path / "a", {"bb": lazy("bb"), "c": torch.ones(4, dtype=torch.float64), "a": lazy("a")})
+    assert reads == ["a", "bb"]
+    assert torch.equal(safetensors.read(safetensors.header(tmp_path / "a"), "bb"), torch.full((2, 3), 2.0))
+    for like in (torch.empty(3, 2, device="meta"), torch.empty(2, 3, dtype=torch.float16, device="meta")):
+        with pytest.raises(ValueError, match="d: got torch.float32 .2, 3., wanted the announced torch.float"):
+            safetensors.write(tmp_path / "b", {"d": lazy("d", like)})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_the_library_writes_is_read(tmp_path):
