@@ -41,6 +41,8 @@ FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the f
     ("fquant.ShardedStats", "own"): "local", ("fquant.ShardedStats", "at"): "drawn",
 }  # fmt: skip
 
+LATER_FIELDS: dict[tuple[str, str], Any] = {}  # fields that older files lack: the class and field -> the value then
+
 
 def static(**options: Any) -> Any:
     """Declare a node's field as part of the structure: hashable, and never a leaf."""

@@ -5,7 +5,8 @@
 
 A tree is a tensor, a node, a dict with str keys, a list, a tuple, or a plain value as in static fields: None, bool,
 int, float, str, torch.dtype, tuples of them, and frozen dataclasses registered with ``tree.value``. Classes are looked
-up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field.
+up by name in ``tree.NODES`` and ``tree.VALUES``, former names included, and must match field by field. A field of
+``tree.LATER_FIELDS`` that has the value of older files is left out, so that older releases read the file.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..tree import FORMER_FIELDS, FORMER_NAMES, NODES, VALUES, at, expect, field_names, is_node, name_of
+from ..tree import FORMER_FIELDS, FORMER_NAMES, LATER_FIELDS, NODES, VALUES, at, expect, field_names, is_node, name_of
 
 Path = tuple[str, ...]  # names that lead to a leaf, joined by dots in files and messages
 Rule: TypeAlias = tuple[Callable[[Any], object], str]  # True for a value that fits, and the values that fit in words
@@ -82,7 +83,12 @@ def _encode(x: Any, path: Path, tensors: dict[str, Tensor] | None) -> Any:
     def inside(pairs: Any, tensors: dict[str, Tensor] | None = tensors) -> dict[str, Any]:
         return {name: _encode(child, (*path, str(name)), tensors) for name, child in pairs}
 
-    kind, pairs = type(x), lambda names: ((name, getattr(x, name)) for name in names)
+    kind = type(x)
+
+    def pairs(names: list[str]) -> list[tuple[str, Any]]:
+        later = _later(kind)
+        return [(name, getattr(x, name)) for name in names if name not in later or getattr(x, name) is not later[name]]
+
     if x is None or (tensors is None and (kind in (bool, int, str) or (kind is float and math.isfinite(x)))):
         return x
     if kind is tuple or (kind is list and tensors is not None):
@@ -135,21 +141,26 @@ def _decode(spec: Any, path: Path, leaf: Callable[[str], Any] | None) -> Any:
             cls = _lookup(NODES, name, path)
             now = [FORMER_FIELDS.get((name_of(cls), str(key)), str(key)) for key in children]
             for got, wanted in zip((now, statics), field_names(cls), strict=True):
-                check_keys(_dots((*path, name)), got, wanted)
+                check_keys(_dots((*path, name)), {*got, *_later(cls)} & {*got, *wanted}, wanted)
             found = dict(zip(now, inside(children.items()).values(), strict=True))
-            return _make(cls, path, found | inside(statics.items(), None))
+            return _make(cls, path, _later(cls) | found | inside(statics.items(), None))
         case {"value": value, **rest} if leaf and not rest:
             return _decode(value, path, None)
         case {"value": str(name), "fields": dict(fields), **rest} if not leaf and not rest:
             cls = _lookup(VALUES, name, path)
-            check_keys(_dots((*path, name)), fields, field_names(cls)[0])
-            return _make(cls, path, inside(fields.items()))
+            check_keys(_dots((*path, name)), {*fields, *_later(cls)}, field_names(cls)[0])
+            return _make(cls, path, _later(cls) | inside(fields.items()))
         case {"float": str(name), **rest} if not leaf and not rest and name in NUMBERS:
             return NUMBERS[name]
         case {"dtype": str(name), **rest} if not leaf and not rest and name in DTYPES:
             return DTYPES[name]
     got = f"{'structure' if leaf else 'value'} {spec!r:.80}"
     raise ValueError(f"{_dots(path)}: got {got}, wanted what fquant writes; check the file")
+
+
+def _later(cls: type) -> dict[str, Any]:
+    """Return the fields of a class that older files lack, with their values then."""
+    return {name: then for (owner, name), then in LATER_FIELDS.items() if owner == name_of(cls)}
 
 
 def _lookup(table: dict[str, type], name: str, path: Path) -> type:
