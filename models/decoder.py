@@ -59,6 +59,10 @@ class Layer:
     mlp_post_norm: Any = None  # [dim]
 
 
+for _name in ("qkv", "gate_up", "attn_post_norm", "mlp_post_norm"):  # which older files lack
+    tree.LATER_FIELDS[tree.name_of(Layer), _name] = None
+
+
 @tree.node
 class Final:
     """The norm and the head behind the layers; ``head`` is absent if it is tied to the embedding."""

@@ -6,7 +6,9 @@ import json
 import pytest
 import transformers
 
-from fquant import tree
+from fquant import random, tree
+from fquant.io import tree_json
+from models import decoder
 from models.config import Config, RopeScaling
 from models.hf.config import from_hf, to_hf
 
@@ -187,3 +189,21 @@ def test_scaling_refused(options, message):
 def test_is_a_registered_value():
     assert all(tree.VALUES[tree.name_of(cls)] is cls for cls in (Config, RopeScaling))
     assert hash(CFG) == hash(dataclasses.replace(CFG))
+
+
+def test_values_of_older_files_load():
+    """Read a Config and a layer from before they had the switches of other families."""
+    cfg = dataclasses.replace(CFG, rope_scaling=SCALING)
+    params = decoder.init(cfg, random.key(0))
+    text, tensors = tree_json.encode({"cfg": cfg, "params": params})
+    older = json.loads(text)
+    parts = older["tree"]["dict"]
+    config = parts["cfg"]["value"]["fields"]
+    scaling = config["rope_scaling"]["fields"]
+    layers = parts["params"]["fields"]["layers"]["list"]
+    for fields, first in ((config, "family"), (scaling, "attention_factor"), *((x["fields"], "qkv") for x in layers)):
+        for name in list(fields)[list(fields).index(first) :] if first in fields else ():
+            del fields[name]
+    assert "family" not in config and "beta_fast" not in scaling and "qkv" not in layers[0]["fields"]
+    found = tree_json.decode(json.dumps(older), tensors.__getitem__)
+    assert found["cfg"] == cfg and tree.structure(found["params"]) == tree.structure(params)
