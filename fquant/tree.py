@@ -44,8 +44,6 @@ LATER_FIELDS: dict[tuple[str, str], Any] = {  # fields that older files lack: th
     ("fquant.Format", "zero"): False, ("fquant.Packed", "zero"): None,
 }  # fmt: skip
 
-LATER_FIELDS: dict[tuple[str, str], Any] = {}  # fields that older files lack: the class and field -> the value then
-
 
 def static(**options: Any) -> Any:
     """Declare a node's field as part of the structure: hashable, and never a leaf."""

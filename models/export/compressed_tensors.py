@@ -32,7 +32,7 @@ from fquant.tree import expect
 
 from .. import hf
 from ..config import Config
-from ..hf_config import to_hf
+from ..hf.config import to_hf
 from . import folder as folders
 from .leaves import checked, is_linear
 

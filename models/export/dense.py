@@ -11,7 +11,7 @@ from fquant.lazy import Lazy
 
 from .. import hf
 from ..config import Config
-from ..hf_config import to_hf
+from ..hf.config import to_hf
 from . import folder as folders
 from .leaves import FLOATS, checked, dense
 
