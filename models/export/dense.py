@@ -40,4 +40,4 @@ def save(
 def tensors(cfg: Config, params: Any, dtype: torch.dtype) -> dict[str, Lazy]:
     """Return the tensors of the folder by name."""
     cast = lambda t: t.to(dtype)
-    return {hf.tensor_name(path): lazy.map(cast, dense(leaf)) for path, leaf in checked(cfg, params).items()}
+    return {hf.tensor_name(path, cfg): lazy.map(cast, dense(leaf)) for path, leaf in checked(cfg, params).items()}
