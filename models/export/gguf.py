@@ -6,9 +6,9 @@ Matrices are written in ``kind``, norms, biases and rotary factors in f32. Under
 that is the head, is ``q6_k``, as llama.cpp's own quantisation does. A tied head is left out. A packed or lazy weight is
 read, decoded and quantised on its own, so memory is that of one weight.
 
-llama.cpp rotates neighbouring elements of a head in the architecture ``llama``, and halves in the others. So rows of the
-query and key projections of ``llama`` are written in the order 0, e/2, 1, e/2 + 1 and so on. The scaling of Llama 3.1
-is a tensor ``rope_freqs.weight`` that divides frequencies.
+llama.cpp rotates neighbouring elements of a head in the architecture ``llama``, and halves in the others. So rows of
+the query and key projections of ``llama`` are written in the order 0, e/2, 1, e/2 + 1 and so on. The scaling of Llama
+3.1 is a tensor ``rope_freqs.weight`` that divides frequencies.
 
 Names and keys: ``gguf-py/gguf/constants.py`` and ``convert_hf_to_gguf.py`` of github.com/ggml-org/llama.cpp. Other
 families are refused, and so is a field of the config that the family's architecture does not express, unless it has its
@@ -44,7 +44,8 @@ LAYER = {
 ROPE_FACTORS = "rope_freqs.weight"
 HEADS = {"q4_k": "q6_k"}  # the kind of the head, where it is another
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "q6_k": 18, "bf16": 32}  # llama.cpp's LLAMA_FTYPE
-SIZES = "vocab dim num_layers num_heads num_kv_heads head_dim hidden norm_eps rope_theta max_positions tied family rope_scaling"
+SIZES = """vocab dim num_layers num_heads num_kv_heads head_dim hidden norm_eps rope_theta rope_scaling max_positions
+tied family"""
 
 
 @dataclasses.dataclass(frozen=True)
