@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fquant import NF4, dequantize, lora, quantize, random, tree
 from fquant.io import gguf as file
-from fquant.lazy import Lazy
 from models import decoder, hf
 from models.export import gguf
+from tests.helpers.gguf_files import back
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 WIDE = dataclasses.replace(GQA, dim=256, hidden=512, head_dim=64, vocab=100)  # for blocks of 256
@@ -26,26 +26,6 @@ EXPORTED = {
     and not cfg.window
     and (cfg.rope_scaling is None or cfg.rope_scaling.kind in ("linear", "llama3"))
 }
-
-
-def undo(path, w, cfg):
-    """Undo llama.cpp's order of rows, as transformers' LlamaTensorProcessor does."""
-    if not gguf.architecture(cfg).rotates_neighbours or path.removesuffix("_bias")[-2:] not in (".q", ".k"):
-        return w
-    heads = cfg.num_kv_heads if path.removesuffix("_bias").endswith("k") else cfg.num_heads
-    return w.reshape(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).swapaxes(2, 1).reshape(w.shape)
-
-
-def back(path, cfg, params):
-    """The parameters that the package reads."""
-    found = {t.name: t for t in package.GGUFReader(path).tensors}
-
-    def leaf(at, _):
-        t = found[gguf.tensor_name(at)]
-        w = quants.dequantize(t.data, t.tensor_type).reshape([int(n) for n in t.shape[::-1]])
-        return torch.from_numpy(undo(at, w, cfg).copy())
-
-    return tree.map_with_path(leaf, params, is_leaf=lambda x: hasattr(x, "format") or isinstance(x, Lazy)), found
 
 
 @pytest.mark.parametrize("cfg", EXPORTED.values(), ids=EXPORTED)
