@@ -82,7 +82,7 @@ def architecture_heads(kind: str, given: Any) -> tuple[str, ...]:
     if not family.heads.keys() & {"next_sentence"}:
         known = {name: heads for name, heads in known.items() if "next_sentence" not in heads}
     given = [family.classes + "Model"] if given is None else given
-    if not isinstance(given, list) or len(given) != 1 or given[0] not in known:
+    if not isinstance(given, list) or len(given) != 1 or given[0] not in list(known):
         fix = "load the encoder alone from it and save that"
         raise ValueError(f"architectures = {given!r:.200}, want one of {', '.join(known)}; {fix}")
     heads = known[given[0]]

@@ -48,6 +48,15 @@ def random_params(cfg, dtype=torch.float32):
     return tree.map_with_path(leaf, encoder.shapes(cfg))
 
 
+def shaken(model):
+    """Draw the parameters of a model of transformers."""
+    generator = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        p.data = (0.2 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator)
+        p.data += p.dim() == 1
+    return model
+
+
 def theirs(folder, dtype: Any = torch.float32) -> Any:
     """Load a folder with the class that its config names."""
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -1,18 +1,31 @@
-"""Folders of encoders against transformers both ways, every key of a config that matters, and faults by name."""
+"""Folders of encoders against transformers both ways, adapters against peft, and faults by name."""
 
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
-from fquant import NF4, quantize, tree
+from fquant import NF4, lora, quantize, tree
+from fquant.io import peft as peft_io
 from models import encoder, hf_encoder
-from models.encoder import EncoderConfig
-from tests.helpers.models.encoders import BERT, CONFIGS, MASK, TOKENS, TYPES, our_results, random_params, their_results
+from models.hf_encoder.names import module_name, path_of
+from tests.helpers.models.encoders import (
+    BERT,
+    CONFIGS,
+    MASK,
+    TOKENS,
+    TYPES,
+    our_results,
+    random_params,
+    shaken,
+    their_results,
+)
 from tests.helpers.models.encoders import theirs as opened
 
 
@@ -61,20 +74,12 @@ def test_ours_reads_transformers(name, tmp_path):
     raw = hf_encoder.to_hf(cfg)
     cls: Any = getattr(transformers, raw["architectures"][0])
     options = {"add_pooling_layer": False} if cls is transformers.BertModel and not cfg.pooler else {}
-    config: Any = cls.config_class(**raw, attn_implementation="eager")
-    model = shaken(cls(config, **options).eval())
+    config: Any = transformers.CONFIG_MAPPING[cfg.family]
+    model = shaken(cls(config(**raw, attn_implementation="eager"), **options).eval())
     model.save_pretrained(tmp_path)
     got, params = hf_encoder.load(tmp_path)
     assert got == cfg
     assert_equal(cfg, params, model)
-
-
-def shaken(model):
-    generator = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        p.data = (0.2 if p.dim() == 2 else 0.3) * torch.randn(p.shape, generator=generator)
-        p.data += p.dim() == 1
-    return model
 
 
 def rewritten(folder, cfg, change, config=lambda raw: raw):
@@ -163,8 +168,6 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 def test_module_names_invert():
-    from models.hf_encoder.names import module_name, path_of
-
     for cfg in CONFIGS.values():
         for path in tree.paths(encoder.shapes(cfg)):
             weight = path.removesuffix("_bias")
@@ -173,91 +176,17 @@ def test_module_names_invert():
         assert path_of("encoder.layer.x.y", cfg) is None
 
 
-# --- every key: read as transformers reads it, or refused -------------------------------------------------------------
-
-ACTS = ["gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "relu"]
-ACTS += [
-    "silu",
-    "swish",
-    "quick_gelu",
-    "gelu_10",
-    "mish",
-    "tanh",
-    "linear",
-    "relu2",
-    "hardswish",
-    "laplace",
-    "nonsense",
-]
-KEYS: dict[str, list[Any]] = {
-    "hidden_act": [*ACTS, None], "activation": [*ACTS, None], "layer_norm_eps": [0.1, None], "type_vocab_size": [3, 1],
-    "tie_word_embeddings": [False, True, None], "pad_token_id": [5, 0, None], "max_position_embeddings": [50, 8],
-    "is_decoder": [True, False], "add_cross_attention": [True], "is_encoder_decoder": [True],
-    "position_embedding_type": ["absolute", "relative_key"], "pruned_heads": [{"0": [1]}],
-    "hidden_dropout_prob": [0.5], "attention_probs_dropout_prob": [0.5], "classifier_dropout": [0.5, None],
-    "dropout": [0.5], "attention_dropout": [0.5], "qa_dropout": [0.5], "seq_classif_dropout": [0.5],
-    "sinusoidal_pos_embds": [True], "gradient_checkpointing": [False], "initializer_range": [3.0], "use_cache": [False],
-    "chunk_size_feed_forward": [6], "bos_token_id": [5], "eos_token_id": [5], "torch_dtype": ["float32"],
-    "directionality": ["bidi"], "pooler_type": ["first"], "output_past": [True], "transformers_version": ["4.1.0"],
-    "num_labels": [2], "problem_type": ["regression"], "embedding_size": [16], "unheard_of": [1], "head_dim": [4],
-    "attention_bias": [False], "rope_theta": [2.0],
-}  # fmt: skip
-SIZES = {
-    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
-}  # fmt: skip
-PADDED = torch.where(MASK.bool(), TOKENS, 1)  # so that a padding token matters where it does
-
-
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
-def test_each_key_is_read_or_refused(kind, tmp_path):
-    """Change one key at a time: logits equal those of transformers for the same folder, or the folder is refused."""
-    sizes = SIZES.get(kind, SIZES["bert"])
-    name = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}[kind]
-    base = {"architectures": [f"{name}ForMaskedLM"], "model_type": kind, "vocab_size": 96, **sizes}
-    base |= {"max_position_embeddings": 44}
-    outcomes = {}
-    for key, values in {"": [None], **KEYS}.items():
-        for i, value in enumerate(values):
-            folder = tmp_path / f"{key}-{i}"
-            folder.mkdir()
-            outcomes[key, str(value)] = outcome(folder, {k: v for k, v in {**base, key: value}.items() if k})
-    assert outcomes["", "None"] == "equal"
-    assert not {at: found for at, found in outcomes.items() if found not in ("equal", "refused", "refused by both")}
-    read = {at for at, found in outcomes.items() if found == "equal"}
-    key = "activation" if kind == "distilbert" else "hidden_act"
-    assert {(key, act) for act in ACTS[:9]} <= read and len(read) > 30
-    assert outcomes[key, "quick_gelu"] == outcomes["unheard_of", "1"] == outcomes["is_decoder", "True"] == "refused"
-
-
-def outcome(folder, config):
-    """Return "equal", "refused" or a difference, for a folder with the config and random weights of its model."""
-    (folder / "config.json").write_text(json.dumps(config))
-    fault: Any = None
-    try:
-        loaded = transformers.AutoConfig.from_pretrained(folder)
-        model = transformers.AutoModelForMaskedLM.from_config(loaded, attn_implementation="eager").eval()
-        wanted = None
-        shaken(model).save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(config))
-        with torch.no_grad():
-            wanted = model(PADDED, attention_mask=MASK).logits[MASK.bool()]
-    except Exception as error:
-        wanted, fault = None, error
-    try:
-        cfg, params = hf_encoder.load(folder)
-        got = encoder.masked_lm(params, encoder.forward(params, PADDED, cfg, segments=MASK), cfg)[MASK.bool()]
-    except ValueError:
-        return "refused" if wanted is not None else "refused by both"
-    if wanted is None:
-        return f"only transformers refuses: {fault}"
-    return "equal" if (got - wanted).abs().max() < 2e-5 else f"off by {(got - wanted).abs().max():.1e}"
-
-
-def test_config_alone():
-    """A config without weights has the heads of its architecture."""
-    for cfg in CONFIGS.values():
-        if cfg != CONFIGS["bert without a pooler"]:
-            assert hf_encoder.from_hf(hf_encoder.to_hf(cfg)) == cfg
-    with pytest.raises(ValueError, match="pooler = False beside a head that reads it"):
-        EncoderConfig(9, 8, 1, 2, 8, 9, next_sentence=True)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["bert, labels", "roberta, masked_lm", "distilbert, labels"])
+def test_adapters_for_peft(name, tmp_path):
+    """peft loads adapters that were saved by the names of the folder, and computes the same."""
+    cfg, params = CONFIGS[name], random_params(CONFIGS[name])
+    adapters = lora.init(params, r"layers\.\d+\.(q|v|up|down)", rank=2, alpha=4, key=0)
+    adapters = tree.map(lambda t: t + 0.05, adapters)
+    hf_encoder.save(tmp_path / "base", cfg, params)
+    names, paths = (partial(f, cfg=cfg) for f in (module_name, path_of))
+    peft_io.save(tmp_path / "adapter", adapters, names, base_model=str(tmp_path / "base"), task_type=None)
+    model = peft.PeftModel.from_pretrained(opened(tmp_path / "base"), str(tmp_path / "adapter")).eval()
+    assert_equal(cfg, lora.attach(params, adapters), model.get_base_model())
+    again = peft_io.load(tmp_path / "adapter", paths)
+    assert again.keys() == adapters.keys() and all(map(torch.equal, tree.leaves(again), tree.leaves(adapters)))
