@@ -1,4 +1,4 @@
-"""The encoder of the BERT, RoBERTa and DistilBERT families as a function of its parameters.
+"""The encoder of the BERT, RoBERTa, DistilBERT and ELECTRA families as a function of its parameters.
 
     x = encoder.forward(params, tokens, cfg, segments=mask)     # [b t d], every token sees its whole document
     logits = encoder.masked_lm(params, x, cfg)                  # [b t vocab]
@@ -16,11 +16,11 @@ Weights, blocks, and ``comm`` are as in ``models.decoder``. Dropout is never app
 """
 
 from .config import ACTIVATIONS, EncoderConfig
-from .heads import classify, masked_lm, next_sentence, pooled
+from .heads import classify, discriminate, masked_lm, next_sentence, pooled
 from .layers import forward, positions
 from .params import EncoderEmbeddings, EncoderHeads, EncoderLayer, EncoderParams, dims, init, shapes
 
 __all__ = [
     "ACTIVATIONS", "EncoderConfig", "EncoderEmbeddings", "EncoderHeads", "EncoderLayer", "EncoderParams", "classify",
-    "dims", "forward", "init", "masked_lm", "next_sentence", "pooled", "positions", "shapes",
+    "dims", "discriminate", "forward", "init", "masked_lm", "next_sentence", "pooled", "positions", "shapes",
 ]  # fmt: skip

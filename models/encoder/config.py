@@ -12,7 +12,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-CLASSIFIERS = ("pooler", "tanh", "relu")
+CLASSIFIERS = ("pooler", "tanh", "relu", "gelu")
 
 
 @tree.value
@@ -38,6 +38,8 @@ class EncoderConfig:
     head_activation: str = "gelu"  # in masked_lm
     classifier: str = "pooler"  # input of the last matrix of classify: the pooler's, or a layer with this activation
     family: str = "bert"  # the model type in a config.json
+    embed_dim: int | None = None  # of the tables of embeddings, and of the head masked_lm; None: dim (ELECTRA)
+    discriminator: bool = False  # a head with one logit for each token
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "num_layers", "num_heads", "hidden", "max_positions"):
@@ -46,6 +48,8 @@ class EncoderConfig:
         for name in ("num_types", "num_labels"):
             if (got := getattr(self, name)) < 0:
                 raise ValueError(f"{name} = {got}, want 0 or a positive integer")
+        if self.embed_dim is not None and self.embed_dim < 1:
+            raise ValueError(f"embed_dim = {self.embed_dim}, want a positive integer or None")
         if self.dim % self.num_heads:
             raise ValueError(f"dim = {self.dim} is not a multiple of num_heads = {self.num_heads}; correct one of them")
         for name, known in (

@@ -44,8 +44,16 @@ def classify(params: EncoderParams, x: Tensor, cfg: EncoderConfig, comm: Comm = 
         y = pooled(params, x, cfg, comm)
     else:
         y = linear(x[..., 0, :], heads.class_dense, heads.class_dense_bias)
-        y = y.tanh() if cfg.classifier == "tanh" else y.relu()
+        y = y.tanh() if cfg.classifier == "tanh" else ACTIVATIONS[cfg.classifier](y)
     return linear(y, heads.classifier, heads.classifier_bias)
+
+
+def discriminate(params: EncoderParams, x: Tensor, cfg: EncoderConfig, comm: Comm = LOCAL) -> Tensor:
+    """Compute the logit of "this token was replaced" (Clark et al. 2020, "ELECTRA"): ``[... t d]`` -> ``[... t]``."""
+    _check_head(cfg.discriminator, "discriminator")
+    heads = comm.load(params.heads)
+    y = ACTIVATIONS[cfg.activation](linear(x, heads.discriminator_dense, heads.discriminator_dense_bias))
+    return linear(y, heads.discriminator, heads.discriminator_bias)[..., 0]
 
 
 def _check_head(present: bool, name: str) -> None:

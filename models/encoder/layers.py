@@ -89,7 +89,8 @@ def _embed(
     if cfg.num_types:
         x = x + embedding(torch.zeros_like(tokens) if types is None else types, embed.types).to(x.dtype)
     x = x + embedding(places, embed.positions).to(x.dtype)
-    return layer_norm(x, embed.norm, embed.norm_bias, cfg.norm_eps)
+    x = layer_norm(x, embed.norm, embed.norm_bias, cfg.norm_eps)
+    return x if cfg.embed_dim is None else linear(x, embed.project, embed.project_bias)
 
 
 def _block(x: Tensor, layer: Any, segments: Tensor | None, cfg: EncoderConfig, comm: Comm) -> Tensor:

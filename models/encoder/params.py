@@ -16,11 +16,13 @@ INIT_STD = 0.02  # of every matrix, as in BertForMaskedLM
 class EncoderEmbeddings:
     """The tables that are added, and the norm of their sum."""
 
-    tokens: Any  # [vocab, dim]
-    positions: Any  # [max_positions, dim]
-    norm: Any  # [dim]
+    tokens: Any  # [vocab, embed_dim]
+    positions: Any  # [max_positions, embed_dim]
+    norm: Any  # [embed_dim]
     norm_bias: Any
-    types: Any = None  # [num_types, dim]
+    types: Any = None  # [num_types, embed_dim]
+    project: Any = None  # [dim, embed_dim], if these differ
+    project_bias: Any = None
 
 
 @tree.node
@@ -51,11 +53,11 @@ class EncoderHeads:
 
     pooler: Any = None  # [dim, dim]
     pooler_bias: Any = None
-    transform: Any = None  # [dim, dim], the first layer of masked_lm
+    transform: Any = None  # [embed_dim, dim], the first layer of masked_lm
     transform_bias: Any = None
-    transform_norm: Any = None  # [dim]
+    transform_norm: Any = None  # [embed_dim]
     transform_norm_bias: Any = None
-    decoder: Any = None  # [vocab, dim]; absent if it is tied to the embedding
+    decoder: Any = None  # [vocab, embed_dim]; absent if it is tied to the embedding
     decoder_bias: Any = None
     next_sentence: Any = None  # [2, dim]
     next_sentence_bias: Any = None
@@ -63,6 +65,10 @@ class EncoderHeads:
     class_dense_bias: Any = None
     classifier: Any = None  # [num_labels, dim]
     classifier_bias: Any = None
+    discriminator_dense: Any = None  # [dim, dim]
+    discriminator_dense_bias: Any = None
+    discriminator: Any = None  # [1, dim]
+    discriminator_bias: Any = None
 
 
 @tree.node
@@ -77,7 +83,8 @@ class EncoderParams:
 def shapes(cfg: EncoderConfig, dtype: torch.dtype = torch.float32) -> EncoderParams:
     """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "heads": cfg.dim, "place": cfg.max_positions}
-    sizes |= {"type": cfg.num_types, "label": cfg.num_labels, "next": 2}
+    sizes |= {"type": cfg.num_types, "label": cfg.num_labels, "next": 2, "one": 1}
+    sizes |= {"table": cfg.embed_dim or cfg.dim}
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     made = {path: tree.map(empty, named) for path, named in dims(cfg).items()}
     layers = [EncoderLayer(**made[f"layers.{i}"]) for i in range(cfg.num_layers)]
@@ -89,23 +96,27 @@ def shapes(cfg: EncoderConfig, dtype: torch.dtype = torch.float32) -> EncoderPar
 def dims(cfg: EncoderConfig) -> dict[str, dict[str, str]]:
     """Return the named dims of every tensor, as ``decoder.dims`` does.
 
-    The names are vocab, embed, heads, ffn, place, type, label and next.
+    The names are vocab, embed, heads, ffn, place, type, label, next, one, and table, the width of the embeddings.
     """
     biased = lambda **named: named | {f"{name}_bias": of.split()[0] for name, of in named.items()}
-    embed = biased(norm="embed") | {"tokens": "vocab embed", "positions": "place embed"}
+    embed = biased(norm="table") | {"tokens": "vocab table", "positions": "place table"}
     if cfg.num_types:
-        embed |= {"types": "type embed"}
+        embed |= {"types": "type table"}
+    if cfg.embed_dim is not None:
+        embed |= biased(project="embed table")
     layer = biased(q="heads embed", k="heads embed", v="heads embed", o="embed heads", attn_norm="embed")
     layer |= biased(up="ffn embed", down="embed ffn", mlp_norm="embed")
     heads = biased(pooler="embed embed") if cfg.pooler else {}
     if cfg.masked_lm:
-        heads |= biased(transform="embed embed", transform_norm="embed") | {"decoder_bias": "vocab"}
-        heads |= {} if cfg.tied else {"decoder": "vocab embed"}
+        heads |= biased(transform="table embed", transform_norm="table") | {"decoder_bias": "vocab"}
+        heads |= {} if cfg.tied else {"decoder": "vocab table"}
     if cfg.next_sentence:
         heads |= biased(next_sentence="next embed")
     if cfg.num_labels:
         heads |= biased(class_dense="embed embed") if cfg.classifier != "pooler" else {}
         heads |= biased(classifier="label embed")
+    if cfg.discriminator:
+        heads |= biased(discriminator_dense="embed embed", discriminator="one embed")
     out = {"embed": embed, **{f"layers.{i}": dict(layer) for i in range(cfg.num_layers)}}
     return out | {"heads": heads} if heads else out
 

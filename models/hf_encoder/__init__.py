@@ -1,4 +1,4 @@
-"""Folders of encoders in Hugging Face's layout: BERT, RoBERTa, XLM-RoBERTa and DistilBERT.
+"""Folders of encoders in Hugging Face's layout: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ELECTRA.
 
     cfg, params = hf_encoder.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
     cfg, params = hf_encoder.load(folder)      # every leaf a tensor

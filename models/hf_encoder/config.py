@@ -10,14 +10,10 @@ from ..encoder.config import EncoderConfig
 from ..hf.keys import integer, refuse_others
 from .families import ACTIVATIONS, FAMILIES, HARMLESS, ONLY
 
-# Architecture behind the family's name -> the heads that it has beside the encoder.
-ARCHITECTURES: dict[str, tuple[str, ...]] = {
-    "Model": ("pooler",),
-    "ForMaskedLM": ("masked_lm",),
-    "ForPreTraining": ("pooler", "masked_lm", "next_sentence"),
-    "ForNextSentencePrediction": ("pooler", "next_sentence"),
-    "ForSequenceClassification": ("pooler", "num_labels"),
-}
+HEADS = {  # fields of EncoderConfig that say which heads it has, and a weight of each
+    "pooler": "pooler", "masked_lm": "transform", "next_sentence": "next_sentence", "num_labels": "classifier",
+    "discriminator": "discriminator",
+}  # fmt: skip
 
 
 def from_hf(raw: dict[str, Any], heads: Collection[str] | None = None) -> EncoderConfig:
@@ -51,7 +47,9 @@ def from_hf(raw: dict[str, Any], heads: Collection[str] | None = None) -> Encode
         raise ValueError("type_vocab_size = 0, want a positive integer")
     if not fields.get("masked_lm"):
         fields["tied"] = True  # which nothing then reads
-    if fields["family"] in ("bert", "distilbert"):
+    if fields.get("embed_dim") == fields["dim"]:
+        fields["embed_dim"] = None
+    if kind in ("bert", "distilbert"):
         fields["head_activation"] = fields["activation"]
     return EncoderConfig(**fields)
 
@@ -78,33 +76,25 @@ def num_labels(raw: dict[str, Any]) -> int:
 def architecture_heads(kind: str, given: Any) -> tuple[str, ...]:
     """Return the heads of the architecture that a config names; those of the bare encoder if it names none."""
     family = FAMILIES[kind]
-    known = {family.classes + name: heads for name, heads in ARCHITECTURES.items()}
-    if not family.heads.keys() & {"next_sentence"}:
-        known = {name: heads for name, heads in known.items() if "next_sentence" not in heads}
+    known = {family.classes + name: heads for name, heads in family.architectures.items()}
     given = [family.classes + "Model"] if given is None else given
     if not isinstance(given, list) or len(given) != 1 or given[0] not in list(known):
         fix = "load the encoder alone from it and save that"
         raise ValueError(f"architectures = {given!r:.200}, want one of {', '.join(known)}; {fix}")
-    heads = known[given[0]]
-    own = "num_labels" in heads and family.fixed.get("classifier", "pooler") != "pooler"  # a layer beside the pooler
-    return tuple(head for head in heads if head != "pooler" or (family.has_pooler and not own))
+    return known[given[0]]
 
 
 def architecture(cfg: EncoderConfig) -> str:
-    """Return the architecture with the heads of ``cfg``; of several, the one that transformers has for the most."""
-    name = "Model"
-    if cfg.num_labels:
-        name = "ForSequenceClassification"
-    elif cfg.masked_lm:
-        name = "ForPreTraining" if cfg.next_sentence else "ForMaskedLM"
-    elif cfg.next_sentence:
-        name = "ForNextSentencePrediction"
-    return FAMILIES[cfg.family].classes + name
+    """Return the architecture with the heads of ``cfg``; labels first, then as many as one class has."""
+    family, present = FAMILIES[cfg.family], {*heads_of(cfg), "pooler"}  # which every class may lack or have besides
+    fitting = [(name, heads) for name, heads in family.architectures.items() if present.issuperset(heads)]
+    rank = lambda item: ("num_labels" in item[1], len({*item[1]} - {"pooler"}))
+    return family.classes + max(fitting, key=rank)[0]
 
 
 def heads_of(cfg: EncoderConfig) -> tuple[str, ...]:
     """Return the fields that say which heads ``cfg`` has."""
-    return tuple(name for name in ("pooler", "masked_lm", "next_sentence", "num_labels") if getattr(cfg, name))
+    return tuple(name for name in HEADS if getattr(cfg, name))
 
 
 def to_hf(cfg: EncoderConfig) -> dict[str, Any]:
@@ -120,6 +110,8 @@ def to_hf(cfg: EncoderConfig) -> dict[str, Any]:
     for key in ("hidden_act", "activation"):
         if key in out:
             out[key] = ACTIVATIONS[cfg.activation][0]
+    if "embedding_size" in out:
+        out["embedding_size"] = cfg.embed_dim or cfg.dim
     out |= {"pad_token_id": cfg.padding, "bos_token_id": None, "eos_token_id": None}
     if cfg.num_labels:
         names = {str(i): f"LABEL_{i}" for i in range(cfg.num_labels)}

@@ -41,7 +41,7 @@ _DISTILBERT_KEYS: dict[str, tuple[str, Reader]] = {
 # Our name in a tree -> the module in a folder. A tensor's name is its module's, then ``.weight`` or ``.bias``.
 EMBED = {
     "tokens": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
-    "types": "embeddings.token_type_embeddings", "norm": "embeddings.LayerNorm",
+    "types": "embeddings.token_type_embeddings", "norm": "embeddings.LayerNorm", "project": "embeddings_project",
 }  # fmt: skip
 _LAYER = {
     "q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value",
@@ -64,6 +64,21 @@ _DISTILBERT_HEADS = {
     "transform": "vocab_transform", "transform_norm": "vocab_layer_norm", "decoder": "vocab_projector",
     "class_dense": "pre_classifier", "classifier": "classifier",
 }  # fmt: skip
+_ELECTRA_HEADS = {
+    "transform": "generator_predictions.dense", "transform_norm": "generator_predictions.LayerNorm",
+    "decoder": "generator_lm_head", "class_dense": "classifier.dense", "classifier": "classifier.out_proj",
+    "discriminator_dense": "discriminator_predictions.dense",
+    "discriminator": "discriminator_predictions.dense_prediction",
+}  # fmt: skip
+# Architecture behind the family's name -> the fields of EncoderConfig that say which heads it has.
+_PLAIN: dict[str, tuple[str, ...]] = {
+    "Model": (), "ForMaskedLM": ("masked_lm",), "ForSequenceClassification": ("num_labels",),
+}  # fmt: skip
+_BERT: dict[str, tuple[str, ...]] = {
+    "Model": ("pooler",), "ForMaskedLM": ("masked_lm",), "ForSequenceClassification": ("pooler", "num_labels"),
+    "ForPreTraining": ("pooler", "masked_lm", "next_sentence"),
+    "ForNextSentencePrediction": ("pooler", "next_sentence"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ class Family:
     fixed     fields of EncoderConfig that all its models have.
     heads     the modules of heads; bias: the tensor of masked_lm's bias.
     stack     the module of the list of layers, and the modules of a layer.
+    architectures  the ends of their names, and the heads of each.
     """
 
     classes: str
@@ -87,20 +103,26 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     stack: str = "encoder.layer"
     layer: dict[str, str] = field(default_factory=lambda: _LAYER)
-    has_pooler: bool = True
+    architectures: dict[str, tuple[str, ...]] = field(default_factory=lambda: _PLAIN)
 
 
 _ROBERTA: dict[str, Any] = {
     "prefix": "roberta.", "heads": _ROBERTA_HEADS, "bias": "lm_head.bias", "fixed": {"classifier": "tanh"},
+    "architectures": _PLAIN | {"Model": ("pooler",)},
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    "bert": Family("Bert", "bert.", _BERT_HEADS, "cls.predictions.bias"),
+    "bert": Family("Bert", "bert.", _BERT_HEADS, "cls.predictions.bias", architectures=_BERT),
     "roberta": Family("Roberta", **_ROBERTA),
     "xlm-roberta": Family("XLMRoberta", **_ROBERTA),
     "distilbert": Family(
         "DistilBert", "distilbert.", _DISTILBERT_HEADS, "vocab_projector.bias", _DISTILBERT_KEYS,
         {"activation": "gelu", "tie_word_embeddings": True}, {"num_types": 0, "classifier": "relu"},
-        "transformer.layer", _DISTILBERT_LAYER, has_pooler=False,
+        "transformer.layer", _DISTILBERT_LAYER,
+    ),
+    "electra": Family(
+        "Electra", "electra.", _ELECTRA_HEADS, "generator_lm_head.bias",
+        _KEYS | {"embedding_size": ("embed_dim", integer)}, _DEFAULTS | {"embedding_size": 128},
+        {"classifier": "gelu"}, architectures=_PLAIN | {"ForPreTraining": ("discriminator",)},
     ),
 }  # fmt: skip
 
@@ -109,6 +131,7 @@ HARMLESS = keys.HARMLESS | frozenset(
     """hidden_dropout_prob attention_probs_dropout_prob classifier_dropout dropout attention_dropout qa_dropout
     seq_classif_dropout sinusoidal_pos_embds tie_weights_ gradient_checkpointing output_past directionality pooler_type
     pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    summary_type summary_use_proj summary_activation summary_last_dropout
     sbert_ce_default_activation_function sentence_transformers""".split()
 )
 # Keys that would change the forward pass, except at this value; and the fix.

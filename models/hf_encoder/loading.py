@@ -15,7 +15,7 @@ from ..encoder.config import EncoderConfig
 from ..encoder.params import shapes
 from ..hf.folder import CONFIG, first, headers, read_json
 from ..hf.loading import FLOATS
-from .config import architecture_heads, from_hf
+from .config import HEADS, architecture_heads, from_hf
 from .families import FAMILIES
 from .names import copies, modern, module_name, tensor_name
 
@@ -39,9 +39,10 @@ def lazy(folder: str | Path) -> tuple[EncoderConfig, Any]:
     found = _modern(folder, headers(folder))
     prefix = family.prefix if any(name.startswith(family.prefix) for name in found) else ""
     has = lambda path: any(name.startswith(module_name(path, cfg, prefix) + ".") for name in found)
-    first_of = {"pooler": "heads.pooler", "masked_lm": "heads.transform", "num_labels": "heads.classifier"}
-    first_of |= {"next_sentence": "heads.next_sentence"} if "next_sentence" in family.heads else {}
-    heads = {head for head, path in first_of.items() if has(path)}
+    weights = {head: f"heads.{weight}" for head, weight in HEADS.items() if weight in family.heads}
+    if "pooler" in family.architectures["Model"]:
+        weights["pooler"] = "heads.pooler"
+    heads = {head for head, path in weights.items() if has(path)}
     if raw.get("architectures") not in (None, [f"{family.classes}Model"]):
         heads |= set(architecture_heads(cfg.family, raw["architectures"]))
     with tree.at(str(folder / CONFIG)):

@@ -13,6 +13,7 @@ from models.encoder import EncoderConfig
 BERT = EncoderConfig(96, 32, 2, 4, 48, 40, pooler=True)
 _ROBERTA = EncoderConfig(96, 32, 2, 4, 48, 44, norm_eps=1e-5, padding=1, classifier="tanh", family="roberta")
 _DISTILBERT = EncoderConfig(96, 32, 2, 4, 48, 40, num_types=0, classifier="relu", family="distilbert")
+_ELECTRA = EncoderConfig(96, 32, 2, 4, 48, 40, classifier="gelu", family="electra", embed_dim=24)
 _TANH: dict[str, Any] = {"activation": "gelu_tanh", "head_activation": "gelu_tanh"}
 CONFIGS = {
     "bert": BERT,
@@ -26,6 +27,11 @@ CONFIGS = {
     "roberta, masked_lm": dataclasses.replace(_ROBERTA, masked_lm=True, activation="silu", num_types=1),
     "roberta, labels": dataclasses.replace(_ROBERTA, num_labels=2, padding=0),
     "xlm-roberta, masked_lm, untied": dataclasses.replace(_ROBERTA, family="xlm-roberta", masked_lm=True, tied=False),
+    "electra": _ELECTRA,
+    "electra, masked_lm": dataclasses.replace(_ELECTRA, masked_lm=True, activation="relu"),
+    "electra, masked_lm, untied": dataclasses.replace(_ELECTRA, masked_lm=True, tied=False, embed_dim=None),
+    "electra, discriminator": dataclasses.replace(_ELECTRA, discriminator=True, activation="gelu_tanh"),
+    "electra, labels": dataclasses.replace(_ELECTRA, num_labels=3),
     "distilbert": _DISTILBERT,
     "distilbert, masked_lm": dataclasses.replace(_DISTILBERT, masked_lm=True, **_TANH),
     "distilbert, labels": dataclasses.replace(_DISTILBERT, num_labels=5),
@@ -72,6 +78,8 @@ def their_results(model, tokens, mask=None, types=None, **options):
     kind = type(model).__name__
     if kind.endswith("ForMaskedLM"):
         found["masked_lm"] = out.logits
+    elif kind == "ElectraForPreTraining":
+        found["discriminate"] = out.logits[..., None]
     elif kind.endswith("ForPreTraining"):
         found |= {"masked_lm": out.prediction_logits, "next_sentence": out.seq_relationship_logits}
     elif kind.endswith("ForNextSentencePrediction"):
@@ -87,8 +95,9 @@ def our_results(cfg, params, tokens, mask=None, types=None, dtype=None):
     out = {"hidden": x}
     for name, present in (
         ("pooled", cfg.pooler), ("masked_lm", cfg.masked_lm), ("next_sentence", cfg.next_sentence),
-        ("classify", cfg.num_labels),
+        ("classify", cfg.num_labels), ("discriminate", cfg.discriminator),
     ):  # fmt: skip
         if present:
-            out[name] = getattr(encoder, name)(params, x, cfg)
+            result = getattr(encoder, name)(params, x, cfg)
+            out[name] = result[..., None] if name == "discriminate" else result
     return out

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from fquant import tree
 from models import encoder, hf_encoder
 from models.encoder import EncoderConfig
 from tests.helpers.models.encoders import CONFIGS, MASK, TOKENS, random_params, shaken
@@ -35,8 +36,8 @@ KEYS: dict[str, list[Any]] = {
     "sinusoidal_pos_embds": [True], "gradient_checkpointing": [False], "initializer_range": [3.0], "use_cache": [False],
     "chunk_size_feed_forward": [6], "bos_token_id": [5], "eos_token_id": [5], "torch_dtype": ["float32"],
     "directionality": ["bidi"], "pooler_type": ["first"], "output_past": [True], "transformers_version": ["4.1.0"],
-    "num_labels": [2], "problem_type": ["regression"], "embedding_size": [16], "unheard_of": [1], "head_dim": [4],
-    "attention_bias": [False], "rope_theta": [2.0],
+    "num_labels": [2], "summary_type": ["last"], "problem_type": ["regression"], "embedding_size": [16, 32],
+    "unheard_of": [1], "head_dim": [4], "attention_bias": [False], "rope_theta": [2.0],
 }  # fmt: skip
 SIZES = {
     "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
@@ -45,11 +46,11 @@ SIZES = {
 PADDED = torch.where(MASK.bool(), TOKENS, 1)  # so that a padding token matters where it does
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
 def test_each_key_is_read_or_refused(kind, tmp_path):
     """Change one key at a time: logits equal those of transformers for the same folder, or the folder is refused."""
     sizes = SIZES.get(kind, SIZES["bert"])
-    name = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}[kind]
+    name = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "electra": "Electra"}[kind]
     base = {"architectures": [f"{name}ForMaskedLM"], "model_type": kind, "vocab_size": 96, **sizes}
     base |= {"max_position_embeddings": 44}
     outcomes = {}
@@ -112,6 +113,47 @@ def test_hostile_configs(tmp_path):
                 assert len(str(error)) < 2000 and "\n" not in str(error)
                 counts["refused"] += 1
     assert counts["loads"] > 50 and counts["refused"] > 200
+
+
+_BASE: dict[str, Any] = {
+    "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768,
+    "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512,
+    "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0, "type_vocab_size": 2,
+}  # fmt: skip
+_OLD = {"gradient_checkpointing": False, "position_embedding_type": "absolute", "use_cache": True}
+_POOLER: dict[str, Any] = {
+    "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
+    "pooler_size_per_head": 128, "pooler_type": "first_token_transform",
+}  # fmt: skip
+_XLM = {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "model_type": "xlm-roberta", "type_vocab_size": 1}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {  # configs, as published; parameters; longest sequence
+    "bert-base-uncased": (_BASE | _OLD | {"architectures": ["BertForMaskedLM"], "vocab_size": 30522}, 109514298, 512),
+    "bert-base-multilingual-cased": (
+        _BASE | _POOLER | {"architectures": ["BertForMaskedLM"], "vocab_size": 119547}, 177974523, 512,
+    ),
+    "xlm-roberta-base": (
+        _BASE | _XLM | {"architectures": ["XLMRobertaForMaskedLM"], "vocab_size": 250002, "pad_token_id": 1,
+         "bos_token_id": 0, "eos_token_id": 2, "output_past": True}, 278295186, 512,
+    ),
+    "distilbert-base-uncased": ({
+        "activation": "gelu", "architectures": ["DistilBertForMaskedLM"], "attention_dropout": 0.1, "dim": 768,
+        "dropout": 0.1, "hidden_dim": 3072, "initializer_range": 0.02, "max_position_embeddings": 512,
+        "model_type": "distilbert", "n_heads": 12, "n_layers": 6, "pad_token_id": 0, "qa_dropout": 0.1,
+        "seq_classif_dropout": 0.2, "sinusoidal_pos_embds": False, "tie_weights_": True, "vocab_size": 30522,
+    }, 66985530, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    """Read configs of published models; their models have the parameters that transformers counts."""
+    raw, count, longest = PUBLISHED[name]
+    cfg = hf_encoder.from_hf(raw)
+    ours = sum(t.numel() for t in tree.leaves(encoder.shapes(cfg)))
+    loaded = transformers.CONFIG_MAPPING[cfg.family].from_dict(raw)
+    with torch.device("meta"):
+        model = getattr(transformers, raw["architectures"][0])(loaded)
+    assert ours == model.num_parameters() == count and cfg.longest == longest
 
 
 def test_config_alone():

@@ -177,7 +177,7 @@ def test_module_names_invert():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["bert, labels", "roberta, masked_lm", "distilbert, labels"])
+@pytest.mark.parametrize("name", ["bert, labels", "roberta, masked_lm", "distilbert, labels", "electra, discriminator"])
 def test_adapters_for_peft(name, tmp_path):
     """peft loads adapters that were saved by the names of the folder, and computes the same."""
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])
