@@ -43,8 +43,6 @@ def from_hf(raw: dict[str, Any], heads: Collection[str] | None = None) -> Encode
         fault = f"is not a key of a {family.classes} config that is known here, and it may change the forward pass"
         raise ValueError(f"{unknown[0]:.80} = {given[unknown[0]]!r:.80} {fault}; remove it if it does not")
     fields |= {head: labels if head == "num_labels" else True for head in (found if heads is None else heads)}
-    if fields.get("num_types") == 0 and family.fixed.get("num_types") != 0:
-        raise ValueError("type_vocab_size = 0, want a positive integer")
     if not fields.get("masked_lm"):
         fields["tied"] = True  # which nothing then reads
     if fields.get("embed_dim") == fields["dim"]:
