@@ -90,6 +90,7 @@ class Config:
     full_layers: tuple[int, ...] = ()  # layers without the window
     window_rope_theta: float | None = None  # of layers with the window, which then have no scaling; None: as others
     rotary_dim: int | None = None  # elements of a head that are rotated; None: all
+    sinks: bool = False  # one more score for each head, whose value is 0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden", "max_positions"):

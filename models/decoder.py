@@ -57,9 +57,10 @@ class Layer:
     gate_up: Any = None  # the rows of gate and up
     attn_post_norm: Any = None  # [dim]
     mlp_post_norm: Any = None  # [dim]
+    sinks: Any = None  # [num_heads]
 
 
-for _name in ("qkv", "gate_up", "attn_post_norm", "mlp_post_norm"):  # which older files lack
+for _name in ("qkv", "gate_up", "attn_post_norm", "mlp_post_norm", "sinks"):  # which older files lack
     tree.LATER_FIELDS[tree.name_of(Layer), _name] = None
 
 
@@ -153,7 +154,8 @@ def _block(
     q, k, v = _heads(comm.enter(_norm(x, layer.attn_norm, cfg)), layer, cfg)
     if cfg.qk_norm:
         q, k = (_norm(h, w, cfg) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
-    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, cfg.attention_scale, cfg.attention_cap)
+    scale, cap, sinks = cfg.attention_scale, cfg.attention_cap, layer.sinks if cfg.sinks else None
+    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, scale, cap, sinks=sinks)
     y = _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     x = x + (_norm(y, layer.attn_post_norm, cfg) if cfg.post_norms else y)
     gate, up = _gate_and_up(comm.enter(_norm(x, layer.mlp_norm, cfg)), layer, cfg)
@@ -201,7 +203,7 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
-    sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden}
+    sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden, "num_heads": cfg.num_heads}
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
     return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
@@ -210,7 +212,8 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
 def dims(cfg: Config) -> dict[str, dict[str, str]]:
     """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
-    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv and gate_up.
+    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv, gate_up
+    and num_heads.
     """
     layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
     layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
@@ -227,12 +230,14 @@ def dims(cfg: Config) -> dict[str, dict[str, str]]:
         layer |= {"q_norm": "head", "k_norm": "head"}  # one for all heads
     if cfg.post_norms:
         layer |= {"attn_post_norm": "embed", "mlp_post_norm": "embed"}
+    if cfg.sinks:
+        layer |= {"sinks": "num_heads"}
     final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
     return {"embed": {"": "vocab embed"}, **{f"layers.{i}": dict(layer) for i in range(cfg.num_layers)}, "final": final}
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:
-    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases 0.
+    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases and sinks 0.
 
     Norms that multiply by one more than their weight begin at 0.
     """

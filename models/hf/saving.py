@@ -2,7 +2,7 @@
 
 import math
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,37 @@ def save(
     another shape than the config's, or an extra key that matters. Raises TypeError for a leaf that is no float tensor.
     """
     folder = Path(folder)
+    check_target(folder, dequantize)
+    leaves = named(decoder.shapes(cfg), params, lambda path: tensor_name(path, cfg), dequantize)
+    config = to_hf(cfg) | {"torch_dtype": dtype_name(params.embed, dequantize)} | dict(extra or {})
+    if from_hf(config) != cfg:
+        raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
+    write(folder, config, leaves, max_shard_bytes, dequantize)
+
+
+def check_target(folder: Path, dequantize: torch.dtype | None) -> None:
+    """Raise ValueError for a folder that holds a model, and TypeError for a dtype that no folder has."""
     if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
         raise ValueError(f"{folder}: there is a {taken[0]} already, want a folder without a model; choose another")
     if dequantize not in (None, *FLOATS):
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
-    leaves = _named(cfg, params, dequantize)
-    written = lambda leaf: dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
-    config = to_hf(cfg) | {"torch_dtype": str(written(params.embed)).removeprefix("torch.")} | dict(extra or {})
-    if from_hf(config) != cfg:
-        raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
+
+
+def _written(leaf: Tensor | Packed, dequantize: torch.dtype | None) -> torch.dtype:
+    return dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
+
+
+def dtype_name(leaf: Tensor | Packed, dequantize: torch.dtype | None) -> str:
+    """Return the ``torch_dtype`` of a config, by the dtype in which ``leaf`` is written."""
+    return str(_written(leaf, dequantize)).removeprefix("torch.")
+
+
+def write(
+    folder: Path, config: dict[str, Any], leaves: dict[str, Tensor | Packed], max_shard_bytes: int,
+    dequantize: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Write tensors by name, in shards if they are large, and then ``config.json``."""
+    written = lambda leaf: _written(leaf, dequantize)
     nbytes = {name: math.prod(leaf.shape) * written(leaf).itemsize for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
@@ -75,10 +97,12 @@ class _Dequantized(UserDict[str, Any]):
         return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
 
 
-def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:
-    """Return the leaves of ``params`` by their names in a file, checked against the config."""
+def named(
+    wanted: Any, params: Any, name: Callable[[str], str], dequantize: torch.dtype | None
+) -> dict[str, Tensor | Packed]:
+    """Return the leaves of ``params`` by their names in a file, checked against a tree of meta tensors."""
     out = {}
-    for path, like in tree.items(decoder.shapes(cfg)):
+    for path, like in tree.items(wanted):
         try:
             leaf = tree.get(params, path)
         except KeyError as error:
@@ -92,8 +116,8 @@ def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str
             raise TypeError(f"{path} is {leaf.dtype}, want floats; cast it first")
         if tuple(leaf.shape) != tuple(like.shape):
             raise ValueError(f"{path} has shape {tuple(leaf.shape)}, want {tuple(like.shape)}; check the config")
-        out[tensor_name(path, cfg)] = leaf
+        out[name(path)] = leaf
     paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
-    if surplus := paths - set(tree.paths(decoder.shapes(cfg))):
+    if surplus := paths - set(tree.paths(wanted)):
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
     return out

@@ -27,7 +27,8 @@ def arguments(name, dtype):
         "nll": (x, targets, -100), "nll_backward": (x, targets, -100, None),
         "rms_norm": (x, x[0], 1e-5), "rms_norm_backward": (x.flip(0), x, x[0], scale),
         "silu": (x,), "silu_derivative": (x,),
-        "attention": (q, k, v, None), "attention_backward": (q.flip(0), y, lse, q, k, v, None),
+        "attention": (q, k, v, None, None, None, None, False, randn(2, 4, seed=3).to(lse.dtype)),
+        "attention_backward": (q.flip(0), y, lse, q, k, v, None),
         "turn": (x, 32),
     }[name]  # fmt: skip
 
