@@ -14,8 +14,8 @@ from fquant import NF4, dequantize, lora, quantize, random, tree
 from fquant.io import gguf as file
 from models import decoder, hf
 from models.export import gguf
-from tests.helpers.gguf_files import back
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
+from tests.helpers.models.gguf_files import back
 
 WIDE = dataclasses.replace(GQA, dim=256, hidden=512, head_dim=64, vocab=100)  # for blocks of 256
 EXPORTED = {

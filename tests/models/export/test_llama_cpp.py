@@ -16,8 +16,8 @@ from models.config import RopeScaling
 from models.export import gguf
 from models.export.gguf_tokenizer import SPLITTERS
 from tests.helpers import tokenizers
-from tests.helpers.gguf_files import back
 from tests.helpers.hf_models import GQA, LLAMA3, random_params
+from tests.helpers.models.gguf_files import back
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which builds C++ for minutes")
 pytestmark = pytest.mark.slow
