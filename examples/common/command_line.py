@@ -2,14 +2,15 @@
 
 import dataclasses
 import difflib
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
 
-from fquant import format, quantize, tree
+from fquant import Packed, format, quantize, tree
 from fquant.format import Format
+from fquant.lazy import Lazy
+from fquant.tree import expect
 from models import decoder
 from models.config import Config
 from shard.device_mesh import check_axes
@@ -32,8 +33,22 @@ def parse_format(name: str, block: int | None) -> Format | None:
 
 
 def quantised(dense: Any, fmt: Format | None) -> Any:
-    """Return the tree ``dense`` with the linears of every layer packed in ``fmt``, or as it is without one."""
-    return dense if fmt is None else tree.map_at(pattern(TARGETS), partial(quantize, format=fmt), dense)
+    """Return the tree ``dense`` with the linears of every layer packed in ``fmt``, or as it is without one.
+
+    A weight that is packed in ``fmt`` already is kept. Raises ValueError, with the path, for another format.
+    """
+    if fmt is None:
+        return dense
+
+    def pack(w: Any) -> Any:
+        like = w.like if isinstance(w, Lazy) else w
+        if not isinstance(like, Packed):
+            return quantize(w, fmt)
+        fault = f"is packed in {like.format.text:.80} already, and --format is {fmt.text:.80}"
+        expect(like.format == fmt, f"{fault}; use --format none, which keeps it")
+        return w
+
+    return tree.map_at(pattern(TARGETS), pack, dense)
 
 
 def pattern(targets: tuple[str, ...]) -> str:

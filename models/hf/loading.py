@@ -1,5 +1,6 @@
 """Loading of Hugging Face folders: trees of tensors, or of Lazy leaves that read one tensor each."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from torch import Tensor
 from fquant import tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
+from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
+from . import packed
 from .folder import CONFIG, first, headers, read_config
 from .names import tensor_name
 
@@ -24,6 +27,8 @@ CHUNK = 16 << 20  # bytes that are compared at a time
 def lazy(folder: str | Path) -> tuple[Config, Any]:
     """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
     folder = Path(folder)
+    if (folder / packed.PACKED).exists():
+        return packed.lazy(folder)
     cfg = read_config(folder)
     wanted = {tensor_name(path, cfg): path for path in tree.paths(decoder.shapes(cfg))}
     found = headers(folder)
@@ -67,4 +72,5 @@ def _read_tied(header: safetensors.Header, head: safetensors.Header) -> Tensor:
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
     """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
     cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
-    return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)
+    cast = lambda x: replace(x, dtype=dtype or x.dtype) if isinstance(x, Packed) else x.to(dtype=dtype)
+    return cfg, tree.map_with_path(lambda _, leaf: cast(leaf.read()), params)
