@@ -8,7 +8,8 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 * ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
 * ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
 * Blocks run along rows, and the last block of a row may be short. If ``in`` is a multiple of the block size, the
-  buffers are bitsandbytes' flat ones, reshaped, and equal to them byte for byte.
+  buffers are bitsandbytes' flat ones, reshaped. They equal those of its CPU backend byte for byte. Integer codes are
+  those of LLM.int8(), but for rows below float16's normal range, 6e-5, of which that makes zeros (``tiny_blocks``).
 * So dim i of every buffer is dim i of the weight, and sharding code cuts buffers without knowledge of bits.
 * In a format that learns vectors ``codes`` is u8[out, in·stages/dim], rows padded to whole groups; the codes of all
   stages of a group of ``dim`` elements are adjacent. ``vectors`` is f32[stages·256·dim], one flat list for the whole
@@ -24,13 +25,14 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy, round_to_nearest, tree
+from . import additive_quantization, lazy, round_to_nearest, tiny_blocks, tree
 from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
@@ -38,6 +40,8 @@ from .kernels import packed_ops
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import expect, node, static
+
+LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 
 @node
@@ -85,8 +89,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     one that quantises what it reads. Not differentiable.
 
     Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
-    vector unless the format is flat, and for importance that does not fit. Raises ValueError for a format whose table
-    has no recipe; :mod:`fquant.round_to_nearest` has those of integers, E2M1 and E4M3.
+    vector unless the format is flat, and for importance that does not fit. Raises ValueError for values that would
+    decode to infinity in their dtype, and for a format whose table has no recipe; :mod:`fquant.round_to_nearest` has
+    those of integers, E2M1 and E4M3. Values below 1.2e-38, the least normal float32, may become zeros.
     """
     if isinstance(w, Lazy):
         return lazy.map(partial(quantize, format=format, importance=importance), w)
@@ -103,16 +108,16 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     return _quantize(w.detach(), format, importance)
 
 
-def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Packed:
+def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False) -> Packed:
     shape, dtype = tuple(w.shape), w.dtype
-    offset = w.float().mean() if format.center else None
+    offset = _mean(w) if format.center else None
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
     vectors = zero = None
     if format.vectors is None:
         if format.in_absmax:
-            codes, absmax = packed_ops.encode(rows, format)
+            codes, absmax = tiny_blocks.encode(rows, format)
         else:
             codes, absmax, zero = round_to_nearest.encode(rows, format)
         _check_finite(rows, absmax, format)
@@ -125,8 +130,27 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
     else:
         by_rows = lambda part: part.reshape(*shape[:-1], part.shape[-1])
         codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
-    scale = absmax if format.scale is None else _quantize(absmax, format.scale)
-    return Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
+    scale = absmax if format.scale is None else _quantize(absmax, format.scale, is_scale=True)
+    out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
+    if not is_scale:
+        _check_range(out, absmax)
+    return out
+
+
+def _mean(w: Tensor) -> Tensor:
+    """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32."""
+    mean = w.float().mean()
+    return mean if mean.is_meta or bool(mean.isfinite()) else w.double().mean().float()
+
+
+def _check_range(p: Packed, absmax: Tensor) -> None:
+    """Raise ValueError if values near the end of the range of ``p.dtype`` decode to infinity."""
+    if absmax.is_meta:
+        return
+    unit, most = (max(map(abs, filter(math.isfinite, p.format.table or (LARGEST_SUM,))))), torch.finfo(p.dtype).max
+    if float(absmax.max()) * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
+        fault = f"{p.format.name}: values up to {float(absmax.max()) * unit:g} decode beyond {_name(p.dtype)}"
+        raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
 
 
 @overload
