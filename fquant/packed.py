@@ -120,10 +120,10 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_sc
             codes, absmax = tiny_blocks.encode(rows, format)
         else:
             codes, absmax, zero = round_to_nearest.encode(rows, format)
-        _check_finite(rows, absmax, format)
+        top = _largest(rows, absmax, format)
     else:
         absmax = additive_quantization.scales(rows, format)
-        _check_finite(rows, absmax, format)
+        top = _largest(rows, absmax, format)
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
@@ -133,7 +133,7 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_sc
     scale = absmax if format.scale is None else _quantize(absmax, format.scale, is_scale=True)
     out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
     if not is_scale:
-        _check_range(out, absmax)
+        _check_range(out, top)
     return out
 
 
@@ -143,13 +143,11 @@ def _mean(w: Tensor) -> Tensor:
     return mean if mean.is_meta or bool(mean.isfinite()) else w.double().mean().float()
 
 
-def _check_range(p: Packed, absmax: Tensor) -> None:
-    """Raise ValueError if values near the end of the range of ``p.dtype`` decode to infinity."""
-    if absmax.is_meta:
-        return
+def _check_range(p: Packed, scale: float) -> None:
+    """Raise ValueError if values near the end of the range of ``p.dtype``, of this largest scale, decode to infinity."""
     unit, most = (max(map(abs, filter(math.isfinite, p.format.table or (LARGEST_SUM,))))), torch.finfo(p.dtype).max
-    if float(absmax.max()) * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
-        fault = f"{p.format.name}: values up to {float(absmax.max()) * unit:g} decode beyond {_name(p.dtype)}"
+    if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
+        fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"
         raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
 
 
@@ -190,9 +188,12 @@ def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
     expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
-def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
-    if absmax.is_meta or bool(torch.isfinite(absmax).all()):
-        return
+def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float:
+    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite."""
+    if absmax.is_meta:
+        return 0.0
+    if math.isfinite(top := float(absmax.max())):  # NaN exceeds all: one pass, because small ops take long to start
+        return top
     bad = ~torch.isfinite(rows.float())
     if not bad.any():
         top = rows.float().abs().max().item()
