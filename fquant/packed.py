@@ -26,6 +26,7 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -41,6 +42,7 @@ from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import expect, node, static
 
+PIECE = 4 << 20  # bytes of the rows that are read at a time
 LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 
@@ -94,7 +96,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     those of integers, E2M1 and E4M3. Values below 1.2e-38, the least normal float32, may become zeros.
     """
     if isinstance(w, Lazy):
-        return lazy.map(partial(quantize, format=format, importance=importance), w)
+        whole = lazy.map(partial(quantize, format=format, importance=importance), w)
+        by_rows = w.rows is not None and importance is None and len(w.like.shape) > 1 and format.rows_alone
+        return replace(whole, read=partial(_by_rows, w, format)) if by_rows else whole
     expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
     expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
     got = f"quantize got shape {tuple(w.shape)}"
@@ -137,6 +141,23 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_sc
     return out
 
 
+def _by_rows(w: Lazy, format: Format) -> Packed:
+    """Quantise a Lazy matrix that reads rows, a few at a time, to the same bytes."""
+    assert w.rows is not None
+    like = w.like
+    count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
+    try:
+        parts = [quantize(w.rows(slice(i, min(i + step, count))), format.plain) for i in range(0, count, step)]
+    except ValueError:
+        return quantize(w.read(), format)  # raises with the row in the whole weight
+    join = lambda name: torch.cat([getattr(part, name) for part in parts])
+    codes, scale, zero = join("codes"), join("scale"), join("zero") if format.zero else None
+    nested = scale if format.scale is None else _quantize(scale, format.scale, is_scale=True)
+    out = Packed(codes, nested, format, tuple(like.shape), like.dtype, zero=zero)
+    _check_range(out, float(scale.max()))
+    return out
+
+
 def _mean(w: Tensor) -> Tensor:
     """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32."""
     mean = w.float().mean()
@@ -144,7 +165,7 @@ def _mean(w: Tensor) -> Tensor:
 
 
 def _check_range(p: Packed, scale: float) -> None:
-    """Raise ValueError if values near the end of the range of ``p.dtype``, of this largest scale, decode to infinity."""
+    """Raise ValueError if values near the end of the range of ``p.dtype``, of the largest ``scale``, are infinite."""
     unit, most = (max(map(abs, filter(math.isfinite, p.format.table or (LARGEST_SUM,))))), torch.finfo(p.dtype).max
     if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
         fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"

@@ -1,5 +1,6 @@
 """Loading of Hugging Face folders: trees of tensors, or of Lazy leaves that read one tensor each."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,10 +49,11 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
             raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
-        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        rows, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        read: Callable[[], Tensor] = rows
         if path == "embed" and cfg.tied and HEAD in found:
             read = partial(_read_tied, header, found[HEAD])
-        return Lazy(read, like.to(entry.dtype), stamp)
+        return Lazy(read, like.to(entry.dtype), stamp, rows if read is rows else None)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples import export
 from examples import quantize as program
 from examples.common.command_line import quantised
 from examples.qlora import train
@@ -126,6 +127,18 @@ def test_what_is_packed_is_kept_or_packed_again(source, tmp_path, capsys):
     first, second = (read(tmp_path / name)[1].layers[0].q for name in ("a", "other"))
     assert same_bits(second.codes, quantize(dequantize(first), format.INT8).codes)
     assert hf.load(tmp_path / "a", torch.float32)[1].layers[0].q.dtype == torch.float32
+
+
+def test_export_writes_the_packed_bytes(source, tmp_path, capsys):
+    """The bitsandbytes folder of the packed weights is that of the dense ones, which transformers' equals."""
+    assert run(source, tmp_path / "packed") == 0
+    for at in ("packed", "plain"):
+        given = source if at == "plain" else tmp_path / at
+        assert export.main([str(given), str(tmp_path / f"bnb-{at}"), "--to", "bnb-nf4-dq"]) == 0
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / f"bnb-{at}").iterdir()} for at in ("packed", "plain")
+    ]
+    assert files[0] == files[1]
 
 
 def test_an_interrupted_run_leaves_no_model(source, tmp_path, monkeypatch, capsys):
