@@ -21,8 +21,8 @@ def bench(path, *flags):
 
 def test_every_figure_is_there(tmp_path, capsys):
     rows, text = bench(tmp_path / "l.json", *TINY), capsys.readouterr().out
-    assert list(rows) == ["warm", "cold", "memory"] and "parameters in bf16 to nf4_dq, 1 threads" in text
-    for name in ("warm", "cold"):
+    assert list(rows) == ["warm", "cold", "processor", "memory"] and "parameters in bf16 to nf4_dq, 1 threads" in text
+    for name in ("warm", "cold", "processor"):
         assert list(rows[name]["figures"]) == ["load", "read", "kernels"] and min(rows[name]["figures"].values()) > 0
         of_floor = rows[name]["figures"]["load"] / (rows[name]["figures"]["read"] + rows[name]["figures"]["kernels"])
         assert rows[name]["wanted"][0][2] == pytest.approx(of_floor)
