@@ -42,7 +42,7 @@ from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import expect, node, static
 
-PIECE = 4 << 20  # bytes of the rows that are read at a time
+PIECE = 1 << 20  # bytes of the rows that are read at a time
 LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 

@@ -26,7 +26,8 @@ def main(folder: str, name: str, threads: str) -> None:
     """Load, and print the figures."""
     torch.set_num_threads(int(threads))
     format = FORMATS[name]
-    quantize(torch.randn(256, 4096), format)  # threads and libraries that the first call starts
+    for device in ("cpu", "meta"):  # threads and modules that the first calls start and import
+        quantize(torch.randn(256, 4096, device=device), format)
     _, likes = hf.lazy(folder)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")

@@ -47,7 +47,7 @@ def test_memory_is_the_result_and_the_largest_tensor(tmp_path, format):
     flags = ["--dim", "1024", "--layers", "8", "--vocab", "8192", "--repeats", "1", "--threads", "1"]
     rows = bench(tmp_path / "l.json", *flags, "--format", format)
     figures, (wanted,) = rows["memory"]["figures"], rows["memory"]["wanted"]
-    assert figures["largest tensor"] == 16 and figures["result"] > 80
+    assert figures["largest tensor"] == 16 and figures["result"] > 70
     assert wanted[1] and wanted[2] <= 1.2, figures
 
 
