@@ -35,6 +35,7 @@ from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
 from .common.command_line import DTYPES, command_line
+from .common.model_folders import MIB, companions
 from .common.progress import bar
 
 Target = Literal["gguf", "bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8", "compressed-tensors", "merged"]
@@ -44,7 +45,6 @@ KINDS: dict[str, tuple[str, ...]] = {  # of each target, its default first
     "compressed-tensors": tuple(compressed_tensors.KINDS),
     "merged": tuple(DTYPES),
 }
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,6 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
         tensors = dense.tensors(cfg, params, DTYPES[kind])
     folder.copy_companions(options.model, out)
     return folder.verify_all(out, tensors, shard)
-
-
-def companions(model: Path) -> dict[str, Any]:
-    """Return the keys of the model's ``config.json`` that name special tokens, which do not change the model."""
-    raw = folder.read_json(model / hf.CONFIG)
-    return {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(key) is not None}
 
 
 def contents(out: Path) -> dict[str, list[int]]:

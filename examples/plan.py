@@ -145,8 +145,7 @@ class Options:
         if raw.get("quantization_config") is None:
             return cfg, known[name], None
         base = lazy.like(hf.lazy(self.model)[1])
-        quantised(base, parse_format(self.format, self.block))  # refuses to quantise it again
-        return cfg, known[name], base
+        return cfg, known[name], quantised(base, parse_format(self.format, self.block))
 
     def hardware(self) -> Device:
         """Return the device, with the link of --link if given."""

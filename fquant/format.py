@@ -60,6 +60,7 @@ class Format:
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
         plain    this format with its scales in float32
         in_absmax  True if the scale of a block is its absmax: the largest value of the table is 1
+        rows_alone  True if codes and scales of a row depend on that row alone, but for nested scales
 
     Raises ValueError for a field that the format cannot have.
     """
@@ -76,6 +77,7 @@ class Format:
     text: ClassVar[str]
     plain: ClassVar[Format]
     in_absmax: ClassVar[bool]
+    rows_alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
@@ -102,6 +104,7 @@ class Format:
         object.__setattr__(self, "text", _spell(self))
         top = 1.0 if table is None else max(abs(x) for x in table if x == x)
         object.__setattr__(self, "in_absmax", top == 1.0 and not self.zero)
+        object.__setattr__(self, "rows_alone", not (self.flat or self.center or self.vectors))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
     def __hash__(self) -> int:

@@ -16,16 +16,18 @@ class Lazy:
     """A tensor or node that ``read()`` loads; ``like`` is the same with meta tensors.
 
     ``stamp()`` is a short text that identifies the content of the source; ranks that read parts of it compare it.
+    ``rows(slice)`` reads some rows of a tensor; with it ``quantize`` needs memory of a few rows beside its result.
     """
 
     read: Callable[[], Any]
     like: Any
     stamp: Callable[[], str] = str
+    rows: Callable[[slice], Any] | None = None
 
 
 def map(f: Callable[[Any], Any], x: Lazy) -> Lazy:
     """Return a Lazy that reads ``x`` and applies ``f``, which must also accept meta tensors."""
-    return replace(x, read=lambda: f(x.read()), like=f(x.like))
+    return replace(x, read=lambda: f(x.read()), like=f(x.like), rows=None)
 
 
 def read(x: Any) -> Any:

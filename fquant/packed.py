@@ -8,7 +8,8 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 * ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
 * ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
 * Blocks run along rows, and the last block of a row may be short. If ``in`` is a multiple of the block size, the
-  buffers are bitsandbytes' flat ones, reshaped, and equal to them byte for byte.
+  buffers are bitsandbytes' flat ones, reshaped. They equal those of its CPU backend byte for byte. Integer codes are
+  those of LLM.int8(), but for rows below float16's normal range, 6e-5, of which that makes zeros (``tiny_blocks``).
 * So dim i of every buffer is dim i of the weight, and sharding code cuts buffers without knowledge of bits.
 * In a format that learns vectors ``codes`` is u8[out, in·stages/dim], rows padded to whole groups; the codes of all
   stages of a group of ``dim`` elements are adjacent. ``vectors`` is f32[stages·256·dim], one flat list for the whole
@@ -24,13 +25,15 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy, round_to_nearest, tree
+from . import additive_quantization, lazy, round_to_nearest, tiny_blocks, tree
 from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
@@ -38,6 +41,9 @@ from .kernels import packed_ops
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import expect, node, static
+
+PIECE = 1 << 20  # bytes of the rows that are read at a time
+LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 
 @node
@@ -85,11 +91,14 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     one that quantises what it reads. Not differentiable.
 
     Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
-    vector unless the format is flat, and for importance that does not fit. Raises ValueError for a format whose table
-    has no recipe; :mod:`fquant.round_to_nearest` has those of integers, E2M1 and E4M3.
+    vector unless the format is flat, and for importance that does not fit. Raises ValueError for values that would
+    decode to infinity in their dtype, and for a format whose table has no recipe; :mod:`fquant.round_to_nearest` has
+    those of integers, E2M1 and E4M3. Values below 1.2e-38, the least normal float32, may become zeros.
     """
     if isinstance(w, Lazy):
-        return lazy.map(partial(quantize, format=format, importance=importance), w)
+        whole = lazy.map(partial(quantize, format=format, importance=importance), w)
+        by_rows = w.rows is not None and importance is None and len(w.like.shape) > 1 and format.rows_alone
+        return replace(whole, read=partial(_by_rows, w, format)) if by_rows else whole
     expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
     expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
     got = f"quantize got shape {tuple(w.shape)}"
@@ -103,30 +112,64 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     return _quantize(w.detach(), format, importance)
 
 
-def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Packed:
+def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False) -> Packed:
     shape, dtype = tuple(w.shape), w.dtype
-    offset = w.float().mean() if format.center else None
+    offset = _mean(w) if format.center else None
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
     vectors = zero = None
     if format.vectors is None:
         if format.in_absmax:
-            codes, absmax = packed_ops.encode(rows, format)
+            codes, absmax = tiny_blocks.encode(rows, format)
         else:
             codes, absmax, zero = round_to_nearest.encode(rows, format)
-        _check_finite(rows, absmax, format)
+        top = _largest(rows, absmax, format)
     else:
         absmax = additive_quantization.scales(rows, format)
-        _check_finite(rows, absmax, format)
+        top = _largest(rows, absmax, format)
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     if format.flat:
         codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
     else:
         by_rows = lambda part: part.reshape(*shape[:-1], part.shape[-1])
         codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
-    scale = absmax if format.scale is None else _quantize(absmax, format.scale)
-    return Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
+    scale = absmax if format.scale is None else _quantize(absmax, format.scale, is_scale=True)
+    out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
+    if not is_scale:
+        _check_range(out, top)
+    return out
+
+
+def _by_rows(w: Lazy, format: Format) -> Packed:
+    """Quantise a Lazy matrix that reads rows, a few at a time, to the same bytes."""
+    assert w.rows is not None
+    like = w.like
+    count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
+    try:
+        parts = [quantize(w.rows(slice(i, min(i + step, count))), format.plain) for i in range(0, count, step)]
+    except ValueError:
+        return quantize(w.read(), format)  # raises with the row in the whole weight
+    join = lambda name: torch.cat([getattr(part, name) for part in parts])
+    codes, scale, zero = join("codes"), join("scale"), join("zero") if format.zero else None
+    nested = scale if format.scale is None else _quantize(scale, format.scale, is_scale=True)
+    out = Packed(codes, nested, format, tuple(like.shape), like.dtype, zero=zero)
+    _check_range(out, float(scale.max()))
+    return out
+
+
+def _mean(w: Tensor) -> Tensor:
+    """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32."""
+    mean = w.float().mean()
+    return mean if mean.is_meta or bool(mean.isfinite()) else w.double().mean().float()
+
+
+def _check_range(p: Packed, scale: float) -> None:
+    """Raise ValueError if values near the end of the range of ``p.dtype``, of the largest ``scale``, are infinite."""
+    unit, most = (max(map(abs, filter(math.isfinite, p.format.table or (LARGEST_SUM,))))), torch.finfo(p.dtype).max
+    if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
+        fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"
+        raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
 
 
 @overload
@@ -166,9 +209,12 @@ def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
     expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
-def _check_finite(rows: Tensor, absmax: Tensor, format: Format) -> None:
-    if absmax.is_meta or bool(torch.isfinite(absmax).all()):
-        return
+def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float:
+    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite."""
+    if absmax.is_meta:
+        return 0.0
+    if math.isfinite(top := float(absmax.max())):  # NaN exceeds all: one pass, because small ops take long to start
+        return top
     bad = ~torch.isfinite(rows.float())
     if not bad.any():
         top = rows.float().abs().max().item()

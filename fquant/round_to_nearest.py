@@ -10,7 +10,8 @@ The table of a format decides the recipe:
     E2M1                      scale = 2^(floor(log2(absmax)) - 2), and larger than 6 is 6              MXFP4
     E4M3                      scale = absmax / 448                                                     FP8
 
-Halves go to even. So 0 is exact in every format. A block of zeros has scale 0, or 2^-126 if E2M1.
+Halves go to even. So 0 is exact in every format. A block of zeros has scale 0, or 2^-126 if E2M1. Other scales are at
+least 2^-126, the least normal float32.
 Integers as in Jacob et al. 2018, section 3, and equal to torchao's ``choose_qparams_affine`` and ``quantize_affine``.
 E2M1 as in OCP Microscaling Formats v1.0, section 6.3; its power of two is a float32 here. E4M3 saturates, as in
 Micikevicius et al. 2022.
@@ -68,14 +69,14 @@ def _encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
     absmax, zero = x.abs().amax(-1), torch.zeros_like(x[..., 0])
     if format.zero:
         low, high = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
-        scale = (high - low) / (last - first)
+        scale = _at_least_tiny((high - low) / (last - first))
         zero = (first - torch.round(low / scale.clamp(min=TINY))).clamp(first, last)
     elif format.table == E2M1:
         power = (torch.frexp(absmax).exponent - 3).clamp(min=LEAST_POWER)  # absmax is [1/2, 1) · 2^exponent
         scale = torch.ldexp(torch.ones_like(absmax), power.where(absmax > 0, LEAST_POWER))
         scale = scale.where(absmax.isfinite(), absmax)
     else:
-        scale = absmax / (LARGEST_E4M3 if format.table == E4M3 else last)
+        scale = _at_least_tiny(absmax / (LARGEST_E4M3 if format.table == E4M3 else last))
     y = x * (1.0 / scale.clamp(min=TINY))[..., None]
     if format.table == E2M1:
         index = _e2m1(y)
@@ -88,6 +89,11 @@ def _encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
         index = F.pad(index, (0, width % 2))
         index = index[:, 0::2] << 4 | index[:, 1::2]
     return index, scale, zero
+
+
+def _at_least_tiny(scale: Tensor) -> Tensor:
+    """Raise scales that are above zero to TINY: the reciprocal of a smaller one may be infinite."""
+    return scale.where(~((scale > 0) & (scale < TINY)), TINY)
 
 
 def _e2m1(y: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 import dataclasses
 import difflib
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
 
-from fquant import format, lazy, quantize, tree
+from fquant import Packed, format, quantize, tree
 from fquant.format import Format
-from fquant.packed import Packed
+from fquant.lazy import Lazy
+from fquant.tree import expect
 from models import decoder
 from models.config import Config
 from shard.device_mesh import check_axes
@@ -35,15 +35,20 @@ def parse_format(name: str, block: int | None) -> Format | None:
 def quantised(base: Any, fmt: Format | None) -> Any:
     """Return the tree ``base`` with the linears of every layer packed in ``fmt``, or as it is without one.
 
-    Raises ValueError for a weight that is packed already.
+    A weight that is packed in ``fmt`` already is kept. Raises ValueError, with the path, for another format.
     """
     if fmt is None:
         return base
-    for path, leaf in tree.items(lazy.like(base), is_leaf=lambda x: isinstance(x, Packed)):
-        if isinstance(leaf, Packed):
-            fix = "use --format none, which keeps the base as it is in its folder"
-            raise ValueError(f"{path}: it is packed already, as {leaf.format.name}; {fix}")
-    return tree.map_at(pattern(LINEARS), partial(quantize, format=fmt), base)
+
+    def pack(w: Any) -> Any:
+        like = w.like if isinstance(w, Lazy) else w
+        if not isinstance(like, Packed):
+            return quantize(w, fmt)
+        fault = f"is packed in {like.format.text:.80} already, and --format is {fmt.text:.80}"
+        expect(like.format == fmt, f"{fault}; use --format none, which keeps it")
+        return w
+
+    return tree.map_at(pattern(LINEARS), pack, base)
 
 
 def pattern(targets: tuple[str, ...]) -> str:

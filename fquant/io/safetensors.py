@@ -136,30 +136,43 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
     for key, text in (metadata or {}).items():
         is_text = isinstance(key, str) and isinstance(text, str)
         expect(is_text, f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps", TypeError)
-    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     likes: dict[str, Tensor] = {}  # of no memory, because a mapping may make its tensors when it is asked
     for name, t in tensors.items():
         like = t.like if isinstance(t, Lazy) else t
-        _check_writable(name, like, isinstance(t, Lazy))
+        check_writable(name, like, isinstance(t, Lazy))
         likes[name] = like.detach().to("meta")
+    head, order = layout(likes, metadata)
+    with replacing(path) as file:
+        file.write(head)
+        for name in order:  # one at a time on the CPU
+            t = tensors[name]
+            put(file, name, t.read() if isinstance(t, Lazy) else t, likes[name])
+
+
+def layout(likes: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the data of a file, and where each tensor begins in the file, in the order there.
+
+    ``likes`` may be meta tensors. Widest dtype first, as in the reference implementation, so that all are aligned.
+    """
+    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts: dict[str, int] = {}
     offset = 0
-    # Widest dtype first, as in the reference implementation, so that every tensor is aligned.
-    order = sorted(likes, key=lambda name: (-ORDER.index(NAMES[likes[name].dtype]), name))
-    for name in order:
+    for name in sorted(likes, key=lambda name: (-ORDER.index(NAMES[likes[name].dtype]), name)):
         t = likes[name]
-        start, offset = offset, offset + t.numel() * t.itemsize
-        content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, offset]}
+        starts[name], stop = offset, offset + t.numel() * t.itemsize
+        content[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:  # one at a time on the CPU
-            t, like = tensors[name], likes[name]
-            if isinstance(t, Lazy):
-                t = t.read()
-                got = f"{name}: got {t.dtype} {tuple(t.shape)}, wanted the announced {like.dtype} {tuple(like.shape)}"
-                expect(t.dtype == like.dtype and t.shape == like.shape, f"{got}; correct the Lazy's like")
-            file.write(_bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous()))
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: len(head) + start for name, start in starts.items()}
+
+
+def put(file: IO[bytes], name: str, t: Tensor, like: Tensor) -> None:
+    """Write the bytes of ``t`` where the file is; raise ValueError unless ``t`` has the dtype and shape of ``like``."""
+    got = f"{name}: got {t.dtype} {tuple(t.shape)}, wanted the announced {like.dtype} {tuple(like.shape)}"
+    expect(t.dtype == like.dtype and t.shape == like.shape, f"{got}; correct the Lazy's like")
+    file.write(_bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def save(path: str | Path, tree: Any) -> None:
@@ -174,6 +187,12 @@ def save(path: str | Path, tree: Any) -> None:
 
 def load(path: str | Path) -> Any:
     """Read the tree that :func:`save` wrote, to the CPU; raise ValueError for any other file."""
+    found = tree_header(path)
+    return tree_json.decode(found.metadata[TREE], lambda name: read(found, name))
+
+
+def tree_header(path: str | Path) -> Header:
+    """Read the header of a tree's file, and check that it has the tensors of its structure; else raise ValueError."""
     found = header(path)
     names: list[str] = []
     with at(str(path)):
@@ -185,7 +204,7 @@ def load(path: str | Path) -> Any:
             expect(name in found.tensors, f"{name}: got no such tensor, wanted one; write the file again")
         for name in found.tensors.keys() - set(names):
             raise ValueError(f"{name}: got a tensor that the structure lacks, wanted none; write the file again")
-    return tree_json.decode(found.metadata[TREE], lambda name: read(found, name))
+    return found
 
 
 @contextlib.contextmanager
@@ -234,7 +253,8 @@ def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
     expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
 
 
-def _check_writable(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
+def check_writable(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
+    """Raise TypeError or ValueError for a name or tensor that the format cannot hold."""
     kind, is_named = type(tensor), isinstance(name, str) and isinstance(tensor, Tensor)
     expect(is_named, f"{name!r}: got {kind.__name__}, wanted a tensor under a string", TypeError)
     with at(name):

@@ -1,5 +1,6 @@
 """Loading of Hugging Face folders: trees of tensors and Packed, or of Lazy leaves that read one of them each."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
+from . import packed
 from .folder import CONFIG, first, headers, read_config
 from .names import tensor_name
 from .quantized import Quantized
@@ -30,6 +32,8 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
     A quantised weight of any method of ``fquant.io.quantized`` is a Lazy that reads a Packed.
     """
     folder = Path(folder)
+    if (folder / packed.PACKED).exists():
+        return packed.lazy(folder)
     cfg = read_config(folder)
     found = headers(folder)
     wanted = {tensor_name(path, cfg): path for path in tree.paths(decoder.shapes(cfg))}
@@ -58,10 +62,11 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         if entry.dtype not in FLOATS:
             fix = "want floats, or a quantization_config in the config that says what it is"
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, {fix}")
-        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        rows, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        read: Callable[[], Tensor] = rows
         if path == "embed" and cfg.tied and HEAD in found:
             read = partial(_read_tied, header, found[HEAD])
-        return Lazy(read, like.to(entry.dtype), stamp)
+        return Lazy(read, like.to(entry.dtype), stamp, rows if read is rows else None)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 
@@ -85,10 +90,5 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, 
     Quantised weights are Packed, which decode to that dtype.
     """
     cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
-    return cfg, tree.map_with_path(lambda _, leaf: _cast(leaf.read(), dtype), params)
-
-
-def _cast(leaf: Tensor | Packed, dtype: torch.dtype | None) -> Tensor | Packed:
-    if isinstance(leaf, Packed):
-        return replace(leaf, dtype=dtype or leaf.dtype)
-    return leaf.to(dtype=dtype)
+    cast = lambda x: replace(x, dtype=dtype or x.dtype) if isinstance(x, Packed) else x.to(dtype=dtype)
+    return cfg, tree.map_with_path(lambda _, leaf: cast(leaf.read()), params)

@@ -8,7 +8,9 @@
 * bf16: a dense weight.
 * bnb: bitsandbytes as in training.
 * bnb eval: its Linear4bit in eval mode, which repacks the weight for AVX512-BF16 on its first call. From then on it has
-  no gradients. It multiplies with the kernel that it ships, or with that of the package ``kernels`` if installed.
+  no gradients. It multiplies with the kernel that it ships, or with that of the package ``kernels`` if installed. Both
+  round scales and inputs to bfloat16: an output is up to 1.6e-2 of their standard deviation off the product with the
+  layer's own dequantised weight (3e-3 in norm, 4096 inputs). So curves of such a layer are no oracle for ours.
 * torchao: its NF4Tensor. Its table is rounded to four digits, so its values differ slightly.
 """
 

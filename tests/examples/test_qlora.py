@@ -193,8 +193,8 @@ def quantised_folder(model, tmp_path):
 def test_a_folder_that_is_quantised_is_the_base(model, quantised_folder, text, tmp_path, capsys):
     """With --format none the base, the adapters and the price are those of the dense folder and --format nf4_dq."""
     refused(
-        capsys, "layers.0.q: it is packed already, as nf4_dq; use --format none, which keeps the base",
-        "--model", quantised_folder, "--data", text, *SMALL, "--out", tmp_path / "run",
+        capsys, "layers.0.q: is packed in nf4_dq already, and --format is fp4; use --format none, which keeps it",
+        "--model", quantised_folder, "--data", text, *SMALL, "--out", tmp_path / "run", "--format", "fp4",
     )  # fmt: skip
     both = [
         Options(model=folder, data=text, rank=4, seq=32, batch=4, holdout=4, format=format)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from fquant import lazy, lora, tree
-from fquant.format import NF4_DQ
+from fquant import lazy, lora, packed, tree
+from fquant.format import FORMATS, NF4_DQ
 from fquant.lazy import Lazy
 from fquant.packed import Packed, dequantize, quantize
+from tests.helpers.arrays import same_bits
 
 
 def source(w, log, stamp="w"):
@@ -26,6 +27,29 @@ def test_map_reads_late_and_plans_early():
     assert twice.like.dtype == torch.bfloat16 and log == ["w"]
     x.read()
     assert log == ["w", "w"]  # nothing is kept
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_quantising_by_rows_changes_no_byte(format, monkeypatch):
+    """Read a few rows at a time where the format allows it; the last part is shorter."""
+    monkeypatch.setattr(packed, "PIECE", 7 * 300 * 4)
+    w, seen = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)), []
+    w[3] = w[20] = 0.0
+    lazily = Lazy(lambda: seen.append("all") or w, w.to("meta"), str, lambda rows: seen.append(rows.start) or w[rows])
+    got, wanted = quantize(lazily, format), quantize(w, format)
+    assert tree.structure(got.like) == tree.structure(wanted)
+    assert all(map(same_bits, tree.leaves(got.read()), tree.leaves(wanted)))
+    assert seen == (["all"] if format.vectors else [0, 7, 14, 21, 28, 35])
+    assert got.rows is None
+
+
+def test_an_error_by_rows_names_the_row_of_the_whole(monkeypatch):
+    monkeypatch.setattr(packed, "PIECE", 1000)
+    w = W.repeat(5, 1)
+    w[23, 7] = float("nan")
+    lazily = Lazy(lambda: w, w.to("meta"), rows=lambda rows: w[rows])
+    with pytest.raises(ValueError, match="1 of 3000 values are NaN or infinite, the first at row 23, column 7"):
+        quantize(lazily, NF4_DQ).read()
 
 
 def test_the_default_stamp_is_empty():

@@ -1,0 +1,82 @@
+"""Facts about a model folder that several programs need: which weights to quantise, their kinds, and losses."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fquant import Packed, dequantize
+from models import hf
+from models.export import folder
+
+MIB = 2**20
+CHUNK = 1 << 22  # elements that are compared at a time
+DENSE = re.compile(r"(embed|(.*\.)?head|.*norm|.*router|.*embed\w*|.*_bias)")  # paths of what stays dense
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The squared norms of an error and of what it is an error of; losses of several weights add."""
+
+    error: float = 0.0
+    size: float = 0.0
+
+    def __add__(self, other: "Loss") -> "Loss":
+        return Loss(self.error + other.error, self.size + other.size)
+
+    def __str__(self) -> str:
+        if not self.error:
+            return "0"
+        return f"{(self.error / self.size) ** 0.5:.2e}" if self.size else "inf"
+
+
+def is_quantised(path: str, like: Tensor | Packed) -> bool:
+    """Return True for a weight that programs quantise: a matrix of a layer, or a stack of them, but no router."""
+    return isinstance(like, Packed) or (len(like.shape) > 1 and not DENSE.fullmatch(path))
+
+
+def kind_of(path: str) -> str:
+    """Return the kind of a weight: "layers.7.q" is a "q"."""
+    name = path.rpartition(".")[2]
+    return "norms, biases" if name.endswith(("norm", "_bias")) else name
+
+
+def loss(got: Tensor | Packed, wanted: Tensor | Packed, start: Tensor | None = None) -> Loss:
+    """Return the loss of ``got`` against ``wanted``, or of the change from ``start`` to it, summed in float64."""
+    parts = [dequantize(w).reshape(-1).split(CHUNK) for w in (got, wanted)]  # in their dtypes: half the memory
+    starts = [0.0] * len(parts[0]) if start is None else start.reshape(-1).split(CHUNK)
+    norm = lambda t: float(t.double().square().sum())
+    total = Loss()
+    for a, b, zero in zip(*parts, starts, strict=True):
+        total += Loss(norm(a.float() - b.float()), norm(b.float() - zero))
+    return total
+
+
+def decoded(w: Tensor | Packed) -> Tensor:
+    """Return a tensor as it is, and a Packed in float32."""
+    return dequantize(w, torch.float32) if isinstance(w, Packed) else w
+
+
+def count(w: Tensor | Packed) -> int:
+    """Return the number of elements of a weight, of all matrices of a stack."""
+    if isinstance(w, Tensor):
+        return w.numel()
+    stack = w.codes.ndim - (1 if w.format.flat and w.format.bits == 4 else len(w.shape))
+    return torch.Size(w.codes.shape[:stack]).numel() * torch.Size(w.shape).numel()
+
+
+def content(w: Tensor | Packed) -> str:
+    """Return the dtype of a tensor or the format of a Packed, as tables show it."""
+    if isinstance(w, Tensor):
+        return str(w.dtype).removeprefix("torch.")
+    name, block = w.format.name, w.format.block
+    return name if w.format.text == name else f"{name} of {block}"
+
+
+def companions(model: Path) -> dict[str, Any]:
+    """Return the keys of the model's ``config.json`` that name special tokens, which do not change the model."""
+    raw = folder.read_json(model / hf.CONFIG)
+    return {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(key) is not None}

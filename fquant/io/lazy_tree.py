@@ -1,0 +1,76 @@
+"""Files of trees, a leaf at a time: :func:`save` reads each Lazy of a tree once, :func:`lazy` opens it again.
+
+    lazy_tree.save("packed.safetensors", tree.map_at(r"layers\\..*", partial(quantize, format=NF4_DQ), params))
+    params = lazy_tree.lazy("packed.safetensors")          # every leaf a Lazy that reads a tensor or a Packed
+
+The file is the one of ``fquant.io.safetensors.save``, byte for byte, and each reader reads both. Its layout follows
+from the ``like`` of each leaf. So all buffers of a Packed are put in their places as soon as it is made: a source is
+read and quantised once, and memory is that of the largest leaf. An interrupted call leaves no file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..kernels.spec import Spec, check
+from ..lazy import Lazy
+from ..lazy import like as like_of
+from ..packed import Packed, buffers
+from . import safetensors, tree_json
+
+_is_leaf = lambda x: isinstance(x, Packed | Lazy)
+_join = lambda path, name: f"{path}.{name}" if path and name else path or name
+
+
+def save(path: str | Path, params: Any, done: Callable[[str], None] = lambda path: None) -> None:
+    """Write the tree ``params`` atomically; leaves are tensors, Packed or Lazy of these.
+
+    ``done(path)`` is called after each leaf. Raises the errors of ``fquant.io.safetensors.save``, and ValueError for a
+    Lazy that does not read its ``like``.
+    """
+    text, likes = tree_json.encode(like_of(params))
+    with tree.at(str(path)):
+        for name, like in likes.items():
+            safetensors.check_writable(name, like, may_be_meta=True)
+        head, starts = safetensors.layout(likes, {"format": "pt", safetensors.TREE: text})
+        with safetensors.replacing(path) as file:
+            file.write(head)
+            for at, leaf in tree.items(params, is_leaf=_is_leaf):
+                with tree.at(at):
+                    content = leaf.read() if isinstance(leaf, Lazy) else leaf
+                for name, t in tree.items(content):
+                    name = _join(at, name)
+                    if name not in starts:
+                        raise ValueError(f"{name}: got a buffer that its like lacks, wanted none; correct the like")
+                    file.seek(starts[name])
+                    safetensors.put(file, name, t, likes[name])
+                done(at)
+
+
+def lazy(path: str | Path) -> Any:
+    """Return the tree of a file with a Lazy for each tensor or Packed; read its header alone.
+
+    Raises ValueError for a file that holds no tree, and, with the path, for a Packed whose buffers contradict its
+    shape.
+    """
+    found = safetensors.tree_header(path)
+
+    def meta(name: str) -> Tensor:
+        entry = found.tensors[name]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def leaf(at: str, like: Any) -> Lazy:
+        if isinstance(like, Packed):
+            try:
+                check(Spec(like.format, like.shape, like.dtype), buffers(like))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}: {error}; write the file again") from None
+        read = lambda: tree.map_with_path(lambda name, _: safetensors.read(found, _join(at, name)), like)
+        stamp = lambda: " ".join(safetensors.stamp(found, _join(at, name)) for name in tree.paths(like))
+        return Lazy(read, like, stamp)
+
+    return tree.map_with_path(leaf, tree_json.decode(found.metadata[safetensors.TREE], meta), is_leaf=_is_leaf)
