@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..communication import AfterLoad, Loadable, LookedUpRows
-from ..grouped_linear import full_shape
+from ..grouped_products import full_shape
 from ..lazy import Lazy
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms

@@ -1,4 +1,4 @@
-"""grouped_linear: products of groups of rows, each with a weight of its own, as the experts of a mixture need them.
+"""Grouped products: those of groups of rows, each with a weight of its own, as the experts of a mixture need them.
 
     y = grouped_linear(x, w, counts)     # x f[rows in], w [groups out in], counts i64[groups]  ->  f[rows out]
 

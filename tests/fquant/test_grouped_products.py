@@ -1,4 +1,4 @@
-"""Tests of fquant.grouped_linear against a sum over all rows in float64; more transforms are in test_transforms."""
+"""Tests of fquant.grouped_products against a sum over all rows in float64; more transforms are in test_transforms."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 from fquant import grouped_linear, jit, lora, quantize, random, tree
 from fquant.format import AQ_2X8, DYNAMIC8, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
-from fquant.grouped_linear import full_shape, groups_of
+from fquant.grouped_products import full_shape, groups_of
 from fquant.packed import dequantize
 from fquant.packed_linear import Adapted, Lora
 from tests.helpers.kernels.rounding import assert_product
