@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import random
 from .autodiff import forward_mode, to_front
-from .kernels import grouped_ops
+from .kernels import grouped_ops, packed_ops
 from .kernels.spec import Spec
 from .packed import Packed, buffers
 from .packed_linear import CONSTANT, SLOTS, Adapted, Weight, scaling
@@ -73,6 +73,12 @@ def full_shape(w: Packed) -> tuple[int, ...]:
     """Return the shape of the array that ``w`` decodes to: that of its stack, then its own."""
     inner = 1 if w.format.flat and w.format.bits != 8 else len(w.shape)  # dims of the codes of one array
     return *w.codes.shape[: w.codes.ndim - inner], *w.shape
+
+
+def dequantize_matrix(w: Packed, e: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Decode matrix ``e`` f[out in] of a packed stack [groups out in], to the stack's dtype or cast to ``dtype``."""
+    parts, spec = grouped_ops.member(buffers(w), Spec(w.format, w.shape, w.dtype), e)
+    return packed_ops.decode(parts, spec, dtype or w.dtype)
 
 
 def _adapted(x: Tensor, w: Adapted, counts: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     has no recipe; :mod:`fquant.round_to_nearest` has those of integers, E2M1 and E4M3.
     """
     if isinstance(w, Lazy):
-        return lazy.map(partial(quantize, format=format, importance=importance), w)
+        each = partial(quantize, format=format, importance=importance)
+        return lazy.stack([each(part) for part in w.parts]) if w.parts and not importance else lazy.map(each, w)
     expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
     expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
     got = f"quantize got shape {tuple(w.shape)}"

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fquant import lazy as lazies
 from fquant import tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
 
 from .. import decoder
 from ..config import Config
+from . import stacks
 from .folder import CONFIG, first, headers, read_config
 from .names import tensor_name
 
@@ -25,8 +27,9 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
     """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
     folder = Path(folder)
     cfg = read_config(folder)
-    wanted = {tensor_name(path, cfg): path for path in tree.paths(decoder.shapes(cfg))}
     found = headers(folder)
+    names = {path: stacks.stored_names(path, cfg, found) for path in tree.paths(decoder.shapes(cfg))}
+    wanted = dict.fromkeys(name for of_leaf in names.values() for name in stacks.flat(of_leaf))
     if missing := [name for name in wanted if name not in found]:
         fix = f"want the {len(wanted)} that {CONFIG} asks for; correct the config or fetch the checkpoint again"
         raise ValueError(f"{folder}: tensor {first(missing)} is missing, {fix}")
@@ -36,7 +39,16 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         raise ValueError(f"{found[surplus[0]].path}: {fault}; correct the config or remove the tensor")
 
     def leaf(path: str, like: Tensor) -> Lazy:
-        header = found[name := tensor_name(path, cfg)]
+        of_leaf, *shape = names[path], *like.shape
+        if isinstance(of_leaf, str):
+            turned = stacks.is_transposed(path, cfg)
+            part = one(path, of_leaf, like.mT if turned else like)
+            return lazies.map(lambda t: t.mT.contiguous(), part) if turned else part
+        rows = like.new_empty(shape[1] // len(of_leaf[0]), shape[2])
+        return stacks.joined(of_leaf, {name: one(path, name, rows) for name in stacks.flat(of_leaf)})
+
+    def one(path: str, name: str, like: Tensor) -> Lazy:
+        header = found[name]
         entry = header.tensors[name]
         if entry.shape != tuple(like.shape):
             fix = f"want {tuple(like.shape)}; correct {CONFIG} or fetch the checkpoint again"

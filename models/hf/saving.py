@@ -1,7 +1,5 @@
 """Saving of decoders as Hugging Face folders that transformers loads."""
 
-import math
-from collections import UserDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fquant import packed, tree
+from fquant import tree
+from fquant.grouped_products import full_shape
 from fquant.io import safetensors
+from fquant.lazy import Lazy
 from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
+from . import stacks
 from .config import from_hf, to_hf
 from .folder import CONFIG, INDEX, SINGLE, write_json
 from .loading import FLOATS
-from .names import tensor_name
 
 
 def save(
@@ -42,11 +42,11 @@ def save(
     if dequantize not in (None, *FLOATS):
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
     leaves = _named(cfg, params, dequantize)
-    written = lambda leaf: dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
-    config = to_hf(cfg) | {"torch_dtype": str(written(params.embed)).removeprefix("torch.")} | dict(extra or {})
+    dtype = dequantize if dequantize and isinstance(params.embed, Packed) else params.embed.dtype
+    config = to_hf(cfg) | {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
-    nbytes = {name: math.prod(leaf.shape) * written(leaf).itemsize for name, leaf in leaves.items()}
+    nbytes = {name: leaf.like.nbytes for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
         if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
@@ -56,27 +56,15 @@ def save(
     files = files if len(shards) > 1 else [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
-        shard: Any = _Dequantized({name: leaves[name] for name in names})
-        shard.dtype = dequantize
-        safetensors.write(folder / file, shard, {"format": "pt"})
+        safetensors.write(folder / file, {name: leaves[name] for name in names}, {"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map})
     write_json(folder / CONFIG, config)
 
 
-class _Dequantized(UserDict[str, Any]):
-    """Tensors by name; a packed one is dequantised each time it is read, to its ``dtype``, and not kept."""
-
-    dtype: torch.dtype | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        leaf = self.data[name]
-        return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
-
-
-def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Tensor | Packed]:
-    """Return the leaves of ``params`` by their names in a file, checked against the config."""
+def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Lazy]:
+    """Return the tensors of a file by name, those of packed weights decoded one at a time; check them by the config."""
     out = {}
     for path, like in tree.items(decoder.shapes(cfg)):
         try:
@@ -90,9 +78,11 @@ def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str
             raise TypeError(f"{path} is of type {type(leaf).__name__}, want a tensor; merge or read it first")
         if leaf.dtype not in FLOATS:
             raise TypeError(f"{path} is {leaf.dtype}, want floats; cast it first")
-        if tuple(leaf.shape) != tuple(like.shape):
-            raise ValueError(f"{path} has shape {tuple(leaf.shape)}, want {tuple(like.shape)}; check the config")
-        out[tensor_name(path, cfg)] = leaf
+        shape = full_shape(leaf) if isinstance(leaf, Packed) else tuple(leaf.shape)
+        if shape != tuple(like.shape):
+            raise ValueError(f"{path} has shape {shape}, want {tuple(like.shape)}; check the config")
+        reads = Lazy(lambda leaf=leaf: leaf, tree.map(lambda t: t.to("meta"), leaf))
+        out |= stacks.tensors(path, cfg, reads, dequantize)
     paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
     if surplus := paths - set(tree.paths(decoder.shapes(cfg))):
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
