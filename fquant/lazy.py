@@ -61,8 +61,9 @@ def concatenate(parts: Sequence[Lazy]) -> Lazy:
     """Return a Lazy of the tensors that ``parts`` read, one below the other; ValueError for another dtype or width."""
     if len(parts) == 1:
         return parts[0]
-    if len(kinds := {(part.like.dtype, part.like.shape[1:]) for part in parts}) != 1:
-        raise ValueError(f"tensors of rows are {sorted(map(str, kinds))}, want one dtype and width")
+    kinds = {(part.like.dtype, tuple(part.like.shape[1:])) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"tensors of rows have {sorted(repr(kind) for kind in kinds)}, want one dtype and width")
     join = lambda each: torch.cat([each(part) for part in parts])
     return Lazy(lambda: join(lambda part: part.read()), join(lambda part: part.like), lambda: _stamp(parts))
 

@@ -115,9 +115,8 @@ class Config:
         if self.sinks:
             raise ValueError("sinks = True, which is not implemented; use a model without attention sinks")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"experts_per_token = {self.experts_per_token}, want 1 to num_experts = {self.num_experts}"
-            )
+            wanted = f"want 1 to num_experts = {self.num_experts}"
+            raise ValueError(f"experts_per_token = {self.experts_per_token}, {wanted}")
         if self.num_experts and self.fused:
             raise ValueError("fused = True beside experts; no known family has both, set it to False")
         if self.routing not in ROUTINGS:

@@ -2,8 +2,9 @@
 
 A family is a choice of switches of ``models.config.Config``; nothing here asks for a family by name.
 
-Weights are ``[out in]``, those of experts ``[experts out in]``, each a Tensor, a Packed or an Adapted. A block may also be a Loadable, whose content a Comm
-gathers (see ``fquant.communication``); column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
+Weights are ``[out in]``, those of experts ``[experts out in]``, each a Tensor, a Packed or an Adapted. A block may also
+be a Loadable, whose content a Comm gathers (see ``fquant.communication``); column-parallel weights sit between
+``comm.enter`` and ``comm.exit``.
 
 A block gets every tensor as an argument. ``comm.wrap`` may differentiate the block by hand, and then a tensor that the
 block closed over would silently get no gradient.

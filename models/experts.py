@@ -4,8 +4,8 @@
     y = mixture(x, layer, cfg)                                            # f[... d] -> f[... d]
 
 Rows are sorted by expert, so that each expert's product is that of a run of rows (``fquant.grouped_linear``). Sizes do
-not depend on the choice: a token takes ``k`` rows, none is dropped, and a step can be captured. The way back is a
-permutation and a sum over k rather than sums into rows, so results are the same on every run and device.
+not depend on the choice: a token takes ``k`` rows, none is dropped, and a step can be captured. A permutation brings
+the results of a token together. They are added in the order of its choice, so that sums do not depend on the run.
 
 *Routing*, from the scores of all experts to the weights of those chosen (``Config.routing``):
 
@@ -50,8 +50,8 @@ def route(x: Tensor, router: Any, bias: Tensor | None, cfg: Config) -> tuple[Ten
 def mixture(x: Tensor, layer: Any, cfg: Config) -> Tensor:
     """Compute the MLP of a layer with experts for x f[... d]: the sum of those that the router chooses, by weight.
 
-    The layer has ``router`` [experts d], ``gate_up`` [experts 2·f d] and ``down`` [experts d f], each a Tensor, a Packed
-    or an Adapted, and perhaps ``router_bias`` [experts], ``gate_up_bias`` [experts 2·f] and ``down_bias`` [experts d].
+    The layer has ``router`` [experts d], ``gate_up`` [experts 2·f d] and ``down`` [experts d f]. Each is a Tensor, a
+    Packed or an Adapted. Biases may be absent: ``router_bias``, ``gate_up_bias`` [experts 2·f], ``down_bias``.
     """
     rows = x.reshape(-1, x.shape[-1])  # [n d]
     weights, chosen = route(rows, layer.router, layer.router_bias, cfg)
@@ -67,10 +67,10 @@ def load_balancing_loss(scores: Sequence[Tensor], experts_per_token: int, mask: 
     """Compute the auxiliary loss of routers, a scalar of at least k if their probabilities are those of their choices.
 
     ``scores`` f[n experts] are those of the routers of all layers for the same n tokens; ``mask`` [n], or [b t] of n
-    tokens in all, is 0 for tokens that do not count. The loss is ``experts · Σ f_e · P_e``: f_e is the number of choices
-    of expert e, P_e the sum of its probabilities, each divided by the tokens of all layers. Gradients pass P alone.
+    tokens in all, is 0 for tokens that do not count. The loss is ``experts · Σ f_e · P_e``: f_e is the mean number of
+    choices of expert e by a token of a layer, P_e its mean probability. Gradients pass through P alone.
 
-    Source: equations 4 to 6 of Switch Transformers (Fedus et al. 2021), as ``load_balancing_loss_func`` of transformers.
+    Source: equations 4 to 6 of Switch Transformers, Fedus et al. 2021; ``load_balancing_loss_func`` of transformers.
     """
     every = torch.cat([at_least_float32(t) for t in scores])  # [layers·n experts]
     probabilities = every.softmax(-1)

@@ -38,8 +38,8 @@ def packed(x: Tensor, counts: Tensor, buffers: Sequence[Tensor], spec: Spec, tra
 def dense(x: Tensor, counts: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
     """Return ``x_e · w_eᵀ`` f[rows out], or ``x_e · w_e`` f[rows in] if transposed, for w f[groups out in].
 
-    ``w`` is in x's dtype. Raises ValueError for other shapes, or counts that do not add up to the rows. Raises TypeError
-    for other dtypes.
+    ``w`` is in x's dtype. Raises ValueError for other shapes, or counts that do not add up to the rows; TypeError for
+    other dtypes.
     """
     return _DENSE(x, counts, w, transposed)
 

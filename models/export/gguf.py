@@ -32,7 +32,7 @@ from fquant.tree import expect
 from ..config import Config
 from .folder import Done
 from .gguf_tokenizer import tokenizer_values
-from .leaves import checked, dense
+from .leaves import checked, dense, refuse_experts
 
 MODEL = {"embed": "token_embd", "final.norm": "output_norm", "final.head": "output"}
 LAYER = {
@@ -108,6 +108,7 @@ def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4
 
 def architecture(cfg: Config) -> Architecture:
     """Return llama.cpp's architecture of ``cfg``; raise ValueError for a config that it does not have."""
+    refuse_experts(cfg, "GGUF files")
     for field in dataclasses.fields(cfg):
         fault = f"{field.name} = {getattr(cfg, field.name)!r} has no place in a GGUF that is known here"
         expect(field.name in KNOWN or getattr(cfg, field.name) == field.default, f"{fault}; export a folder instead")

@@ -231,7 +231,8 @@ FAMILIES: dict[str, Family] = {
             "sinks": True, "wide_norm": True, "interleaved": True, "expert_bias": True, "routing": "softmax_of_chosen",
         },
         defaults={
-            "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+            "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+            "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
         },
         nullable={"sliding_window": 128}, windows=lambda raw, window: _by_layer(raw, window, lambda i: i % 2 == 1),
         write=lambda cfg: {"sliding_window": cfg.window, "layer_types": _layer_types(cfg)},

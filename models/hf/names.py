@@ -26,8 +26,22 @@ def module_name(path: str, cfg: Config | None = None) -> str:
     """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
     Families differ in the names of norms and experts; without ``cfg`` they are those of Llama. A weight of experts is a
-    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder.
+    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder, and for
+    experts that transformers holds transposed, because an adapter of such a parameter is not one of ours.
     """
+    if cfg is not None and _is_expert(path, cfg) and cfg.interleaved:
+        raise ValueError(f"{path}: adapters of transposed experts ({cfg.family}) are not implemented; leave them out")
+    return _name(path, cfg)
+
+
+def _is_expert(path: str, cfg: Config) -> bool:
+    match path.split("."):
+        case ["layers", n, "gate_up" | "down"]:
+            return n.isdecimal() and cfg.has_experts(int(n))
+    return False
+
+
+def _name(path: str, cfg: Config | None) -> str:
     layer = _layer(cfg)
     if path in MODEL:
         return MODEL[path]
@@ -48,7 +62,9 @@ def path_of(module_name: str, cfg: Config | None = None) -> str | None:
     match module_name.split(".", 3):
         case ["model", "layers", n, field] if n.isdecimal():
             known = *_layer(cfg).items(), *EXPERTS.items(), ("router", BIASED_ROUTER)
-            return next((f"layers.{n}.{path}" for path, name in known if name == field), None)
+            found = next((f"layers.{n}.{path}" for path, name in known if name == field), None)
+            transposed = found and cfg is not None and _is_expert(found, cfg) and cfg.interleaved
+            return None if transposed else found
     return None
 
 
@@ -58,7 +74,7 @@ def tensor_name(path: str, cfg: Config | None = None) -> str:
     Weights of experts have their name in the memory of transformers; ``stacks`` has those in files.
     """
     weight = path.removesuffix("_bias")
-    name = module_name(weight, cfg)
+    name = _name(weight, cfg)
     if ".mlp.experts." in name:
         return name if weight == path else f"{name}_bias"
     return name + (".weight" if weight == path else ".bias")

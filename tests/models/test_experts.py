@@ -26,7 +26,8 @@ GPT_OSS = dataclasses.replace(
 )
 ROWS = {  # our config, their module, their config
     "mixtral": (
-        dataclasses.replace(CFG, routing="renormalised_wide"), MixtralSparseMoeBlock, transformers.MixtralConfig(**SIZES),
+        dataclasses.replace(CFG, routing="renormalised_wide"), MixtralSparseMoeBlock,
+        transformers.MixtralConfig(**SIZES),
     ),
     "qwen3_moe": (
         dataclasses.replace(CFG, routing="softmax"), Qwen3MoeSparseMoeBlock,

@@ -123,7 +123,8 @@ KEYS: dict[str, list[Any]] = {
     "bos_token_id": [5], "eos_token_id": [[1, 2]], "pad_token_id": [3], "_name_or_path": ["x"],
     "transformers_version": ["4.30.0"], "model_max_length": [9], "unheard_of": [1],
     "num_local_experts": [3], "num_experts": [3], "num_experts_per_tok": [1, 4], "norm_topk_prob": [True],
-    "moe_intermediate_size": [24], "mlp_only_layers": [[1], None], "decoder_sparse_step": [2], "router_jitter_noise": [0.3],
+    "moe_intermediate_size": [24], "mlp_only_layers": [[1], None], "decoder_sparse_step": [2],
+    "router_jitter_noise": [0.3],
     "output_router_logits": [True], "router_aux_loss_coef": [0.5], "swiglu_limit": [0.5], "swiglu_alpha": [3.0],
 }  # fmt: skip
 REFUSED = {
