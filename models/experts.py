@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
+from fquant.autodiff import to_front
 from fquant.grouped_products import grouped_linear
 from fquant.packed_linear import linear
 
@@ -56,10 +58,11 @@ def mixture(x: Tensor, layer: Any, cfg: Config) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])  # [n d]
     weights, chosen = route(rows, layer.router, layer.router_bias, cfg)
     order = chosen.flatten().argsort(stable=True)  # [n·k], the places in `chosen`, sorted by expert
-    counts = _counts(chosen, cfg.num_experts)
-    y = grouped_linear(rows[order // cfg.experts_per_token], layer.gate_up, counts, layer.gate_up_bias)
-    y = grouped_linear(_activation(y, cfg), layer.down, counts, layer.down_bias)  # [n·k d]
-    y = y[order.argsort()].unflatten(0, chosen.shape)  # [n k d]
+    inverse, counts = order.argsort(), _counts(chosen, cfg.num_experts)
+    y = _permuted(repeat(rows, "n d -> (n k) d", k=cfg.experts_per_token), order, inverse)
+    y = grouped_linear(y, layer.gate_up, counts, layer.gate_up_bias)
+    y = grouped_linear(_activation(y, cfg), layer.down, counts, layer.down_bias)
+    y = rearrange(_permuted(y, inverse, order), "(n k) d -> n k d", k=cfg.experts_per_token)
     return (y * weights[..., None]).sum(-2).to(x.dtype).reshape(x.shape)
 
 
@@ -88,6 +91,38 @@ def _counts(chosen: Tensor, num_experts: int) -> Tensor:
     """Count the rows i64[experts] of each expert."""
     flat = chosen.flatten()
     return flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
+
+
+def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return ``x[order]``, whose gradient is ``g[inverse]``: torch would add into zeros, row by row."""
+    return x[order] if torch.compiler.is_dynamo_compiling() else _Permuted.apply(x, order, inverse)
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return x[order]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        order, inverse = ctx.saved_tensors
+        return _permuted(g, inverse, order), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
+        return _permuted(dx, *ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *given: Tensor) -> Any:
+        x, order, inverse = (to_front(t, dim, info.batch_size) for t, dim in zip(given, in_dims, strict=True))
+        first = torch.arange(info.batch_size, device=order.device)[:, None] * order.shape[1]  # of each example's rows
+        y = _permuted(x.flatten(0, 1), (order + first).flatten(), (inverse + first).flatten())
+        return y.unflatten(0, x.shape[:2]), 0
 
 
 def _activation(y: Tensor, cfg: Config) -> Tensor:
