@@ -57,15 +57,18 @@ def stack(parts: Sequence[Lazy]) -> Lazy:
     return Lazy(read, like, lambda: _stamp(parts), tuple(parts))
 
 
-def concatenate(parts: Sequence[Lazy]) -> Lazy:
-    """Return a Lazy of the tensors that ``parts`` read, one below the other; ValueError for another dtype or width."""
+def concatenate(parts: Sequence[Lazy], join: Callable[[list[Any]], Any] = torch.cat) -> Lazy:
+    """Return a Lazy of what ``parts`` read, one below the other by ``join``, which must also accept meta tensors.
+
+    Raises ValueError for parts of another dtype or width than the first's.
+    """
     if len(parts) == 1:
         return parts[0]
     kinds = {(part.like.dtype, tuple(part.like.shape[1:])) for part in parts}
     if len(kinds) != 1:
         raise ValueError(f"tensors of rows have {sorted(repr(kind) for kind in kinds)}, want one dtype and width")
-    join = lambda each: torch.cat([each(part) for part in parts])
-    return Lazy(lambda: join(lambda part: part.read()), join(lambda part: part.like), lambda: _stamp(parts))
+    like = join([part.like for part in parts])
+    return Lazy(lambda: join([part.read() for part in parts]), like, lambda: _stamp(parts))
 
 
 def _stamp(parts: Sequence[Lazy]) -> str:

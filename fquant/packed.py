@@ -24,6 +24,8 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -128,6 +130,30 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None) -> Pa
         codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
     scale = absmax if format.scale is None else _quantize(absmax, format.scale)
     return Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
+
+
+def concatenate(parts: Sequence[Packed]) -> Packed:
+    """Return the packed array of the rows of ``parts``, matrices one below the other; codes stay, nested scales decode.
+
+    Raises ValueError for another format, dtype or width than the first's, and for a format whose parts share numbers:
+    flat, centred, or with learned vectors.
+    """
+    first = parts[0]
+    format, width = first.format, first.shape[1:]
+    shared = format.flat or format.center or format.vectors is not None
+    expect(not shared, f"{format.name}: packed arrays of this format have no common rows; dequantize them first")
+    for p in parts:
+        got, wanted = (p.format.name, p.shape[1:], p.dtype), (format.name, width, first.dtype)
+        expect(p.format == format and got == wanted, f"got rows of {got}, wanted {wanted} as in the first part")
+    scales = [p.scale if isinstance(p.scale, Tensor) else _decoded(p.scale) for p in parts]
+    zero = None if first.zero is None else torch.cat([p.zero for p in parts if p.zero is not None])
+    shape = sum(p.shape[0] for p in parts), *width
+    codes = torch.cat([p.codes for p in parts])
+    return replace(first, codes=codes, scale=torch.cat(scales), zero=zero, format=format.plain, shape=shape)
+
+
+def _decoded(scale: Packed) -> Tensor:
+    return scale.codes.new_empty(scale.shape, dtype=torch.float32) if scale.codes.is_meta else dequantize(scale)
 
 
 @overload

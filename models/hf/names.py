@@ -26,8 +26,8 @@ def module_name(path: str, cfg: Config | None = None) -> str:
     """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
     Families differ in the names of norms and experts; without ``cfg`` they are those of Llama. A weight of experts is a
-    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder, also for
-    that of experts that transformers holds transposed: an adapter of such a parameter is not one of ours.
+    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder. Raises
+    ValueError for experts that transformers holds transposed, because an adapter of these is not one of ours.
     """
     if cfg is not None and _is_expert(path, cfg) and cfg.interleaved:
         raise ValueError(f"{path}: adapters of transposed experts ({cfg.family}) are not implemented; leave them out")

@@ -18,7 +18,7 @@ from torch import Tensor
 from fquant import lazy
 from fquant.grouped_products import dequantize_matrix, full_shape
 from fquant.lazy import Lazy
-from fquant.packed import Packed, dequantize
+from fquant.packed import Packed, concatenate, dequantize
 
 from ..config import Config
 from .names import tensor_name
@@ -88,7 +88,15 @@ def tensors(path: str, cfg: Config, leaf: Lazy, dtype: torch.dtype | None = None
 
 def joined(names: list[tuple[str, ...]], parts: dict[str, Lazy]) -> Lazy:
     """Return the Lazy of a stack whose experts are the rows of the tensors of a group, one below the other."""
-    return lazy.stack([lazy.concatenate([parts[name] for name in group]) for group in names])
+    return lazy.stack([lazy.concatenate([parts[name] for name in group], _rows) for group in names])
+
+
+def _rows(parts: list[Tensor | Packed]) -> Tensor | Packed:
+    packed = [p for p in parts if isinstance(p, Packed)]
+    dense = [p for p in parts if isinstance(p, Tensor)]
+    if packed and dense:
+        raise ValueError("gate and up of an expert are packed and dense, want both alike; quantise both")
+    return concatenate(packed) if packed else torch.cat(dense)
 
 
 def _dense(x: Tensor | Packed, dtype: torch.dtype) -> Tensor:
