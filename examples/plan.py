@@ -18,7 +18,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -27,13 +27,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from fquant import lazy
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
 from .common.command_line import (
     DTYPES,
-    TARGETS,
     FormatName,
     axes_in,
     check,
@@ -41,6 +41,7 @@ from .common.command_line import (
     command_line,
     parse_format,
     parse_targets,
+    quantised,
 )  # fmt: skip
 from .common.pricing import Job, Price, price
 from .common.training_step import Checkpoint
@@ -98,8 +99,8 @@ class Options:
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     rank: int = 16
     """Rank of the adapters."""
-    targets: str = ",".join(TARGETS)
-    """Weights to adapt, comma-separated, of q k v o gate up down."""
+    targets: str = "all"
+    """Weights to adapt, comma-separated, of q k v o gate up down (of a Phi-3: qkv o gate_up down); or all of them."""
     seq: int = 2048
     """Tokens in a row."""
     batch: int = 1
@@ -121,17 +122,17 @@ class Options:
     def job(self) -> Job:
         """Return the job to price; raise ValueError for options out of range."""
         check_least(self, dict.fromkeys(("rank", "seq", "batch", "accumulate"), 1))
-        cfg, weights = self.found()
+        cfg, weights, base = self.found()
         fmt = parse_format(self.format, self.block)
         check(cfg, fmt, self.seq, self.model)
-        targets = parse_targets(self.targets)
+        targets = parse_targets(self.targets, cfg)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
-        return Job(cfg, fmt, targets, *sizes, self.checkpoint)
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base)
 
-    def found(self) -> tuple[Config, torch.dtype]:
-        """Return the config of the model and the dtype of its weights."""
+    def found(self) -> tuple[Config, torch.dtype, Any]:
+        """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""
         if self.model in PRESETS:
-            return PRESETS[self.model], torch.bfloat16
+            return PRESETS[self.model], torch.bfloat16, None
         if not (Path(self.model) / hf.CONFIG).is_file():
             fix = f"wanted one or the other, presets are {', '.join(PRESETS)}"
             raise ValueError(f"--model {self.model}: no preset, and no folder with a {hf.CONFIG}; {fix}")
@@ -141,7 +142,11 @@ class Options:
         known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if name not in known:
             raise ValueError(f"{self.model}: torch_dtype = {name!r}, want one of {', '.join(known)}; correct it")
-        return cfg, known[name]
+        if raw.get("quantization_config") is None:
+            return cfg, known[name], None
+        base = lazy.like(hf.lazy(self.model)[1])
+        quantised(base, parse_format(self.format, self.block))  # refuses to quantise it again
+        return cfg, known[name], base
 
     def hardware(self) -> Device:
         """Return the device, with the link of --link if given."""

@@ -8,13 +8,14 @@ from typing import Any, Literal, TypeVar
 import torch
 import tyro
 
-from fquant import format, quantize, tree
+from fquant import format, lazy, quantize, tree
 from fquant.format import Format
+from fquant.packed import Packed
 from models import decoder
 from models.config import Config
 from shard.device_mesh import check_axes
 
-TARGETS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # the linears of a layer, or of its experts
+LINEARS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # of a layer; each family has some of them
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
 FormatName = Literal[
     "nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_3x8", "int4", "int4_zero", "mxfp4", "fp8", "none",
@@ -23,17 +24,26 @@ T = TypeVar("T")
 
 
 def parse_format(name: str, block: int | None) -> Format | None:
-    """Return the format called ``name``, or None for a dense base; raise ValueError for a block it cannot have."""
+    """Return the format called ``name``, or None for a base as it is; raise ValueError for a block it cannot have."""
     if name != "none":
         return format.parse(name, block)
     if block is not None:
-        raise ValueError(f"--block is {block} with --format none; a dense base has no blocks, leave one out")
+        raise ValueError(f"--block is {block} with --format none, which packs nothing; leave one out")
     return None
 
 
-def quantised(dense: Any, fmt: Format | None) -> Any:
-    """Return the tree ``dense`` with the linears of every layer packed in ``fmt``, or as it is without one."""
-    return dense if fmt is None else tree.map_at(pattern(TARGETS), partial(quantize, format=fmt), dense)
+def quantised(base: Any, fmt: Format | None) -> Any:
+    """Return the tree ``base`` with the linears of every layer packed in ``fmt``, or as it is without one.
+
+    Raises ValueError for a weight that is packed already.
+    """
+    if fmt is None:
+        return base
+    for path, leaf in tree.items(lazy.like(base), is_leaf=lambda x: isinstance(x, Packed)):
+        if isinstance(leaf, Packed):
+            fix = "use --format none, which keeps the base as it is in its folder"
+            raise ValueError(f"{path}: it is packed already, as {leaf.format.name}; {fix}")
+    return tree.map_at(pattern(LINEARS), partial(quantize, format=fmt), base)
 
 
 def pattern(targets: tuple[str, ...]) -> str:
@@ -41,12 +51,21 @@ def pattern(targets: tuple[str, ...]) -> str:
     return rf"layers\.\d+\.({'|'.join(targets)})"
 
 
-def parse_targets(targets: str) -> tuple[str, ...]:
-    """Return the names in a value of --targets; raise ValueError for one that is no weight of a layer."""
+def parse_targets(targets: str, cfg: Config | None = None) -> tuple[str, ...]:
+    """Return the names in a value of --targets, "all" for every linear of a layer.
+
+    Raises ValueError for one that is no linear of a layer, of ``cfg`` if it is given.
+    """
+    known = LINEARS
+    if cfg is not None:
+        layer = decoder.dims(cfg)["layers.0"]
+        known = tuple(name for name in LINEARS if name in layer)
+    if targets == "all":
+        return known
     names = tuple(name.strip() for name in targets.split(","))
     for name in names:
-        if name not in TARGETS:
-            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted some of {','.join(TARGETS)}")
+        if name not in known:
+            raise ValueError(f"--targets: {name!r} is no weight of a layer; wanted all, or some of {','.join(known)}")
     return names
 
 
@@ -56,7 +75,7 @@ def check(cfg: Config, fmt: Format | None, seq: int, model: Any) -> None:
     bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
     """
     for path, w in tree.items(decoder.shapes(cfg)):
-        if fmt is not None and fmt.block and path.split(".")[-1] in TARGETS and w.shape[-1] % fmt.block:
+        if fmt is not None and fmt.block and path.split(".")[-1] in LINEARS and w.shape[-1] % fmt.block:
             fits = [block for block in format.BLOCKS if w.shape[-1] % block == 0]
             fix = f"use --block {fits[-1]}" if fits else "use --format int8"
             fault = f"dim {w.ndim - 1} = {w.shape[-1]} is not a multiple of {fmt.name}'s block {fmt.block}"

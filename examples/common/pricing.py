@@ -47,6 +47,7 @@ class Job:
     """A rank's share of a step: ``accumulate`` micro-batches of ``batch`` rows of ``seq`` tokens.
 
     ``weights`` is the dtype of dense weights, ``stream`` that of the residual stream; without ``format`` all are dense.
+    ``base`` is a tree of meta tensors in place of what ``weights`` and ``format`` say.
     """
 
     cfg: Config
@@ -59,6 +60,7 @@ class Job:
     stream: torch.dtype = torch.bfloat16
     accumulate: int = 1
     checkpoint: Checkpoint = "full"
+    base: Any = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
     setup = Setup(job.cfg, mesh, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
     with torch.device("meta"):
-        weights = quantised(decoder.shapes(job.cfg, job.weights), job.format)
+        shapes = decoder.shapes(job.cfg, job.weights)
+        weights = quantised(shapes, job.format) if job.base is None else job.base
         adapters = lora.init(weights, pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {

@@ -1,4 +1,4 @@
-"""Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
+"""Fine-tune LoRA adapters beside a quantised decoder, on one process or sharded over several.
 
     python -m examples.qlora                                     # offline, on the model and data shipped here
     python -m examples.qlora --model DIR --data FILE --mesh dp=2,fsdp=2
@@ -60,10 +60,10 @@ def show(run: Run, state: State, result: Result) -> None:
 
 
 def table(result: Result, options: Options, ranks: int) -> Table:
-    """Return the one table at the end; a dense base (--format none) has two columns instead of three."""
+    """Return the one table at the end; a base as it is (--format none) has two columns instead of three."""
     title = f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks"
     packed = options.format != "none"
-    names = ("bf16 base", "packed base", "packed + adapter") if packed else ("bf16 base", "bf16 base + adapter")
+    names = ("bf16 base", "packed base", "packed + adapter") if packed else ("base", "base + adapter")
     out = Table("", *(Column(name, justify="right") for name in names), title=title)
     smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
     perplexities = result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted

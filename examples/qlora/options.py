@@ -9,7 +9,7 @@ import tyro
 from fquant import optim
 
 from ..common import runs
-from ..common.command_line import TARGETS, FormatName, parse_format, parse_targets
+from ..common.command_line import FormatName, parse_format, parse_targets
 from ..common.training_step import Checkpoint
 
 HERE = Path(__file__).parent.parent
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Options(runs.Options):
-    """Fine-tune LoRA adapters beside a quantised Llama, on one process or sharded over several.
+    """Fine-tune LoRA adapters beside a quantised decoder, on one process or sharded over several.
 
     Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
     local processes. It trains on the standard library's source and writes an adapter that PEFT loads. Start it under
@@ -29,19 +29,20 @@ class Options(runs.Options):
     POSITIVE = ("alpha", "lr", "clip")
 
     model: Path = HERE / "model"
-    """Llama folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+    """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     data: Path | None = None
     """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
     format: FormatName = "nf4_dq"
-    """How base weights are packed; none: dense. aq_2x8 and aq_3x8 learn 16 and 24 KiB of vectors a weight, slowly."""
+    """How base weights are packed; none: as they are in the folder, dense or quantised. aq_2x8 and aq_3x8 learn 16 and
+    24 KiB of vectors a weight, slowly."""
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     rank: int = 16
     """Rank of the adapters."""
     alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: str = ",".join(TARGETS)
-    """Weights to adapt, comma-separated, of q k v o gate up down."""
+    targets: str = "all"
+    """Weights to adapt, comma-separated, of q k v o gate up down (of a Phi-3: qkv o gate_up down); or all of them."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped."""
     mesh: str | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shard
-from fquant import jit, lora, optim, random, tree
+from fquant import jit, lazy, lora, optim, random, tree
 from fquant.compile import all_gather_text
 from fquant.compile.cost import Cost, cost
 from fquant.kernels.cpu import usable_cores
@@ -38,7 +38,7 @@ class Work:
     """The input of a run, opened and checked, before ranks meet."""
 
     cfg: Config
-    dense: Any  # the base as it is in the files, Lazy
+    dense: Any  # the base as it is in the files, Lazy; quantised folders have packed weights
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
     adapters: lora.Adapters
     train: data.Rows
@@ -90,7 +90,7 @@ def prepare(options: Options) -> Work:
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
-    targets = pattern(parse_targets(options.targets))
+    targets = pattern(parse_targets(options.targets, cfg))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
     tokenizer = data.tokenizer(options.model)
     documents = data.documents(options.data, tokenizer, options.characters)
@@ -126,10 +126,11 @@ def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
 
     Has to be called before the ranks meet, because the step is priced on an abstract mesh.
     """
-    cfg = hf.read_config(options.model)
-    fmt, targets = parse_format(options.format, options.block), parse_targets(options.targets)
+    cfg, found = hf.lazy(options.model)
+    fmt, targets = parse_format(options.format, options.block), parse_targets(options.targets, cfg)
     sizes = options.rank, -(-options.batch // math.prod(axes.values())), options.seq
-    job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate)
+    base = lazy.like(quantised(found, fmt))
+    job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate, base=base)
     peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
     room = ROOM * launch.available_memory()
     return next(mode for mode in MODES if mode == "full" or peak(mode) <= room)

@@ -84,20 +84,20 @@ def tensors(cfg: Config, params: Any, format: Format) -> dict[str, Lazy]:
     @lru_cache(maxsize=1)
     def parts(path: str) -> dict[str, Tensor]:
         with tree.at(path):
-            return bnb.save(_packed(leaves[path].read(), format), hf.tensor_name(path))
+            return bnb.save(_packed(leaves[path].read(), format), hf.tensor_name(path, cfg))
 
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
         if is_linear(path, leaf):
             # A nested offset is text of any length, so only its weight has to be read for the sizes.
             known = format.scale is None and isinstance(leaf.like, Tensor)
-            likes = bnb.save(_packed(leaf.like, format), hf.tensor_name(path)) if known else parts(path)
+            likes = bnb.save(_packed(leaf.like, format), hf.tensor_name(path, cfg)) if known else parts(path)
             for name, t in likes.items():
                 out[name] = Lazy(lambda path=path, name=name: parts(path)[name], t.to("meta"))
         else:
             fault = f"{path}: got a Packed, but bitsandbytes folders keep it dense; dequantize it first"
             expect(not isinstance(leaf.like, Packed), fault)
-            out[hf.tensor_name(path)] = leaf
+            out[hf.tensor_name(path, cfg)] = leaf
     return out
 
 

@@ -132,24 +132,23 @@ def tensors(cfg: Config, params: Any, kind: str) -> dict[str, Lazy]:
 
     @lru_cache(maxsize=1)
     def parts(path: str) -> dict[str, Tensor]:
-        return _tensors(path, leaves[path].read(), KINDS[kind])
+        return _tensors(path, hf.tensor_name(path, cfg), leaves[path].read(), KINDS[kind])
 
     out: dict[str, Lazy] = {}
     for path, leaf in leaves.items():
         if is_linear(path, leaf):
-            for name, t in _tensors(path, leaf.like, KINDS[kind]).items():
+            for name, t in _tensors(path, hf.tensor_name(path, cfg), leaf.like, KINDS[kind]).items():
                 out[name] = Lazy(lambda path=path, name=name: parts(path)[name], t.to("meta"))
         else:
             expect(not isinstance(leaf.like, Packed), f"{path}: got a Packed, want it dense; dequantize it first")
-            out[hf.tensor_name(path)] = leaf
+            out[hf.tensor_name(path, cfg)] = leaf
     return out
 
 
-def _tensors(path: str, leaf: Tensor | Packed, kind: Kind) -> dict[str, Tensor]:
-    """Return the tensors of one weight; meta tensors give meta tensors."""
+def _tensors(path: str, name: str, leaf: Tensor | Packed, kind: Kind) -> dict[str, Tensor]:
+    """Return the tensors of the weight ``name`` at ``path``; meta tensors give meta tensors."""
     with tree.at(path):
         codes, scale = _codes(leaf, kind)
-    name = hf.tensor_name(path)
     if kind.format != "pack-quantized":
         return {name: codes, f"{name}_scale": scale}
     shape = torch.tensor(codes.shape, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""A decoder as a GGUF file for llama.cpp: Llama and Qwen3, in any kind of ``fquant.io.gguf_blocks``.
+"""A decoder as a GGUF file for llama.cpp: Llama, Mistral, Qwen2 and Qwen3, in any kind of ``fquant.io.gguf_blocks``.
 
     gguf.save("model.gguf", cfg, params, kind="q4_k", tokenizer="checkpoints/Llama-3.2-1B")
 
@@ -6,12 +6,13 @@ Matrices are written in ``kind``, norms, biases and rotary factors in f32. Under
 that is the head, is ``q6_k``, as llama.cpp's own quantisation does. A tied head is left out. A packed or lazy weight is
 read, decoded and quantised on its own, so memory is that of one weight.
 
-llama.cpp rotates neighbouring elements of a head in the architecture ``llama``, and halves in ``qwen3``. So rows of the
-query and key projections of ``llama`` are written in the order 0, e/2, 1, e/2 + 1 and so on. The scaling of Llama 3.1
-is a tensor ``rope_freqs.weight`` that divides frequencies.
+llama.cpp rotates neighbouring elements of a head in the architecture ``llama``, and halves in the others. So rows of
+the query and key projections of ``llama`` are written in the order 0, e/2, 1, e/2 + 1 and so on. The scaling of Llama
+3.1 is a tensor ``rope_freqs.weight`` that divides frequencies.
 
-Names and keys: ``gguf-py/gguf/constants.py`` and ``convert_hf_to_gguf.py`` of github.com/ggml-org/llama.cpp. A field of
-the config that this module does not know is refused, unless it has its default.
+Names and keys: ``gguf-py/gguf/constants.py`` and ``convert_hf_to_gguf.py`` of github.com/ggml-org/llama.cpp. Other
+families are refused, and so is a field of the config that the family's architecture does not express, unless it has its
+default: llama.cpp knows no windows of a Mistral or Qwen.
 """
 
 import dataclasses
@@ -43,22 +44,27 @@ LAYER = {
 ROPE_FACTORS = "rope_freqs.weight"
 HEADS = {"q4_k": "q6_k"}  # the kind of the head, where it is another
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "q6_k": 18, "bf16": 32}  # llama.cpp's LLAMA_FTYPE
-KNOWN = frozenset(
-    """vocab dim num_layers num_heads num_kv_heads head_dim hidden norm_eps rope_theta rope_scaling max_positions tied
-    attention_bias mlp_bias qk_norm""".split()
-)
+SIZES = """vocab dim num_layers num_heads num_kv_heads head_dim hidden norm_eps rope_theta rope_scaling max_positions
+tied family"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp: if it rotates neighbours, and if its layers may have biases."""
+    """An architecture of llama.cpp: what it expresses of a config, and if it rotates neighbours."""
 
     name: str
+    fields: str
+    scalings: tuple[str, ...] = ("linear",)
     rotates_neighbours: bool = False
-    biases: bool = False
 
 
-LLAMA, QWEN3 = Architecture("llama", rotates_neighbours=True, biases=True), Architecture("qwen3")
+LLAMA = Architecture("llama", "attention_bias mlp_bias", ("linear", "llama3"), rotates_neighbours=True)
+ARCHITECTURES = {  # the family of a config -> its architecture
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Architecture("qwen2", "qkv_bias"),
+    "qwen3": Architecture("qwen3", "qk_norm"),
+}
 
 
 def save(
@@ -109,13 +115,17 @@ def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4
 def architecture(cfg: Config) -> Architecture:
     """Return llama.cpp's architecture of ``cfg``; raise ValueError for a config that it does not have."""
     refuse_experts(cfg, "GGUF files")
+    if (its := ARCHITECTURES.get(cfg.family)) is None:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"family = {cfg.family!r}, a GGUF is written for {known}; export a folder instead")
+    known = f"{SIZES} {its.fields}".split()
     for field in dataclasses.fields(cfg):
-        fault = f"{field.name} = {getattr(cfg, field.name)!r} has no place in a GGUF that is known here"
-        expect(field.name in KNOWN or getattr(cfg, field.name) == field.default, f"{fault}; export a folder instead")
-    found = QWEN3 if cfg.qk_norm else LLAMA
-    has_bias = cfg.attention_bias or cfg.mlp_bias
-    expect(found.biases or not has_bias, f"biases: llama.cpp's {found.name} has none; export a folder instead")
-    return found
+        fault = f"{field.name} = {getattr(cfg, field.name)!r:.80} has no place in a GGUF of llama.cpp's {its.name}"
+        expect(field.name in known or getattr(cfg, field.name) == field.default, f"{fault}; export a folder instead")
+    if (scaling := cfg.rope_scaling) is not None:
+        fault = f"rope_scaling: kind {scaling.kind!r}, llama.cpp's {its.name} has {' and '.join(its.scalings)}"
+        expect(scaling.kind in its.scalings, f"{fault}; export a folder instead")
+    return its
 
 
 def tensor_name(path: str) -> str:

@@ -15,7 +15,7 @@ from .. import decoder
 from ..config import Config
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LINEARS = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down)")  # the paths of what folders quantise
+LINEARS = re.compile(r"layers\.\d+\.(q|k|v|qkv|o|gate|up|gate_up|down)")  # the paths of what folders quantise
 _is_leaf = lambda x: isinstance(x, Packed | Lazy)
 
 

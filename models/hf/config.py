@@ -10,6 +10,8 @@ model types, ``keys.py`` and ``rope_keys.py`` those of keys.
 
 from typing import Any
 
+from fquant.io import quantized
+
 from ..config import Config
 from . import rope_keys
 from .families import FAMILIES, NEED_HEAD_DIM, NEED_HEADS
@@ -27,10 +29,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
     given = {key: item for key, item in given.items() if item is not None}
     refuse_others(given, "architectures", [family.architecture], "save the causal language model")
     if "quantization_config" in given:
-        table = given["quantization_config"]
-        method = table.get("quant_method") if isinstance(table, dict) else "?"
-        fault = f"the checkpoint is already quantised ({method!s:.80}), want float weights"
-        raise ValueError(f"quantization_config: {fault}; use the original checkpoint and quantize it here")
+        quantized.method(given.pop("quantization_config"))  # which loading reads; here it is only checked
     for key, (wanted, fix) in (ONLY | family.only).items():
         refuse_others(given, key, wanted, fix)
     fields: dict[str, Any] = dict(family.fixed)

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fquant import tree
-from fquant.io import safetensors, tree_json
+from fquant.io import quantized, safetensors, tree_json
 
 from ..config import Config
 from .config import from_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_JSON = 100_000_000  # bytes
 
 
@@ -53,6 +56,22 @@ def read_config(folder: str | Path) -> Config:
     raw = read_json(folder / CONFIG)
     with tree.at(str(folder / CONFIG)):
         return from_hf(raw)
+
+
+def read_method(folder: Path) -> tuple[quantized.Method, torch.dtype | None] | None:
+    """Return the method by which the weights of a folder are quantised, and the model's dtype; None if they are not.
+
+    The dtype is None if the config does not say it.
+    """
+    raw = read_json(folder / CONFIG)
+    if raw.get("quantization_config") is None:
+        return None
+    with tree.at(str(folder / CONFIG)):
+        named = raw.get("dtype", raw.get("torch_dtype"))
+        dtype = DTYPES.get(str(named).removeprefix("torch."))
+        fault = f"torch_dtype = {named!r:.80}, want one of {', '.join(DTYPES)}"
+        tree.expect(named is None or dtype is not None, f"{fault}, because the weights are quantised")
+        return quantized.method(raw["quantization_config"]), dtype
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A key of a config is in exactly one of these tables, in the rope table, or in a 
 other key is refused.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ def read(wanted: str, is_valid: Callable[[Any], bool], raw: dict[str, Any], key:
 integer = partial(read, "a positive integer below 2^31", lambda got: type(got) is int and 1 <= got <= LARGEST)
 layers = partial(read, f"an integer of 1 to {MOST_LAYERS}", lambda got: type(got) is int and 1 <= got <= MOST_LAYERS)
 number = lambda *args: float(_float(*args))
-_float = partial(read, "a positive number", lambda got: type(got) in (int, float) and 0 < got < float("inf"))
+_float = partial(read, "a positive number", lambda got: type(got) in (int, float) and 0 < got <= sys.float_info.max)
 boolean = partial(read, "true or false", lambda got: type(got) is bool, default=False)
 
 # Key of config.json -> field of Config, and the function that reads and checks the value.

@@ -1,5 +1,6 @@
-"""Loading of Hugging Face folders: trees of tensors, or of Lazy leaves that read one tensor each."""
+"""Loading of Hugging Face folders: trees of tensors and Packed, or of Lazy leaves that read one of them each."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from fquant import lazy as lazies
 from fquant import tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
+from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
 from . import stacks
 from .folder import CONFIG, first, headers, read_config
 from .names import tensor_name
+from .quantized import Quantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD = "lm_head.weight"  # some versions of transformers save it beside an embedding to which it is tied
@@ -24,37 +27,48 @@ CHUNK = 16 << 20  # bytes that are compared at a time
 
 
 def lazy(folder: str | Path) -> tuple[Config, Any]:
-    """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights."""
+    """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights.
+
+    A quantised weight of any method of ``fquant.io.quantized`` is a Lazy that reads a Packed.
+    """
     folder = Path(folder)
     cfg = read_config(folder)
     found = headers(folder)
     names = {path: stacks.stored_names(path, cfg, found) for path in tree.paths(decoder.shapes(cfg))}
     wanted = dict.fromkeys(name for of_leaf in names.values() for name in stacks.flat(of_leaf))
-    if missing := [name for name in wanted if name not in found]:
+    its = Quantized.of(folder, found)
+    parts = {name: its.names(name) if its else () for name in wanted}
+    if missing := [name for name in wanted if not parts[name] and name not in found]:
         fix = f"want the {len(wanted)} that {CONFIG} asks for; correct the config or fetch the checkpoint again"
         raise ValueError(f"{folder}: tensor {first(missing)} is missing, {fix}")
-    unused = lambda name: name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == HEAD)
-    if surplus := [name for name in sorted(found) if name not in wanted and not unused(name)]:
+    known = {name for name in wanted if not parts[name]}.union(*parts.values())
+    unused = lambda name: (
+        name.endswith(".rotary_emb.inv_freq") or (cfg.tied and name == HEAD) or (its and its.is_zero_bias(name))
+    )
+    if surplus := [name for name in sorted(found) if name not in known and not unused(name)]:
         fault = f"tensor {first(surplus)} is not part of what {CONFIG} describes"
         raise ValueError(f"{found[surplus[0]].path}: {fault}; correct the config or remove the tensor")
 
     def leaf(path: str, like: Tensor) -> Lazy:
         of_leaf, *shape = names[path], *like.shape
         if isinstance(of_leaf, str):
-            turned = stacks.is_transposed(path, cfg)
+            turned = stacks.is_transposed(path, cfg) and not parts[of_leaf]  # packed weights are not
             part = one(path, of_leaf, like.mT if turned else like)
             return lazies.map(lambda t: t.mT.contiguous(), part) if turned else part
         rows = like.new_empty(shape[1] // len(of_leaf[0]), shape[2])
         return stacks.joined(of_leaf, {name: one(path, name, rows) for name in stacks.flat(of_leaf)})
 
     def one(path: str, name: str, like: Tensor) -> Lazy:
+        if its and parts[name]:
+            return its.leaf(name, tuple(like.shape))
         header = found[name]
         entry = header.tensors[name]
         if entry.shape != tuple(like.shape):
             fix = f"want {tuple(like.shape)}; correct {CONFIG} or fetch the checkpoint again"
             raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
-            raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
+            fix = "want floats, or a quantization_config in the config that says what it is"
+            raise ValueError(f"{name} in {header.path} is {entry.dtype}, {fix}")
         read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
         if path == "embed" and cfg.tied and HEAD in found:
             read = partial(_read_tied, header, found[HEAD])
@@ -77,6 +91,15 @@ def _read_tied(header: safetensors.Header, head: safetensors.Header) -> Tensor:
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
-    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
+    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files.
+
+    Quantised weights are Packed, which decode to that dtype.
+    """
     cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
-    return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)
+    return cfg, tree.map_with_path(lambda _, leaf: _cast(leaf.read(), dtype), params)
+
+
+def _cast(leaf: Tensor | Packed, dtype: torch.dtype | None) -> Tensor | Packed:
+    if isinstance(leaf, Packed):
+        return replace(leaf, dtype=dtype or leaf.dtype)
+    return leaf.to(dtype=dtype)

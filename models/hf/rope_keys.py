@@ -4,6 +4,7 @@ transformers 4 spells them ``rope_theta`` and ``rope_scaling``, transformers 5 `
 together if they agree. Gemma 3 has a table for each kind of layer; the one of layers with a window holds a base alone.
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ GPT_OSS = {  # of a config without any
 
 
 def _divisors(raw: dict[str, Any], key: str, default: Any = None) -> tuple[float, ...]:
-    is_number = lambda x: type(x) in (int, float) and 0 < x < float("inf")
+    is_number = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max
     valid = lambda got: isinstance(got, list) and 0 < len(got) <= 4096 and all(map(is_number, got))
     return tuple(float(x) for x in keys.read("a list of positive numbers", valid, raw, key, default))
 

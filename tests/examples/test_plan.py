@@ -25,8 +25,8 @@ from tests.helpers import ranks
 from tests.helpers.arrays import named
 from tests.helpers.live_memory import Peak
 
-ALL = command_line.TARGETS
 TINY = Config(256, 64, 6, 4, 2, 16, 128, max_positions=4096)
+ALL = command_line.parse_targets("all", TINY)
 JOB = Job(TINY, NF4_DQ, ALL, 4, 2, 32)
 # A peak in the head, in the backward of the last layer, and in the update.
 JOBS = {

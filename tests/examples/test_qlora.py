@@ -19,10 +19,11 @@ from examples.common import runs
 from examples.common.training_step import State
 from examples.qlora import cli, options, train
 from examples.qlora.options import Options
-from fquant import lora
+from fquant import NF4_DQ, Packed, lazy, lora, tree
 from fquant.format import FORMATS
 from fquant.io import peft, safetensors
 from models import hf
+from models.export import bitsandbytes
 from tests.helpers.model_folders import TINY, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -173,10 +174,57 @@ def test_a_dense_base(model, text, tmp_path):
     """--format none, the baseline: the base stays in the files' dtype, and the table has no packed column."""
     args = ("--model", model, "--data", text, *SMALL, "--mesh", "fsdp=1", "--format", "none", "--out", tmp_path / "run")
     status, printed, err = finish(start(*args))
-    assert status == 0 and "bf16 base + adapter" in printed and "packed" not in printed, err
+    assert status == 0 and "base + adapter" in printed and "packed" not in printed, err
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["bytes_packed"] == found["bytes_bf16"] and found["perplexity_packed"] == found["perplexity_bf16"]
     assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+@pytest.fixture
+def quantised_folder(model, tmp_path):
+    """The model as a bitsandbytes folder, with its tokenizer."""
+    cfg, params = hf.load(model)
+    special = {key: json.loads((model / "config.json").read_text())[key] for key in ("bos_token_id", "eos_token_id")}
+    bitsandbytes.save(tmp_path / "bitsandbytes", cfg, params, NF4_DQ, extra=special)
+    shutil.copy(model / "tokenizer.json", tmp_path / "bitsandbytes")
+    return tmp_path / "bitsandbytes"
+
+
+def test_a_folder_that_is_quantised_is_the_base(model, quantised_folder, text, tmp_path, capsys):
+    """With --format none the base, the adapters and the price are those of the dense folder and --format nf4_dq."""
+    refused(
+        capsys, "layers.0.q: it is packed already, as nf4_dq; use --format none, which keeps the base",
+        "--model", quantised_folder, "--data", text, *SMALL, "--out", tmp_path / "run",
+    )  # fmt: skip
+    both = [
+        Options(model=folder, data=text, rank=4, seq=32, batch=4, holdout=4, format=format)
+        for folder, format in ((model, "nf4_dq"), (quantised_folder, "none"))
+    ]
+    ours, theirs = (train.prepare(options) for options in both)
+    for a, b in ((ours.packed, theirs.packed), (ours.adapters, theirs.adapters)):
+        a, b = lazy.read(a), lazy.read(b)
+        assert tree.structure(a) == tree.structure(b)
+        assert all(x.equal(y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+    jobs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.pricing, "price", lambda job, axes: jobs.append(job) or SimpleNamespace(peak=0))
+        for options in both:
+            train.choose_checkpoint(options, {"fsdp": 1})
+    a, b = (tree.items(job.base, is_leaf=lambda x: isinstance(x, Packed)) for job in jobs)
+    assert [(path, type(x), tree.nbytes(x)) for path, x in a] == [(path, type(x), tree.nbytes(x)) for path, x in b]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_quantised_is_trained(model, quantised_folder, text, tmp_path):
+    """Two ranks train beside a bitsandbytes folder, with the losses of the same base quantised here."""
+    found = []
+    for folder, format in ((model, "nf4_dq"), (quantised_folder, "none")):
+        out = tmp_path / format
+        args = ("--model", folder, "--data", text, *SMALL, "--mesh", "fsdp=2", "--format", format, "--out", out)
+        status, _, err = finish(start(*args))
+        assert status == 0, err
+        found.append([step["loss"] for step in steps(out)])
+    assert found[0] == found[1]
 
 
 def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
@@ -267,6 +315,7 @@ BAD = {
     "--mesh tp=2": "axis 'tp' is unknown",
     "--mesh fsdp=0": "size 0",
     "--targets q,z": "'z' is no weight",
+    "--targets q,qkv": "'qkv' is no weight of a layer; wanted all, or some of q,k,v,o,gate,up,down",
     "--block 48": "block is 48",
     "--format none --block 64": "--block is 64 with --format none",
     "--rank 0": "--rank is 0",

@@ -1,10 +1,16 @@
-"""Quantised weights in the layouts of other libraries, packed by naive loops, and the check of a loaded weight."""
+"""Quantised weights and folders in the layouts of other libraries, packed by naive loops, and the check of a weight."""
 
+import json
+import shutil
+
+import safetensors.torch
 import torch
 
 from fquant import dequantize, tree
 from fquant.io import quantized
+from models import hf
 from tests.helpers.arrays import rng, same_bits
+from tests.helpers.hf_models import random_params
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 X = NAME.removesuffix(".weight")
@@ -50,3 +56,35 @@ def assert_loads(config, tensors, wanted, weight=NAME, dtype=None):
         assert (ours.dtype, ours.shape) == (meta.dtype, meta.shape)
     assert same_bits(dequantize(packed), wanted)
     return packed
+
+
+def quantize_folder(folder, tensors, config):
+    """Write the tensors and the quantization_config of a folder."""
+    safetensors.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+
+
+def gptq(folder, cfg, group=16):
+    """Write a GPTQ folder of random codes and zero points, with its decoded weights in the folder ``dense`` beside it.
+
+    Return its tensors and its quantization_config.
+    """
+    folder.mkdir()
+    dense = folder.parent / f"{folder.name}-dense"
+    hf.save(dense, cfg, random_params(cfg, torch.float16))
+    tensors = safetensors.torch.load_file(dense / "model.safetensors")
+    held = {name: t for name, t in tensors.items() if "_proj" not in name}
+    for name in tensors.keys() - held.keys():
+        (out, width), module = tensors[name].shape, name.removesuffix(".weight")
+        q, z = integers(0, 16, width, out), integers(0, 16, width // group, out, seed=2)
+        s, idx = 3 * scales(width // group, out), torch.arange(width) // group
+        tensors[name] = (s[idx] * (q - z[idx]).to(torch.int16)).T.contiguous()
+        parts = {"qweight": words(q, 4, 0), "qzeros": words(z, 4, 1), "scales": s, "g_idx": idx.int()}
+        held |= {f"{module}.{part}": t for part, t in parts.items()}
+    safetensors.torch.save_file(tensors, dense / "model.safetensors")
+    shutil.copy(dense / "config.json", folder)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "checkpoint_format": "gptq_v2"}
+    config |= {"desc_act": False, "sym": False}
+    quantize_folder(folder, held, config)
+    return held, config

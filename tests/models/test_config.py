@@ -133,7 +133,10 @@ WRONG = {
         "hidden_size = 64 is not a multiple",
     ),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1, want 0.0; set it to 0.0"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"already quantised \(gptq\), want float weights"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "hqq"}},
+        "'quant_method' is 'hqq', wanted one of awq",
+    ),
     "unknown": ({"sliding_window": 128}, "sliding_window = 128 is not a key of a Llama config"),
     "unknown to qwen3": (QWEN | {"window": 128}, "window = 128 is not a key of a Qwen3 config"),
     "qwen3 as llama": ({"model_type": "qwen3"}, r"architectures = \['LlamaForCausalLM'\], want \['Qwen3ForCausalLM'\]"),

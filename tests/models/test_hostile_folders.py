@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fquant import lora, tree
+from fquant import NF4_DQ, dequantize, lora, tree
 from fquant.io import peft
 from models import decoder, hf
 from models.config import Config
+from models.export import bitsandbytes, compressed_tensors
 from tests.helpers.hf_models import CONFIGS, random_params
+from tests.helpers.quantized_tensors import gptq
 
 CFG = Config(32, 16, 1, 2, 1, 8, 16, max_positions=32)
 NASTY = [
@@ -41,6 +43,9 @@ def folders(tmp_path_factory):
     hf.save(root / "shards", CFG, params, max_shard_bytes=4000)
     hf.save(root / "gemma", CONFIGS["gemma3"], random_params(CONFIGS["gemma3"]))
     hf.save(root / "phi", CONFIGS["phi3, longrope"], random_params(CONFIGS["phi3, longrope"]))
+    bitsandbytes.save(root / "bitsandbytes", CFG, params, NF4_DQ)
+    compressed_tensors.save(root / "compressed", CFG, params, "int8")
+    gptq(root / "gptq", CFG)
     peft.save(root / "adapter", lora.init(params, r"layers\.\d+\.(q|v)", rank=2, alpha=4, key=0), hf.module_name)
     return root
 
@@ -116,9 +121,9 @@ def load(folder):
     if (folder / peft.CONFIG).exists():
         return peft.load(folder, hf.path_of)
     cfg, params = hf.load(folder)
-    abstract = decoder.shapes(cfg)
-    assert [tuple(t.shape) for t in tree.leaves(params)] == [tuple(t.shape) for t in tree.leaves(abstract)]
-    return params
+    for path, like in tree.items(decoder.shapes(cfg)):
+        assert tuple(tree.get(params, path).shape) == tuple(like.shape), path
+    return dequantize(params)
 
 
 @pytest.mark.parametrize("count, seed", [(2000, 0), pytest.param(200_000, 1, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
     method = quantized.method(config["quantization_config"])               # a frozen value, such as Gptq(bits=4, ...)
     parts  = quantized.names(method, weight, found)                        # () if this weight is dense
+    dtype  = quantized.dtype(method, weight, header.tensors, model)        # to which the library decodes
     like   = quantized.like(method, weight, header.tensors, shape, dtype)  # a Packed of meta tensors
     packed = quantized.load(method, weight, {name: read(name) for name in parts}, shape, dtype)
 
@@ -79,6 +80,18 @@ def method(config: Mapping[str, Any]) -> Method:
 def names(method: Method, weight: str, found: Collection[str]) -> tuple[str, ...]:
     """Return the names of the tensors that make up ``weight``, "X.weight", among ``found``; () if it is dense."""
     return _MODULES[type(method)].names(method, weight, found)
+
+
+def dtype(method: Method, weight: str, entries: Entries, model: torch.dtype) -> torch.dtype:
+    """Return the dtype to which the library decodes ``weight``: that of its scales, or that of the model.
+
+    The state of bitsandbytes has a dtype too, which is the model's.
+    """
+    if isinstance(method, Gptq | Awq | CompressedTensors):
+        for name in names(method, weight, entries):
+            if name.endswith("scales") or name.endswith("weight_scale"):
+                return entries[name].dtype if entries[name].dtype in FLOATS else model
+    return model
 
 
 def like(method: Method, weight: str, entries: Entries, shape: tuple[int, ...], dtype: torch.dtype) -> Packed:

@@ -21,6 +21,8 @@ MODELS = {
     "llama, rows of 96": GQA,
     "llama, biases": dataclasses.replace(CONFIGS["biases"], hidden=128),
     "qwen3, tied": dataclasses.replace(CONFIGS["qwen3"], hidden=128, tied=True),
+    "gemma2": dataclasses.replace(CONFIGS["gemma2"], hidden=128),
+    "phi3": dataclasses.replace(CONFIGS["phi3"], hidden=128),
 }
 LINEARS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and bitsandbytes warn of their own deprecations

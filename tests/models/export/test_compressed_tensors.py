@@ -17,16 +17,18 @@ from fquant.io import safetensors
 from models import decoder, hf
 from models.export import compressed_tensors as exported
 from models.export.compressed_tensors import KINDS
-from tests.helpers.hf_models import GQA, random_params
+from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 PRESETS = {"int8": "W8A8", "int4": "W4A16", "fp8": "FP8_DYNAMIC"}
 WIDE = dataclasses.replace(GQA, dim=128, hidden=256, num_heads=4, head_dim=32)
 MODELS = {
     "llama": WIDE,
     "biases": dataclasses.replace(WIDE, attention_bias=True, mlp_bias=True),
-    "qwen3, tied": dataclasses.replace(WIDE, qk_norm=True, tied=True),
+    "qwen3, tied": dataclasses.replace(WIDE, family="qwen3", norm_eps=1e-6, qk_norm=True, tied=True),
+    "gemma2": dataclasses.replace(CONFIGS["gemma2"], dim=128, hidden=256, head_dim=32),
+    "phi3": dataclasses.replace(CONFIGS["phi3"], dim=128, hidden=256, head_dim=32),
 }
-LINEARS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
+LINEARS = r"layers\.\d+\.(q|k|v|qkv|o|gate|up|gate_up|down)"
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of its own deprecations
 
 

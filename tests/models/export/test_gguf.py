@@ -12,33 +12,20 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fquant import NF4, dequantize, lora, quantize, random, tree
 from fquant.io import gguf as file
-from fquant.lazy import Lazy
 from models import decoder, hf
 from models.export import gguf
+from tests.helpers.gguf_files import back
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 
 WIDE = dataclasses.replace(GQA, dim=256, hidden=512, head_dim=64, vocab=100)  # for blocks of 256
-EXPORTED = {name: cfg for name, cfg in CONFIGS.items() if name != "qwen3, everything"}
-
-
-def undo(path, w, cfg):
-    """Undo llama.cpp's order of rows, as transformers' LlamaTensorProcessor does."""
-    if cfg.qk_norm or path.removesuffix("_bias")[-2:] not in (".q", ".k"):
-        return w
-    heads = cfg.num_kv_heads if path.removesuffix("_bias").endswith("k") else cfg.num_heads
-    return w.reshape(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).swapaxes(2, 1).reshape(w.shape)
-
-
-def back(path, cfg, params):
-    """The parameters that the package reads."""
-    found = {t.name: t for t in package.GGUFReader(path).tensors}
-
-    def leaf(at, _):
-        t = found[gguf.tensor_name(at)]
-        w = quants.dequantize(t.data, t.tensor_type).reshape([int(n) for n in t.shape[::-1]])
-        return torch.from_numpy(undo(at, w, cfg).copy())
-
-    return tree.map_with_path(leaf, params, is_leaf=lambda x: hasattr(x, "format") or isinstance(x, Lazy)), found
+EXPORTED = {
+    name: cfg
+    for name, cfg in CONFIGS.items()
+    if cfg.family in gguf.ARCHITECTURES
+    and name != "qwen3, everything"
+    and not cfg.window
+    and (cfg.rope_scaling is None or cfg.rope_scaling.kind in ("linear", "llama3"))
+}
 
 
 @pytest.mark.parametrize("cfg", EXPORTED.values(), ids=EXPORTED)
@@ -83,6 +70,8 @@ HF = {
     "llama": GQA,
     "llama, tied": CONFIGS["full heads, tied"],
     "llama, wide heads": CONFIGS["wide heads, tied"],
+    "mistral": CONFIGS["mistral without a window"],
+    "qwen2": CONFIGS["qwen2"],
     # transformers ignores attention.key_length of a Qwen3 and assumes heads of 128.
     "qwen3": dataclasses.replace(CONFIGS["qwen3"], head_dim=128, num_heads=2, num_kv_heads=1),
     "qwen3, tied": dataclasses.replace(CONFIGS["qwen3"], head_dim=128, num_heads=2, num_kv_heads=2, tied=True),
@@ -129,7 +118,9 @@ def test_file_types_are_the_packages():
 
 
 def test_names_are_the_packages():
-    for cfg, arch in ((GQA, package.MODEL_ARCH.LLAMA), (CONFIGS["qwen3"], package.MODEL_ARCH.QWEN3)):
+    its = {"mistral without a window": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "grouped": "llama"}
+    for name, architecture in its.items():
+        cfg, arch = CONFIGS[name], package.MODEL_ARCH[architecture.upper()]
         names = package.get_tensor_name_map(arch, 2)
         for path in tree.paths(decoder.shapes(cfg)):
             module, _, end = hf.tensor_name(path).rpartition(".")
@@ -179,7 +170,15 @@ def test_refused(tmp_path):
     cases = [
         (GQA, params, "q5_k", "kind = 'q5_k', want one of f32"),
         (GQA, params, "q4_k", "token_embd.weight: width 64 is not a multiple of the 256 elements.* use q8_0 or q4_0"),
-        (CONFIGS["qwen3, everything"], None, "f32", "biases: llama.cpp's qwen3 has none"),
+        (
+            CONFIGS["qwen3, everything"],
+            None,
+            "f32",
+            "attention_bias = True has no place in a GGUF of llama.cpp's qwen3",
+        ),
+        (CONFIGS["mistral"], None, "f32", "window = 24 has no place in a GGUF of llama.cpp's llama"),
+        (CONFIGS["gemma2"], None, "f32", "family = 'gemma2', a GGUF is written for llama, mistral, qwen2, qwen3"),
+        (CONFIGS["yarn scaling"], None, "f32", "kind 'yarn', llama.cpp's llama has linear and llama3"),
         (dataclasses.replace(GQA, vocab=7), params, "f32", r"embed: got shape \(96, 64\), wanted \(7, 64\)"),
         (dataclasses.replace(GQA, tied=True), params, "f32", "final.head: not a parameter of this config"),
         (GQA, dataclasses.replace(params, embed=params.embed.int()), "f32", "embed: got torch.int32, wanted floats"),
@@ -195,7 +194,7 @@ def test_refused(tmp_path):
 
 
 def test_a_field_that_is_not_known_is_refused():
-    wider = dataclasses.make_dataclass("Wider", [("window", int, 0)], bases=(type(GQA),), frozen=True)
+    wider = dataclasses.make_dataclass("Wider", [("other", int, 0)], bases=(type(GQA),), frozen=True)
     assert gguf.architecture(wider(**dataclasses.asdict(GQA))).name == "llama"
-    with pytest.raises(ValueError, match="window = 8 has no place in a GGUF that is known here"):
-        gguf.architecture(wider(**dataclasses.asdict(GQA), window=8))
+    with pytest.raises(ValueError, match="other = 8 has no place in a GGUF of llama.cpp's llama"):
+        gguf.architecture(wider(**dataclasses.asdict(GQA), other=8))
