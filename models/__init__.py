@@ -1,6 +1,8 @@
 """Functional model definitions: parameters in, logits, images or a loss out."""
 
-from . import autoencoder, blocks, config, decoder, fused_cross_entropy, hf
+from . import autoencoder, blocks, config, decoder, encoder, fused_cross_entropy, hf, hf_encoder
 from .blocks import cross_entropy
 
-__all__ = ["autoencoder", "blocks", "config", "cross_entropy", "decoder", "fused_cross_entropy", "hf"]
+__all__ = [
+    "autoencoder", "blocks", "config", "cross_entropy", "decoder", "encoder", "fused_cross_entropy", "hf", "hf_encoder",
+]  # fmt: skip

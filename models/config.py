@@ -100,7 +100,7 @@ class Config:
     interleaved: bool = False  # rows of an expert's gate and up alternate; else gate comes first
     swiglu_limit: float | None = None  # experts clamp gate and up, and multiply by up + 1
     swiglu_alpha: float = 1.702  # the factor in the sigmoid of such experts
-    sinks: bool = False  # a score of each head that takes a part of attention and has no value
+    sinks: bool = False  # one more score for each head, whose value is 0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden", "max_positions"):
@@ -112,8 +112,6 @@ class Config:
         if (rotary := self.rotary_dim or self.head_dim) % 2 or not 0 < rotary <= self.head_dim:
             fault = "is odd" if rotary == self.head_dim else f"of head_dim = {self.head_dim} are rotated"
             raise ValueError(f"head_dim = {rotary} {fault}; rotary embedding pairs its elements, use an even one")
-        if self.sinks:
-            raise ValueError("sinks = True, which is not implemented; use a model without attention sinks")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             wanted = f"want 1 to num_experts = {self.num_experts}"
             raise ValueError(f"experts_per_token = {self.experts_per_token}, {wanted}")

@@ -61,9 +61,10 @@ class Layer:
     router: Any = None  # [experts, dim]
     router_bias: Any = None
     gate_up_bias: Any = None
+    sinks: Any = None  # [num_heads]
 
 
-_LATER = "qkv gate_up attn_post_norm mlp_post_norm router router_bias gate_up_bias"
+_LATER = "qkv gate_up attn_post_norm mlp_post_norm router router_bias gate_up_bias sinks"
 for _name in _LATER.split():  # which older files lack
     tree.LATER_FIELDS[tree.name_of(Layer), _name] = None
 
@@ -158,7 +159,8 @@ def _block(
     q, k, v = _heads(comm.enter(_norm(x, layer.attn_norm, cfg)), layer, cfg)
     if cfg.qk_norm:
         q, k = (_norm(h, w, cfg) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
-    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, cfg.attention_scale, cfg.attention_cap)
+    scale, cap, sinks = cfg.attention_scale, cfg.attention_cap, layer.sinks if cfg.sinks else None
+    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, scale, cap, sinks=sinks)
     y = _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     x = x + (_norm(y, layer.attn_post_norm, cfg) if cfg.post_norms else y)
     y = comm.enter(_norm(x, layer.mlp_norm, cfg))
@@ -212,7 +214,7 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
     sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden, "experts": cfg.num_experts}
     width = cfg.expert_hidden or cfg.hidden
-    sizes |= {"expert_ffn": width, "expert_gate_up": 2 * width}
+    sizes |= {"expert_ffn": width, "expert_gate_up": 2 * width, "num_heads": cfg.num_heads}
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
     return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
@@ -222,7 +224,7 @@ def dims(cfg: Config) -> dict[str, dict[str, str]]:
     """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
     A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv, gate_up,
-    experts, expert_ffn and expert_gate_up.
+    num_heads, experts, expert_ffn and expert_gate_up.
     """
     final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
     layers = {f"layers.{i}": _layer_dims(cfg, cfg.has_experts(i)) for i in range(cfg.num_layers)}
@@ -245,6 +247,8 @@ def _layer_dims(cfg: Config, has_experts: bool) -> dict[str, str]:
         layer |= {"q_norm": "head", "k_norm": "head"}  # one for all heads
     if cfg.post_norms:
         layer |= {"attn_post_norm": "embed", "mlp_post_norm": "embed"}
+    if cfg.sinks:
+        layer |= {"sinks": "num_heads"}
     if has_experts:
         layer |= {"router": "experts embed", "gate_up": "experts expert_gate_up embed"}
         layer |= {"down": "experts embed expert_ffn"}
@@ -255,7 +259,7 @@ def _layer_dims(cfg: Config, has_experts: bool) -> dict[str, str]:
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:
-    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases 0.
+    """Draw parameters from a key as LlamaForCausalLM does: matrices normal with std 0.02, norms 1, biases and sinks 0.
 
     Norms that multiply by one more than their weight begin at 0.
     """

@@ -1,4 +1,4 @@
-"""The root mean square norm (Zhang & Sennrich 2019) as one fused pass each way.
+"""The root mean square norm (Zhang & Sennrich 2019) as one fused pass each way; and the norm of layers.
 
     y = rms_norm(x, weight, eps)
 
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -49,6 +50,18 @@ def rms_norm_wide(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False)
     """
     wide = at_least_float32(weight)
     return rms_norm(at_least_float32(x), wide + 1 if plus_one else wide, eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Compute ``(x - mean) / std * weight + bias`` over the last dim (Ba et al. 2016): x ``[... d]``, in x's dtype.
+
+    Computed in float32 (float64 for float64 ``x``) and rounded once. The weight and the bias ``[d]`` are cast to x's
+    dtype. Raises ValueError for a weight or bias of another shape.
+    """
+    if not x.ndim or not weight.shape == bias.shape == x.shape[-1:]:
+        got = f"shapes {tuple(weight.shape)} and {tuple(bias.shape)}"
+        raise ValueError(f"weight and bias: {got}, want the last dim of x {tuple(x.shape)}")
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def _uses_formula() -> bool:  # in forward mode, and in torch.compile, which refuses a Function with a jvp

@@ -36,13 +36,15 @@ WEIGHTS = "adapter_model.safetensors"
 def save(
     folder: str | Path, adapters: Adapters, module_name: Callable[[str], str], base_model: str = "", *,
     embeddings: Collection[str] = ("embed",), weights: Mapping[str, Tensor] | None = None,
+    task_type: str | None = "CAUSAL_LM",
 ) -> None:  # fmt: skip
     """Write adapters as a PEFT directory, tensors in float32.
 
     ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
     ``embeddings`` are the paths of tables. ``weights`` are whole tensors by path, in their own dtype: of modules that
-    were trained in full, and of biases, whose path is that of the weight and ``_bias``. Raises ValueError, before
-    anything is written, if PEFT cannot express the adapters.
+    were trained in full, and of biases, whose path is that of the weight and ``_bias``. ``task_type`` selects PEFT's
+    class; None, its plain one, is right for an encoder. Raises ValueError, before anything is written, if PEFT cannot
+    express the adapters.
     """
     expect(adapters, f"{folder}: got no adapters, wanted at least one")
     tensors: dict[str, Tensor] = {}
@@ -74,7 +76,7 @@ def save(
     whole, others = _whole(weights or {}, module_name, by_module)
     targets = {"target_modules": sorted(set(by_module).difference(stacked))}
     targets |= {"target_parameters": sorted(stacked)} if stacked else {}
-    settings = peft_config.text(by_module, base_model, **targets, **others)
+    settings = peft_config.text(by_module, base_model, task_type=task_type, **targets, **others)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write(folder / WEIGHTS, tensors | whole, {"format": "pt"})

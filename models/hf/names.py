@@ -74,6 +74,8 @@ def tensor_name(path: str, cfg: Config | None = None) -> str:
     Weights of experts have their name in the memory of transformers; ``stacks`` has those in files.
     """
     weight = path.removesuffix("_bias")
+    if weight.endswith(".sinks") and weight.split(".")[0] == "layers":
+        return f"model.{weight.removesuffix('sinks')}self_attn.sinks"
     name = _name(weight, cfg)
     if ".mlp.experts." in name:
         return name if weight == path else f"{name}_bias"

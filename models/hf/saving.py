@@ -1,13 +1,15 @@
 """Saving of decoders as Hugging Face folders that transformers loads."""
 
-from collections.abc import Mapping
+import math
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fquant import tree
+from fquant import packed, tree
 from fquant.grouped_products import full_shape
 from fquant.io import safetensors
 from fquant.lazy import Lazy
@@ -37,16 +39,44 @@ def save(
     another shape than the config's, or an extra key that matters. Raises TypeError for a leaf that is no float tensor.
     """
     folder = Path(folder)
+    check_target(folder, dequantize)
+    leaves: dict[str, Lazy] = {}
+    for path, leaf in named(decoder.shapes(cfg), params, lambda path: path, dequantize).items():
+        reads = Lazy(lambda leaf=leaf: leaf, tree.map(lambda t: t.to("meta"), leaf))
+        leaves |= stacks.tensors(path, cfg, reads, dequantize)
+    config = to_hf(cfg) | {"torch_dtype": dtype_name(params.embed, dequantize)} | dict(extra or {})
+    if from_hf(config) != cfg:
+        raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
+    write(folder, config, leaves, max_shard_bytes, dequantize)
+
+
+def check_target(folder: Path, dequantize: torch.dtype | None) -> None:
+    """Raise ValueError for a folder that holds a model, and TypeError for a dtype that no folder has."""
     if taken := [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]:
         raise ValueError(f"{folder}: there is a {taken[0]} already, want a folder without a model; choose another")
     if dequantize not in (None, *FLOATS):
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
-    leaves = _named(cfg, params, dequantize)
-    dtype = dequantize if dequantize and isinstance(params.embed, Packed) else params.embed.dtype
-    config = to_hf(cfg) | {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(extra or {})
-    if from_hf(config) != cfg:
-        raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
-    nbytes = {name: leaf.like.nbytes for name, leaf in leaves.items()}
+
+
+def _written(leaf: Tensor | Packed | Lazy, dequantize: torch.dtype | None) -> torch.dtype:
+    if isinstance(leaf, Lazy):
+        return leaf.like.dtype
+    return dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
+
+
+def dtype_name(leaf: Tensor | Packed, dequantize: torch.dtype | None) -> str:
+    """Return the ``torch_dtype`` of a config, by the dtype in which ``leaf`` is written."""
+    return str(_written(leaf, dequantize)).removeprefix("torch.")
+
+
+def write(
+    folder: Path, config: dict[str, Any], leaves: Mapping[str, Tensor | Packed | Lazy], max_shard_bytes: int,
+    dequantize: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Write tensors by name, in shards if they are large, and then ``config.json``."""
+    written = lambda leaf: _written(leaf, dequantize)
+    shape = lambda leaf: leaf.like.shape if isinstance(leaf, Lazy) else leaf.shape
+    nbytes = {name: math.prod(shape(leaf)) * written(leaf).itemsize for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
         if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
@@ -56,17 +86,31 @@ def save(
     files = files if len(shards) > 1 else [SINGLE]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
-        safetensors.write(folder / file, {name: leaves[name] for name in names}, {"format": "pt"})
+        shard: Any = _Dequantized({name: leaves[name] for name in names})
+        shard.dtype = dequantize
+        safetensors.write(folder / file, shard, {"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map})
     write_json(folder / CONFIG, config)
 
 
-def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str, Lazy]:
-    """Return the tensors of a file by name, those of packed weights decoded one at a time; check them by the config."""
+class _Dequantized(UserDict[str, Any]):
+    """Tensors by name; a packed one is dequantised each time it is read, to its ``dtype``, and not kept."""
+
+    dtype: torch.dtype | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        leaf = self.data[name]
+        return packed.dequantize(leaf, self.dtype) if isinstance(leaf, Packed) else leaf
+
+
+def named(
+    wanted: Any, params: Any, name: Callable[[str], str], dequantize: torch.dtype | None
+) -> dict[str, Tensor | Packed]:
+    """Return the leaves of ``params`` by their names in a file, checked against a tree of meta tensors."""
     out = {}
-    for path, like in tree.items(decoder.shapes(cfg)):
+    for path, like in tree.items(wanted):
         try:
             leaf = tree.get(params, path)
         except KeyError as error:
@@ -81,9 +125,8 @@ def _named(cfg: Config, params: Any, dequantize: torch.dtype | None) -> dict[str
         shape = full_shape(leaf) if isinstance(leaf, Packed) else tuple(leaf.shape)
         if shape != tuple(like.shape):
             raise ValueError(f"{path} has shape {shape}, want {tuple(like.shape)}; check the config")
-        reads = Lazy(lambda leaf=leaf: leaf, tree.map(lambda t: t.to("meta"), leaf))
-        out |= stacks.tensors(path, cfg, reads, dequantize)
+        out[name(path)] = leaf
     paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
-    if surplus := paths - set(tree.paths(decoder.shapes(cfg))):
+    if surplus := paths - set(tree.paths(wanted)):
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
     return out

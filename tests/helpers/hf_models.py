@@ -74,6 +74,22 @@ CONFIGS |= {
     "qwen3_moe, dense layers, windows": dataclasses.replace(
         _QWEN3_MOE, num_layers=3, dense_layers=(1,), routing="softmax", window=20, attention_bias=True
     ),
+    "gpt_oss": dataclasses.replace(
+        GQA,
+        family="gpt_oss",
+        num_layers=3,
+        attention_bias=True,
+        sinks=True,
+        wide_norm=True,
+        num_experts=5,
+        experts_per_token=2,
+        routing="softmax_of_chosen",
+        expert_bias=True,
+        interleaved=True,
+        swiglu_limit=0.7,
+        window=20,
+        full_layers=(1,),
+    ),
     "phi3": _PHI3,
     "phi3, part of the head, window": dataclasses.replace(_PHI3, rotary_dim=8, window=30, num_kv_heads=1, tied=True),
     "phi3, longrope": dataclasses.replace(_PHI3, rope_scaling=_LONG, max_positions=128),

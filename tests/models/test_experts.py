@@ -160,7 +160,6 @@ BAD = {
     "routing": ({"routing": "sinkhorn"}, "routing = 'sinkhorn', want one of softmax, renormalised"),
     "fused": ({"fused": True}, "fused = True beside experts"),
     "limit": ({"swiglu_limit": 0.0}, "swiglu_limit = 0.0, want a positive number or None"),
-    "sinks": ({"sinks": True}, "sinks = True, which is not implemented"),
 }
 
 

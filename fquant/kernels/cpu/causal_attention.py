@@ -1,4 +1,4 @@
-"""Causal attention on the CPU, by csrc/attention.h: strides of tensors, and boundaries of documents.
+"""Attention on the CPU, by csrc/attention.h: strides of tensors, and boundaries of documents.
 
 Queries, keys and values may have any strides, except that the elements of a head are contiguous. Capped scores are left
 to the reference.
@@ -21,25 +21,26 @@ PANEL = 64  # tokens after the last that an instruction set may read
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: int | None = None, scale: float | None = None,
-    cap: float | None = None, out: Sequence = (None, None),
+    cap: float | None = None, causal: bool = True, sinks: Tensor | None = None, out: Sequence = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if cap is not None:
-        return causal_attention.attention(q, k, v, runs, window, scale, cap)
+        return causal_attention.attention(q, k, v, runs, window, scale, cap, causal, sinks)
     y, lse = _by_tokens(out[0], q), result(out[1], *q.shape[:3], dtype=torch.float32)
     if y.numel():
-        _call(runs, window, scale, lse=lse, q=q, k=k, v=v, y=y)
+        _call(runs, window, scale, causal, sinks, lse=lse, q=q, k=k, v=v, y=y)
     return y, lse
 
 
 def attention_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
-    window: int | None = None, scale: float | None = None, cap: float | None = None, out: Any = None,
+    window: int | None = None, scale: float | None = None, cap: float | None = None, causal: bool = True,
+    out: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if cap is not None:
-        return causal_attention.attention_backward(g, y, lse, q, k, v, runs, window, scale, cap)
+        return causal_attention.attention_backward(g, y, lse, q, k, v, runs, window, scale, cap, causal)
     dq, dk, dv = map(_by_tokens, out or (None, None, None), (q, k, v))
     if q.numel():
-        _call(runs, window, scale, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)
+        _call(runs, window, scale, causal, lse=lse.contiguous(), q=q, k=k, v=v, g=g, y=y, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 
@@ -49,7 +50,10 @@ def _by_tokens(out: Tensor | None, like: Tensor) -> Tensor:
     return result(rows, b, t, heads, e, dtype=like.dtype).transpose(1, 2)
 
 
-def _call(runs: Tensor | None, window: int | None, scale: float | None, lse: Tensor, **tensors: Tensor) -> None:
+def _call(
+    runs: Tensor | None, window: int | None, scale: float | None, causal: bool, sinks: Tensor | None = None, *,
+    lse: Tensor, **tensors: Tensor,
+) -> None:  # fmt: skip
     dense = {name: dense_rows(t) for name, t in tensors.items()}
     q, labels = dense["q"], None if runs is None else _labels(runs)
     work = Attention(**{name: t.data_ptr() for name, t in dense.items()}, lse=lse.data_ptr())
@@ -59,6 +63,8 @@ def _call(runs: Tensor | None, window: int | None, scale: float | None, lse: Ten
     work.batch, work.heads, work.t, work.e = q.shape
     work.kv, work.dtype = dense["k"].shape[1], DTYPES[q.dtype]
     work.scale = q.shape[3] ** -0.5 if scale is None else scale
+    work.causal, rows = causal, None if sinks is None else sinks.contiguous()
+    work.sinks = None if rows is None else rows.data_ptr()
     work.window = window if window is not None and window < q.shape[2] else 0
     if labels is not None:
         work.labels, work.labelled = labels.data_ptr(), labels.shape[1]

@@ -69,8 +69,8 @@ class Attention(ctypes.Structure):
     """``Attention`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "q k v g y dq dk dv lse labels"), (Long * 3, "qs ks vs gs ys dqs dks"),
-        (Long, "batch heads kv t e labelled window parts"), (Float, "scale"), (Int, "dtype half"),
+        (Pointer, "q k v g y dq dk dv lse sinks labels"), (Long * 3, "qs ks vs gs ys dqs dks"),
+        (Long, "batch heads kv t e labelled window parts"), (Float, "scale"), (Int, "dtype half causal"),
     )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""Causal attention in plain torch: the formula, and the same in chunks of queries without a tensor of all scores.
+"""Attention in plain torch: the formula, and the same in chunks of queries without a tensor of all scores.
 
 A chunk of queries meets only the keys that it may see. Of its scores only the log-sum-exp is kept, and the backward
 computes the scores again (Dao et al. 2022, "FlashAttention"). Products are in the dtype of ``q``, the softmax and the
 sums in float32 at least.
 
-``window``, ``scale`` and ``cap`` are those of ``fquant.kernels.ops.attention``: the number of keys that a query sees,
-itself included; the factor of its products, 1 / sqrt(e) by default; and the limit of its scores.
+``window``, ``scale``, ``cap`` and ``sinks`` are those of ``fquant.kernels.ops.attention``: the number of keys that a
+query sees, itself included; the factor of its products, 1 / sqrt(e) by default; the limit of its scores; and the scores
+of one more key for each head, whose value is 0.
 """
 
 import math
@@ -25,30 +26,32 @@ Factor: TypeAlias = float | None
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
-    cap: Factor = None,
+    cap: Factor = None, causal: bool = True, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the formula: q ``[b h t e]``, k and v ``[b k t e]``, runs ``[b t]`` -> ``[b h t e]``, log-sum-exp f32."""
-    scores = masked_scores(q, k, visible(slice(0, q.shape[2]), q, runs, window), scale, cap)
-    return mixed(scores.softmax(-1), v), scores.logsumexp(-1).flatten(1, 2)
+    scores = masked_scores(q, k, visible(slice(0, q.shape[2]), q, runs, window, causal), scale, cap)
+    scores = with_sinks(scores, sinks)
+    return mixed(scores.softmax(-1)[..., : k.shape[2]], v), scores.logsumexp(-1).flatten(1, 2)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: Count = None, scale: Factor = None,
-    cap: Factor = None,
+    cap: Factor = None, causal: bool = True, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute :func:`dense` in chunks of queries."""
     parts = []
     for at in _chunks(q):
-        scores = masked_scores(q[:, :, at], k[:, :, : at.stop], visible(at, q, runs, window), scale, cap)
-        lse = scores.logsumexp(-1, keepdim=True)
-        parts.append((mixed((scores - lse).exp(), v[:, :, : at.stop]), lse[..., 0].flatten(1, 2)))
+        end = at.stop if causal else q.shape[2]
+        scores = masked_scores(q[:, :, at], k[:, :, :end], visible(at, q, runs, window, causal), scale, cap)
+        lse = with_sinks(scores, sinks).logsumexp(-1, keepdim=True)
+        parts.append((mixed((scores - lse).exp(), v[:, :, :end]), lse[..., 0].flatten(1, 2)))
     y, lse = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in zip(*parts, strict=True))
     return by_tokens(y), lse
 
 
 def attention_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
-    window: Count = None, scale: Factor = None, cap: Factor = None,
+    window: Count = None, scale: Factor = None, cap: Factor = None, causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v; those of k and v are summed over chunks in float32 at least."""
     dq: list[Tensor] = []
@@ -56,8 +59,8 @@ def attention_backward(
     dv: Any = None
     for at in reversed(list(_chunks(q))):  # the longest first; shorter ones are added to it
         rows = g[:, :, at], y[:, :, at], lse[:, :, at], q[:, :, at]
-        seen = visible(at, q, runs, window)
-        part_q, part_k, part_v = _chunk_backward(*rows, k[:, :, : at.stop], v[:, :, : at.stop], seen, scale, cap)
+        seen, end = visible(at, q, runs, window, causal), at.stop if causal else q.shape[2]
+        part_q, part_k, part_v = _chunk_backward(*rows, k[:, :, :end], v[:, :, :end], seen, scale, cap)
         dq.insert(0, part_q)
         dk, dv = _added(dk, part_k), _added(dv, part_v)
     return by_tokens(torch.cat(dq, 2)), by_tokens(dk.to(k.dtype)), by_tokens(dv.to(v.dtype))
@@ -89,13 +92,25 @@ def mixed(p: Tensor, v: Tensor) -> Tensor:
     return (p.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
-def visible(chunk: slice, like: Tensor, runs: Tensor | None, window: Count = None) -> Tensor:
-    """Return the mask of a chunk of queries over keys up to its end: bool ``[1 1 1 c s]`` or ``[b 1 1 c s]``."""
-    place = torch.arange(chunk.stop, device=like.device)
-    causal = (place[chunk, None] >= place)[None, None, None]
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Append the scores of the sinks ``[b h]``, if any, to scores ``[b k g c s]``: ``[b k g c s + 1]``."""
+    if sinks is None:
+        return scores
+    column = sinks.unflatten(1, scores.shape[1:3])[..., None, None].to(scores.dtype)
+    return torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
+
+
+def visible(chunk: slice, like: Tensor, runs: Tensor | None, window: Count = None, causal: bool = True) -> Tensor:
+    """Return the mask of a chunk of the queries ``like`` over keys: bool ``[1 1 1 c s]`` or ``[b 1 1 c s]``.
+
+    Causal keys are those up to the chunk's end, others are all.
+    """
+    end = chunk.stop if causal else like.shape[2]
+    place = torch.arange(end, device=like.device)
+    seen = (place[chunk, None] >= (place if causal else 0 * place))[None, None, None]
     if window is not None:
-        causal = causal & (place[chunk, None] < place + window)
-    return causal if runs is None else causal & (runs[:, chunk, None] == runs[:, None, : chunk.stop])[:, None, None]
+        seen = seen & (place[chunk, None] < place + window)
+    return seen if runs is None else seen & (runs[:, chunk, None] == runs[:, None, :end])[:, None, None]
 
 
 def _chunk_backward(

@@ -1,6 +1,7 @@
 """Experts of a folder as stacks: both layouts of transformers, packing expert by expert, round trips, gpt-oss, PEFT."""
 
 import dataclasses
+import json
 from functools import partial
 from typing import Any
 
@@ -10,19 +11,17 @@ import safetensors.torch
 import torch
 import transformers
 
-from fquant import NF4, NF4_DQ, Packed, dequantize, lora, quantize, tree
+from fquant import MXFP4, NF4, NF4_DQ, Packed, dequantize, lora, quantize, tree
 from fquant import lazy as lazies
 from fquant.grouped_products import full_shape
 from fquant.io import peft as peft_io
 from models import decoder, hf
-from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, gguf
-from models.hf import stacks
 from tests.bench import timing
 from tests.helpers.hf_models import CONFIGS, random_params
 
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(0))
-NAMES = ("mixtral", "qwen3_moe, dense layers, windows")
+NAMES = ("mixtral", "qwen3_moe, dense layers, windows", "gpt_oss")
 EXPERTS = r"layers\.\d+\.(gate_up|down)"
 
 
@@ -91,36 +90,6 @@ def test_memory_of_packing(tmp_path):
     assert extra <= 4 * one < 32 * one / 4
 
 
-def test_gpt_oss():
-    """Compare all of the model but attention sinks, which are set to have no part; the folder itself is refused."""
-    cfg = Config(
-        96, 64, 3, 4, 2, 16, 40, family="gpt_oss", attention_bias=True, wide_norm=True, num_experts=5,
-        experts_per_token=2, routing="softmax_of_chosen", expert_bias=True, interleaved=True, swiglu_limit=0.7,
-        window=9, full_layers=(1,), max_positions=128,
-    )  # fmt: skip
-    options: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.GptOssConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=40, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=0.7, sliding_window=9,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **options,
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM(config).eval()
-    params = random_params(cfg)
-    state = {}
-    for path, leaf in tree.items(params):
-        named = stacks.tensors(path, cfg, lazies.Lazy(lambda leaf=leaf: leaf, leaf.to("meta")))
-        state |= {name: part.read() for name, part in named.items()}
-    sinks = {f"model.layers.{i}.self_attn.sinks": torch.full((4,), -1e9) for i in range(3)}
-    model.load_state_dict(state | sinks)
-    with torch.no_grad():
-        wanted = model(TOKENS).logits
-    assert wanted.std() > 0.5
-    torch.testing.assert_close(decoder.forward(params, TOKENS, cfg), wanted, rtol=0, atol=2e-5)
-    assert stacks.is_transposed("layers.0.down", cfg) and not stacks.is_transposed("layers.0.o", cfg)
-    with pytest.raises(ValueError, match="sinks = True, which is not implemented"):
-        hf.from_hf({**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_peft(name, tmp_path):
@@ -160,3 +129,54 @@ def test_faults(tmp_path):
     for export in (bitsandbytes, compressed_tensors, gguf):
         with pytest.raises(ValueError, match=r"num_experts = 5: .* of experts are not implemented; export a plain"):
             export.save(tmp_path / "x", cfg, params)
+
+
+def test_mxfp4(tmp_path):
+    """Read the layout in which gpt-oss is published as packed stacks, with the logits that transformers decodes."""
+    cfg = dataclasses.replace(CONFIGS["gpt_oss"], hidden=64)
+    params = random_params(cfg, torch.bfloat16)
+    hf.save(tmp_path, cfg, params)
+    state = safetensors.torch.load_file(tmp_path / hf.SINGLE)
+    for path, w in tree.items(params):
+        if path.endswith((".gate_up", ".down")):
+            p, name = quantize(w, MXFP4), hf.tensor_name(path, cfg)
+            assert isinstance(p.scale, torch.Tensor)
+            del state[name]
+            state[f"{name}_blocks"] = (p.codes >> 4 | p.codes << 4).unflatten(-1, (-1, 16))
+            state[f"{name}_scales"] = (p.scale.log2().round() + 127).to(torch.uint8)
+    safetensors.torch.save_file(state, tmp_path / hf.SINGLE, {"format": "pt"})
+    config = json.loads((tmp_path / hf.CONFIG).read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / hf.CONFIG).write_text(json.dumps(config))
+    _, loaded = hf.load(tmp_path)
+    assert isinstance(loaded.layers[0].gate_up, Packed) and loaded.layers[0].gate_up.shape == (5, 128, 64)
+    options: Any = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.bfloat16}
+    options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).float().eval()
+    with torch.no_grad():
+        wanted = model(TOKENS).logits
+    torch.testing.assert_close(decoder.forward(loaded, TOKENS, cfg, dtype=torch.float32), wanted, rtol=0, atol=2e-5)
+
+
+def test_quantised_experts_of_a_folder(tmp_path):
+    """Read experts that are quantised one by one, as compressed-tensors does, as packed stacks."""
+    cfg = CONFIGS["qwen3_moe"]
+    hf.save(tmp_path, cfg, random_params(cfg))
+    state, dense_state = safetensors.torch.load_file(tmp_path / hf.SINGLE), {}
+    kind = compressed_tensors.KINDS["int8"]
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        codes, scale = compressed_tensors.quantize(state[name], kind)
+        dense_state[name] = compressed_tensors.dequantize(codes, scale)
+        state |= {name: codes, f"{name}_scale": scale}
+    safetensors.torch.save_file(state, tmp_path / hf.SINGLE, {"format": "pt"})
+    config = json.loads((tmp_path / hf.CONFIG).read_text())
+    table = compressed_tensors.quantization_config(kind)
+    (tmp_path / hf.CONFIG).write_text(json.dumps(config | {"quantization_config": table}))
+    _, loaded = hf.load(tmp_path)
+    assert isinstance(loaded.layers[0].gate_up, Packed) and isinstance(loaded.layers[0].down, Packed)
+    got = dequantize(loaded)
+    for i, layer in enumerate(got.layers):
+        part = lambda e, name, i=i: dense_state[f"model.layers.{i}.mlp.experts.{e}.{name}.weight"]
+        both = torch.stack([torch.cat([part(e, "gate_proj"), part(e, "up_proj")]) for e in range(6)])
+        torch.testing.assert_close(layer.gate_up, both, rtol=1e-6, atol=1e-7)
+    logits = decoder.forward(got, TOKENS, cfg)
+    torch.testing.assert_close(decoder.forward(loaded, TOKENS, cfg), logits, rtol=0, atol=2e-5)

@@ -1,9 +1,9 @@
-/* Causal attention and its gradient (fquant/kernels/ops/attention.py). A unit is a head of keys and values of one
+/* Attention and its gradient (fquant/kernels/ops/attention.py). A unit is a head of keys and values of one
    sequence, with all heads of queries that read it; without gradient, a part of their panels.
 
    Scores are computed transposed, a tile of KEYS by a PANEL of queries at a time, and stay in the second cache (Dao et
    al. 2022, "FlashAttention"). So the maximum and the sum of a query belong to one lane, and no vector is summed up.
-   Tiles that no query of a panel may see are skipped: those of later tokens, of earlier documents, and before the
+   Tiles that no query of a panel may see are skipped: those of later tokens, of other documents, and before the
    window. */
 
 typedef struct { /* the scratch of a unit; the last three lines are for the gradient */
@@ -40,6 +40,8 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
     int64_t last = MIN(a->t, q + PANEL);
     *first = labels ? q : 0;
     for (int64_t i = q; labels && i < last; i++) *first = MIN(*first, labels[i]);
+    for (int64_t end = a->t; !a->causal; end--) /* a later document begins behind the panel */
+        if (end == last || !labels || labels[end - 1] < last) return *first = *first / KEYS * KEYS, end;
     if (a->window) *first = MAX(*first, q - a->window + 1);
     *first = *first / KEYS * KEYS;
     return last;
@@ -49,7 +51,7 @@ INLINE int64_t NAME(look)(const Attention *a, const int32_t *labels, int64_t q, 
 INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
     const Lanes none = (Lanes){0} - INFINITY, low = (Lanes){0} - 3e38f, one = (Lanes){0} + 1.0f;
-    int masked = labels || a->window || k + n > q, changed = 0, each = half ? 2 : 1;
+    int masked = labels || a->window || k + n > (a->causal ? q : a->t), changed = 0, each = half ? 2 : 1;
     float by[PANEL];
     for (int64_t v = 0; v < PANEL; v += LANES) {
         Lanes *scores = (Lanes *)(r->scores + v), before, most, base, total, factor;
@@ -89,7 +91,7 @@ INLINE void NAME(soften)(const Attention *a, Room *r, const int32_t *labels, int
 /* Turn tiles of scores and of gradients of weights into weights and gradients of scores, the latter also as words. */
 INLINE void NAME(slopes)(const Attention *a, Room *r, const int32_t *labels, int64_t k, int64_t n, int64_t q,
                          int half) {
-    int masked = labels || a->window || k + n > q, each = half ? 2 : 1;
+    int masked = labels || a->window || k + n > (a->causal ? q : a->t), each = half ? 2 : 1;
     for (int64_t v = 0; v < PANEL; v += LANES) {
         Lanes lse, mean, p[2], d[2];
         memcpy(&lse, r->most + v, sizeof lse);
@@ -159,7 +161,11 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const 
                 NAME(across)(r.rows, PANEL, s.inner, PANEL, r.g_across);
                 NAME(down)(r.rows, s.inner, PANEL, s.columns, half, r.g_down);
                 NAME(means)(a, &r, b, h, q);
-            } else for (int i = 0; i < PANEL; i++) r.most[i] = -INFINITY, r.total[i] = 0.0f;
+            } else
+                for (int i = 0; i < PANEL; i++) {
+                    r.most[i] = a->sinks ? a->sinks[b * a->heads + h] : -INFINITY;
+                    r.total[i] = a->sinks ? 1.0f : 0.0f;
+                }
             memset(r.sums, 0, (size_t)(QUERIES * s.columns * 4));
             for (int64_t k = first; k < last; k += KEYS) {
                 int64_t keys = padded_to(MIN(KEYS, last - k), SIX), words = keys / s.each;

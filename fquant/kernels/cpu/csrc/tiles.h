@@ -82,7 +82,8 @@ INLINE void NAME(down)(const uint32_t *rows, int64_t inner, int64_t n, int64_t c
 INLINE Bits NAME(seen)(const Attention *a, const int32_t *labels, int64_t k, int64_t q) {
     Bits place, label;
     for (int i = 0; i < LANES; i++) place[i] = (uint32_t)(q + i);
-    Bits seen = (Bits)(place >= (Bits){0} + (uint32_t)k);
+    Bits seen = (Bits)(place >= (Bits){0} + (uint32_t)(a->causal ? k : 0));
+    if (k >= a->t) seen = (Bits){0}; /* behind the last key */
     if (a->window) seen &= (Bits)(place < (Bits){0} + (uint32_t)(k + a->window));
     if (!labels) return seen;
     memcpy(&label, labels + q, sizeof label);

@@ -67,17 +67,19 @@ typedef struct { /* rows [width] with strides `apart` in x and `apart_g` in g */
 
 /* Attention of q [b heads t e] to k and v [b kv t e]: y and lse f32[b heads t]; or if g is not NULL, the gradients dq,
    dk and dv. Strides are those of b, heads and tokens, in elements. `labels` i32[b labelled], or NULL, is the first
-   token of each token's document, with a panel of padding. A token sees `window` tokens, itself included; 0: all. */
+   token of each token's document, with a panel of padding. A causal token sees `window` tokens, itself included; 0:
+   all. `sinks` f32[b heads], or NULL, are scores of one more key of value 0; the gradient finds them in lse. */
 enum { KEYS = 96, SIX = 6 }; /* keys of a tile, a multiple of six and of all vectors; rows of a micro-kernel */
 typedef struct {
     const void *q, *k, *v, *g;
     void *y, *dq, *dk, *dv;
     float *lse;
+    const float *sinks;
     const int32_t *labels;
     int64_t qs[3], ks[3], vs[3], gs[3], ys[3], dqs[3], dks[3];
     int64_t batch, heads, kv, t, e, labelled, window, parts;
     float scale;
-    int32_t dtype, half;
+    int32_t dtype, half, causal;
 } Attention;
 
 /* An elementwise program. library.py numbers the operations like this. */

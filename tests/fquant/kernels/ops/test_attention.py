@@ -1,9 +1,10 @@
-"""Causal attention and its gradients on every backend, against the formula in float64 with counted roundings."""
+"""Attention and its gradients on every backend, against the formula in float64 with counted roundings."""
 
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant.kernels import dispatch
 from fquant.kernels.ops.attention import attention, attention_backward
-from fquant.kernels.reference.causal_attention import capped, dense, scores, visible
+from fquant.kernels.reference.causal_attention import capped, dense, scores, visible, with_sinks
 from tests.helpers.arrays import named, rng
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced, shifted, strided
@@ -39,23 +40,25 @@ def drawn(b=2, kv=2, group=2, t=70, e=16, dtype=torch.float32, seed=0, size=1.0)
     return tuple(x.to(dtype) for x in (size * q, k, v, out))
 
 
-def both(q, k, v, g, runs=None, **options):
+def both(q, k, v, g, runs=None, sinks=None, **options):
     """Return y, lse and the gradients."""
-    y, lse = attention(q, k, v, runs, **options)
+    y, lse = attention(q, k, v, runs, sinks=sinks, **options)
     return y, lse, *attention_backward(g, y, lse, q, k, v, runs, **options)
 
 
-def exact(q, k, v, g, runs=None, window=None, scale=None, cap=None):
+def exact(q, k, v, g, runs=None, window=None, scale=None, cap=None, causal=True, sinks=None):
     """Return the exact results, and for each the sum of the magnitudes of its terms, which scales the roundings."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
-    formula = partial(dense, runs=runs, window=window, scale=scale, cap=cap)
+    sinks = None if sinks is None else sinks.double()
+    formula = partial(dense, runs=runs, window=window, scale=scale, cap=cap, causal=causal, sinks=sinks)
     y, lse = formula(q, k, v)
     pulled = vjp(lambda *x: formula(*x)[0], q, k, v)[1](g)
     group = lambda x: x.abs().unflatten(1, (k.shape[1], -1))
     over = lambda x: x.abs()[:, :, None]
-    seen = visible(slice(0, q.shape[2]), q, runs, window)
+    seen = visible(slice(0, q.shape[2]), q, runs, window, causal)
     size = scores(q.abs(), k.abs(), scale)  # [b k g t s], the largest that scores could be
-    p = capped(scores(q, k, scale), cap).masked_fill(~seen, -torch.inf).softmax(-1)
+    p = capped(scores(q, k, scale), cap).masked_fill(~seen, -torch.inf)
+    p = with_sinks(p, sinks).softmax(-1)[..., : k.shape[2]]
     slope = group(g) @ over(v).mT
     ds = p * (slope + (p * slope).sum(-1, keepdim=True)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     down = lambda p, x: (p.mT @ group(x)).sum(2)
@@ -94,7 +97,11 @@ def calls(draw):
         "window": draw(st.none() | st.integers(1, 8) | st.sampled_from([31, 64, 97, 130, 300])),
         "scale": draw(st.none() | st.sampled_from([0.05, 0.5])),
         "cap": draw(st.none() | st.none() | st.sampled_from([0.5, 30.0])),
+        "sinks": draw(st.none() | st.sampled_from([1.0, 30.0])),
     }
+    options["causal"] = options["window"] is not None or draw(st.booleans())
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"] * torch.randn(b, kv * group, generator=rng(seed + 1))
     return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], options
 
 
@@ -113,8 +120,8 @@ def test_long_sequences(backend, dtype):
     """Sequences of many tiles, where tiles that no query sees are skipped."""
     with forced(backend):
         for kind in ("one", "documents"):
-            for window in (None, 200):
-                assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)), window=window)
+            for options in ({}, {"window": 200}, {"causal": False}):
+                assert_right(*drawn(1, 1, 2, 700, 40, dtype), runs=RUNS[kind](1, 700, rng(1)), **options)
 
 
 @named("backend", ISAS)
@@ -170,6 +177,26 @@ def test_what_is_not_finite_stays_with_who_sees_it(backend, bad):
         assert alike(got[:, :, :192], y[:, :, :192])
         runs = (torch.arange(400) >= 300).long()[None]
         assert alike(attention(q, wrong, v, runs)[0][:, :, 384:], attention(q, k, v, runs)[0][:, :, 384:])
+
+
+@named("backend", BACKENDS)
+@named("causal", [True, False])
+def test_a_sink_is_a_key_whose_value_is_zero(backend, causal):
+    """Compare with one more key of every head, which all tokens see; a sink of -inf is none."""
+    q, k, v, g = drawn(1, 2, 1, 130, 8)
+    sinks = torch.tensor([[0.3, -2.0]])
+    key = torch.zeros(1, 2, 1, 9)
+    key[..., 8] = sinks[..., None]
+    wide = torch.cat([q / 8**0.5, torch.ones(1, 2, 130, 1)], -1), torch.cat([F.pad(k, (0, 1)), key], 2)
+    mask = torch.ones(130, 131, dtype=torch.bool)
+    mask = mask if not causal else F.pad(mask[:, :130].tril(), (0, 1), value=True)
+    p = (wide[0] @ wide[1].mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    with forced(backend):
+        y, lse = attention(q, k, v, causal=causal, sinks=sinks)
+        torch.testing.assert_close(y, p @ F.pad(v, (0, 0, 0, 1)), rtol=0, atol=1e-5)
+        none = both(q, k, v, g, causal=causal, sinks=torch.full((1, 2), -torch.inf))
+        for one, other in zip(none, both(q, k, v, g, causal=causal), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @named("backend", BACKENDS)
@@ -236,6 +263,9 @@ WRONG = {
     "runs": (ValueError, r"runs \(2, 4\) and", lambda: attention(Q, K, V, torch.zeros(2, 4, dtype=torch.long))),
     "runs' dtype": (TypeError, "runs torch.int32", lambda: attention(Q, K, V, torch.zeros(2, 5, dtype=torch.int32))),
     "device": (ValueError, "q on cpu and k on meta", lambda: attention(Q, K.to("meta"), V)),
+    "sinks": (ValueError, r"sinks \(4,\) and", lambda: attention(Q, K, V, sinks=torch.zeros(4))),
+    "sinks' dtype": (TypeError, "sinks torch.float64", lambda: attention(Q, K, V, sinks=torch.zeros(2, 4).double())),
+    "window": (ValueError, "window 3 and causal False", lambda: attention(Q, K, V, window=3, causal=False)),
     "g": (ValueError, r"g \(2, 4, 4, 6\) and", lambda: attention_backward(G[:, :, :4], Y, LSE, Q, K, V)),
     "y": (TypeError, "y torch.bfloat16 beside", lambda: attention_backward(G, Y.bfloat16(), LSE, Q, K, V)),
     "lse": (ValueError, r"lse \(2, 4\) and", lambda: attention_backward(G, Y, LSE[..., 0], Q, K, V)),

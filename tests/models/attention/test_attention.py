@@ -35,19 +35,20 @@ def dense(q, k, v, runs=None, **options):
     return y.transpose(1, 2)
 
 
-def loop(q, k, v, runs=None, window=None, scale=None, cap=None):
+def loop(q, k, v, runs=None, window=None, scale=None, cap=None, causal=True, sinks=None):
     """Compute attention one query and one head at a time."""
     rows = []
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
             for h in range(q.shape[2]):
                 kv = h // (q.shape[2] // k.shape[2])
-                seen = [s for s in range(t + 1) if runs is None or runs[b, s] == runs[b, t]]
+                seen = [s for s in range(t + 1 if causal else q.shape[1]) if runs is None or runs[b, s] == runs[b, t]]
                 seen = [s for s in seen if window is None or s > t - window]
                 scores = torch.stack([q[b, t, h] @ k[b, s, kv] for s in seen])
                 scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
                 scores = scores if cap is None else cap * (scores / cap).tanh()
-                weights = scores.exp() / scores.exp().sum()
+                sink = 0 if sinks is None else sinks[h].exp()
+                weights = scores.exp() / (scores.exp().sum() + sink)
                 rows.append(sum(w * v[b, s, kv] for w, s in zip(weights, seen, strict=True)))
     return torch.stack(rows).reshape(q.shape)
 
@@ -70,6 +71,8 @@ OPTIONS: dict[str, Any] = {
     "scale": {"scale": 0.7},
     "cap": {"cap": 0.5},
     "documents": {"window": 2, "runs": RUNS},
+    "not causal": {"causal": False},
+    "not causal, documents": {"causal": False, "scale": 0.3, "cap": 0.4, "runs": RUNS},
     "all": {"window": 2, "scale": 0.3, "cap": 0.4, "runs": RUNS},
 }
 
@@ -199,3 +202,35 @@ def test_long_sequences_of_many_documents():
     lengths = torch.arange(700)
     runs = torch.stack([(lengths // 37), (lengths // 350)])
     torch.testing.assert_close(attention(q, k, v, runs), dense(q, k, v, runs))
+
+
+SINKS: dict[str, Any] = {
+    "alone": {},
+    "documents": {"runs": RUNS},
+    "window, scale and cap": {"window": 2, "scale": 0.3, "cap": 0.4},
+    "not causal": {"causal": False, "runs": RUNS},
+}
+
+
+@named("kv_heads", [1, 4])
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks(name, kv_heads, way):
+    """Compare values, all gradients, tangents, second derivatives and a vmap over sinks with those of the loop."""
+    options, args = SINKS[name], (*heads(kv_heads), normal(4, seed=5).double())
+    cotangent = normal(2, 7, 4, 6, seed=9)
+    ours, theirs = (lambda q, k, v, s, f=f: f(q, k, v, sinks=s, **options) for f in (attention, loop))
+    (got, pulled, *_), (wanted, pull, *_) = vjp(ours, *args), vjp(theirs, *args)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(pulled(cotangent), pull(cotangent))
+    assert (wanted - loop(*args[:3], **options)).abs().max() > 1e-2
+    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
+    torch.testing.assert_close(jvp(ours, args, tangents)[1], jvp(theirs, args, tangents)[1])
+    wave = lambda f: lambda *x: f(*x).sin().sum()
+    every = lambda f: grad(f, (0, 1, 2, 3))
+    moved = lambda f: lambda *x: sum((g * t).sum() for g, t in zip(every(wave(f))(*x), tangents, strict=True))
+    plain = lambda q, k, v, s: dense(q, k, v, sinks=s.expand(2, 4), **options)
+    torch.testing.assert_close(every(moved(ours))(*args), every(moved(plain))(*args))
+    curved = lambda f: hessian(lambda s: wave(f)(*args[:3], s))(args[3])
+    torch.testing.assert_close(curved(ours), curved(theirs))
+    each = vmap(grad(lambda s: wave(ours)(*args[:3], s)))(torch.stack([args[3], -args[3]]))
+    torch.testing.assert_close(each[1], grad(lambda s: wave(theirs)(*args[:3], s))(-args[3]))
