@@ -80,7 +80,7 @@ SINGLE = {
     ),
     "integers": (
         lambda f: edit_tensors(f, lambda t: t.update({Q: torch.ones(64, 64, dtype=torch.int8)})),
-        f"{Q} in .* is torch.int8, want floats; or a quantization_config",
+        f"{Q} in .* is torch.int8, want floats, or a quantization_config",
     ),
     "both layouts": (
         lambda f: (f / hf.INDEX).write_text("{}"),
