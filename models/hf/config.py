@@ -48,7 +48,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
             fault = f"hidden_size = {dim} is not a multiple of num_attention_heads = {heads}"
             raise ValueError(f"{fault}; correct one of them")
         defaults |= {"head_dim": dim // heads}
-    if kind == "gpt_oss" and not given.keys() & rope_keys.ROPE_KEYS:
+    if kind == "gpt_oss" and not given.keys() & {"rope_scaling", "rope_parameters"}:
         given["rope_parameters"] = rope_keys.GPT_OSS
     if kind == "qwen3_moe":  # transformers 5 writes the other name
         _rename(given, "num_local_experts", "num_experts")

@@ -56,7 +56,7 @@ def _everywhere(raw: dict[str, Any], window: Any) -> Windows:
     return _window(raw, window), ()
 
 
-def _gemma_windows(raw: dict[str, Any], window: Any, is_full: Callable[[int], bool]) -> Windows:
+def _needed_windows(raw: dict[str, Any], window: Any, is_full: Callable[[int], bool]) -> Windows:
     found, full = _by_layer(raw, 1 if window is None else window, is_full)
     if window is None and found is not None:
         raise ValueError(f"sliding_window = null, want a number for the layers with {SLIDING!r}; state it")
@@ -91,7 +91,7 @@ def _gemma3_windows(raw: dict[str, Any], window: Any) -> Windows:
     raw.pop("_sliding_window_pattern", None)
     pattern = integer(raw, "sliding_window_pattern", 6)
     raw.pop("sliding_window_pattern", None)
-    return _gemma_windows(raw, window, lambda i: (i + 1) % pattern == 0)
+    return _needed_windows(raw, window, lambda i: (i + 1) % pattern == 0)
 
 
 def _layer_types(cfg: Config) -> list[str]:
@@ -193,7 +193,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset({"hidden_act", "sliding_window_size"}),
         defaults={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
         nullable={"sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        windows=lambda raw, window: _gemma_windows(raw, window, lambda i: i % 2 == 1), write=_write_gemma,
+        windows=lambda raw, window: _needed_windows(raw, window, lambda i: i % 2 == 1), write=_write_gemma,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "Gemma 3", fixed=_GEMMA | {"qk_norm": True}, keys=_GEMMA_KEYS, only=_GEMMA_ONLY,
@@ -234,7 +234,8 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
             "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
         },
-        nullable={"sliding_window": 128}, windows=lambda raw, window: _by_layer(raw, window, lambda i: i % 2 == 1),
+        nullable={"sliding_window": 128},
+        windows=lambda raw, window: _needed_windows(raw, window, lambda i: i % 2 == 1),
         write=lambda cfg: {"sliding_window": cfg.window, "layer_types": _layer_types(cfg)},
         harmless=frozenset({"router_aux_loss_coef", "hidden_act", "initial_context_length", "experts_per_token"}),
     ),
