@@ -92,7 +92,7 @@ def grouped(theta, base, data):
 
 
 def group_data(i):
-    return {"x": draw(f"x{i}", 7, 64), "counts": torch.tensor([2 - i, 0, 1 + 2 * i, 4 - i])}
+    return {"x": draw(f"x{i}", 7, 64), "counts": torch.tensor([2 - i % 3, 0, 1 + 2 * (i % 3), 4 - i % 3])}
 
 
 def group_weights(seed):
