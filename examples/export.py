@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,7 +94,7 @@ def main(args: list[str] | None = None) -> int:
         cfg, params = hf.lazy(options.model)
         if options.adapter is not None:
             wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
-            params = merged(params, peft.load(options.adapter, hf.path_of), wide.get(options.to))
+            params = merged(params, peft.load(options.adapter, partial(hf.path_of, cfg=cfg)), wide.get(options.to))
         with bar(console, console.is_terminal) as progress:
             task = progress.add_task(f"writing {options.out}", total=None)
             done = lambda finished, total: progress.update(task, completed=finished, total=total)

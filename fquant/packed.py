@@ -26,6 +26,7 @@ The invariants of a Packed, for a weight of shape ``(out, in)``:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -96,8 +97,11 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     those of integers, E2M1 and E4M3. Values below 1.2e-38, the least normal float32, may become zeros.
     """
     if isinstance(w, Lazy):
-        whole = lazy.map(partial(quantize, format=format, importance=importance), w)
+        each = partial(quantize, format=format, importance=importance)
+        if w.parts and importance is None:
+            return lazy.stack([each(part) for part in w.parts])
         by_rows = w.rows is not None and importance is None and len(w.like.shape) > 1 and format.rows_alone
+        whole = lazy.map(each, w)
         return replace(whole, read=partial(_by_rows, w, format)) if by_rows else whole
     expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
     expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
@@ -170,6 +174,29 @@ def _check_range(p: Packed, scale: float) -> None:
     if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
         fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"
         raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
+
+
+def concatenate(parts: Sequence[Packed]) -> Packed:
+    """Return the packed array of the rows of ``parts``, matrices one below the other; codes stay, nested scales decode.
+
+    Raises ValueError for another format, dtype or width than the first's, and for a format whose parts share numbers:
+    flat, centred, or with learned vectors.
+    """
+    first = parts[0]
+    format, width = first.format, first.shape[1:]
+    expect(format.rows_alone, f"{format.name}: packed arrays of this format have no common rows; dequantize them first")
+    for p in parts:
+        got, wanted = (p.format.name, p.shape[1:], p.dtype), (format.name, width, first.dtype)
+        expect(p.format == format and got == wanted, f"got rows of {got}, wanted {wanted} as in the first part")
+    scales = [p.scale if isinstance(p.scale, Tensor) else _decoded(p.scale) for p in parts]
+    zero = None if first.zero is None else torch.cat([p.zero for p in parts if p.zero is not None])
+    shape = sum(p.shape[0] for p in parts), *width
+    codes = torch.cat([p.codes for p in parts])
+    return replace(first, codes=codes, scale=torch.cat(scales), zero=zero, format=format.plain, shape=shape)
+
+
+def _decoded(scale: Packed) -> Tensor:
+    return scale.codes.new_empty(scale.shape, dtype=torch.float32) if scale.codes.is_meta else dequantize(scale)
 
 
 @overload

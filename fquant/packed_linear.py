@@ -200,7 +200,7 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
         if any(ctx.needs_input_grad[2:]):
-            raise TypeError(_CONSTANT.format("gradient"))
+            raise TypeError(CONSTANT.format("gradient"))
         if g is None:
             return (None,) * (2 + SLOTS)
         product = ctx.product._replace(transposed=not ctx.product.transposed)
@@ -223,7 +223,7 @@ class _Matmul(_ReverseOnly):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
         if any(t is not None for t in tangents):
-            raise TypeError(_CONSTANT.format("tangent"))
+            raise TypeError(CONSTANT.format("tangent"))
         return _matmul(dx, ctx.product, *ctx.saved_tensors)
 
 
@@ -238,7 +238,7 @@ def _matmul(x: Tensor, *rest: Any) -> Tensor:
     return _Matmul.apply(x, *rest)
 
 
-_CONSTANT = (
+CONSTANT = (
     "the {} of a packed weight was asked for, but a Packed is a constant; "
     "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
 )

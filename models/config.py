@@ -11,6 +11,7 @@ from fquant import tree
 
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu_tanh")
+ROUTINGS = ("softmax", "renormalised", "renormalised_wide", "softmax_of_chosen")  # see models.experts
 
 
 @tree.value
@@ -90,6 +91,15 @@ class Config:
     full_layers: tuple[int, ...] = ()  # layers without the window
     window_rope_theta: float | None = None  # of layers with the window, which then have no scaling; None: as others
     rotary_dim: int | None = None  # elements of a head that are rotated; None: all
+    num_experts: int = 0  # of a layer; 0: one MLP for all tokens
+    experts_per_token: int = 0
+    expert_hidden: int | None = None  # width of an expert; None: hidden
+    dense_layers: tuple[int, ...] = ()  # layers without experts
+    routing: str = "renormalised"  # from scores of experts to their weights
+    expert_bias: bool = False  # of the router and of experts
+    interleaved: bool = False  # rows of an expert's gate and up alternate; else gate comes first
+    swiglu_limit: float | None = None  # experts clamp gate and up, and multiply by up + 1
+    swiglu_alpha: float = 1.702  # the factor in the sigmoid of such experts
     sinks: bool = False  # one more score for each head, whose value is 0
 
     def __post_init__(self) -> None:
@@ -102,9 +112,16 @@ class Config:
         if (rotary := self.rotary_dim or self.head_dim) % 2 or not 0 < rotary <= self.head_dim:
             fault = "is odd" if rotary == self.head_dim else f"of head_dim = {self.head_dim} are rotated"
             raise ValueError(f"head_dim = {rotary} {fault}; rotary embedding pairs its elements, use an even one")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            wanted = f"want 1 to num_experts = {self.num_experts}"
+            raise ValueError(f"experts_per_token = {self.experts_per_token}, {wanted}")
+        if self.num_experts and self.fused:
+            raise ValueError("fused = True beside experts; no known family has both, set it to False")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing = {self.routing!r}, want one of {', '.join(ROUTINGS)}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation = {self.activation!r}, want one of {', '.join(ACTIVATIONS)}")
-        for name in ("attention_scale", "attention_cap", "final_cap", "window", "window_rope_theta"):
+        for name in ("attention_scale", "attention_cap", "final_cap", "window", "window_rope_theta", "swiglu_limit"):
             if (got := getattr(self, name)) is not None and not 0 < got < math.inf:
                 raise ValueError(f"{name} = {got}, want a positive number or None")
         if self.attention_bias and self.qkv_bias:
@@ -119,6 +136,10 @@ class Config:
     def window_of(self, layer: int) -> int | None:
         """Return the window of a layer by its index; None if it sees all tokens."""
         return None if layer in self.full_layers else self.window
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer, by its index, has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def longest(self) -> float:

@@ -1,9 +1,10 @@
-"""The decoder of the Llama, Mistral, Qwen, Gemma and Phi families as a function of its parameters.
+"""The decoder of the Llama, Mistral, Mixtral, Qwen, Gemma and Phi families as a function of its parameters.
 
 A family is a choice of switches of ``models.config.Config``; nothing here asks for a family by name.
 
-Weights are ``[out in]``, each a Tensor, a Packed or an Adapted. A block may also be a Loadable, whose content a Comm
-gathers (see ``fquant.communication``); column-parallel weights sit between ``comm.enter`` and ``comm.exit``.
+Weights are ``[out in]``, those of experts ``[experts out in]``, each a Tensor, a Packed or an Adapted. A block may also
+be a Loadable, whose content a Comm gathers (see ``fquant.communication``); column-parallel weights sit between
+``comm.enter`` and ``comm.exit``.
 
 A block gets every tensor as an argument. ``comm.wrap`` may differentiate the block by hand, and then a tensor that the
 block closed over would silently get no gradient.
@@ -21,7 +22,7 @@ from fquant.communication import LOCAL, Comm, Loadable
 from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import embedding, linear
 
-from . import blocks, fused_cross_entropy
+from . import blocks, experts, fused_cross_entropy
 from .attention import attention
 from .config import Config
 from .norm import rms_norm, rms_norm_wide
@@ -43,7 +44,7 @@ class Layer:
     mlp_norm: Any = None  # [dim]
     gate: Any = None  # [hidden, dim]
     up: Any = None  # [hidden, dim]
-    down: Any = None  # [dim, hidden]
+    down: Any = None  # [dim, hidden], of experts [experts, dim, width]
     q_bias: Any = None
     k_bias: Any = None
     v_bias: Any = None
@@ -54,13 +55,17 @@ class Layer:
     q_norm: Any = None  # [head_dim]
     k_norm: Any = None  # [head_dim]
     qkv: Any = None  # the rows of q, k and v
-    gate_up: Any = None  # the rows of gate and up
+    gate_up: Any = None  # the rows of gate and up, of experts [experts, 2 * width, dim]
     attn_post_norm: Any = None  # [dim]
     mlp_post_norm: Any = None  # [dim]
+    router: Any = None  # [experts, dim]
+    router_bias: Any = None
+    gate_up_bias: Any = None
     sinks: Any = None  # [num_heads]
 
 
-for _name in ("qkv", "gate_up", "attn_post_norm", "mlp_post_norm", "sinks"):  # which older files lack
+_LATER = "qkv gate_up attn_post_norm mlp_post_norm router router_bias gate_up_bias sinks"
+for _name in _LATER.split():  # which older files lack
     tree.LATER_FIELDS[tree.name_of(Layer), _name] = None
 
 
@@ -158,9 +163,13 @@ def _block(
     y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, scale, cap, sinks=sinks)
     y = _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     x = x + (_norm(y, layer.attn_post_norm, cfg) if cfg.post_norms else y)
-    gate, up = _gate_and_up(comm.enter(_norm(x, layer.mlp_norm, cfg)), layer, cfg)
-    y = blocks.swiglu(gate, up) if cfg.activation == "silu" else blocks.geglu(gate, up)
-    y = _row_parallel(y, layer.down, layer.down_bias, comm)
+    y = comm.enter(_norm(x, layer.mlp_norm, cfg))
+    if layer.router is not None:
+        y = comm.exit(experts.mixture(y, layer, cfg))
+    else:
+        gate, up = _gate_and_up(y, layer, cfg)
+        y = blocks.swiglu(gate, up) if cfg.activation == "silu" else blocks.geglu(gate, up)
+        y = _row_parallel(y, layer.down, layer.down_bias, comm)
     return x + (_norm(y, layer.mlp_post_norm, cfg) if cfg.post_norms else y)
 
 
@@ -203,7 +212,9 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     """Return the parameter tree of ``cfg`` with meta tensors as leaves."""
     sizes = {"vocab": cfg.vocab, "embed": cfg.dim, "ffn": cfg.hidden, "head": cfg.head_dim}
     sizes |= {"heads": cfg.num_heads * cfg.head_dim, "kv_heads": cfg.num_kv_heads * cfg.head_dim}
-    sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden, "num_heads": cfg.num_heads}
+    sizes |= {"qkv": sizes["heads"] + 2 * sizes["kv_heads"], "gate_up": 2 * cfg.hidden, "experts": cfg.num_experts}
+    width = cfg.expert_hidden or cfg.hidden
+    sizes |= {"expert_ffn": width, "expert_gate_up": 2 * width, "num_heads": cfg.num_heads}
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
     return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
@@ -212,9 +223,15 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
 def dims(cfg: Config) -> dict[str, dict[str, str]]:
     """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
 
-    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv, gate_up
-    and num_heads.
+    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv, gate_up,
+    num_heads, experts, expert_ffn and expert_gate_up.
     """
+    final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
+    layers = {f"layers.{i}": _layer_dims(cfg, cfg.has_experts(i)) for i in range(cfg.num_layers)}
+    return {"embed": {"": "vocab embed"}, **layers, "final": final}
+
+
+def _layer_dims(cfg: Config, has_experts: bool) -> dict[str, str]:
     layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
     layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
     if cfg.fused:
@@ -232,8 +249,13 @@ def dims(cfg: Config) -> dict[str, dict[str, str]]:
         layer |= {"attn_post_norm": "embed", "mlp_post_norm": "embed"}
     if cfg.sinks:
         layer |= {"sinks": "num_heads"}
-    final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
-    return {"embed": {"": "vocab embed"}, **{f"layers.{i}": dict(layer) for i in range(cfg.num_layers)}, "final": final}
+    if has_experts:
+        layer |= {"router": "experts embed", "gate_up": "experts expert_gate_up embed"}
+        layer |= {"down": "experts embed expert_ffn"}
+        layer = {name: names for name, names in layer.items() if name not in ("gate", "up")}
+    if has_experts and cfg.expert_bias:
+        layer |= {"router_bias": "experts", "gate_up_bias": "experts expert_gate_up", "down_bias": "experts embed"}
+    return layer
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:
@@ -243,7 +265,7 @@ def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params
     """
 
     def leaf(path: str, like: Tensor) -> Tensor:
-        if like.dim() == 2:
+        if like.dim() > 1 and not path.endswith("bias"):
             return (INIT_STD * random.normal(random.fold(key, path), tuple(like.shape))).to(dtype)
         one = path.endswith("norm") and not cfg.norm_plus_one
         return torch.full(like.shape, 1.0 if one else 0.0, dtype=dtype, device=key.device)

@@ -62,8 +62,9 @@ def check_dims(dims: Dims, params: Any) -> None:
             if not hasattr(weight, "shape"):
                 raise ValueError(f"{at}: got dims of a {type(weight).__name__}; wanted those of each weight inside")
             shape = tuple(weight.shape)
-            if len(shape) != len(names.split()):
-                raise ValueError(f"{at}: got {len(names.split())} names, {names!r}; wanted {len(shape)} for {shape}")
+            ndim = max(len(shape), *(leaf.ndim for leaf in tree.leaves(weight)))  # a stack's shape is of one member
+            if ndim != len(names.split()):
+                raise ValueError(f"{at}: got {len(names.split())} names, {names!r}; wanted {ndim} for {shape}")
             named.add(at)
     for path in tree.paths(params):
         if not any(_is_inside(path, weight) for weight in named):

@@ -80,10 +80,11 @@ def check(cfg: Config, fmt: Format | None, seq: int, model: Any) -> None:
     bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
     """
     for path, w in tree.items(decoder.shapes(cfg)):
-        if fmt is not None and fmt.block and path.split(".")[-1] in LINEARS and w.shape[1] % fmt.block:
-            fits = [block for block in format.BLOCKS if w.shape[1] % block == 0]
+        if fmt is not None and fmt.block and path.split(".")[-1] in LINEARS and w.shape[-1] % fmt.block:
+            fits = [block for block in format.BLOCKS if w.shape[-1] % block == 0]
             fix = f"use --block {fits[-1]}" if fits else "use --format int8"
-            raise ValueError(f"{path}: dim 1 = {w.shape[1]} is not a multiple of {fmt.name}'s block {fmt.block}; {fix}")
+            fault = f"dim {w.ndim - 1} = {w.shape[-1]} is not a multiple of {fmt.name}'s block {fmt.block}"
+            raise ValueError(f"{path}: {fault}; {fix}")
     if seq > cfg.max_positions:
         raise ValueError(f"--seq is {seq}; wanted at most {cfg.max_positions}, the positions of {model}")
 

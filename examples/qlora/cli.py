@@ -10,6 +10,7 @@ training is in examples/qlora/train.py.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -50,7 +51,8 @@ def summary(x: Step) -> str:
 def show(run: Run, state: State, result: Result) -> None:
     """Write the adapter, the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), Console()
-    peft.save(folder / ADAPTER, state.adapters, hf.module_name, base_model=str(options.model))
+    names = partial(hf.module_name, cfg=run.work.cfg)
+    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(options.model))
     runs.write(folder / runs.RESULT, dataclasses.asdict(result))
     drawn = curve(folder, result)
     console.print(table(result, options, dist.get_world_size()))

@@ -46,6 +46,14 @@ def product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tens
     return _product(name, *_checked_product(name, x, buffers, spec))
 
 
+def product_into(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, y: Tensor) -> None:
+    """Compute the product ``name`` of checked arguments into ``y``, which is contiguous; for the inside of ops."""
+    if x.device.type == "cpu" and x.dtype is not torch.float64 and backend("cpu")[0] == "cpu":
+        _product(name, x, buffers, spec, out=y)
+    else:
+        y.copy_(_product(name, x, buffers, spec))
+
+
 def _call(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor:
     if is_direct(x, *buffers):
         return product(name, x, buffers, spec)

@@ -1,7 +1,8 @@
 """Adapters and the weights that they adapt: initialisation, attaching, stacking.
 
 An adapter of a stack of weights [*stack out in], such as the experts of a layer, has a [*stack rank in] and
-b [*stack out rank]. ``vmap`` of ``linear`` over the attached stack computes one expert a member.
+b [*stack out rank]. Either may lack the dims of the stack: all members then share it. ``grouped_linear`` multiplies
+with the attached stack, or ``vmap`` of ``linear``, if nothing is shared.
 """
 
 import re
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..communication import AfterLoad, Loadable, LookedUpRows
+from ..grouped_products import full_shape
 from ..lazy import Lazy
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms
@@ -25,12 +27,14 @@ _is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora) for w i
 def init(
     base: Any, targets: str, rank: int, alpha: float = 16.0, key: int | Tensor = 0, *, init: str = "kaiming",
     dora: bool = False, rank_stabilised: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32,
+    shared: bool = False,
 ) -> Adapters:  # fmt: skip
     """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
     depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
-    except for ``dora``. Raises ValueError if nothing matches, or a match is not a weight [out in].
+    except for ``dora``. A stack of weights [stack out in] gets an adapter for each, or one for all if ``shared``.
+    Raises ValueError if nothing matches, a match is not a weight [out in] or a stack, and for DoRA of a stack.
     """
     expect(init in ("kaiming", "gaussian"), f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
     expect(rank >= 1, f"rank is {rank}; wanted at least 1")
@@ -39,13 +43,15 @@ def init(
     adapters: Adapters = {}
     for path, w in matching(base, targets):
         with tree.at(path):
-            out, width = _shape(w)
-            own, shape = random.fold(key, path), (rank, width)
+            *many, out, width = _shape(w, stacked=True)
+            expect(not (many and dora), "got DoRA for a stack of weights, which is not implemented; use LoRA")
+            many = [] if shared else many
+            own, shape = random.fold(key, path), (*many, rank, width)
             a = random.kaiming_uniform(own, shape, width) if init == "kaiming" else random.normal(own, shape) / rank
             if dora and (isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w))):
                 raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
             magnitude = square_norms(w).sqrt().to(dtype) if dora else None
-            b = a.new_zeros(out, rank, dtype=dtype)
+            b = a.new_zeros(*many, out, rank, dtype=dtype)
             adapters[path] = Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
     return adapters
 
@@ -87,7 +93,7 @@ class _Attach:
                 lora, (*many, out, width) = adapters[""], _shape(x, stacked=True)
                 a, b = tuple(lora.a.shape), tuple(lora.b.shape)
                 fits = (b[-2], a[-1]) == (out, width) and a[-2] == b[-1]
-                if not fits or (many and not list(a[:-2]) == list(b[:-2]) == many):
+                if not fits or (many and not all(list(lead) in ([], many) for lead in (a[:-2], b[:-2]))):
                     lead = "".join(f"{n} " for n in many)
                     fault = f"an adapter a {a}, b {b} does not fit a weight {(*many, out, width)}"
                     raise ValueError(f"{fault}; wanted a [{lead}rank {width}], b [{lead}{out} rank]")
@@ -121,7 +127,9 @@ def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
             return _shape(base, stacked)
         case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]
-        case Packed() | Tensor():
+        case Packed():
+            shape = full_shape(w)
+        case Tensor():
             shape = tuple(w.shape)
         case _:
             raise ValueError(f"a {type(w).__name__} is no weight; wanted a tensor or Packed [out in]")

@@ -31,7 +31,7 @@ from .. import hf
 from ..config import Config
 from ..hf.config import to_hf
 from . import folder as folders
-from .leaves import checked, is_linear
+from .leaves import checked, is_linear, refuse_experts
 
 
 def save(
@@ -53,6 +53,7 @@ def save(
     ``folder.write``, ``leaves.checked`` and ``fquant.io.bnb.save``.
     """
     folders.refuse_a_model(Path(folder), resume)
+    refuse_experts(cfg, "bitsandbytes folders")
     dtype = checked(cfg, params)["embed"].like.dtype
     keys = {"torch_dtype": _name(dtype), "quantization_config": quantization_config(format, compute_dtype or dtype)}
     config = to_hf(cfg) | dict(extra or {}) | keys

@@ -34,7 +34,7 @@ from .. import hf
 from ..config import Config
 from ..hf.config import to_hf
 from . import folder as folders
-from .leaves import checked, is_linear
+from .leaves import checked, is_linear, refuse_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ def save(
     """
     expect(kind in KINDS, f"kind = {kind!r}, want one of {', '.join(KINDS)}")
     folders.refuse_a_model(Path(folder), resume)
+    refuse_experts(cfg, "compressed-tensors folders")
     dtype = str(checked(cfg, params)["embed"].like.dtype).removeprefix("torch.")
     keys = {"torch_dtype": dtype, "quantization_config": quantization_config(KINDS[kind])}
     config = to_hf(cfg) | dict(extra or {}) | keys

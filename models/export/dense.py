@@ -9,11 +9,11 @@ import torch
 from fquant import lazy
 from fquant.lazy import Lazy
 
-from .. import hf
 from ..config import Config
+from ..hf import stacks
 from ..hf.config import to_hf
 from . import folder as folders
-from .leaves import FLOATS, checked, dense
+from .leaves import FLOATS, checked
 
 
 def save(
@@ -40,4 +40,5 @@ def save(
 def tensors(cfg: Config, params: Any, dtype: torch.dtype) -> dict[str, Lazy]:
     """Return the tensors of the folder by name."""
     cast = lambda t: t.to(dtype)
-    return {hf.tensor_name(path, cfg): lazy.map(cast, dense(leaf)) for path, leaf in checked(cfg, params).items()}
+    parts = [stacks.tensors(path, cfg, leaf) for path, leaf in checked(cfg, params).items()]
+    return {name: lazy.map(cast, part) for named in parts for name, part in named.items()}

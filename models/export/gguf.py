@@ -33,7 +33,7 @@ from fquant.tree import expect
 from ..config import Config
 from .folder import Done
 from .gguf_tokenizer import tokenizer_values
-from .leaves import checked, dense
+from .leaves import checked, dense, refuse_experts
 
 MODEL = {"embed": "token_embd", "final.norm": "output_norm", "final.head": "output"}
 LAYER = {
@@ -114,6 +114,7 @@ def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4
 
 def architecture(cfg: Config) -> Architecture:
     """Return llama.cpp's architecture of ``cfg``; raise ValueError for a config that it does not have."""
+    refuse_experts(cfg, "GGUF files")
     if (its := ARCHITECTURES.get(cfg.family)) is None:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"family = {cfg.family!r}, a GGUF is written for {known}; export a folder instead")

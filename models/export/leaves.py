@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fquant import lazy, packed, tree
+from fquant.grouped_products import full_shape
 from fquant.lazy import Lazy
 from fquant.packed import Packed
 
@@ -37,12 +38,19 @@ def checked(cfg: Config, params: Any) -> dict[str, Lazy]:
             )
         if content.dtype not in FLOATS:
             raise TypeError(f"{path}: got {content.dtype}, wanted floats; cast it first")
-        if tuple(content.shape) != tuple(like.shape):
-            raise ValueError(f"{path}: got shape {tuple(content.shape)}, wanted {tuple(like.shape)}; check the config")
+        shape = full_shape(content) if isinstance(content, Packed) else tuple(content.shape)
+        if shape != tuple(like.shape):
+            raise ValueError(f"{path}: got shape {shape}, wanted {tuple(like.shape)}; check the config")
         out[path] = leaf if isinstance(leaf, Lazy) else Lazy(lambda leaf=leaf: leaf, tree.map(_meta, leaf))
     if surplus := set(tree.paths(params, is_leaf=_is_leaf)) - out.keys():
         raise ValueError(f"{min(surplus)}: not a parameter of this config; remove it or correct the config")
     return out
+
+
+def refuse_experts(cfg: Config, kind: str) -> None:
+    """Raise ValueError for a config with experts, whose stacked weights a folder or file of this ``kind`` has not."""
+    fix = "export a plain folder (models.export.dense)"
+    tree.expect(not cfg.num_experts, f"num_experts = {cfg.num_experts}: {kind} of experts are not implemented; {fix}")
 
 
 def is_linear(path: str, leaf: Lazy) -> bool:

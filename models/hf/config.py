@@ -40,13 +40,17 @@ def from_hf(raw: dict[str, Any]) -> Config:
     dim, heads = integer(given, "hidden_size"), integer(given, "num_attention_heads")
     assumed = {} if kind in NEED_HEADS else {"num_key_value_heads": heads}
     defaults = assumed | family.defaults
-    if kind == "mistral" and raw.get("num_key_value_heads", 8) is None:
+    if kind in ("mistral", "mixtral") and raw.get("num_key_value_heads", 8) is None:
         defaults |= assumed
     if "head_dim" not in given | defaults and kind not in NEED_HEAD_DIM:
         if dim % heads:
             fault = f"hidden_size = {dim} is not a multiple of num_attention_heads = {heads}"
             raise ValueError(f"{fault}; correct one of them")
         defaults |= {"head_dim": dim // heads}
+    if kind == "gpt_oss" and not given.keys() & {"rope_scaling", "rope_parameters"}:
+        given["rope_parameters"] = rope_keys.GPT_OSS
+    if kind == "qwen3_moe":  # transformers 5 writes the other name
+        _rename(given, "num_local_experts", "num_experts")
     own = KEYS | family.keys
     positions = integer(given, "max_position_embeddings")
     if kind == "phi3":
@@ -105,6 +109,11 @@ def to_hf(cfg: Config) -> dict[str, Any]:
         fault = f"{wrong} = {getattr(cfg, wrong)!r:.80}, but a {family.name} has {getattr(got, wrong)!r:.80}"
         raise ValueError(f"{fault}; set family to one that has it ({', '.join(FAMILIES)})")
     return out
+
+
+def _rename(given: dict[str, Any], old: str, new: str) -> None:
+    if old in given and given.setdefault(new, given[old]) != given.pop(old):
+        raise ValueError(f"{old} and {new} = {given[new]!r:.80} differ; keep the right one")
 
 
 def _check_heads(kind: str, dim: int, heads: int) -> None:

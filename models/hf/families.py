@@ -56,7 +56,7 @@ def _everywhere(raw: dict[str, Any], window: Any) -> Windows:
     return _window(raw, window), ()
 
 
-def _gemma_windows(raw: dict[str, Any], window: Any, is_full: Callable[[int], bool]) -> Windows:
+def _needed_windows(raw: dict[str, Any], window: Any, is_full: Callable[[int], bool]) -> Windows:
     found, full = _by_layer(raw, 1 if window is None else window, is_full)
     if window is None and found is not None:
         raise ValueError(f"sliding_window = null, want a number for the layers with {SLIDING!r}; state it")
@@ -91,7 +91,7 @@ def _gemma3_windows(raw: dict[str, Any], window: Any) -> Windows:
     raw.pop("_sliding_window_pattern", None)
     pattern = integer(raw, "sliding_window_pattern", 6)
     raw.pop("sliding_window_pattern", None)
-    return _gemma_windows(raw, window, lambda i: (i + 1) % pattern == 0)
+    return _needed_windows(raw, window, lambda i: (i + 1) % pattern == 0)
 
 
 def _layer_types(cfg: Config) -> list[str]:
@@ -119,6 +119,34 @@ def _write_gemma(cfg: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _moe_windows(raw: dict[str, Any], window: Any) -> Windows:
+    """Read a window that is off by default, and otherwise that of all layers."""
+    used = boolean(raw, "use_sliding_window")
+    raw.pop("use_sliding_window", None)
+    return (_window(raw, window) if used else None), ()
+
+
+def _dense_layers(raw: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Return the layers without experts: those listed, and those between the sparse steps."""
+    count, step = keys.layers(raw, "num_hidden_layers"), integer(raw, "decoder_sparse_step", 1)
+    is_index = lambda i: type(i) is int and 0 <= i < count
+    listed = keys.read(
+        f"a list of layers from 0 to {count - 1}",
+        lambda got: isinstance(got, list) and all(map(is_index, got)),
+        raw,
+        key,
+    )
+    return tuple(i for i in range(count) if i in listed or (i + 1) % step)
+
+
+def _write_qwen3_moe(cfg: Config) -> dict[str, Any]:
+    window = {"sliding_window": cfg.window} if cfg.window else {}
+    return window | {
+        "use_sliding_window": cfg.window is not None, "norm_topk_prob": cfg.routing == "renormalised",
+        "mlp_only_layers": list(cfg.dense_layers), "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
 _GEMMA_KEYS: dict[str, tuple[str, Reader]] = {
     "attention_bias": ("attention_bias", boolean),
     "query_pre_attn_scalar": ("attention_scale", lambda raw, key: number(raw, key) ** -0.5),
@@ -132,6 +160,15 @@ _GEMMA_ONLY: dict[str, tuple[Any, str]] = {
 }
 _SILU: dict[str, tuple[Any, str]] = {"hidden_act": ("silu", "use a checkpoint whose MLP is SwiGLU")}
 _WHOLE = "use a checkpoint without it"
+_LOSS = "add models.experts.load_balancing_loss to the loss instead"
+_MOE_ONLY: dict[str, tuple[Any, str]] = {"output_router_logits": (False, _LOSS)}
+_MOE_KEYS: dict[str, tuple[str, Reader]] = {
+    "num_local_experts": ("num_experts", integer), "num_experts_per_tok": ("experts_per_token", integer),
+}  # fmt: skip
+_GPT_OSS_KEYS: dict[str, tuple[str, Reader]] = {
+    "attention_bias": ("attention_bias", boolean),
+    "swiglu_limit": ("swiglu_limit", number), "swiglu_alpha": ("swiglu_alpha", number),
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -156,7 +193,7 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset({"hidden_act", "sliding_window_size"}),
         defaults={"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
         nullable={"sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        windows=lambda raw, window: _gemma_windows(raw, window, lambda i: i % 2 == 1), write=_write_gemma,
+        windows=lambda raw, window: _needed_windows(raw, window, lambda i: i % 2 == 1), write=_write_gemma,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "Gemma 3", fixed=_GEMMA | {"qk_norm": True}, keys=_GEMMA_KEYS, only=_GEMMA_ONLY,
@@ -170,6 +207,44 @@ FAMILIES: dict[str, Family] = {
         only=_SILU | {"resid_pdrop": (0.0, _WHOLE), "embd_pdrop": (0.0, _WHOLE), "attention_bias": (False, _WHOLE)},
         write=lambda cfg: {"sliding_window": cfg.window}, rope=("longrope",),
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM", "Mixtral", fixed={"routing": "renormalised_wide"}, keys=_MOE_KEYS, theta=1e6,
+        only=_SILU | _MOE_ONLY | {"router_jitter_noise": (0.0, "set it to 0.0: no noise is added here")},
+        nullable={"sliding_window": None}, windows=_everywhere, defaults={"num_key_value_heads": 8},
+        harmless=frozenset({"router_aux_loss_coef"}), write=lambda cfg: {"sliding_window": cfg.window},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "Qwen3-MoE", fixed={"qk_norm": True}, only=_SILU | _MOE_ONLY,
+        keys={
+            "num_experts": ("num_experts", integer), "num_experts_per_tok": ("experts_per_token", integer),
+            "attention_bias": ("attention_bias", boolean), "moe_intermediate_size": ("expert_hidden", integer),
+            "norm_topk_prob": ("routing", lambda raw, key: "renormalised" if boolean(raw, key) else "softmax"),
+            "mlp_only_layers": ("dense_layers", _dense_layers),
+        },
+        defaults={"mlp_only_layers": []}, nullable={"sliding_window": 4096}, windows=_moe_windows,
+        harmless=frozenset({"router_aux_loss_coef", "max_window_layers", "decoder_sparse_step"}),
+        write=_write_qwen3_moe,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", "gpt-oss", keys=_MOE_KEYS | _GPT_OSS_KEYS, only=_MOE_ONLY, theta=150000.0,
+        fixed={
+            "sinks": True, "wide_norm": True, "interleaved": True, "expert_bias": True, "routing": "softmax_of_chosen",
+        },
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+            "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        },
+        nullable={"sliding_window": 128},
+        windows=lambda raw, window: _needed_windows(raw, window, lambda i: i % 2 == 1),
+        write=lambda cfg: {"sliding_window": cfg.window, "layer_types": _layer_types(cfg)},
+        harmless=frozenset({"router_aux_loss_coef", "hidden_act", "initial_context_length", "experts_per_token"}),
+    ),
 }  # fmt: skip
-NEED_HEADS = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # whose classes assume another number of key-value heads
+NEED_HEADS = (
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "qwen3_moe",
+)  # whose classes assume another number of key-value heads
 NEED_HEAD_DIM = ("qwen3",)

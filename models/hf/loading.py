@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fquant import lazy as lazies
 from fquant import tree
 from fquant.io import safetensors
 from fquant.lazy import Lazy
@@ -16,7 +17,7 @@ from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
-from . import packed
+from . import packed, stacks
 from .folder import CONFIG, first, headers, read_config
 from .names import tensor_name
 from .quantized import Quantized
@@ -36,7 +37,8 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         return packed.lazy(folder)
     cfg = read_config(folder)
     found = headers(folder)
-    wanted = {tensor_name(path, cfg): path for path in tree.paths(decoder.shapes(cfg))}
+    names = {path: stacks.stored_names(path, cfg, found) for path in tree.paths(decoder.shapes(cfg))}
+    wanted = dict.fromkeys(name for of_leaf in names.values() for name in stacks.flat(of_leaf))
     its = Quantized.of(folder, found)
     parts = {name: its.names(name) if its else () for name in wanted}
     if missing := [name for name in wanted if not parts[name] and name not in found]:
@@ -51,7 +53,15 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         raise ValueError(f"{found[surplus[0]].path}: {fault}; correct the config or remove the tensor")
 
     def leaf(path: str, like: Tensor) -> Lazy:
-        name = tensor_name(path, cfg)
+        of_leaf, *shape = names[path], *like.shape
+        if isinstance(of_leaf, str):
+            turned = stacks.is_transposed(path, cfg) and not parts[of_leaf]  # packed weights are not
+            part = one(path, of_leaf, like.mT if turned else like)
+            return lazies.map(lambda t: t.mT.contiguous(), part) if turned else part
+        rows = like.new_empty(shape[1] // len(of_leaf[0]), shape[2])
+        return stacks.joined(of_leaf, {name: one(path, name, rows) for name in stacks.flat(of_leaf)})
+
+    def one(path: str, name: str, like: Tensor) -> Lazy:
         if its and parts[name]:
             return its.leaf(name, tuple(like.shape))
         header = found[name]

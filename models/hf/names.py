@@ -11,6 +11,10 @@ LAYER = {
     "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
     "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj",
 }  # fmt: skip
+EXPERTS = {  # of a layer with experts, in the memory of transformers; the first two are parameters, not modules
+    "gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj", "router": "mlp.gate",
+}  # fmt: skip
+BIASED_ROUTER = "mlp.router"
 POST_NORMS = {  # of a layer that also normalises the results of attention and MLP
     "mlp_norm": "pre_feedforward_layernorm",
     "attn_post_norm": "post_attention_layernorm",
@@ -21,13 +25,30 @@ POST_NORMS = {  # of a layer that also normalises the results of attention and M
 def module_name(path: str, cfg: Config | None = None) -> str:
     """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
-    Families differ in the names of norms alone; without ``cfg`` they are those of Llama. Raises ValueError for a path
-    that is no weight of a decoder.
+    Families differ in the names of norms and experts; without ``cfg`` they are those of Llama. A weight of experts is a
+    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder. Raises
+    ValueError for experts that transformers holds transposed, because an adapter of these is not one of ours.
     """
+    if cfg is not None and _is_expert(path, cfg) and cfg.interleaved:
+        raise ValueError(f"{path}: adapters of transposed experts ({cfg.family}) are not implemented; leave them out")
+    return _name(path, cfg)
+
+
+def _is_expert(path: str, cfg: Config) -> bool:
+    match path.split("."):
+        case ["layers", n, "gate_up" | "down"]:
+            return n.isdecimal() and cfg.has_experts(int(n))
+    return False
+
+
+def _name(path: str, cfg: Config | None) -> str:
     layer = _layer(cfg)
     if path in MODEL:
         return MODEL[path]
     match path.split("."):
+        case ["layers", n, field] if n.isdecimal() and cfg is not None and cfg.has_experts(int(n)) and field in EXPERTS:
+            name = BIASED_ROUTER if field == "router" and cfg.expert_bias else EXPERTS[field]
+            return f"model.layers.{n}.{name}"
         case ["layers", n, field] if n.isdecimal() and field in layer:
             return f"model.layers.{n}.{layer[field]}"
     raise ValueError(f"{path!r} is no weight of a decoder; want one of {', '.join(MODEL)}, layers.N.{'|'.join(layer)}")
@@ -40,14 +61,25 @@ def path_of(module_name: str, cfg: Config | None = None) -> str | None:
             return path
     match module_name.split(".", 3):
         case ["model", "layers", n, field] if n.isdecimal():
-            return next((f"layers.{n}.{path}" for path, name in _layer(cfg).items() if name == field), None)
+            known = *_layer(cfg).items(), *EXPERTS.items(), ("router", BIASED_ROUTER)
+            found = next((f"layers.{n}.{path}" for path, name in known if name == field), None)
+            transposed = found and cfg is not None and _is_expert(found, cfg) and cfg.interleaved
+            return None if transposed else found
     return None
 
 
 def tensor_name(path: str, cfg: Config | None = None) -> str:
-    """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias"."""
+    """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias".
+
+    Weights of experts have their name in the memory of transformers; ``stacks`` has those in files.
+    """
     weight = path.removesuffix("_bias")
-    return module_name(weight, cfg) + (".weight" if weight == path else ".bias")
+    if weight.endswith(".sinks") and weight.split(".")[0] == "layers":
+        return f"model.{weight.removesuffix('sinks')}self_attn.sinks"
+    name = _name(weight, cfg)
+    if ".mlp.experts." in name:
+        return name if weight == path else f"{name}_bias"
+    return name + (".weight" if weight == path else ".bias")
 
 
 def _layer(cfg: Config | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fquant import tree
+from fquant.grouped_products import full_shape
 from fquant.io import lazy_tree
 from fquant.lazy import Lazy
 from fquant.packed import Packed
@@ -71,8 +72,9 @@ def check(cfg: Config, params: Any) -> None:
         got = content(leaves.pop(path))
         if not isinstance(got, Tensor | Packed) or not got.dtype.is_floating_point:
             raise ValueError(f"{path}: got {type(got).__name__}, want floats or a Packed; merge adapters first")
-        if tuple(got.shape) != tuple(like.shape):
-            raise ValueError(f"{path}: got shape {tuple(got.shape)}, want {tuple(like.shape)}; check the config")
+        shape = full_shape(got) if isinstance(got, Packed) else tuple(got.shape)
+        if shape != tuple(like.shape):
+            raise ValueError(f"{path}: got shape {shape}, want {tuple(like.shape)}; check the config")
     if leaves:
         raise ValueError(f"{min(leaves)}: not a parameter of this config; remove it or correct the config")
 

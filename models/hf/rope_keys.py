@@ -14,6 +14,10 @@ from . import keys
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 ORIGINAL = "original_max_position_embeddings"
 
+GPT_OSS = {  # of a config without any
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, ORIGINAL: 4096,
+}  # fmt: skip
+
 
 def _divisors(raw: dict[str, Any], key: str, default: Any = None) -> tuple[float, ...]:
     is_number = lambda x: type(x) in (int, float) and 0 < x <= sys.float_info.max

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from fquant import packed, tree
+from fquant.grouped_products import full_shape
 from fquant.io import safetensors
+from fquant.lazy import Lazy
 from fquant.packed import Packed
 
 from .. import decoder
 from ..config import Config
+from . import stacks
 from .config import from_hf, to_hf
 from .folder import CONFIG, INDEX, SINGLE, write_json
 from .loading import FLOATS
-from .names import tensor_name
 
 
 def save(
@@ -38,7 +40,10 @@ def save(
     """
     folder = Path(folder)
     check_target(folder, dequantize)
-    leaves = named(decoder.shapes(cfg), params, lambda path: tensor_name(path, cfg), dequantize)
+    leaves: dict[str, Lazy] = {}
+    for path, leaf in named(decoder.shapes(cfg), params, lambda path: path, dequantize).items():
+        reads = Lazy(lambda leaf=leaf: leaf, tree.map(lambda t: t.to("meta"), leaf))
+        leaves |= stacks.tensors(path, cfg, reads, dequantize)
     config = to_hf(cfg) | {"torch_dtype": dtype_name(params.embed, dequantize)} | dict(extra or {})
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
@@ -53,7 +58,9 @@ def check_target(folder: Path, dequantize: torch.dtype | None) -> None:
         raise TypeError(f"dequantize = {dequantize}, want one of {', '.join(map(str, FLOATS))}")
 
 
-def _written(leaf: Tensor | Packed, dequantize: torch.dtype | None) -> torch.dtype:
+def _written(leaf: Tensor | Packed | Lazy, dequantize: torch.dtype | None) -> torch.dtype:
+    if isinstance(leaf, Lazy):
+        return leaf.like.dtype
     return dequantize if dequantize and isinstance(leaf, Packed) else leaf.dtype
 
 
@@ -63,12 +70,13 @@ def dtype_name(leaf: Tensor | Packed, dequantize: torch.dtype | None) -> str:
 
 
 def write(
-    folder: Path, config: dict[str, Any], leaves: dict[str, Tensor | Packed], max_shard_bytes: int,
+    folder: Path, config: dict[str, Any], leaves: Mapping[str, Tensor | Packed | Lazy], max_shard_bytes: int,
     dequantize: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Write tensors by name, in shards if they are large, and then ``config.json``."""
     written = lambda leaf: _written(leaf, dequantize)
-    nbytes = {name: math.prod(leaf.shape) * written(leaf).itemsize for name, leaf in leaves.items()}
+    shape = lambda leaf: leaf.like.shape if isinstance(leaf, Lazy) else leaf.shape
+    nbytes = {name: math.prod(shape(leaf)) * written(leaf).itemsize for name, leaf in leaves.items()}
     shards: list[list[str]] = [[]]
     for name in leaves:
         if shards[-1] and sum(nbytes[other] for other in shards[-1]) + nbytes[name] > max_shard_bytes:
@@ -114,8 +122,9 @@ def named(
             raise TypeError(f"{path} is of type {type(leaf).__name__}, want a tensor; merge or read it first")
         if leaf.dtype not in FLOATS:
             raise TypeError(f"{path} is {leaf.dtype}, want floats; cast it first")
-        if tuple(leaf.shape) != tuple(like.shape):
-            raise ValueError(f"{path} has shape {tuple(leaf.shape)}, want {tuple(like.shape)}; check the config")
+        shape = full_shape(leaf) if isinstance(leaf, Packed) else tuple(leaf.shape)
+        if shape != tuple(like.shape):
+            raise ValueError(f"{path} has shape {shape}, want {tuple(like.shape)}; check the config")
         out[name(path)] = leaf
     paths = {path for path, _ in tree.items(params, is_leaf=lambda x: isinstance(x, Packed))}
     if surplus := paths - set(tree.paths(wanted)):

@@ -94,3 +94,33 @@ def test_adapters_are_planned_without_reading():
     log = []
     adapters = lora.init({"q": quantize(source(W, log), NF4_DQ)}, "q", rank=2)
     assert log == [] and adapters["q"].a.shape == (2, 100) and adapters["q"].b.shape == (6, 2)
+
+
+def test_stacks_are_read_part_by_part():
+    """A stack holds a part at a time; quantised, its parts are packed one by one."""
+    log = []
+    stack = lazy.stack([source(W + i, log, f"w{i}") for i in range(3)])
+    packed = quantize(stack, NF4_DQ)
+    assert log == [] and stack.like.shape == (3, 6, 100) and len(stack.parts) == len(packed.parts) == 3
+    assert torch.equal(stack.read(), torch.stack([W, W + 1, W + 2])) and log == ["w0", "w1", "w2"]
+    got, wanted = packed.read(), tree.map(lambda *t: torch.stack(t), *[quantize(W + i, NF4_DQ) for i in range(3)])
+    assert tree.structure(got) == tree.structure(wanted) == tree.structure(packed.like)
+    assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
+    assert lazy.map(lambda t: t[0], stack).parts == () and stack.stamp() == lazy.stack(stack.parts).stamp()
+    assert stack.stamp() != lazy.stack(stack.parts[::-1]).stamp()
+
+
+def test_rows_are_concatenated():
+    log = []
+    rows = lazy.concatenate([source(W, log, "a"), source(W[:2], log, "b")])
+    assert log == [] and rows.like.shape == (8, 100) and torch.equal(rows.read(), torch.cat([W, W[:2]]))
+    assert rows.stamp() != source(W, log, "a").stamp()
+    assert lazy.concatenate([one := source(W, log)]) is one
+
+
+def test_parts_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"part 1 of a stack is \[\(torch.float32, \(5, 100\)\)\], want .*\(6, 100\)"):
+        lazy.stack([source(W, []), source(W[:5], [])])
+    for other in (W.bfloat16(), W[:, :50]):
+        with pytest.raises(ValueError, match="tensors of rows have .*, want one dtype and width"):
+            lazy.concatenate([source(W, []), source(other, [])])

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant import tree
 from fquant.communication import AfterLoad
-from fquant.format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ, num_blocks, num_bytes
+from fquant.format import BLOCKS, DYNAMIC8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ, num_blocks, num_bytes
 from fquant.kernels import reference
 from fquant.kernels.reference import codec
 from fquant.lazy import Lazy
-from fquant.packed import FLOATS, Packed, dequantize, quantize
+from fquant.packed import FLOATS, Packed, concatenate, dequantize, quantize
 from tests.helpers.arrays import named, rng, same_bits
 
 FP4_DQ = replace(FP4, name="fp4_dq", scale=DYNAMIC8)
@@ -233,6 +233,25 @@ def test_stacks(format):
     assert stacked.shape == (5, 100)
     assert same_bits(dequantize(stacked), torch.stack([dequantize(p) for p in each]))
     assert same_bits(torch.vmap(dequantize)(stacked), dequantize(stacked))
+
+
+@pytest.mark.parametrize("format", [NF4, NF4_DQ, INT8, INT4_ZERO], ids=lambda f: f.name)
+def test_rows_are_concatenated(format):
+    """Codes stay, and so do decoded values; formats whose parts share numbers are refused."""
+    w = torch.randn(10, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parts = [quantize(w[:6], format), quantize(w[6:], format)]
+    got = concatenate(parts)
+    assert got.shape == (10, 128) and got.format == format.plain
+    assert torch.equal(got.codes, torch.cat([p.codes for p in parts]))
+    assert torch.equal(dequantize(got), torch.cat([dequantize(p) for p in parts]))
+    like = concatenate([tree.map(lambda t: t.to("meta"), p) for p in parts])
+    assert tree.structure(like) == tree.structure(got)
+    for other in (quantize(w[6:], FP4), quantize(w[6:, :64], format), quantize(w[6:].float(), format)):
+        with pytest.raises(ValueError, match="got rows of .*, wanted .* as in the first part"):
+            concatenate([parts[0], other])
+    flat = quantize(w, replace(NF4, flat=True))
+    with pytest.raises(ValueError, match="nf4: packed arrays of this format have no common rows; dequantize them"):
+        concatenate([flat, flat])
 
 
 @named("format", ALL)

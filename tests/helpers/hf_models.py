@@ -33,6 +33,12 @@ _GEMMA3 = dataclasses.replace(
     rope_theta=1e6, num_layers=3, full_layers=(2,), attention_scale=None,
 )  # fmt: skip
 _PHI3 = dataclasses.replace(GQA, family="phi3", fused=True)
+_MIXTRAL = dataclasses.replace(
+    GQA, family="mixtral", num_experts=5, experts_per_token=2, routing="renormalised_wide", rope_theta=1e6
+)
+_QWEN3_MOE = dataclasses.replace(
+    GQA, family="qwen3_moe", qk_norm=True, num_experts=6, experts_per_token=3, expert_hidden=40, norm_eps=1e-6
+)
 _DIVISORS = tuple(1 + 0.3 * i for i in range(8)), tuple(2 + 0.7 * i for i in range(8))
 _LONG = RopeScaling("longrope", 2.0, original_max_position=64, short_factor=_DIVISORS[0], long_factor=_DIVISORS[1])
 _YARN = RopeScaling("yarn", 8.0, original_max_position=32)
@@ -62,6 +68,28 @@ CONFIGS |= {
     "gemma3, scaled, capped": dataclasses.replace(
         _GEMMA3, rope_scaling=RopeScaling("linear", 8.0), final_cap=2.0, tied=False, attention_scale=40**-0.5
     ),
+    "mixtral": _MIXTRAL,
+    "mixtral, window, one expert": dataclasses.replace(_MIXTRAL, window=20, experts_per_token=1, tied=True),
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe, dense layers, windows": dataclasses.replace(
+        _QWEN3_MOE, num_layers=3, dense_layers=(1,), routing="softmax", window=20, attention_bias=True
+    ),
+    "gpt_oss": dataclasses.replace(
+        GQA,
+        family="gpt_oss",
+        num_layers=3,
+        attention_bias=True,
+        sinks=True,
+        wide_norm=True,
+        num_experts=5,
+        experts_per_token=2,
+        routing="softmax_of_chosen",
+        expert_bias=True,
+        interleaved=True,
+        swiglu_limit=0.7,
+        window=20,
+        full_layers=(1,),
+    ),
     "phi3": _PHI3,
     "phi3, part of the head, window": dataclasses.replace(_PHI3, rotary_dim=8, window=30, num_kv_heads=1, tied=True),
     "phi3, longrope": dataclasses.replace(_PHI3, rope_scaling=_LONG, max_positions=128),
@@ -77,6 +105,6 @@ def random_params(cfg, dtype=torch.float32):
 
     def leaf(path, like):
         x = random.normal(random.fold(key, path), tuple(like.shape))
-        return ((0.15 if like.dim() == 2 else 0.3) * x + (path.endswith("norm") and one)).to(dtype)
+        return ((0.15 if like.dim() > 1 else 0.3) * x + (path.endswith("norm") and one)).to(dtype)
 
     return tree.map_with_path(leaf, decoder.shapes(cfg))

@@ -8,7 +8,7 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fquant import LOCAL, dequantize, embedding, linear, lora, quantize, random, remat, tree
+from fquant import LOCAL, dequantize, embedding, grouped_linear, linear, lora, quantize, random, remat, tree
 from fquant.packed import Packed
 from models import decoder
 from models.config import Config
@@ -85,6 +85,32 @@ def plain_linear(theta, base, data):
     return wave(linear(theta["x"] * data["x"], base["w"], theta["bias"]))
 
 
+def grouped(theta, base, data):
+    """The rows of four groups, one of them empty; their numbers differ from example to example."""
+    layers = lora.attach(base, theta.get("lora", {}))
+    return wave(grouped_linear(theta["x"] * data["x"], layers["w"], data["counts"], theta["bias"]))
+
+
+def group_data(i):
+    return {"x": draw(f"x{i}", 7, 64), "counts": torch.tensor([2 - i % 3, 0, 1 + 2 * (i % 3), 4 - i % 3])}
+
+
+def group_weights(seed):
+    return {"w": draw(f"w{seed}", 4, 24, 64).float()}
+
+
+def group_floats(base, seed):
+    return {"x": draw(f"t{seed}", 64), "bias": draw(f"b{seed}", 4, 24)}
+
+
+def group_adapters(base, seed):
+    return group_floats(base, seed) | {"lora": adapted(base, seed)}
+
+
+def shared_adapters(base, seed):
+    return group_floats(base, seed) | {"lora": adapted(base, seed, shared=True)}
+
+
 def plain_embedding(theta, base, data):
     return wave(embedding(data["x"], base["w"]) * theta["x"])
 
@@ -119,6 +145,9 @@ def dropped_dora(base, seed):
 VERBS = {  # f, weights of a seed, theta of (weights, seed), data of an example
     "linear": (plain_linear, lambda s: weights(s, 96, 64), floats(96), x_data),
     "square": (plain_linear, lambda s: weights(s, 64, 64), floats(64), x_data),
+    "grouped": (grouped, group_weights, group_floats, group_data),
+    "grouped_adapted": (grouped, group_weights, group_adapters, group_data),
+    "grouped_shared": (grouped, group_weights, shared_adapters, group_data),
     "embedding": (plain_embedding, lambda s: weights(s, 24, 64), scale, token_data),
     "attach": (over(linear), lambda s: weights(s, 64, 64), adapted, x_data),
     "attach_embedding": (over(embedding), lambda s: weights(s, 24, 64), dora, token_data),
@@ -195,7 +224,7 @@ REFUSED = {
 
 def pack(base, format):
     return tree.map_with_path(
-        lambda path, t: quantize(t.float(), format) if t.ndim == 2 and path != "embed" else t, base
+        lambda path, t: quantize(t.float(), format) if t.ndim >= 2 and path != "embed" else t, base
     )
 
 

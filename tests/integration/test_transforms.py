@@ -11,7 +11,17 @@ import pytest
 from fquant import AQ_3X8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from tests.helpers.transform_table import TRANSFORMS, VERBS, check_transform
 
-COMPILED = ("linear", "embedding", "attach", "dora", "dropout", "remat", "remat2")  # others meet the same Functions
+COMPILED = (
+    "linear",
+    "grouped",
+    "grouped_adapted",
+    "embedding",
+    "attach",
+    "dora",
+    "dropout",
+    "remat",
+    "remat2",
+)  # others meet the same Functions
 
 
 def in_ci(verb, format, transform):

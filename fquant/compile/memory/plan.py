@@ -41,7 +41,7 @@ OUT_VARIANTS: dict[Any, Any] = {op: op.overloadpacket.out for op in _IN_PLACE}
 OUT_VARIANTS[_aten.pow.Tensor_Scalar] = _aten.pow.Tensor_Scalar_out
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
-    "silu", "silu_derivative", "turn",
+    "silu", "silu_derivative", "turn", "grouped_matmul", "grouped_matmul_t", "grouped_mm", "grouped_outer",
 )  # fmt: skip
 _OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)

@@ -68,7 +68,7 @@ def row(verb, transform):
     of = "linear" if verb in TRAVELS else verb
     thetas, v, packed, data = transform_table.arguments(of, NF4_DQ, first=transform_table.E * dist.get_rank())
     whole = (
-        {"": {name: "out in" for name in packed[0]}}
+        {"": {name: "groups out in" if len(w.shape) == 3 else "out in" for name, w in packed[0].items()}}
         if isinstance(packed[0], dict)
         else decoder.dims(transform_table.CFG)
     )

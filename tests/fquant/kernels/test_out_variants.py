@@ -5,8 +5,9 @@ import torch
 
 from fquant import NF4_DQ, quantize
 from fquant.compile.memory import plan
+from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, nll, norm, silu  # noqa: F401  (registers the ops)
+from fquant.kernels.ops import attention, nll, norm, silu  # noqa: F401
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 
@@ -22,6 +23,8 @@ def arguments(name, dtype):
     y, lse = attention.attention(q, k, v)
     _, scale = norm.rms_norm(x, x[0], 1e-5)
     targets = torch.tensor([1, 2, -100, 5, 63])
+    counts, many = torch.tensor([2, 0, 3]), quantize(randn(3, 48, 64, seed=3), NF4_DQ)
+    stack = (counts, buffers(many), many.format.text, many.shape, many.dtype)
     return {
         "matmul": (x, *packed), "matmul_t": (g, *packed),
         "nll": (x, targets, -100), "nll_backward": (x, targets, -100, None),
@@ -30,6 +33,8 @@ def arguments(name, dtype):
         "attention": (q, k, v, None, None, None, None, False, randn(2, 4, seed=3).to(lse.dtype)),
         "attention_backward": (q.flip(0), y, lse, q, k, v, None),
         "turn": (x, 32),
+        "grouped_matmul": (x, *stack), "grouped_matmul_t": (g, *stack),
+        "grouped_mm": (x, counts, randn(3, 48, 64).to(dtype), False), "grouped_outer": (g, x, counts),
     }[name]  # fmt: skip
 
 

@@ -88,8 +88,13 @@ def test_stacks_of_experts_merge_and_map():
             ValueError, match=r"up: an adapter a .* does not fit a weight \(3, 48, 64\); wanted a \[3 rank"
         ):
             lora.attach(base, wrong)
+    for a, b in (((4, 64), (48, 4)), ((4, 64), (3, 48, 4))):  # shared by all members
+        shared = {"up": Lora(draw("a", *a), draw("b", *b), alpha=8.0)}
+        torch.testing.assert_close(
+            lora.merge(base, shared)["up"], base["up"] + 2 * shared["up"].b @ shared["up"].a, rtol=1e-4, atol=1e-4
+        )
     with pytest.raises(ValueError, match=r"does not fit a weight \(3, 48, 64\)"):
-        lora.attach(base, {"up": Lora(draw("a", 4, 64), draw("b", 48, 4))})
+        lora.attach(base, {"up": Lora(draw("a", 4, 64), draw("b", 47, 4))})
 
 
 def test_whole_weights_replace_leaves():

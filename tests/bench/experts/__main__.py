@@ -1,0 +1,5 @@
+"""The command line of the benchmark."""
+
+from . import main
+
+raise SystemExit(main())
