@@ -27,7 +27,7 @@ from torch import Tensor
 
 import shard
 from examples.common import data, training_step
-from examples.common.command_line import TARGETS, pattern
+from examples.common.command_line import pattern
 from examples.common.training_step import Checkpoint, Setup
 from fquant import NF4_DQ, cost, jit, lora, optim, quantize, tree
 from models import decoder
@@ -35,6 +35,7 @@ from models.attention import attention
 from models.config import Config
 from tests.bench import peers, timing
 
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linears of a Llama, by our names
 Take = Callable[[], float]
 
 
