@@ -63,8 +63,8 @@ def parse_targets(targets: str, cfg: Config | None = None) -> tuple[str, ...]:
     """
     known = LINEARS
     if cfg is not None:
-        layer = decoder.dims(cfg)["layers.0"]
-        known = tuple(name for name in LINEARS if name in layer)
+        found = {name for block in decoder.dims(cfg).values() for name in block}
+        known = tuple(name for name in LINEARS if name in found)
     if targets == "all":
         return known
     names = tuple(name.strip() for name in targets.split(","))

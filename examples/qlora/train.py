@@ -92,6 +92,8 @@ def prepare(options: Options) -> Work:
     packed = quantised(dense, fmt)
     targets = pattern(parse_targets(options.targets, cfg))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
+    for path in adapters:
+        hf.module_name(path, cfg)  # raises for what cannot be saved, before anything is trained
     tokenizer = data.tokenizer(options.model)
     documents = data.documents(options.data, tokenizer, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)

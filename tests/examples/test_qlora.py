@@ -22,8 +22,9 @@ from examples.qlora.options import Options
 from fquant import NF4_DQ, Packed, lazy, lora, tree
 from fquant.format import FORMATS
 from fquant.io import peft, safetensors
-from models import hf
+from models import decoder, hf
 from models.export import bitsandbytes
+from tests.helpers.hf_models import CONFIGS
 from tests.helpers.model_folders import TINY, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +179,29 @@ def test_a_dense_base(model, text, tmp_path):
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["bytes_packed"] == found["bytes_bf16"] and found["perplexity_packed"] == found["perplexity_bf16"]
     assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"])
+def test_every_linear_of_every_family_is_packed_and_adapted(family, text, tmp_path, capsys):
+    """All matrices of layers but routers; what PEFT cannot hold is refused before anything is trained."""
+    cfg = next(cfg for cfg in CONFIGS.values() if cfg.family == family)
+    cfg = dataclasses.replace(cfg, vocab=4096, dim=64, hidden=64, expert_hidden=64 if cfg.expert_hidden else None)
+    folder = tiny_model(tmp_path / "model", cfg)
+    args = {"model": folder, "data": text, "rank": 2, "seq": 32, "batch": 4, "holdout": 4, "format": "int8"}
+    if family == "gpt_oss":
+        refused(
+            capsys, "layers.0.down: adapters of transposed experts (gpt_oss) are not implemented",
+            *(f"--{name}={value}" for name, value in args.items()), "--out", tmp_path / "run",
+        )  # fmt: skip
+        args["targets"] = "q,k,v,o"
+    work = train.prepare(Options(**args))
+    is_packed = lambda leaf: isinstance(leaf.like, Packed)
+    packed = {path for path, leaf in tree.items(work.packed) if is_packed(leaf)}
+    matrices = {path for path, t in tree.items(decoder.shapes(cfg)) if "layers" in path and t.ndim > 1}
+    matrices -= {path for path in matrices if path.endswith(("router", "_bias"))}
+    assert packed == matrices
+    wanted = {path for path in matrices if not args.get("targets") or path[-1] in "qkvo"}
+    assert work.adapters.keys() == wanted
 
 
 @pytest.fixture
