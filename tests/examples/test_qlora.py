@@ -19,12 +19,11 @@ from examples.common import runs
 from examples.common.training_step import State
 from examples.qlora import cli, options, train
 from examples.qlora.options import Options
-from fquant import NF4_DQ, Packed, lazy, lora, tree
+from fquant import NF4_DQ, lora
 from fquant.format import FORMATS
 from fquant.io import peft, safetensors
-from models import decoder, hf
+from models import hf
 from models.export import bitsandbytes
-from tests.helpers.hf_models import CONFIGS
 from tests.helpers.model_folders import TINY, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -181,66 +180,14 @@ def test_a_dense_base(model, text, tmp_path):
     assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
 
 
-@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"])
-def test_every_linear_of_every_family_is_packed_and_adapted(family, text, tmp_path, capsys):
-    """All matrices of layers but routers; what PEFT cannot hold is refused before anything is trained."""
-    cfg = next(cfg for cfg in CONFIGS.values() if cfg.family == family)
-    cfg = dataclasses.replace(cfg, vocab=4096, dim=64, hidden=64, expert_hidden=64 if cfg.expert_hidden else None)
-    folder = tiny_model(tmp_path / "model", cfg)
-    args = {"model": folder, "data": text, "rank": 2, "seq": 32, "batch": 4, "holdout": 4, "format": "int8"}
-    if family == "gpt_oss":
-        refused(
-            capsys, "layers.0.down: adapters of transposed experts (gpt_oss) are not implemented",
-            *(f"--{name}={value}" for name, value in args.items()), "--out", tmp_path / "run",
-        )  # fmt: skip
-        args["targets"] = "q,k,v,o"
-    work = train.prepare(Options(**args))
-    is_packed = lambda leaf: isinstance(leaf.like, Packed)
-    packed = {path for path, leaf in tree.items(work.packed) if is_packed(leaf)}
-    matrices = {path for path, t in tree.items(decoder.shapes(cfg)) if "layers" in path and t.ndim > 1}
-    matrices -= {path for path in matrices if path.endswith(("router", "_bias"))}
-    assert packed == matrices
-    wanted = {path for path in matrices if not args.get("targets") or path[-1] in "qkvo"}
-    assert work.adapters.keys() == wanted
-
-
-@pytest.fixture
-def quantised_folder(model, tmp_path):
-    """The model as a bitsandbytes folder, with its tokenizer."""
-    cfg, params = hf.load(model)
-    special = {key: json.loads((model / "config.json").read_text())[key] for key in ("bos_token_id", "eos_token_id")}
-    bitsandbytes.save(tmp_path / "bitsandbytes", cfg, params, NF4_DQ, extra=special)
-    shutil.copy(model / "tokenizer.json", tmp_path / "bitsandbytes")
-    return tmp_path / "bitsandbytes"
-
-
-def test_a_folder_that_is_quantised_is_the_base(model, quantised_folder, text, tmp_path, capsys):
-    """With --format none the base, the adapters and the price are those of the dense folder and --format nf4_dq."""
-    refused(
-        capsys, "layers.0.q: is packed in nf4_dq already, and --format is fp4; use --format none, which keeps it",
-        "--model", quantised_folder, "--data", text, *SMALL, "--out", tmp_path / "run", "--format", "fp4",
-    )  # fmt: skip
-    both = [
-        Options(model=folder, data=text, rank=4, seq=32, batch=4, holdout=4, format=format)
-        for folder, format in ((model, "nf4_dq"), (quantised_folder, "none"))
-    ]
-    ours, theirs = (train.prepare(options) for options in both)
-    for a, b in ((ours.packed, theirs.packed), (ours.adapters, theirs.adapters)):
-        a, b = lazy.read(a), lazy.read(b)
-        assert tree.structure(a) == tree.structure(b)
-        assert all(x.equal(y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
-    jobs = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.pricing, "price", lambda job, axes: jobs.append(job) or SimpleNamespace(peak=0))
-        for options in both:
-            train.choose_checkpoint(options, {"fsdp": 1})
-    a, b = (tree.items(job.base, is_leaf=lambda x: isinstance(x, Packed)) for job in jobs)
-    assert [(path, type(x), tree.nbytes(x)) for path, x in a] == [(path, type(x), tree.nbytes(x)) for path, x in b]
-
-
 @pytest.mark.slow
-def test_a_folder_that_is_quantised_is_trained(model, quantised_folder, text, tmp_path):
+def test_a_folder_that_is_quantised_is_trained(model, text, tmp_path):
     """Two ranks train beside a bitsandbytes folder, with the losses of the same base quantised here."""
+    cfg, params = hf.load(model)
+    quantised_folder = tmp_path / "bitsandbytes"
+    special = {key: json.loads((model / "config.json").read_text())[key] for key in ("bos_token_id", "eos_token_id")}
+    bitsandbytes.save(quantised_folder, cfg, params, NF4_DQ, extra=special)
+    shutil.copy(model / "tokenizer.json", quantised_folder)
     found = []
     for folder, format in ((model, "nf4_dq"), (quantised_folder, "none")):
         out = tmp_path / format

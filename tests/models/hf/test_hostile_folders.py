@@ -14,15 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fquant import NF4_DQ, dequantize, lora, tree
+import fquant.random
+from fquant import NF4_DQ, dequantize, lora, quantize, tree
 from fquant.io import peft
-from models import decoder, hf
+from models import decoder, encoder, hf, hf_encoder
 from models.config import Config
 from models.export import bitsandbytes, compressed_tensors
 from tests.helpers.hf_models import CONFIGS, random_params
+from tests.helpers.models.encoders import CONFIGS as ENCODERS
 from tests.helpers.quantized_tensors import gptq
 
 CFG = Config(32, 16, 1, 2, 1, 8, 16, max_positions=32)
+ENCODER = ENCODERS["bert, masked_lm"]
 NASTY = [
     None, True, False, -1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, -0.0, 1e-308,
     float("inf"), float("nan"), "", "a", "x" * 100_000, "../../etc/passwd", "/etc/passwd", "C:\\x", "a\x00b",
@@ -43,6 +46,10 @@ def folders(tmp_path_factory):
     hf.save(root / "shards", CFG, params, max_shard_bytes=4000)
     hf.save(root / "gemma", CONFIGS["gemma3"], random_params(CONFIGS["gemma3"]))
     hf.save(root / "phi", CONFIGS["phi3, longrope"], random_params(CONFIGS["phi3, longrope"]))
+    for name in ("mixtral", "gpt_oss"):
+        hf.save(root / name, CONFIGS[name], random_params(CONFIGS[name]))
+    hf_encoder.save(root / "encoder", ENCODER, encoder.init(ENCODER, fquant.random.key(0)))
+    hf.save_packed(root / "packed", CFG, tree.map_at(r"layers.*\.(q|down)", lambda w: quantize(w, NF4_DQ), params))
     bitsandbytes.save(root / "bitsandbytes", CFG, params, NF4_DQ)
     compressed_tensors.save(root / "compressed", CFG, params, "int8")
     gptq(root / "gptq", CFG)
@@ -120,6 +127,10 @@ def load(folder):
     """Load a folder as far as it goes: all of its tensors, and a forward pass of their shapes."""
     if (folder / peft.CONFIG).exists():
         return peft.load(folder, hf.path_of)
+    if folder.name == "encoder":
+        cfg, params = hf_encoder.load(folder)
+        assert tree.structure(params) == tree.structure(encoder.shapes(cfg))
+        return params
     cfg, params = hf.load(folder)
     for path, like in tree.items(decoder.shapes(cfg)):
         assert tuple(tree.get(params, path).shape) == tuple(like.shape), path
