@@ -117,6 +117,13 @@ def name_of(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
+def add_later_fields(cls: type, first: str) -> None:
+    """Say that files from before ``first`` lack it and the fields of ``cls`` after it, and mean their defaults."""
+    fields = dataclasses.fields(cls)
+    for field in fields[[field.name for field in fields].index(first) :]:
+        LATER_FIELDS[name_of(cls), field.name] = field.default
+
+
 def _register(table: dict[str, type], cls: type) -> None:
     other, here = table.get(name_of(cls), cls).__module__, cls.__module__
     fault = f"{here}.{cls.__name__}: {other} has a class of that name; choose another"

@@ -152,9 +152,5 @@ class Config:
         return max(self.max_positions, math.ceil(scaling.factor * (scaling.original_max_position or 0)))
 
 
-# Older files have none of these fields, and mean their defaults.
-_FIRST = {Config: "family", RopeScaling: "attention_factor"}  # the first field that they lack
-for _cls, _first in _FIRST.items():
-    _fields = dataclasses.fields(_cls)
-    for _field in _fields[[field.name for field in _fields].index(_first) :]:
-        tree.LATER_FIELDS[tree.name_of(_cls), _field.name] = _field.default
+tree.add_later_fields(Config, "family")
+tree.add_later_fields(RopeScaling, "attention_factor")

@@ -64,9 +64,7 @@ class Layer:
     sinks: Any = None  # [num_heads]
 
 
-_LATER = "qkv gate_up attn_post_norm mlp_post_norm router router_bias gate_up_bias sinks"
-for _name in _LATER.split():  # which older files lack
-    tree.LATER_FIELDS[tree.name_of(Layer), _name] = None
+tree.add_later_fields(Layer, "qkv")
 
 
 @tree.node

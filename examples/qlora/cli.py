@@ -61,8 +61,9 @@ def show(run: Run, state: State, result: Result) -> None:
 
 def table(result: Result, options: Options, ranks: int) -> Table:
     """Return the one table at the end; a base as it is (--format none) has two columns instead of three."""
-    title = f"{options.model.name}: {options.format} base, rank {options.rank} adapters, {ranks} ranks"
     packed = options.format != "none"
+    base = options.format if packed else "unchanged"
+    title = f"{options.model.name}: {base} base, rank {options.rank} adapters, {ranks} ranks"
     names = ("bf16 base", "packed base", "packed + adapter") if packed else ("base", "base + adapter")
     out = Table("", *(Column(name, justify="right") for name in names), title=title)
     smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
