@@ -150,12 +150,17 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
     assert w.rows is not None
     like = w.like
     count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
-    try:
-        parts = [quantize(w.rows(slice(i, min(i + step, count))), format.plain) for i in range(0, count, step)]
-    except ValueError:
-        return quantize(w.read(), format)  # raises with the row in the whole weight
-    join = lambda name: torch.cat([getattr(part, name) for part in parts])
-    codes, scale, zero = join("codes"), join("scale"), join("zero") if format.zero else None
+    # Made before any piece: results of pieces between their temporaries would leave holes in the heap.
+    whole = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tree.leaves(quantize(like, format.plain))]
+    for i in range(0, count, step):
+        some = slice(i, min(i + step, count))
+        try:
+            part = quantize(w.rows(some), format.plain)
+        except ValueError:
+            return quantize(w.read(), format)  # raises with the row in the whole weight
+        for to, t in zip(whole, tree.leaves(part), strict=True):
+            to[some] = t
+    codes, scale, zero = *whole[:2], whole[2] if format.zero else None
     nested = scale if format.scale is None else _quantize(scale, format.scale, is_scale=True)
     out = Packed(codes, nested, format, tuple(like.shape), like.dtype, zero=zero)
     _check_range(out, float(scale.max()))

@@ -43,11 +43,14 @@ def test_what_is_loaded(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["nf4_dq", "int8", "fp8"])
 def test_memory_is_the_result_and_the_largest_tensor(tmp_path, format):
-    """Load 110 M parameters in a new process; the largest tensor is the embedding, of 16 MiB."""
-    flags = ["--dim", "1024", "--layers", "8", "--vocab", "8192", "--repeats", "1", "--threads", "1"]
+    """Load 160 M parameters in a new process; the largest tensor is the embedding, of 64 MiB.
+
+    glibc keeps up to some tens of MiB of holes in its heap, so with small tensors the bound would be on these.
+    """
+    flags = ["--dim", "1024", "--layers", "8", "--vocab", "32768", "--repeats", "1", "--threads", "1"]
     rows = bench(tmp_path / "l.json", *flags, "--format", format)
     figures, (wanted,) = rows["memory"]["figures"], rows["memory"]["wanted"]
-    assert figures["largest tensor"] == 16 and figures["result"] > 70
+    assert figures["largest tensor"] == 64 and figures["result"] > 150
     assert wanted[1] and wanted[2] <= 1.2, figures
 
 
