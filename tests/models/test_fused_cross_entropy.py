@@ -126,7 +126,6 @@ def stack(part):
     return tree.map(lambda leaf: torch.stack([leaf, 0.5 * leaf]), part)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_transforms(name, transform):

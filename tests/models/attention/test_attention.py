@@ -77,7 +77,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, way):
     """Compare values, gradients, tangents, second derivatives and a vmap with those of the loop."""
@@ -213,7 +212,6 @@ SINKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.each_value
 @named("kv_heads", [1, 4])
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks(name, kv_heads, way):
