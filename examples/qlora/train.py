@@ -92,8 +92,9 @@ def prepare(options: Options) -> Work:
     packed = quantised(dense, fmt)
     targets = pattern(parse_targets(options.targets, cfg))
     adapters = lora.init(packed, targets, options.rank, options.alpha, options.seed, dropout=options.dropout)
-    for path in adapters:
-        hf.module_name(path, cfg)  # raises for what cannot be saved, before anything is trained
+    if options.dropout and any(adapter.a.ndim > 2 for adapter in adapters.values()):
+        fix = "leave it out, or use --targets q,k,v,o"
+        raise ValueError(f"--dropout is {options.dropout}, but PEFT has none for adapters of experts; {fix}")
     tokenizer = data.tokenizer(options.model)
     documents = data.documents(options.data, tokenizer, options.characters)
     rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)

@@ -26,22 +26,9 @@ def module_name(path: str, cfg: Config | None = None) -> str:
     """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
     Families differ in the names of norms and experts; without ``cfg`` they are those of Llama. A weight of experts is a
-    parameter of its own, and its name is returned. Raises ValueError for a path that is no weight of a decoder. Raises
-    ValueError for experts that transformers holds transposed, because an adapter of these is not one of ours.
+    parameter of its own, and its name is returned. PEFT has one layout of its adapters, also if transformers holds the
+    parameter as [experts in out]. Raises ValueError for a path that is no weight of a decoder.
     """
-    if cfg is not None and _is_expert(path, cfg) and cfg.interleaved:
-        raise ValueError(f"{path}: adapters of transposed experts ({cfg.family}) are not implemented; leave them out")
-    return _name(path, cfg)
-
-
-def _is_expert(path: str, cfg: Config) -> bool:
-    match path.split("."):
-        case ["layers", n, "gate_up" | "down"]:
-            return n.isdecimal() and cfg.has_experts(int(n))
-    return False
-
-
-def _name(path: str, cfg: Config | None) -> str:
     layer = _layer(cfg)
     if path in MODEL:
         return MODEL[path]
@@ -62,9 +49,7 @@ def path_of(module_name: str, cfg: Config | None = None) -> str | None:
     match module_name.split(".", 3):
         case ["model", "layers", n, field] if n.isdecimal():
             known = *_layer(cfg).items(), *EXPERTS.items(), ("router", BIASED_ROUTER)
-            found = next((f"layers.{n}.{path}" for path, name in known if name == field), None)
-            transposed = found and cfg is not None and _is_expert(found, cfg) and cfg.interleaved
-            return None if transposed else found
+            return next((f"layers.{n}.{path}" for path, name in known if name == field), None)
     return None
 
 
@@ -76,7 +61,7 @@ def tensor_name(path: str, cfg: Config | None = None) -> str:
     weight = path.removesuffix("_bias")
     if weight.endswith(".sinks") and weight.split(".")[0] == "layers":
         return f"model.{weight.removesuffix('sinks')}self_attn.sinks"
-    name = _name(weight, cfg)
+    name = module_name(weight, cfg)
     if ".mlp.experts." in name:
         return name if weight == path else f"{name}_bias"
     return name + (".weight" if weight == path else ".bias")

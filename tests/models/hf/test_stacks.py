@@ -91,7 +91,7 @@ def test_memory_of_packing(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_peft(name, tmp_path):
     """Adapters of experts both ways: PEFT computes our logits from our folder, and we compute those of its folder."""
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])
