@@ -296,8 +296,10 @@ def test_vjp_keeps_activations_and_no_weight(format):
     with Live() as live:
         out, pull, *_ = vjp(stacked_linears(p, q), x)
     assert sum(live.sizes()) == T * (OUT + WIDTH) * 4  # tanh's result, and the result
-    dense = stacked_linears(dequantize(p), dequantize(q))
-    torch.testing.assert_close(pull(g)[0], vjp(dense, x)[1](g)[0], rtol=1e-5, atol=1e-3)
+    dense = lambda dtype: stacked_linears(*(dequantize(w).to(dtype) for w in (p, q)))
+    wanted = vjp(dense(torch.float64), x.double())[1](g.double())[0]
+    error, usual = ((got - wanted).norm() for got in (pull(g)[0], vjp(dense(torch.float32), x)[1](g)[0]))
+    assert error <= 2 * usual  # both round in float32, in another order
 
 
 ADAPTERS = {
