@@ -6,9 +6,9 @@
     python -m examples.export DIR OUT --to merged --adapter ADAPTER    # a plain 16-bit folder
 
 Weights are read, converted and written one at a time, so memory is that of the largest. ``--adapter`` merges a PEFT
-adapter into the weights on the way. At the end a sample of rows is read back and compared. An interrupted export to a
-folder continues with ``--resume``: whole shards are compared by sample and kept. The tokenizer goes into the GGUF, or
-beside the weights.
+adapter into the weights on the way. At the end a sample of rows is read back and compared. An interrupted export
+continues with ``--resume``: what is finished, tensors of a GGUF or files of a folder, is compared by sample and kept.
+The tokenizer goes into the GGUF, or beside the weights.
 """
 
 import sys
@@ -68,7 +68,7 @@ class Options:
     tokenizer: bool = True
     """Put the tokenizer into a GGUF, if there is one; --no-tokenizer leaves out one that llama.cpp does not have."""
     resume: bool = False
-    """Continue an interrupted export to a folder."""
+    """Continue an interrupted export."""
 
     def checked(self) -> "Options":
         """Return these options with the default kind; raise ValueError for options that do not fit together."""
@@ -76,11 +76,9 @@ class Options:
         fix = f"; wanted {' or '.join(kinds)}" if kinds else ", which has none; leave it out"
         if self.kind is not None and self.kind not in kinds:
             raise ValueError(f"--kind is {self.kind} with --to {self.to}{fix}")
-        if self.resume and self.to == "gguf":
-            raise ValueError("--resume with --to gguf; a GGUF is one file, leave it out and export again")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
-        if self.out.exists() and not self.resume:
+        if self.out.exists() and (not self.resume or self.out.is_file()):
             raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted export")
         return replace(self, kind=self.kind or (kinds[0] if kinds else None))
 
@@ -94,7 +92,8 @@ def main(args: list[str] | None = None) -> int:
         cfg, params = hf.lazy(options.model)
         if options.adapter is not None:
             wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
-            params = merged(params, peft.load(options.adapter, partial(hf.path_of, cfg=cfg)), wide.get(options.to))
+            adapters = peft.load(options.adapter, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg))
+            params = merged(params, adapters, wide.get(options.to))
         with bar(console, console.is_terminal) as progress:
             task = progress.add_task(f"writing {options.out}", total=None)
             done = lambda finished, total: progress.update(task, completed=finished, total=total)
@@ -131,7 +130,7 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
     if options.to == "gguf":
         has_tokenizer = options.tokenizer and (options.model / "tokenizer.json").is_file()
         out.parent.mkdir(parents=True, exist_ok=True)
-        gguf.save(out, cfg, params, kind, options.model if has_tokenizer else None, done)
+        gguf.save(out, cfg, params, kind, options.model if has_tokenizer else None, done, options.resume)
         return gguf.verify(out, cfg, params, kind)
     if options.to in BNB:
         bitsandbytes.save(out, cfg, params, BNB[options.to], **more)

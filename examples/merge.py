@@ -126,7 +126,7 @@ def load(options: Options, cfg: Config, params: Any) -> Updates:
     whole: dict[str, Tensor] = {}
     paths = dict(tree.items(params))
     for i, at in enumerate(options.adapters):
-        adapters, weights = peft.load_all(at, partial(hf.path_of, cfg=cfg))
+        adapters, weights = peft.load_all(at, partial(hf.path_of, cfg=cfg), tied=hf.tied_modules(cfg))
         with tree.at(str(at)):
             for path in [*adapters, *weights]:
                 tree.expect(path in paths, f"{path}: got no weight of that path in the base; use the adapter's own")

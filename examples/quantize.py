@@ -2,13 +2,13 @@
 
     python -m examples.quantize DIR OUT                                # NF4 with double quantisation, 4.13 bits
     python -m examples.quantize DIR OUT --format int4 --block 64       # also nf4, fp4, int8, fp8, mxfp4, ...
+    python -m examples.quantize DIR OUT --format aq_2x8 --resume       # goes on where it was interrupted
     python -m examples.qlora --model OUT                               # trains beside these weights
 
 Each weight is read, quantised and written in turn, so memory is that of the largest. Matrices of layers are quantised;
 embeddings, head, norms, biases and routers of experts stay dense. Tokenizer and generation config are copied. A weight
-that is packed already is kept if it has the format, and otherwise quantised again from its decoded values. An
-interrupted run leaves no model in OUT: start it again. At the end a table shows, for each kind of weight, bytes and
-the relative error ``‖decoded - w‖ / ‖w‖``, measured on the way.
+that is packed already is kept if it has the format, and otherwise quantised again from its decoded values. At the end a
+table shows, for each kind of weight, bytes and the relative error ``‖decoded - w‖ / ‖w‖``, measured on the way.
 """
 
 import sys
@@ -53,14 +53,16 @@ class Options:
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     dtype: Literal["bf16", "f16", "f32"] | None = None
     """Of the dense weights and of decoded ones; default: as in the files."""
+    resume: bool = False
+    """Continue an interrupted run: weights that it has written are kept, and a few of them compared."""
 
     def checked(self) -> Format:
         """Return the format; raise ValueError for options that do not fit together."""
         fmt = parse_format(self.format, self.block)
         if fmt is None:
             raise ValueError("--format none leaves nothing to do; wanted a format, see --help")
-        if self.out.exists():
-            raise ValueError(f"{self.out}: it exists already; choose another")
+        if self.out.exists() and not self.resume:
+            raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted run")
         return fmt
 
 
@@ -104,21 +106,34 @@ def main(args: list[str] | None = None) -> int:
 
 def save(options: Options, cfg: Config, params: Any, fmt: Format, done: Callable[[str], None]) -> dict[str, Sums]:
     """Write the packed folder; return the sums of each kind of weight."""
-    found: dict[str, Sums] = defaultdict(Sums)
+    found: dict[str, Sums] = {}
     pack = partial(packed, fmt=fmt, dtype=DTYPES.get(options.dtype or ""))
 
     def leaf(path: str, x: Lazy) -> Lazy:
         def read() -> Tensor | Packed:
             w = x.read()
             out = pack(path, w)
-            lost = loss(out, w) if isinstance(out, Packed) and out is not w else None
-            found[kind_of(path)] += Sums(1, count(w), tree.nbytes(w), tree.nbytes(out), lost)
+            found[path] = sums(w, out)
             return out
 
         return Lazy(read, pack(path, x.like), x.stamp)
 
-    hf.save_packed(options.out, cfg, tree.map_with_path(leaf, params), companions(options.model), done)
-    return found
+    wanted = tree.map_with_path(leaf, params)
+    hf.save_packed(options.out, cfg, wanted, companions(options.model), done, options.resume)
+    _, written = hf.lazy(options.out)
+    by_kind: dict[str, Sums] = defaultdict(Sums)
+    for path, x in tree.items(params):
+        if path not in found:  # an interrupted run has written it
+            found[path] = sums(x.read(), tree.get(written, path).read())
+        by_kind[kind_of(path)] += found[path]
+    return by_kind
+
+
+def sums(w: Tensor | Packed, out: Tensor | Packed) -> Sums:
+    """Return the sizes of one weight before and now, and its loss if it was quantised."""
+    same = isinstance(w, Packed) and isinstance(out, Packed) and w.format == out.format and w.dtype == out.dtype
+    lost = loss(out, w) if isinstance(out, Packed) and not same else None
+    return Sums(1, count(w), tree.nbytes(w), tree.nbytes(out), lost)
 
 
 def packed(path: str, w: Tensor | Packed, fmt: Format, dtype: torch.dtype | None) -> Tensor | Packed:

@@ -52,7 +52,8 @@ def show(run: Run, state: State, result: Result) -> None:
     """Write the adapter, the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), Console()
     names = partial(hf.module_name, cfg=run.work.cfg)
-    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(options.model))
+    tied = hf.tied_modules(run.work.cfg)
+    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(options.model), tied=tied)
     runs.write(folder / runs.RESULT, dataclasses.asdict(result))
     drawn = curve(folder, result)
     console.print(table(result, options, dist.get_world_size()))

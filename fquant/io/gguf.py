@@ -8,44 +8,28 @@ All is little-endian. Sizes are in the reverse order of torch's: the width of a 
 multiple of ``general.alignment`` (32), and each tensor at one of these. (The format is
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.) ``fquant.io.gguf_blocks`` has the kinds of tensors.
 
-:func:`write` takes a function for each tensor and calls it when its turn comes, so that one tensor is in memory at a
-time. :func:`header` reads strictly: it refuses what the format does not allow, and allocates at most the bytes that the
-file has. Nothing is mapped or executed.
+:func:`header` reads strictly: it refuses what the format does not allow, and allocates at most the bytes that the file
+has. Nothing is mapped or executed. ``fquant.io.gguf_writer`` writes such files.
 """
 
 import dataclasses
 import math
 import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from ..tree import at, expect
-from .gguf_blocks import KINDS, check_width, decode, encode
-from .safetensors import replacing
+from .gguf_blocks import KINDS, check_width, decode
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
-MAX_DIMS, MAX_TEXT, MAX_NAME = 4, 1 << 26, 63  # ggml's GGML_MAX_DIMS and GGML_MAX_NAME - 1
+MAX_DIMS, MAX_TEXT = 4, 1 << 26  # the first is ggml's GGML_MAX_DIMS
 MAX_VALUES, MAX_TENSORS = 1 << 16, 1 << 20
-ROWS = 1 << 24  # elements that are encoded before they are written
 TEXT, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 NAMES = {kind.code: name for name, kind in KINDS.items()}
-
-Value: TypeAlias = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A tensor to write: its kind, its shape, and a function that reads it as floats of that shape."""
-
-    kind: str
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,40 +49,6 @@ class Header:
     path: Path
     values: dict[str, Any]
     tensors: dict[str, Entry]
-
-
-def write(
-    path: str | Path,
-    values: Mapping[str, Value],
-    tensors: Mapping[str, Source],
-    done: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Write a file atomically, one tensor at a time; ``done(name)`` is called after each.
-
-    A bool is written as such, a number as u32, i32, u64 or i64, whichever holds it first, and a float as f32. Arrays
-    hold texts, floats (f32) or integers (i32). Raises ValueError or TypeError for what the format cannot hold, and for
-    a tensor that is not of its Source's shape or not finite; the file then keeps its old content.
-    """
-    out = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(values))]
-    for key, item in values.items():
-        with at(key):
-            out += [_text(key), _value(item)]
-    start = 0
-    for name, source in tensors.items():
-        with at(name):
-            _check_source(name, source)
-            sizes = source.shape[::-1]
-            info = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, KINDS[source.kind].code, start)
-            out += [_text(name), info]
-            start += _padded(_nbytes(source.kind, source.shape))
-    expect(sys.byteorder == "little", "got a big-endian machine, wanted a little-endian one, as the data are")
-    with replacing(path) as file:
-        head = b"".join(out)
-        file.write(head.ljust(_padded(len(head)), b"\0"))
-        for name, source in tensors.items():
-            with at(name):
-                _write_data(file, source)
-            done(name)
 
 
 def header(path: str | Path) -> Header:
@@ -123,7 +73,7 @@ def header(path: str | Path) -> Header:
         fits = type(alignment) is int and 8 <= alignment <= 1 << 16 and alignment % 8 == 0
         expect(fits, f"general.alignment: got {alignment!r:.80}; wanted a multiple of 8 up to 65536")
         infos = [_info(cursor) for _ in range(num_tensors)]
-        data = _padded(cursor.position, alignment)
+        data = padded(cursor.position, alignment)
         return Header(path, values, _entries(infos, data, alignment, cursor.size))
 
 
@@ -133,7 +83,7 @@ def read_bytes(header: Header, name: str, rows: slice = slice(None)) -> Tensor:
         known = ", ".join(sorted(header.tensors)[:8])
         expect(name in header.tensors, f"got no tensor {name!r:.80}; wanted one of {len(header.tensors)}: {known}")
         entry = header.tensors[name]
-        width, count = _nbytes(entry.kind, entry.shape[-1:]), math.prod(entry.shape[:-1])
+        width, count = nbytes_of(entry.kind, entry.shape[-1:]), math.prod(entry.shape[:-1])
         first, last, step = rows.indices(count)
         expect(step == 1 and first <= last, f"{name}: got rows {rows}; wanted a slice without step of {count} rows")
         out = torch.empty((last - first, width), dtype=torch.uint8, device="cpu")
@@ -153,67 +103,14 @@ def read(header: Header, name: str) -> Tensor:
     return decode(rows, entry.kind).reshape(entry.shape)
 
 
-def _padded(size: int, alignment: int = ALIGNMENT) -> int:
+def padded(size: int, alignment: int = ALIGNMENT) -> int:
+    """Return the next multiple of ``alignment``."""
     return -(-size // alignment) * alignment
 
 
-def _nbytes(kind: str, shape: tuple[int, ...]) -> int:
+def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor in a file, without padding."""
     return math.prod(shape) // KINDS[kind].elements * KINDS[kind].nbytes
-
-
-def _text(text: str) -> bytes:
-    try:
-        raw = text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"got {text!r:.80}, which is no Unicode text; wanted UTF-8") from None
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _number_type(item: Any) -> int:
-    """Return the type of a number in a file."""
-    if isinstance(item, bool):
-        return BOOL
-    if isinstance(item, float):
-        expect(math.isfinite(item), f"got {item}; wanted a finite number")
-        return 6
-    fits = {4: (0, 1 << 32), 5: (-1 << 31, 1 << 31), 10: (0, 1 << 64), 11: (-1 << 63, 1 << 63)}
-    found = [code for code, (low, high) in fits.items() if isinstance(item, int) and low <= item < high]
-    expect(found, f"got {item!r:.80}; wanted a bool, a number of 64 bits, a text or a list of these", TypeError)
-    return found[0]
-
-
-def _value(item: Value) -> bytes:
-    if isinstance(item, str):
-        return struct.pack("<I", TEXT) + _text(item)
-    if not isinstance(item, Sequence):
-        code = _number_type(item)
-        return struct.pack(f"<I{NUMBERS[code]}", code, item)
-    expect(len(item) > 0, "got an empty list; leave the key out")
-    if all(isinstance(one, str) for one in item):
-        return struct.pack("<IIQ", ARRAY, TEXT, len(item)) + b"".join(map(_text, item))  # type: ignore[arg-type]
-    code = 6 if all(type(one) is float for one in item) else 5
-    fits = code == 6 or all(type(one) is int and -1 << 31 <= one < 1 << 31 for one in item)
-    expect(fits, "got a list that is not all texts, floats or integers of 32 bits", TypeError)
-    return struct.pack(f"<IIQ{len(item)}{NUMBERS[code]}", ARRAY, code, len(item), *item)
-
-
-def _check_source(name: str, source: Source) -> None:
-    expect(source.kind in KINDS, f"got kind {source.kind!r}; wanted one of {', '.join(KINDS)}")
-    expect(0 < len(name.encode()) <= MAX_NAME, f"got a name of {len(name)} letters; wanted 1 to {MAX_NAME} bytes")
-    fits = 1 <= len(source.shape) <= MAX_DIMS and all(size > 0 for size in source.shape)
-    expect(fits, f"got shape {source.shape}; wanted 1 to {MAX_DIMS} dims, none empty")
-    check_width(source.shape, source.kind)
-
-
-def _write_data(file: IO[bytes], source: Source) -> None:
-    tensor = source.read()
-    fits = tensor.shape == source.shape and tensor.is_floating_point()
-    expect(fits, f"got {tensor.dtype} {tuple(tensor.shape)}; wanted floats {source.shape}")
-    rows = tensor.detach().cpu().reshape(-1, source.shape[-1])
-    for part in rows.split(max(1, ROWS // source.shape[-1])):
-        file.write(encode(part.float(), source.kind).contiguous().numpy().data)
-    size = _nbytes(source.kind, source.shape)
-    file.write(b"\0" * (_padded(size) - size))
 
 
 class _Cursor:
@@ -283,10 +180,10 @@ def _entries(infos: list[Any], data: int, alignment: int, size: int) -> dict[str
         with at(f"{name:.80}"):
             expect(name not in out, "got two tensors of that name; the file is damaged")
             expect(data + offset == end, f"got data at byte {data + offset}, wanted {end}; the file is damaged")
-            stop = end + _nbytes(kind, shape)
+            stop = end + nbytes_of(kind, shape)
             expect(stop <= size, f"got data up to byte {stop}, wanted at most {size}; the file is cut short")
             out[name] = Entry(kind, shape, end, stop)
-            end = _padded(stop, alignment)
+            end = padded(stop, alignment)
     fits = size in (end, stop) or (not infos and size <= end)  # padding at the end is optional
     expect(fits, f"got {size} bytes, wanted {end}; the file is damaged")
     return out

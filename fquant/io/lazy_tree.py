@@ -5,10 +5,10 @@
 
 The file is the one of ``fquant.io.safetensors.save``, byte for byte, and each reader reads both. Its layout follows
 from the ``like`` of each leaf. So all buffers of a Packed are put in their places as soon as it is made: a source is
-read and quantised once, and memory is that of the largest leaf. An interrupted call leaves no file.
+read and quantised once, and memory is that of the largest leaf. An interrupted call can be continued.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,57 @@ from ..kernels.spec import Spec, check
 from ..lazy import Lazy
 from ..lazy import like as like_of
 from ..packed import Packed, buffers
+from ..tree import expect
 from . import safetensors, tree_json
+from .partial import continued
+
+SAMPLE = 4  # leaves of an interrupted file that are compared, at least
 
 _is_leaf = lambda x: isinstance(x, Packed | Lazy)
 _join = lambda path, name: f"{path}.{name}" if path and name else path or name
 
 
-def save(path: str | Path, params: Any, done: Callable[[str], None] = lambda path: None) -> None:
-    """Write the tree ``params`` atomically; leaves are tensors, Packed or Lazy of these.
+def save(path: str | Path, params: Any, done: Callable[[str], None] = lambda path: None, resume: bool = False) -> None:
+    """Write the tree ``params``; leaves are tensors, Packed or Lazy of these. ``done(path)`` is called after each leaf.
 
-    ``done(path)`` is called after each leaf. Raises the errors of ``fquant.io.safetensors.save``, and ValueError for a
-    Lazy that does not read its ``like``.
+    The file gets its name when it is whole (see ``fquant.io.partial``). With ``resume`` the leaves of an interrupted
+    call are kept, once a few of them are compared. Raises the errors of ``fquant.io.safetensors.save``, and ValueError
+    for a Lazy that does not read its ``like``. Raises ValueError for an interrupted file without ``resume``, and for
+    one of something else.
     """
     text, likes = tree_json.encode(like_of(params))
+    leaves = tree.items(params, is_leaf=_is_leaf)
     with tree.at(str(path)):
         for name, like in likes.items():
             safetensors.check_writable(name, like, may_be_meta=True)
         head, starts = safetensors.layout(likes, {"format": "pt", safetensors.TREE: text})
-        with safetensors.replacing(path) as file:
-            file.write(head)
-            for at, leaf in tree.items(params, is_leaf=_is_leaf):
-                with tree.at(at):
-                    content = leaf.read() if isinstance(leaf, Lazy) else leaf
-                for name, t in tree.items(content):
-                    name = _join(at, name)
-                    if name not in starts:
-                        raise ValueError(f"{name}: got a buffer that its like lacks, wanted none; correct the like")
-                    file.seek(starts[name])
-                    safetensors.put(file, name, t, likes[name])
+        with continued(path, head, [at for at, _ in leaves], resume) as part:
+            kept = [item for item in leaves if item[0] in part.finished]
+            for at, leaf in kept[:: max(1, len(kept) // SAMPLE)]:
+                for name, t in _buffers(at, leaf, likes):
+                    part.file.seek(starts[name])
+                    same = part.file.read(t.nbytes) == safetensors.bytes_of(t)
+                    expect(same, f"{name}: got other values than those of an interrupted run; remove its file")
+            for at, leaf in leaves:
+                if at not in part.finished:
+                    nbytes = 0
+                    for name, t in _buffers(at, leaf, likes):
+                        part.file.seek(starts[name])
+                        part.file.write(safetensors.bytes_of(t))
+                        nbytes += t.nbytes
+                    part.finish(at, nbytes)
                 done(at)
+
+
+def _buffers(at: str, leaf: Any, likes: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Read a leaf; return its tensors by name, if they are as announced."""
+    with tree.at(at):
+        content = leaf.read() if isinstance(leaf, Lazy) else leaf
+    out = [(_join(at, name), t) for name, t in tree.items(content)]
+    for name, t in out:
+        expect(name in likes, f"{name}: got a buffer that its like lacks, wanted none; correct the like")
+        safetensors.check_like(name, t, likes[name])
+    return out
 
 
 def lazy(path: str | Path) -> Any:

@@ -13,6 +13,10 @@
 ``<module>`` is a name in the Hugging Face model ("model.layers.0.self_attn.q_proj"); adapters here have paths
 ("layers.0.q"). All functions take the map between them as an argument. The module of an expert's parameter is its whole
 name, "model.layers.0.mlp.experts.down_proj".
+
+A head that shares the table of tokens is adapted with it here. In PEFT it has tensors of its own. So they are written
+for both, with ``ensure_weight_tying``, and read if both are the same; otherwise PEFT computes something else, and they
+are refused. The argument ``tied`` says which head shares which table: ``{"model.embed_tokens": "lm_head"}``, or ``{}``.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +32,7 @@ from ..packed import FLOATS
 from ..tree import expect
 from . import peft_config, peft_tensors, safetensors
 from .peft_config import CONFIG
-from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, check_shapes, unstacked
+from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, UNKNOWN, check_shapes, unstacked
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -36,20 +40,22 @@ WEIGHTS = "adapter_model.safetensors"
 def save(
     folder: str | Path, adapters: Adapters, module_name: Callable[[str], str], base_model: str = "", *,
     embeddings: Collection[str] = ("embed",), weights: Mapping[str, Tensor] | None = None,
-    task_type: str | None = "CAUSAL_LM",
+    tied: Mapping[str, str] | None = None, task_type: str | None = "CAUSAL_LM",
 ) -> None:  # fmt: skip
     """Write adapters as a PEFT directory, tensors in float32.
 
     ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
     ``embeddings`` are the paths of tables. ``weights`` are whole tensors by path, in their own dtype: of modules that
-    were trained in full, and of biases, whose path is that of the weight and ``_bias``. ``task_type`` selects PEFT's
-    class; None, its plain one, is right for an encoder. Raises ValueError, before anything is written, if PEFT cannot
-    express the adapters.
+    were trained in full, and of biases, whose path is that of the weight and ``_bias``. ``tied`` has the modules of
+    heads by that of the table that they share (``hf.tied_modules``); it must be given for a table. ``task_type``
+    selects PEFT's class; None, its plain one, is right for an encoder. Raises ValueError, before anything is written,
+    if PEFT cannot express the adapters.
     """
     expect(adapters, f"{folder}: got no adapters, wanted at least one")
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, Lora] = {}
     stacked: list[str] = []
+    heads: list[str] = []  # that PEFT adapts with their tables; of other names it knows no tables
     for path, lora in adapters.items():
         with tree.at(path):
             expect(isinstance(lora, Lora), f"got {type(lora).__name__}, wanted a Lora", TypeError)
@@ -68,15 +74,22 @@ def save(
             fault = f"{module} is an embedding; name the path {path} in embeddings, whose adapters differ in PEFT"
             expect(is_table or "embed" not in module.rpartition(".")[2], fault)
             expect(not is_table or lora.magnitude is None, "got DoRA for a table, wanted none; merge it instead")
+            expect(not is_table or tied is not None, UNKNOWN)
+        head = (tied or {}).get(module) if is_table else None
         for field, suffix in (TABLE_FIELDS if is_table else FIELDS).items():
             if (tensor := getattr(lora, field)) is not None:
                 tensor = tensor.detach().to(torch.float32)
                 tensors[PREFIX + module + suffix] = tensor.mT.contiguous() if is_table else tensor
+                tensors |= {PREFIX + head + FIELDS[field]: tensor} if head else {}
+        if head:
+            by_module[head] = lora
+            heads += [head] if module.rpartition(".")[2] in SAVED_BESIDE else []
     tensors |= unstacked({module: by_module[module] for module in stacked})
-    whole, others = _whole(weights or {}, module_name, by_module)
-    targets = {"target_modules": sorted(set(by_module).difference(stacked))}
-    targets |= {"target_parameters": sorted(stacked)} if stacked else {}
-    settings = peft_config.text(by_module, base_model, task_type=task_type, **targets, **others)
+    whole, others = _whole(weights or {}, module_name, by_module, tied)
+    others["target_modules"] = sorted(set(by_module).difference(stacked, heads))
+    others |= {"ensure_weight_tying": True} if heads else {}
+    others |= {"target_parameters": sorted(stacked)} if stacked else {}
+    settings = peft_config.text(by_module, base_model, task_type=task_type, **others)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write(folder / WEIGHTS, tensors | whole, {"format": "pt"})
@@ -84,13 +97,14 @@ def save(
         file.write(settings.encode())
 
 
-def load(folder: str | Path, path_of: Callable[[str], str | None]) -> Adapters:
+def load(folder: str | Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None = None) -> Adapters:
     """Read the adapters of a PEFT directory, tensors in the stored dtype.
 
-    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. Raises ValueError that names the
-    file, and the setting, module or tensor that cannot be read; so it does for whole weights, see :func:`load_all`.
+    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. ``tied`` is that of :func:`save`.
+    Raises ValueError that names the file, and the setting, module or tensor that cannot be read. So it does for whole
+    weights, see :func:`load_all`.
     """
-    found, adapters, whole = _open(Path(folder), path_of)
+    found, adapters, whole = _open(Path(folder), path_of, tied)
     for name in whole:
         fault = "got a whole tensor, wanted adapters alone; call load_all and lora.replace_weights"
         raise ValueError(f"{found.path}: {name:.200}: {fault}")
@@ -98,14 +112,17 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> Adapters:
 
 
 def load_all(
-    folder: str | Path, path_of: Callable[[str], str | None], tensor_path: Callable[[str], str | None] | None = None
+    folder: str | Path,
+    path_of: Callable[[str], str | None],
+    tensor_path: Callable[[str], str | None] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> tuple[Adapters, dict[str, Tensor]]:
     """Read the adapters, and the whole weights and biases by path, for :func:`fquant.lora.replace_weights`.
 
     ``tensor_path`` returns the path of a tensor of the Hugging Face model. By default that is the module's path for
     ``.weight``, and that path and ``_bias`` for ``.bias``. Raises ValueError as :func:`load` does.
     """
-    found, adapters, whole = _open(Path(folder), path_of)
+    found, adapters, whole = _open(Path(folder), path_of, tied)
     out: dict[str, Tensor] = {}
     with tree.at(str(found.path)):
         for name in whole:
@@ -120,7 +137,9 @@ def load_all(
     return adapters, out
 
 
-def _open(folder: Path, path_of: Callable[[str], str | None]) -> tuple[safetensors.Header, Adapters, list[str]]:
+def _open(
+    folder: Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None
+) -> tuple[safetensors.Header, Adapters, list[str]]:
     """Return the header, the adapters, and the names of whole tensors."""
     settings = peft_config.read(folder / CONFIG)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
@@ -129,7 +148,9 @@ def _open(folder: Path, path_of: Callable[[str], str | None]) -> tuple[safetenso
     with tree.at(str(found.path)):
         modules, whole = peft_tensors.sorted_names(found, settings)
         parameters = peft_tensors.parameters_of(modules, settings)
-        peft_config.check_targets(settings, [module for module, _ in modules if module not in parameters])
+        untargeted = {*parameters, *((tied or {}).values() if settings.given["ensure_weight_tying"] else ())}
+        peft_config.check_targets(settings, [module for module, _ in modules if module not in untargeted])
+        modules, whole = peft_tensors.without_heads(found, settings, modules, whole, tied)
         out: Adapters = {}
         for (module, depth), names in modules.items():
             name, lora = module, None
@@ -146,11 +167,15 @@ def _open(folder: Path, path_of: Callable[[str], str | None]) -> tuple[safetenso
 
 
 def _whole(
-    weights: Mapping[str, Tensor], module_name: Callable[[str], str], by_module: Mapping[str, Any]
+    weights: Mapping[str, Tensor],
+    module_name: Callable[[str], str],
+    by_module: Mapping[str, Any],
+    tied: Mapping[str, str] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the whole tensors by their names in PEFT, and the settings that name them."""
     out: dict[str, Tensor] = {}
     modules, biases = [], []
+    others: dict[str, Any] = {}
     for path, tensor in weights.items():
         with tree.at(path):
             expect(isinstance(tensor, Tensor), f"got {type(tensor).__name__}, wanted a tensor", TypeError)
@@ -163,10 +188,14 @@ def _whole(
                 fault = f"got the weight of {module}, which has an adapter, wanted one of them; merge them"
                 expect(module not in by_module or module.rpartition(".")[2] in SAVED_BESIDE, fault)
                 modules += [] if module in by_module else [module]
+                expect(tied is not None or "embed" not in module.rpartition(".")[2], UNKNOWN)
             inner = INNER if module in by_module else ""
+            if not is_bias and (head := (tied or {}).get(module)):
+                out[f"{PREFIX}{head}{inner}.weight"] = tensor.detach().contiguous()
+                others["ensure_weight_tying"] = True
             out[f"{PREFIX}{module}{inner}.{'bias' if is_bias else 'weight'}"] = tensor.detach().contiguous()
     alone = [module for module in biases if module not in modules]
-    others: dict[str, Any] = {"modules_to_save": sorted(modules)} if modules else {}
+    others |= {"modules_to_save": sorted(modules)} if modules else {}
     if alone:
         others["bias"] = "lora_only" if set(alone) <= by_module.keys() else "all"
     return out, others

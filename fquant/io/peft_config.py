@@ -203,4 +203,5 @@ READ: dict[str, tuple[Any, Rule]] = {  # settings that are read: PEFT's default,
     "layers_pattern": (None, _parts),
     "modules_to_save": (None, _names),
     "target_parameters": (None, _names),
+    "ensure_weight_tying": (False, _switch),
 }

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ FIELDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magn
 TABLE_FIELDS = {"b": ".lora_embedding_A", "a": ".lora_embedding_B"}  # both transposed
 INNER = ".base_layer"
 SAVED_BESIDE = ("embed_tokens", "lm_head")  # whose whole weights PEFT may write without naming them in the settings
+
+UNKNOWN = "got a table, wanted to know if a head shares it; pass tied, which is hf.tied_modules(cfg) for a decoder"
 
 Modules = dict[tuple[str, int], dict[str, str]]  # (module, times it is inside .base_layer) -> suffix -> tensor
 
@@ -55,6 +58,36 @@ def sorted_names(found: safetensors.Header, settings: Settings) -> tuple[Modules
         fault = f"{saved:.200}: got no tensors, wanted some, it is in modules_to_save of {CONFIG}"
         expect(any(f"{saved}." in name for name in rest), fault)
     return modules, rest
+
+
+def without_heads(
+    found: safetensors.Header, settings: Settings, modules: Modules, whole: list[str], tied: Mapping[str, str] | None
+) -> tuple[Modules, list[str]]:
+    """Return the names but for those of heads that share a table, once both hold the same; else raise ValueError."""
+    tables = {module for module, names in modules.items() if not names.keys().isdisjoint(TABLE_FIELDS.values())}
+    modules, whole = dict(modules), list(whole)
+    for name in [*(module for module, _ in tables), *(name for name in whole if name.endswith("embed_tokens.weight"))]:
+        expect(tied is not None, f"{name:.200}: {UNKNOWN}")
+    for table, head in (tied or {}).items():
+        pair = f"{table} and {head} share a matrix here"
+        fix = "train with ensure_weight_tying, or untie the model"
+        there = [module for module in (table, head) if (module, 0) in modules]
+        expect(len(there) != 1, f"{''.join(there)}: got an adapter of it alone, wanted one of both; {pair}: {fix}")
+        if there:
+            first, second = (read_lora(found, module, modules[module, 0], settings) for module in there)
+            same = first.a.equal(second.a) and first.b.equal(second.b)
+            same = same and _static(settings, table) == _static(settings, head)
+            expect(same, f"{head}: got another adapter than that of {table}, wanted the same; {pair}: {fix}")
+            del modules[head, 0]
+        for inner in ("", INNER):
+            names = [f"{PREFIX}{module}{inner}.weight" for module in (table, head)]
+            there = [name for name in names if name in whole]
+            expect(len(there) != 1, f"{''.join(there)}: got one whole tensor, wanted one of both; {pair}: {fix}")
+            if there:
+                same = safetensors.read(found, names[0]).equal(safetensors.read(found, names[1]))
+                expect(same, f"{names[1]}: got another tensor than {names[0]}, wanted the same; {pair}: {fix}")
+                whole.remove(names[1])
+    return modules, whole
 
 
 def parameters_of(modules: Modules, settings: Settings) -> dict[str, list[str]]:

@@ -146,7 +146,9 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
         file.write(head)
         for name in order:  # one at a time on the CPU
             t = tensors[name]
-            put(file, name, t.read() if isinstance(t, Lazy) else t, likes[name])
+            t = t.read() if isinstance(t, Lazy) else t
+            check_like(name, t, likes[name])
+            file.write(bytes_of(t))
 
 
 def layout(likes: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
@@ -168,11 +170,15 @@ def layout(likes: Mapping[str, Tensor], metadata: Mapping[str, str] | None = Non
     return head, {name: len(head) + start for name, start in starts.items()}
 
 
-def put(file: IO[bytes], name: str, t: Tensor, like: Tensor) -> None:
-    """Write the bytes of ``t`` where the file is; raise ValueError unless ``t`` has the dtype and shape of ``like``."""
+def check_like(name: str, t: Tensor, like: Tensor) -> None:
+    """Raise ValueError unless ``t`` has the dtype and shape of ``like``."""
     got = f"{name}: got {t.dtype} {tuple(t.shape)}, wanted the announced {like.dtype} {tuple(like.shape)}"
     expect(t.dtype == like.dtype and t.shape == like.shape, f"{got}; correct the Lazy's like")
-    file.write(_bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous()))
+
+
+def bytes_of(t: Tensor) -> memoryview:
+    """Return the bytes of a tensor on any device in the order of the file."""
+    return _bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def save(path: str | Path, tree: Any) -> None:
@@ -220,11 +226,16 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put on disk the names in ``folder``."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # for the new name
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def _entry(name: str, item: Any, data: int) -> Entry:

@@ -26,7 +26,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fquant import lazy
-from fquant.io import gguf
+from fquant.io import gguf, gguf_writer
 from fquant.lazy import Lazy
 from fquant.tree import expect
 
@@ -74,13 +74,15 @@ def save(
     kind: str = "q4_k",
     tokenizer: str | Path | None = None,
     done: Done = lambda finished, total: None,
+    resume: bool = False,
 ) -> None:
-    """Write the decoder to ``path`` atomically; ``done(finished, total)`` is called after each tensor.
+    """Write the decoder to ``path``; ``done(finished, total)`` is called after each tensor.
 
     ``tokenizer`` is the Hugging Face folder whose tokenizer goes into the file; without one the file has no vocabulary,
-    and llama.cpp loads it for its tensors only. Leaves are tensors, Packed or Lazy. Raises ValueError for an existing
-    file, an unknown kind, and a width that is no multiple of its blocks. Raises ValueError for a tokenizer or a field
-    of the config that a GGUF cannot express. Raises the errors of ``leaves.checked``.
+    and llama.cpp loads it for its tensors only. Leaves are tensors, Packed or Lazy. An interrupted call leaves a file
+    ``PATH.part``, which a call with ``resume`` continues. Raises ValueError for an existing file, an unknown kind, and
+    a width that is no multiple of its blocks. Raises ValueError for a tokenizer or a field of the config that a GGUF
+    cannot express. Raises the errors of ``leaves.checked`` and ``fquant.io.gguf_writer.write``.
     """
     path = Path(path)
     expect(not path.exists(), f"{path}: there is such a file already; choose another")
@@ -89,7 +91,7 @@ def save(
     if tokenizer is not None:
         values |= tokenizer_values(tokenizer, cfg.vocab)
     found, finished = sources(cfg, params, kind), itertools.count(1)
-    gguf.write(path, values, found, lambda name: done(next(finished), len(found)))
+    gguf_writer.write(path, values, found, lambda name: done(next(finished), len(found)), resume)
 
 
 def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4, rows: int = 16) -> int:
@@ -103,12 +105,10 @@ def verify(path: str | Path, cfg: Config, params: Any, kind: str, count: int = 4
     expect(fits, f"{path}: got other tensors than this export writes; export again")
     compared = 0
     for name in list(found)[:: -(-len(found) // count)]:
-        source = found[name]
-        w = source.read().reshape(-1, source.shape[-1])
-        some = slice(len(w) // 2, len(w) // 2 + rows)
-        same = gguf.encode(w[some].float(), source.kind).equal(gguf.read_bytes(header, name, some))
+        some, wanted = gguf_writer.sample(found[name], rows)
+        same = wanted.equal(gguf.read_bytes(header, name, some))
         expect(same, f"{path}: {name} has other values than its source; export again")
-        compared += len(w[some])
+        compared += len(wanted)
     return compared
 
 
@@ -140,10 +140,10 @@ def tensor_name(path: str) -> str:
     raise ValueError(f"{path!r} is no weight of a decoder; want one of {', '.join(MODEL)}, layers.N.{'|'.join(LAYER)}")
 
 
-def sources(cfg: Config, params: Any, kind: str) -> dict[str, gguf.Source]:
+def sources(cfg: Config, params: Any, kind: str) -> dict[str, gguf_writer.Source]:
     """Return the tensors of the file by name; each reads its weight when it is written."""
     its = architecture(cfg)
-    out: dict[str, gguf.Source] = {}
+    out: dict[str, gguf_writer.Source] = {}
     for path, leaf in checked(cfg, params).items():
         head = "embed" if cfg.tied else "final.head"
         is_matrix = len(leaf.like.shape) > 1
@@ -154,7 +154,7 @@ def sources(cfg: Config, params: Any, kind: str) -> dict[str, gguf.Source]:
         out[tensor_name(path)] = _source(its_kind, dense(leaf))
     if cfg.rope_scaling is not None and cfg.rope_scaling.kind == "llama3":
         factors = rope_factors(cfg)
-        out[ROPE_FACTORS] = gguf.Source("f32", tuple(factors.shape), lambda: factors)
+        out[ROPE_FACTORS] = gguf_writer.Source("f32", tuple(factors.shape), lambda: factors)
     return out
 
 
@@ -177,14 +177,14 @@ def rope_factors(cfg: Config) -> Tensor:
     return 1 / ((1 - blend) / scaling.factor + blend)
 
 
-def _source(kind: str, leaf: Lazy) -> gguf.Source:
-    return gguf.Source(kind, tuple(leaf.like.shape), leaf.read)
+def _source(kind: str, leaf: Lazy) -> gguf_writer.Source:
+    return gguf_writer.Source(kind, tuple(leaf.like.shape), leaf.read)
 
 
-def _values(cfg: Config, kind: str) -> dict[str, gguf.Value]:
+def _values(cfg: Config, kind: str) -> dict[str, gguf_writer.Value]:
     """Return the keys of the file that describe the model."""
     name = architecture(cfg).name
-    values: dict[str, gguf.Value] = {
+    values: dict[str, gguf_writer.Value] = {
         "context_length": cfg.max_positions, "embedding_length": cfg.dim, "block_count": cfg.num_layers,
         "feed_forward_length": cfg.hidden, "attention.head_count": cfg.num_heads,
         "attention.head_count_kv": cfg.num_kv_heads, "attention.layer_norm_rms_epsilon": cfg.norm_eps,
@@ -193,7 +193,7 @@ def _values(cfg: Config, kind: str) -> dict[str, gguf.Value]:
     }  # fmt: skip
     if cfg.rope_scaling is not None and cfg.rope_scaling.kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(cfg.rope_scaling.factor)}
-    general: dict[str, gguf.Value] = {"architecture": name, "type": "model", "file_type": FILE_TYPES[kind]}
+    general: dict[str, gguf_writer.Value] = {"architecture": name, "type": "model", "file_type": FILE_TYPES[kind]}
     if kind.startswith("q"):
         general["quantization_version"] = 2  # of ggml's block formats
     return {f"general.{key}": item for key, item in general.items()} | {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fquant.io import tree_json
-from fquant.io.gguf import Value
+from fquant.io.gguf_writer import Value
 from fquant.tree import at, expect
 
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"

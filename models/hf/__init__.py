@@ -14,12 +14,12 @@ ValueError that names the file and the tensor. ``families.py`` has the model typ
 from .config import from_hf, to_hf
 from .folder import CONFIG, INDEX, SINGLE, read_config
 from .loading import lazy, load
-from .names import module_name, path_of, tensor_name
+from .names import module_name, path_of, tensor_name, tied_modules
 from .packed import PACKED
 from .packed import save as save_packed
 from .saving import save
 
 __all__ = [
     "CONFIG", "INDEX", "PACKED", "SINGLE", "from_hf", "lazy", "load", "module_name", "path_of", "read_config", "save",
-    "save_packed", "tensor_name", "to_hf",
+    "save_packed", "tensor_name", "tied_modules", "to_hf",
 ]  # fmt: skip

@@ -53,6 +53,11 @@ def path_of(module_name: str, cfg: Config | None = None) -> str | None:
     return None
 
 
+def tied_modules(cfg: Config) -> dict[str, str]:
+    """Return the module of the head by that of the table that it shares, for ``fquant.io.peft``; {} without one."""
+    return {MODEL["embed"]: MODEL["final.head"]} if cfg.tied else {}
+
+
 def tensor_name(path: str, cfg: Config | None = None) -> str:
     """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias".
 

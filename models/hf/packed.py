@@ -34,12 +34,14 @@ def save(
     params: Any,
     extra: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda path: None,
+    resume: bool = False,
 ) -> None:
     """Write a folder that ``hf.lazy`` and ``hf.load`` read; ``config.json`` comes last.
 
     A Lazy is read once, when its turn comes, and not kept. ``extra`` are keys of ``config.json`` that do not change the
-    model; ``done(path)`` is called after each leaf. Raises ValueError, before anything is written, for a folder that
-    holds a model. So it does for a leaf that is missing, of another shape than the config's, or not part of it.
+    model; ``done(path)`` is called after each leaf. ``resume`` continues an interrupted call, and reads a few of the
+    leaves that it has written to compare them. Raises ValueError, before anything is written, for a folder that holds a
+    model. So it does for a leaf that is missing, of another shape than the config's, or not part of it.
     """
     folder = Path(folder)
     if taken := [name for name in (CONFIG, SINGLE, INDEX, PACKED) if (folder / name).exists()]:
@@ -50,7 +52,7 @@ def save(
     if from_hf(config) != cfg:
         raise ValueError(f"extra keys {', '.join(extra or {})} change the model; change the Config instead")
     folder.mkdir(parents=True, exist_ok=True)
-    lazy_tree.save(folder / PACKED, params, done)
+    lazy_tree.save(folder / PACKED, params, done, resume)
     write_json(folder / CONFIG, config)
 
 

@@ -15,6 +15,7 @@ BertForMaskedLM with a pooler. They are kept, and the config says so.
 from .config import from_hf, to_hf
 from .families import FAMILIES
 from .loading import lazy, load
+from .names import module_name, path_of, tied_modules
 from .saving import save
 
-__all__ = ["FAMILIES", "from_hf", "lazy", "load", "save", "to_hf"]
+__all__ = ["FAMILIES", "from_hf", "lazy", "load", "module_name", "path_of", "save", "tied_modules", "to_hf"]

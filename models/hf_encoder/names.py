@@ -40,6 +40,12 @@ def path_of(module: str, cfg: EncoderConfig, prefix: str | None = None) -> str |
     return next((path for path in paths if module_name(path, cfg, prefix) == module), None)
 
 
+def tied_modules(cfg: EncoderConfig, prefix: str | None = None) -> dict[str, str]:
+    """Return the head's module by that of the table that it shares, for ``fquant.io.peft``; {} if it shares none."""
+    is_shared = cfg.masked_lm and cfg.tied
+    return {module_name("embed.tokens", cfg, prefix): FAMILIES[cfg.family].heads["decoder"]} if is_shared else {}
+
+
 def tensor_name(path: str, cfg: EncoderConfig, prefix: str | None = None) -> str:
     """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "bert.encoder.layer.0.attention.self.query.bias"."""
     if path == "heads.decoder_bias":

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import export
 from fquant import dequantize, lora, quantize, random, tree
-from fquant.io import peft
+from fquant.io import gguf_writer, peft
 from models import decoder, hf
 from models.export import folder
 from tests.helpers import tokenizers
@@ -129,10 +129,32 @@ def test_resume(source, tmp_path, monkeypatch, capsys):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_resume_of_a_gguf(source, tmp_path, monkeypatch, capsys):
+    flags = ("--kind", "q8_0")
+    assert run(source, tmp_path / "whole.gguf", *flags) == 0
+    encode, count = gguf_writer.encode, []
+
+    def failing(*args):
+        count.append(args)
+        if len(count) == 9:
+            raise OSError("disk full")
+        return encode(*args)
+
+    monkeypatch.setattr(gguf_writer, "encode", failing)
+    assert run(source, tmp_path / "a.gguf", *flags) == 2
+    monkeypatch.undo()
+    assert capsys.readouterr().err == "export: disk full\n" and not (tmp_path / "a.gguf").exists()
+    assert run(source, tmp_path / "a.gguf", *flags) == 2
+    assert "a.gguf.part: got the file of an interrupted run; resume that" in capsys.readouterr().err
+    assert run(source, tmp_path / "a.gguf", *flags, "--resume") == 0
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert run(source, tmp_path / "a.gguf", *flags, "--resume") == 2
+    assert "a.gguf: it exists already" in capsys.readouterr().err
+
+
 REFUSED = {
     "kind": (("--to", "gguf", "--kind", "int4"), "--kind is int4 with --to gguf; wanted q4_k or f32"),
     "no kind": (("--to", "bnb-nf4", "--kind", "q4_k"), "--kind is q4_k with --to bnb-nf4, which has none"),
-    "resume": (("--to", "gguf", "--resume"), "--resume with --to gguf; a GGUF is one file"),
     "shard": (("--shard", "0"), "--shard is 0.0; wanted GiB above 0"),
     "option": (("--knd", "q4_k"), "--knd is no option; did you mean --kind?"),
     "width": (("--kind", "q4_k"), "width 128 is not a multiple of the 256 elements of a block of q4_k"),

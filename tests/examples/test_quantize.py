@@ -141,18 +141,33 @@ def test_export_writes_the_packed_bytes(source, tmp_path, capsys):
     assert files[0] == files[1]
 
 
-def test_an_interrupted_run_leaves_no_model(source, tmp_path, monkeypatch, capsys):
-    put, count = safetensors.put, []
+def test_an_interrupted_run_is_continued(source, tmp_path, monkeypatch, capsys):
+    """The folder and the table are those of one run; weights that are there are not quantised again, but for a few."""
+    assert run(source, tmp_path / "whole") == 0
+    table = capsys.readouterr().out
+    quantise, count = program.quantize, []
 
-    def failing(*args):
-        count.append(args)
-        if len(count) == 20:
+    def failing(w, fmt):
+        count.append(w)
+        if not w.is_meta and sum(not w.is_meta for w in count) == 10:
             raise OSError("disk full")
-        put(*args)
+        return quantise(w, fmt)
 
-    monkeypatch.setattr(safetensors, "put", failing)
+    monkeypatch.setattr(program, "quantize", failing)
     assert run(source, tmp_path / "out") == 2
-    assert capsys.readouterr().err == "quantize: disk full\n" and not list((tmp_path / "out").iterdir())
+    assert capsys.readouterr().err == "quantize: disk full\n"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{hf.PACKED}.part", f"{hf.PACKED}.part.log"]
+    assert run(source, tmp_path / "out") == 2
+    assert "out: it exists already; choose another, or --resume an interrupted run" in capsys.readouterr().err
+    assert run(source, tmp_path / "out", "--resume", "--format", "nf4") == 2
+    assert "with another beginning than the one to write" in capsys.readouterr().err
+    del count[:]
+    assert run(source, tmp_path / "out", "--resume") == 0
+    assert sum(not w.is_meta for w in count) < 14
+    rows = lambda text: text.splitlines()[1:-1]
+    assert rows(capsys.readouterr().out) == rows(table)
+    content = lambda at: {path.name: path.read_bytes() for path in at.iterdir()}
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 REFUSED = {

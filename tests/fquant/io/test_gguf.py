@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fquant.io import gguf
-from fquant.io.gguf import Source
+from fquant.io import gguf, gguf_writer
 from fquant.io.gguf_blocks import KINDS, decode, encode
+from fquant.io.gguf_writer import Source
 
 VALUES = {
     "general.architecture": "llama", "text": "zwölf ⁂", "empty": "", "yes": True, "no": False, "small": 7,
@@ -28,7 +28,7 @@ def write(path, kinds=tuple(KINDS), values=VALUES):
     tensors = {f"blk.{i}.{kind}.weight": source(kind, (3, 512), i) for i, kind in enumerate(kinds)}
     tensors["vector"] = source("f32", (5,))
     tensors["experts"] = source("f16", (2, 3, 7))
-    gguf.write(path, values, {name: its for name, (its, _) in tensors.items()})
+    gguf_writer.write(path, values, {name: its for name, (its, _) in tensors.items()})
     return {name: (its.kind, w) for name, (its, w) in tensors.items()}
 
 
@@ -92,7 +92,7 @@ def test_one_tensor_is_read_at_a_time_and_reported(tmp_path):
         return torch.ones(2, 32)
 
     tensors = {name: Source("q8_0", (2, 32), lambda name=name: read(name)) for name in "abc"}
-    gguf.write(tmp_path / "a.gguf", {}, tensors, lambda name: events.append(f"done {name}"))
+    gguf_writer.write(tmp_path / "a.gguf", {}, tensors, lambda name: events.append(f"done {name}"))
     assert events == ["read a", "done a", "read b", "done b", "read c", "done c"]
 
 
@@ -103,8 +103,41 @@ def test_a_failure_leaves_the_old_file(tmp_path):
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        gguf.write(tmp_path / "a.gguf", {}, {"w": Source("f32", (2,), read)})
+        gguf_writer.write(tmp_path / "a.gguf", {}, {"w": Source("f32", (2,), read)})
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"] and (tmp_path / "a.gguf").read_text() == "old"
+
+
+def test_an_interrupted_file_is_continued(tmp_path):
+    """What is written is read again only to compare a sample, and of another source it is refused."""
+    reads = []
+
+    def sources(fails=None, off=0.0):
+        def read(i):
+            reads.append(i)
+            if i == fails:
+                raise OSError("gone")
+            return torch.full((40, 256), i + off)
+
+        return {f"t{i}": Source("q4_k" if i % 2 else "f32", (40, 256), lambda i=i: read(i)) for i in range(10)}
+
+    path = tmp_path / "a.gguf"
+    gguf_writer.write(path, {"k": 1}, sources())
+    whole = path.read_bytes()
+    path.unlink()
+    with pytest.raises(OSError, match="gone"):
+        gguf_writer.write(path, {"k": 1}, sources(fails=8))
+    assert not path.exists()
+    with pytest.raises(ValueError, match="a.gguf.part: got the file of an interrupted run"):
+        gguf_writer.write(path, {"k": 1}, sources())
+    with pytest.raises(ValueError, match="a.gguf.part: got a file with another beginning"):
+        gguf_writer.write(path, {"k": 2}, sources(), resume=True)
+    with pytest.raises(ValueError, match="a.gguf.part: t0 has other values than its source; remove the file"):
+        gguf_writer.write(path, {"k": 1}, sources(off=0.5), resume=True)
+    seen = []
+    del reads[:]
+    gguf_writer.write(path, {"k": 1}, sources(), seen.append, resume=True)
+    assert path.read_bytes() == whole and [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
+    assert reads == [0, 2, 4, 6, 8, 9] and seen == [f"t{i}" for i in range(10)]
 
 
 UNWRITABLE = {
@@ -127,7 +160,7 @@ UNWRITABLE = {
 @pytest.mark.parametrize("values, tensor, fault", UNWRITABLE.values(), ids=UNWRITABLE)
 def test_unwritable(tmp_path, values, tensor, fault):
     with pytest.raises((ValueError, TypeError), match=fault):
-        gguf.write(tmp_path / "a.gguf", values, {"w": tensor} if tensor else {})
+        gguf_writer.write(tmp_path / "a.gguf", values, {"w": tensor} if tensor else {})
     assert not list(tmp_path.iterdir())
 
 

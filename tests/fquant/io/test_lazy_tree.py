@@ -1,5 +1,7 @@
 """Tests of fquant.io.lazy_tree against fquant.io.safetensors, whose files it writes and reads."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -84,15 +86,34 @@ def test_a_lazy_that_reads_something_else(tmp_path, got, fault):
     assert fault in str(found.value) and not list(tmp_path.iterdir())
 
 
-def test_a_failing_source_leaves_the_old_file(tmp_path):
-    def fails():
+def test_an_interrupted_file_is_continued(tmp_path):
+    """Leaves that are written are read again only to compare them; the old file stays until the new one is whole."""
+    path, log = tmp_path / "file", []
+    safetensors.save(path, {"w": weight(1)})
+    before = path.read_bytes()
+
+    def fails(i):
         raise OSError("disk gone")
 
-    lazy_tree.save(tmp_path / "file", {"w": weight(1)})
-    before = (tmp_path / "file").read_bytes()
+    broken = {"all": params(log), "w": Lazy(partial(fails, 1), weight(1).to("meta"))}
+    whole = {"all": params(log), "w": source(weight(1), log)}
     with pytest.raises(OSError, match="disk gone"):
-        lazy_tree.save(tmp_path / "file", {"a": weight(1), "w": Lazy(fails, weight(1).to("meta"))})
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        lazy_tree.save(path, broken)
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match="file.part: got the file of an interrupted run"):
+        lazy_tree.save(path, whole)
+    other = {"all": params(), "w": weight(1).float()}
+    with pytest.raises(ValueError, match="file.part: got a file with another beginning"):
+        lazy_tree.save(path, other, resume=True)
+    changed = {"all": params() | {"embed": source(weight(3))}, "w": weight(1)}
+    with pytest.raises(ValueError, match="all.embed: got other values than those of an interrupted run"):
+        lazy_tree.save(path, changed, resume=True)
+    seen = []
+    del log[:]
+    lazy_tree.save(path, whole, seen.append, resume=True)
+    assert len(log) <= 5  # four of eight to compare, and the last
+    safetensors.save(tmp_path / "whole", lazy.read(whole))
+    assert path.read_bytes() == (tmp_path / "whole").read_bytes() and seen == tree.paths(whole)
 
 
 def test_buffers_that_contradict_their_shape(tmp_path):

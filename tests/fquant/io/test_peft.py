@@ -283,7 +283,7 @@ def test_a_broken_adapter_says_what_is_wrong(tmp_path, change, message):
     peft.save(tmp_path, mixed(), module_name)
     edit(tmp_path, change)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path)) + ".*" + re.escape(message)):
-        peft.load(tmp_path, path_of)
+        peft.load(tmp_path, path_of, tied={})
 
 
 def test_unknown_settings_that_say_nothing_are_fine(tmp_path):

@@ -77,17 +77,17 @@ def test_logits_equal_both_ways(tmp_path, make, options):
     models.adapted(make(), **options).save_pretrained(tmp_path / "theirs")
     # Read again, because PEFT sorts the keys of rank_pattern and alpha_pattern when it saves them.
     want = models.logits(hf.PeftModel.from_pretrained(make(), tmp_path / "theirs").eval())
-    adapters, whole = peft.load_all(tmp_path / "theirs", str)
+    adapters, whole = peft.load_all(tmp_path / "theirs", str, tied={})
     base = models.weights(make())
     merged = lora.merge(lora.replace_weights(base, whole), adapters)
     torch.testing.assert_close(models.logits(models.put(make(), merged)), want, atol=1e-5, rtol=1e-5)
     assert (models.logits(make()) - want).abs().max() > 1e-2  # the adapter does something
 
     tables = [path for path in adapters if path.endswith(("embed_tokens", "wte"))]
-    peft.save(tmp_path / "ours", adapters, str, embeddings=tables, weights=whole)
+    peft.save(tmp_path / "ours", adapters, str, embeddings=tables, weights=whole, tied={})
     again = hf.PeftModel.from_pretrained(make(), tmp_path / "ours").eval()
     torch.testing.assert_close(models.logits(again), want, atol=1e-5, rtol=1e-5)
-    second, whole_again = peft.load_all(tmp_path / "ours", str)
+    second, whole_again = peft.load_all(tmp_path / "ours", str, tied={})
     assert second.keys() == adapters.keys() and whole_again.keys() == whole.keys()
     for path, x in adapters.items():
         y = second[path]
@@ -96,7 +96,7 @@ def test_logits_equal_both_ways(tmp_path, make, options):
     assert all(torch.equal(x, whole_again[path]) for path, x in whole.items())
     if whole:
         with pytest.raises(ValueError, match="got a whole tensor, wanted adapters alone; call load_all and lora.rep"):
-            peft.load(tmp_path / "theirs", str)
+            peft.load(tmp_path / "theirs", str, tied={})
 
 
 ATTACHED = {
@@ -115,7 +115,7 @@ def test_a_decoder_with_attached_adapters_computes_the_logits_of_peft(tmp_path, 
     models.adapted(models.llama(), **options).save_pretrained(tmp_path / "adapter")
     want = models.logits(hf.PeftModel.from_pretrained(models.llama(), tmp_path / "adapter").eval())
     cfg, base = folders.load(tmp_path / "base")
-    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of)
+    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of, tied={})
     attached = lora.attach(lora.replace_weights(base, whole), adapters)
     torch.testing.assert_close(decoder.forward(attached, models.TOKENS, cfg), want, atol=1e-5, rtol=1e-5)
 
@@ -126,7 +126,7 @@ def test_a_head_and_norms_in_full_come_back_by_the_paths_of_a_decoder(tmp_path):
     models.adapted(models.llama(), **options).save_pretrained(tmp_path / "adapter")
     want = models.logits(hf.PeftModel.from_pretrained(models.llama(), tmp_path / "adapter").eval())
     cfg, base = folders.load(tmp_path / "base")
-    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of)
+    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of, tied={})
     assert whole.keys() == {"final.head", "final.norm"}
     merged = lora.merge(lora.replace_weights(base, whole), adapters)
     torch.testing.assert_close(decoder.forward(merged, models.TOKENS, cfg), want, atol=1e-5, rtol=1e-5)
@@ -184,7 +184,7 @@ def test_broken_adapters_say_what_is_wrong(tmp_path, which, change, tensors, mes
     if which == "table":
         adapters = {"embed": draw_lora(64, 16), "q": draw_lora(16, 16)}
         names = {"embed": "model.embed_tokens", "q": "model.layers.0.self_attn.q_proj"}
-        peft.save(tmp_path, adapters, names.__getitem__)
+        peft.save(tmp_path, adapters, names.__getitem__, tied={})
     else:
         adapters = lora.stack([{"x": draw_lora(16, 12, rank=2)} for _ in range(4)])
         peft.save(tmp_path, adapters, lambda path: "model.layers.0.mlp.experts.down_proj")
@@ -193,7 +193,7 @@ def test_broken_adapters_say_what_is_wrong(tmp_path, which, change, tensors, mes
     found = {**safetensors.torch.load_file(tmp_path / peft.WEIGHTS), **tensors}
     safetensors.torch.save_file({k: t for k, t in found.items() if t is not None}, tmp_path / peft.WEIGHTS)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        peft.load_all(tmp_path, str)
+        peft.load_all(tmp_path, str, tied={})
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
 
 
@@ -221,5 +221,5 @@ UNSAVABLE = {
 @pytest.mark.parametrize(("adapters", "weights", "message"), UNSAVABLE.values(), ids=UNSAVABLE)
 def test_what_peft_cannot_express_is_refused_and_nothing_is_written(tmp_path, adapters, weights, message):
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        peft.save(tmp_path / "out", adapters, NAMES.__getitem__, weights=weights)
+        peft.save(tmp_path / "out", adapters, NAMES.__getitem__, weights=weights, tied={})
     assert os.listdir(tmp_path) == []

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fquant import NF4, dequantize, lora, quantize, random, tree
-from fquant.io import gguf as file
+from fquant.io.gguf_blocks import KINDS, encode
 from models import decoder, hf
 from models.export import gguf
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_quantised_weights(tmp_path, kind):
         name = gguf.tensor_name(path)
         type = found[name].tensor_type
         # Rows are whole blocks, so their order and the quantisation commute.
-        rows = file.encode(w, KINDS_OF[type]) if w.dim() > 1 else w
+        rows = encode(w, KINDS_OF[type]) if w.dim() > 1 else w
         return w if w.dim() == 1 else torch.from_numpy(quants.dequantize(rows.numpy(), type))
 
     tokens = torch.arange(12)[None]
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_quantised_weights(tmp_path, kind):
     assert torch.equal(got, exact) == (kind == "f32")
 
 
-KINDS_OF = {kind.code: name for name, kind in file.KINDS.items()}
+KINDS_OF = {kind.code: name for name, kind in KINDS.items()}
 HF = {
     "llama": GQA,
     "llama, tied": CONFIGS["full heads, tied"],

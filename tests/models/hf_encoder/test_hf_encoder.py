@@ -14,7 +14,6 @@ import transformers
 from fquant import NF4, lora, quantize, tree
 from fquant.io import peft as peft_io
 from models import encoder, hf_encoder
-from models.hf_encoder.names import module_name, path_of
 from tests.helpers.models.encoders import (
     BERT,
     CONFIGS,
@@ -172,21 +171,30 @@ def test_module_names_invert():
         for path in tree.paths(encoder.shapes(cfg)):
             weight = path.removesuffix("_bias")
             if weight != "heads.decoder":
-                assert path_of(module_name(weight, cfg), cfg) == weight
-        assert path_of("encoder.layer.x.y", cfg) is None
+                assert hf_encoder.path_of(hf_encoder.module_name(weight, cfg), cfg) == weight
+        assert hf_encoder.path_of("encoder.layer.x.y", cfg) is None
+
+
+ADAPTED = [
+    "bert, masked_lm", "bert, labels", "roberta, masked_lm", "distilbert, masked_lm", "distilbert, labels",
+    "electra, discriminator", "electra, masked_lm",
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["bert, labels", "roberta, masked_lm", "distilbert, labels", "electra, discriminator"])
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True` as embedding:UserWarning")
+@pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_for_peft(name, tmp_path):
     """peft loads adapters that were saved by the names of the folder, and computes the same."""
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])
-    adapters = lora.init(params, r"layers\.\d+\.(q|v|up|down)", rank=2, alpha=4, key=0)
+    adapters = lora.init(params, r"embed\.(tokens|positions)|layers\.\d+\.(q|v|up|down)", rank=2, alpha=4, key=0)
     adapters = tree.map(lambda t: t + 0.05, adapters)
     hf_encoder.save(tmp_path / "base", cfg, params)
-    names, paths = (partial(f, cfg=cfg) for f in (module_name, path_of))
-    peft_io.save(tmp_path / "adapter", adapters, names, base_model=str(tmp_path / "base"), task_type=None)
+    names, paths = (partial(f, cfg=cfg) for f in (hf_encoder.module_name, hf_encoder.path_of))
+    more = {"tied": hf_encoder.tied_modules(cfg), "embeddings": ("embed.tokens", "embed.positions"), "task_type": None}
+    peft_io.save(tmp_path / "adapter", adapters, names, base_model=str(tmp_path / "base"), **more)
     model = peft.PeftModel.from_pretrained(opened(tmp_path / "base"), str(tmp_path / "adapter")).eval()
     assert_equal(cfg, lora.attach(params, adapters), model.get_base_model())
-    again = peft_io.load(tmp_path / "adapter", paths)
-    assert again.keys() == adapters.keys() and all(map(torch.equal, tree.leaves(again), tree.leaves(adapters)))
+    again = peft_io.load(tmp_path / "adapter", paths, more["tied"])
+    assert again.keys() == adapters.keys()
+    assert all(torch.equal(tree.get(again[path], name), t) for path, x in adapters.items() for name, t in tree.items(x))
