@@ -58,6 +58,8 @@ class Options:
     """Of the result, or of what its packed weights decode to; default: that of the base."""
     shard: float = 5.0
     """GiB in a file of a plain folder, at most; a larger tensor has a file of its own."""
+    resume: bool = False
+    """Continue an interrupted run: what it has written is kept, and a sample of it compared."""
 
     def checked(self) -> Format | None:
         """Return the format; raise ValueError for options that do not fit together."""
@@ -67,8 +69,8 @@ class Options:
             raise ValueError(f"--scales has {len(self.scales)} numbers; wanted one for each of {len(self.adapters)}")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
-        if self.out.exists():
-            raise ValueError(f"{self.out}: it exists already; choose another")
+        if self.out.exists() and not self.resume:
+            raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted run")
         return parse_format(self.format, self.block)
 
     @property
@@ -93,7 +95,7 @@ class Updates:
 
     adapters: list[lora.Adapters]
     whole: dict[str, Tensor]
-    lost: dict[str, Loss] = field(default_factory=lambda: defaultdict(Loss))  # by kind, filled as weights are packed
+    lost: dict[str, Loss] = field(default_factory=dict)  # by path, filled as weights are packed
 
     def paths(self) -> set[str]:
         """Return the paths that change."""
@@ -149,11 +151,18 @@ def save(
     dtype = DTYPES.get(options.dtype or "")
     if fmt is not None:
         leaves = tree.map_with_path(partial(packed, updates, fmt, dtype), params)
-        return hf.save_packed(options.out, cfg, leaves, companions(options.base), lambda path: done())
+        hf.save_packed(options.out, cfg, leaves, companions(options.base), lambda path: done(), options.resume)
+        _, written = hf.lazy(options.out)
+        for path, leaf in tree.items(params):
+            out = tree.get(written, path)
+            if path in updates.paths() - updates.lost.keys() and isinstance(out.like, Packed):  # of an interrupted run
+                w = leaf.read()
+                updates.lost[path] = loss(out.read(), total(updates, path, w), decoded(w))
+        return
     dtype = dtype or tree.get(params, "embed").like.dtype
     leaves = tree.map_with_path(partial(merged, updates, dtype), params)
     size, count = int(options.shard * 2**30), lambda finished, total: done()
-    dense.save(options.out, cfg, leaves, dtype, size, companions(options.base), done=count)
+    dense.save(options.out, cfg, leaves, dtype, size, companions(options.base), options.resume, count)
 
 
 def merged(updates: Updates, dtype: torch.dtype, path: str, leaf: Lazy) -> Lazy:
@@ -177,7 +186,7 @@ def packed(updates: Updates, fmt: Format, dtype: torch.dtype | None, path: str, 
             return x.to(into)
         out = quantize(x.to(into), fmt)
         if is_changed:
-            updates.lost[kind_of(path)] += loss(out, x, decoded(w))
+            updates.lost[path] = loss(out, x, decoded(w))
         return out
 
     meta = leaf_like(leaf, into)
@@ -208,7 +217,10 @@ def show(console: Console, options: Options, updates: Updates, seconds: float) -
     console.print(f"{count} weights of {options.base} merged, {seconds:.1f} s", highlight=False, soft_wrap=True)
     if updates.lost:
         table = Table("weights", Column("lost of the update", justify="right"), box=SIMPLE_HEAD, pad_edge=False)
-        for name, lost in [*sorted(updates.lost.items()), ("all", sum(updates.lost.values(), Loss()))]:
+        by_kind: dict[str, Loss] = defaultdict(Loss)
+        for path, lost in updates.lost.items():
+            by_kind[kind_of(path)] += lost
+        for name, lost in [*sorted(by_kind.items()), ("all", sum(by_kind.values(), Loss()))]:
             table.add_row(name, str(lost))
         console.print(table)
     console.print(f"{before / 2**20:,.1f} MiB before, {now / 2**20:,.1f} MiB now", highlight=False)

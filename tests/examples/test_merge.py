@@ -136,6 +136,28 @@ def test_packed_with_the_measured_loss(source, adapters, tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").exists() and (tmp_path / "out" / "generation_config.json").exists()
 
 
+@pytest.mark.parametrize("flags", [("--format", "int8"), ("--shard", "0.0001")], ids=["packed", "plain"])
+def test_an_interrupted_run_is_continued(source, adapters, tmp_path, monkeypatch, capsys, flags):
+    """Folder and table are those of one run."""
+    assert run(source, adapters[0], tmp_path / "whole", *flags) == 0
+    table = capsys.readouterr().out.splitlines()[1:-1]
+    total, count = program.total, []
+
+    def failing(*args):
+        count.append(args)
+        if len(count) == 4:
+            raise OSError("disk full")
+        return total(*args)
+
+    monkeypatch.setattr(program, "total", failing)
+    assert run(source, adapters[0], tmp_path / "out", *flags) == 2
+    assert capsys.readouterr().err == "merge: disk full\n"
+    assert run(source, adapters[0], tmp_path / "out", *flags, "--resume") == 0
+    assert capsys.readouterr().out.splitlines()[1:-1] == table
+    content = lambda at: {path.name: path.read_bytes() for path in at.iterdir()}
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_a_packed_base(source, adapters, tmp_path):
     """Merge into 16 bits and back into the format; weights without an adapter keep their bytes."""
     _, dense = hf.load(source)
