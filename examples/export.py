@@ -4,6 +4,7 @@
     python -m examples.export DIR OUT --to bnb-nf4                     # also bnb-nf4-dq, bnb-fp4, bnb-int8
     python -m examples.export DIR OUT --to compressed-tensors --kind int4
     python -m examples.export DIR OUT --to merged --adapter ADAPTER    # a plain 16-bit folder
+    python -m examples.export RUN/checkpoints/step-40 OUT --to adapter # the PEFT adapter of a run of examples.qlora
 
 Weights are read, converted and written one at a time, so memory is that of the largest. ``--adapter`` merges a PEFT
 adapter into the weights on the way. At the end a sample of rows is read back and compared. An interrupted export
@@ -35,11 +36,14 @@ from models import hf
 from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
+from .common import checkpoints, runs
 from .common.command_line import DTYPES, command_line
 from .common.model_folders import MIB, companions
 from .common.progress import bar
+from .common.training_step import State
+from .qlora import options as qlora
 
-Target = Literal["gguf", "bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8", "compressed-tensors", "merged"]
+Target = Literal["gguf", "bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8", "compressed-tensors", "merged", "adapter"]
 BNB: dict[str, Format] = {"bnb-nf4": NF4, "bnb-nf4-dq": NF4_DQ, "bnb-fp4": FP4, "bnb-int8": INT8}
 KINDS: dict[str, tuple[str, ...]] = {  # of each target, its default first
     "gguf": ("q4_k", *(kind for kind in gguf.FILE_TYPES if kind != "q4_k")),
@@ -53,11 +57,11 @@ class Options:
     """Convert a Hugging Face folder for llama.cpp, for transformers with bitsandbytes, or for vLLM."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
-    """Folder with config.json and safetensors."""
+    """Folder with config.json and safetensors; for an adapter that of a run, or of one of its checkpoints."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """File (gguf) or folder to write."""
     to: Target = "gguf"
-    """Format to write; merged: a plain folder in 16 or 32 bits."""
+    """Format to write; merged: a plain folder in 16 or 32 bits; adapter: what a run has trained, for PEFT."""
     kind: str | None = None
     """Of gguf: q4_k (default), q8_0, q6_k, q4_0, bf16, f16, f32; of compressed-tensors: int8 (default), int4, fp8; of
     merged: bf16 (default), f16, f32."""
@@ -76,6 +80,8 @@ class Options:
         fix = f"; wanted {' or '.join(kinds)}" if kinds else ", which has none; leave it out"
         if self.kind is not None and self.kind not in kinds:
             raise ValueError(f"--kind is {self.kind} with --to {self.to}{fix}")
+        if self.to == "adapter" and (self.adapter is not None or self.resume):
+            raise ValueError("--to adapter has neither --adapter nor --resume; leave them out")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
         if self.out.exists() and (not self.resume or self.out.is_file()):
@@ -88,6 +94,9 @@ def main(args: list[str] | None = None) -> int:
     console = Console()
     try:
         options = command_line(Options(Path(), Path()), args, "python -m examples.export").checked()
+        if options.to == "adapter":
+            console.print(adapter_of(options), highlight=False, soft_wrap=True)
+            return 0
         start = time.monotonic()
         cfg, params = hf.lazy(options.model)
         if options.adapter is not None:
@@ -143,6 +152,19 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
         tensors = dense.tensors(cfg, params, DTYPES[kind])
     folder.copy_companions(options.model, out)
     return folder.verify_all(out, tensors, shard)
+
+
+def adapter_of(options: Options) -> str:
+    """Write the adapter of a run or of one of its checkpoints; return a line about it."""
+    run, file = checkpoints.run_of(options.model)
+    base = Path(runs.restored(qlora.Options, run / checkpoints.RUN).model)
+    state = safetensors.load(file)
+    if not isinstance(state, State):
+        raise ValueError(f"{file}: got a {type(state).__name__}, wanted the state of a run of examples.qlora")
+    cfg = hf.read_config(base)
+    names = partial(hf.module_name, cfg=cfg)
+    peft.save(options.out, state.adapters, names, base_model=str(base), tied=hf.tied_modules(cfg))
+    return f"written {options.out}: {len(state.adapters)} adapters after {int(state.done)} steps, of {base}"
 
 
 def contents(out: Path) -> dict[str, list[int]]:

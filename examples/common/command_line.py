@@ -102,9 +102,9 @@ def axes_in(mesh: str) -> dict[str, int]:
 
 
 def check_least(options: Any, least: dict[str, int]) -> None:
-    """Raise ValueError for an option below its least value."""
+    """Raise ValueError for an option that is given and below its least value."""
     for name, low in least.items():
-        if getattr(options, name) < low:
+        if getattr(options, name) is not None and getattr(options, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; wanted at least {low}")
 
 

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fquant.io.safetensors import replacing
 
+from .tracking import NOTHING, Tracking
+
 METRICS = "metrics.jsonl"
 LINES = 10  # of progress in a run without a terminal
 
@@ -26,11 +28,21 @@ def bar(console: Console, shown: bool = True) -> Progress:
 class Report:
     """The steps of a run, dataclasses with a ``step``, on the terminal and in ``folder``; silent but on the first rank.
 
-    ``summary`` makes a line of a step. A resumed run keeps the lines of its first ``done`` steps.
+    ``summary`` makes a line of a step, and ``tracking`` gets its figures. A resumed run keeps the lines of its first
+    ``done`` steps.
     """
 
-    def __init__(self, folder: Path, first: bool, total: int, done: int, summary: Callable[[Any], str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        first: bool,
+        total: int,
+        done: int,
+        summary: Callable[[Any], str],
+        tracking: Tracking = NOTHING,
+    ) -> None:
         self.folder, self.first, self.total, self.done, self.summary = folder, first, total, done, summary
+        self.tracking = tracking
         self.console = Console(quiet=not first)
         self.every = max(1, total // LINES)
         self.progress = bar(self.console, first and self.console.is_terminal)
@@ -49,7 +61,9 @@ class Report:
         """Show and record one step."""
         if not self.first:
             return
-        self.metrics.write(json.dumps(dataclasses.asdict(x)) + "\n")
+        figures = dataclasses.asdict(x)
+        self.metrics.write(json.dumps(figures) + "\n")
+        self.tracking.log(x.step + 1, figures)
         line, done = self.summary(x), x.step + 1
         self.progress.update(self.task, completed=done, description=line)
         if not self.console.is_terminal and (done % self.every == 0 or done == self.total):
@@ -63,6 +77,7 @@ class Report:
         self.progress.stop()
         if self.first:
             self.metrics.close()
+            self.tracking.close()
 
 
 def lines(folder: Path) -> list[str]:

@@ -2,11 +2,11 @@
 
     run.json              the options, the mesh, and the processes of the run
     metrics.jsonl         a line a step (examples/common/progress.py)
-    state.safetensors     the state, every so many steps and at the end
+    state.safetensors     the state, every so many steps and at the end (examples/common/checkpoints.py)
     result.json           the results
 
 Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder,
-and on the same mesh to the bit.
+and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end.
 """
 
 import itertools
@@ -17,6 +17,7 @@ import sys
 import typing
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -26,17 +27,19 @@ import torch.distributed as dist
 from rich.console import Console
 
 import shard
-from fquant import tree
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from shard import agree
 
-from . import launch
+from . import checkpoints, launch, tracking
+from .checkpoints import RUN, STATE, Validation
 from .command_line import axes_in, check_least, command_line
 from .progress import Report
 
-RUN, STATE, RESULT = "run.json", "state.safetensors", "result.json"
-FREE = ("out", "resume", "save_every", "mesh")  # options that change no result
+RESULT = "result.json"
+FREE = ("out", "resume", "mesh")  # options that are not of the run itself
+# Options that a resumed run may change: they change no step that is done.
+LATER = ("steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track")
 
 
 class Options:
@@ -47,17 +50,26 @@ class Options:
     LEAST: ClassVar[dict[str, int]]  # values of some options
     POSITIVE: ClassVar[tuple[str, ...]]  # options that are numbers above 0
     mesh: str | None
-    steps: int
+    steps: int | None  # None until the data are known
     save_every: int
     out: Path | None
     resume: Path | None
+    keep: int = 1  # states
+    track: tracking.Tracker | None = None
+    validate_every: int | None = None  # steps
+    patience: int | None = None  # validations
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        check_least(self, self.LEAST | {"steps": 1, "batch": 1, "save_every": 1})
+        check_least(
+            self, self.LEAST | dict.fromkeys(("batch", "steps", "save_every", "keep", "validate_every", "patience"), 1)
+        )
         for name in self.POSITIVE:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted a number above 0")
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted a number above 0")
+        if self.patience is not None and self.validate_every is None:
+            raise ValueError(f"--patience is {self.patience} without --validate-every; give both")
+        tracking.check(self.track)
         if self.resume is not None and self.out is not None:
             raise ValueError("--resume continues in its own folder; leave out --out")
 
@@ -92,7 +104,10 @@ class Options:
 
 
 class Program(NamedTuple):
-    """The functions of a program that trains; all but ``prepare`` run on each rank, ``show`` on the first."""
+    """The functions of a program that trains; all but ``prepare`` run on each rank, ``publish``, ``show`` on the first.
+
+    The constants of a run have ``options``, in which nothing is left open.
+    """
 
     name: str
     options: Any  # by default
@@ -103,6 +118,8 @@ class Program(NamedTuple):
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
+    publish: Callable[..., None] = lambda run, state, folder: None  # writes what is of use without the state
+    validate: Callable[..., float] = lambda run, state: math.nan  # the loss of held-out data, in nats a token
 
 
 T = TypeVar("T", bound=Options)
@@ -152,24 +169,43 @@ def work(program: Program, options: Options) -> str | None:
     """Run one rank; return a message if the input is at fault."""
     try:
         run, state = program.start(options)
-        first, ranks = dist.get_rank() == 0, dist.get_world_size()
+        options, first, ranks = run.options, dist.get_rank() == 0, dist.get_world_size()
+        history = checkpoints.validations(options.folder(), int(state.done))
         announce(options)
-        with Report(options.folder(), first, options.steps, int(state.done), program.summary) as shown:
+        figures = tracking.start(options.track if first else None, options.folder(), int(state.done), options.shared())
+        total, done = options.steps or 0, int(state.done)
+        with Report(options.folder(), first, total, done, program.summary, figures) as shown:
             where = f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}"
             shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
-            while (done := int(state.done)) < options.steps:
-                state, step = program.take(run, state)
-                if not math.isfinite(step.loss):
-                    raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
-                shown.step(step)
-                if (done + 1) % options.save_every == 0 or done + 1 == options.steps:
-                    save(options, state)
+            state = train(program, run, state, history, shown)
             measured = program.measure(run, state, shown.say)
         if first:
             program.show(run, state, measured)
         shard.close()
     except ValueError as error:
         return str(error)
+
+
+def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> Any:
+    """Take all steps, validate, and save what is trained; return the last state."""
+    options = run.options
+    folder = options.folder()
+    while (done := int(state.done)) < options.steps and not checkpoints.is_over(history, options.patience):
+        state, step = program.take(run, state)
+        if not math.isfinite(step.loss):
+            raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
+        done += 1
+        publish = partial(program.publish, run, state)
+        if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
+            step = replace(step, validation=program.validate(run, state))
+            history.append((done, step.validation))
+            checkpoints.save_best(folder, history, publish)
+        shown.step(step)
+        if is_over := checkpoints.is_over(history, options.patience):
+            shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
+        if done % options.save_every == 0 or done == options.steps or is_over:
+            checkpoints.save(folder, state, done, options.keep, publish)
+    return state
 
 
 def parse(default: T, args: list[str] | None, prog: str) -> T:
@@ -204,25 +240,6 @@ def announce(options: Options) -> None:
     agree.attempt("start", lambda: write(options.folder() / RUN, content) if dist.get_rank() == 0 else None)
 
 
-def save(options: Options, state: Any) -> None:
-    """Write the state, from rank 0."""
-    if dist.get_rank() == 0:
-        safetensors.save(options.folder() / STATE, state)
-
-
-def load(options: Options, like: Any) -> Any:
-    """Return the state that :func:`save` wrote; raise ValueError on every rank if its structure is not ``like``'s."""
-    path = options.folder() / STATE
-
-    def read() -> Any:
-        state = safetensors.load(path)
-        if tree.structure(state) != tree.structure(like):
-            raise ValueError(f"{path}: holds another tree than this run's; resume with the release that wrote it")
-        return state
-
-    return agree.attempt("resume", read)
-
-
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write a file of JSON, whole or not at all, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,9 +262,12 @@ def _check_resumed(resume: Path, options: Options) -> None:
     for name in (STATE, RUN):
         if not (resume / name).is_file():
             raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
-    safetensors.header(resume / STATE)
     was = options.upgraded(json.loads((resume / RUN).read_text())["options"])
+    done = int(safetensors.read(safetensors.header(resume / STATE), "done"))
+    if options.steps is not None and options.steps < done:
+        raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")
+    was = {field.name: field.default for field in fields(options)} | was  # options that came later have their default
     for name, now in options.shared().items():
-        if was.get(name) != now:
-            fault = f"--{name.replace('_', '-')} was {was.get(name)} and is now {now}"
+        if name not in LATER and was[name] != now:
+            fault = f"--{name.replace('_', '-')} was {was[name]} and is now {now}"
             raise ValueError(f"{resume}: {fault}; resume with the options that the run was started with")

@@ -106,6 +106,13 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
     return State(adapters, moments, state.done + 1), measured
 
 
+def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup) -> Tensor:
+    """Return the summed loss of this rank's rows in nats, and the number of their targets: f64[2]."""
+    with torch.no_grad():
+        nats = loss(adapters, base, batch, torch.ones((), device=batch.tokens.device), None, setup)
+    return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
+
+
 @cache
 def sent(step: Any) -> int:
     """Return the bytes that a rank sends in a call of the captured ``step``, read off its graph once it is traced."""

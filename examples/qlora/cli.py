@@ -24,8 +24,9 @@ from ..common import runs
 from ..common.progress import METRICS, draw, metrics
 from ..common.training_step import State
 from . import train
+from .measure import Result, measure, validate
 from .options import Options
-from .train import Result, Run, Step
+from .train import Run, Step
 
 ADAPTER = "adapter"
 
@@ -45,15 +46,19 @@ def title(run: Run) -> str:
 def summary(x: Step) -> str:
     """Return the figures of a step as one line."""
     speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
-    return f"loss {x.loss:.4f}  lr {x.lr:.1e}  {speed}  {memory}"
+    held = "" if x.validation is None else f"  held-out {x.validation:.4f}"
+    return f"loss {x.loss:.4f}{held}  lr {x.lr:.1e}  {speed}  {memory}"
+
+
+def publish(run: Run, state: State, folder: Path) -> None:
+    """Write the adapter to ``folder``."""
+    names, tied = partial(hf.module_name, cfg=run.work.cfg), hf.tied_modules(run.work.cfg)
+    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(run.options.model), tied=tied)
 
 
 def show(run: Run, state: State, result: Result) -> None:
-    """Write the adapter, the result and the loss curve, and print one table."""
+    """Write the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), Console()
-    names = partial(hf.module_name, cfg=run.work.cfg)
-    tied = hf.tied_modules(run.work.cfg)
-    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(options.model), tied=tied)
     runs.write(folder / runs.RESULT, dataclasses.asdict(result))
     drawn = curve(folder, result)
     console.print(table(result, options, dist.get_world_size()))
@@ -61,26 +66,28 @@ def show(run: Run, state: State, result: Result) -> None:
 
 
 def table(result: Result, options: Options, ranks: int) -> Table:
-    """Return the one table at the end; a base as it is (--format none) has two columns instead of three."""
+    """Return the one table at the end, with a column for each base that was measured."""
     packed = options.format != "none"
     base = options.format if packed else "unchanged"
     title = f"{options.model.name}: {base} base, rank {options.rank} adapters, {ranks} ranks"
-    names = ("bf16 base", "packed base", "packed + adapter") if packed else ("base", "base + adapter")
+    names = ("packed base", "packed + adapter") if packed else ("base", "base + adapter")
+    plain = result.perplexity_bf16
+    sizes = f"{result.bytes_packed:,}", f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
+    sent = f"{result.wire_packed:,}", ""
+    perplexities = f"{result.perplexity_packed:.2f}", f"{result.perplexity_adapted:.2f}"
+    if packed and plain is not None:
+        names = ("bf16 base", *names)
+        sizes, sent = (f"{result.bytes_bf16:,}", *sizes), (f"{result.wire_bf16:,}", *sent)
+        perplexities = (f"{plain:.2f}", *perplexities)
     out = Table("", *(Column(name, justify="right") for name in names), title=title)
-    smaller = f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
-    perplexities = result.perplexity_bf16, result.perplexity_packed, result.perplexity_adapted
-    rows = {
-        "bytes of the base": (f"{result.bytes_bf16:,}", f"{result.bytes_packed:,}", smaller),
-        "bytes a rank sends in a step": (f"{result.wire_bf16:,}", f"{result.wire_packed:,}", ""),
-        "held-out perplexity": tuple(f"{p:.2f}" for p in perplexities),
-    }
-    for name, cells in rows.items():
-        out.add_row(name, *(cells if packed else cells[::2]))
+    out.add_row("bytes of the base", *sizes)
+    out.add_row("bytes a rank sends in a step", *sent)
+    out.add_row("held-out perplexity", *perplexities)
     return out
 
 
 def curve(folder: Path, result: Result) -> Path:
-    """Draw the loss of every step in metrics.jsonl to loss.png."""
+    """Draw the loss of every step in metrics.jsonl, and the validations, to loss.png."""
     from matplotlib.figure import Figure
 
     steps = metrics(folder)
@@ -90,10 +97,15 @@ def curve(folder: Path, result: Result) -> Path:
     axes = figure.subplots()
     axes.plot(x, y, color="#9db8d2", linewidth=1, label="training loss of a step")
     axes.plot(x, mean, color="#1f4e79", linewidth=2, label="mean of five steps")
+    if held := [(s["step"] + 1, s["validation"]) for s in steps if s.get("validation") is not None]:
+        axes.plot(*zip(*held, strict=True), color="#c1592b", marker="o", markersize=4, label="held-out loss")
+        best = min(held, key=lambda one: one[1])
+        axes.annotate(f"best {best[1]:.3f}", best, xytext=(0, -14), textcoords="offset points", ha="center", fontsize=9)
     axes.set(xlabel="step", ylabel="loss, nats a token")
+    dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
     axes.set_title(
         "Low-rank adapters beside a frozen packed base\n"
-        f"held-out perplexity: bf16 base {result.perplexity_bf16:.1f}, as trained {result.perplexity_packed:.1f}, "
+        f"held-out perplexity: {dense}as trained {result.perplexity_packed:.1f}, "
         f"with the adapter {result.perplexity_adapted:.1f}",
         loc="left", fontsize=10,
     )  # fmt: skip
@@ -102,7 +114,9 @@ def curve(folder: Path, result: Result) -> Path:
     return draw(figure, folder / "loss.png")
 
 
-PROGRAM = runs.Program("qlora", Options(), prepare, train.start, train.take, train.measure, title, summary, show)
+PROGRAM = runs.Program(
+    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate
+)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -1,6 +1,13 @@
-"""The options of ``python -m examples.qlora``, and the values that follow from them."""
+"""The options of ``python -m examples.qlora``, and the values that follow from them.
 
-from dataclasses import dataclass
+Some are left open (None) until the model and the data are known: :meth:`Options.resolved`. Those of the model that is
+shipped suit that model alone. Otherwise a run has three epochs, and its peak learning rate is that of QLoRA (Dettmers
+et al. 2023, appendix B): 2e-4, and 1e-4 from 33 B parameters on. It does not depend on the rank, because adapters are
+scaled by alpha / rank.
+"""
+
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,14 +16,20 @@ import tyro
 from fquant import optim
 
 from ..common import runs
-from ..common.command_line import FormatName, parse_format, parse_targets
+from ..common.command_line import FormatName, parse_format
+from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint
+from .adapters import AdapterOptions
 
-HERE = Path(__file__).parent.parent
+SHIPPED = Path(__file__).parent.parent / "model"
+DEMO: dict[str, Any] = {"lr": 1e-2, "steps": 60, "compare_dense": True}  # for the model that is shipped
+EPOCHS = 3.0
+LARGE = 30_000_000_000  # parameters
+RATE, RATE_LARGE = 2e-4, 1e-4
 
 
 @dataclass(frozen=True)
-class Options(runs.Options):
+class Options(AdapterOptions, runs.Options):
     """Fine-tune LoRA adapters beside a quantised decoder, on one process or sharded over several.
 
     Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
@@ -25,10 +38,10 @@ class Options(runs.Options):
     """
 
     ALONE = 2
-    LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1)
-    POSITIVE = ("alpha", "lr", "clip")
+    LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1) | {"weight_decay": 0}
+    POSITIVE = ("alpha", "lr", "clip", "epochs")
 
-    model: Path = HERE / "model"
+    model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     data: Path | None = None
     """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
@@ -37,14 +50,6 @@ class Options(runs.Options):
     24 KiB of vectors a weight, slowly."""
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
-    rank: int = 16
-    """Rank of the adapters."""
-    alpha: float = 32.0
-    """Adapters are scaled by alpha / rank."""
-    targets: str = "all"
-    """Weights to adapt, comma-separated, of q k v o gate up down (of a Phi-3: qkv o gate_up down); or all of them."""
-    dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped."""
     mesh: str | None = None
     """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or 2."""
     checkpoint: Checkpoint | None = None
@@ -52,16 +57,22 @@ class Options(runs.Options):
     all; default: the fastest that is predicted to fit into memory."""
     dtype: Literal["bf16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base and the adapters."""
-    steps: int = 60
-    """Steps of the optimiser."""
+    steps: int | None = None
+    """Steps of the optimiser; with --resume, more of them extend the run."""
+    epochs: float | None = None
+    """Passes over the data, in place of --steps; default: 3, and 60 steps for the model that is shipped."""
     seq: int = 256
     """Tokens in a row."""
     batch: int = 8
     """Rows in a micro-batch, over all processes."""
     accumulate: int = 1
     """Micro-batches in a step."""
-    lr: float = 1e-2
-    """Peak learning rate."""
+    optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
+    """Rule of the updates; sgd has a momentum of 0.9."""
+    weight_decay: float = 0.0
+    """Decay of the adapters towards 0, times the learning rate."""
+    lr: float | None = None
+    """Peak learning rate; default: 2e-4, of 33 B parameters or more 1e-4, and 1e-2 for the model that is shipped."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after its warm-up."""
     warmup: int | None = None
@@ -71,7 +82,18 @@ class Options(runs.Options):
     seed: int = 0
     """Of initial values, the order of the data, and dropout."""
     holdout: int = 32
-    """Rows kept out of training, to measure perplexity on."""
+    """Rows kept out of training, to validate and to measure perplexity on."""
+    validate_every: int | None = None
+    """Steps between validations; the adapter of the lowest loss is kept in RUN/best."""
+    patience: int | None = None
+    """Stop after so many validations that were no better."""
+    keep: int = 1
+    """States to keep: the last in RUN, those before in RUN/checkpoints."""
+    track: Tracker | None = None
+    """Write the figures of each step for TensorBoard or Weights & Biases too."""
+    compare_dense: bool | None = None
+    """Measure the perplexity of the base before it was packed too, which takes its memory; default: no, and yes for
+    the model that is shipped."""
     characters: int = 1_500_000
     """How much of the standard library's source to use, when no data is given."""
     out: Path | None = None
@@ -84,18 +106,33 @@ class Options(runs.Options):
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
         super().check()
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout is {self.dropout}; wanted 0 <= dropout < 1")
-        if self.warmup is not None and not 0 <= self.warmup < self.steps:
-            raise ValueError(f"--warmup is {self.warmup}; wanted 0 <= warmup < --steps {self.steps}")
+        self.check_adapters()
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; leave one out")
+        if self.steps is not None:
+            self.check_warmup(self.steps)
         parse_format(self.format, self.block)
-        parse_targets(self.targets)
+
+    def check_warmup(self, steps: int) -> None:
+        """Raise ValueError for a warm-up that is longer than the run."""
+        if self.warmup is not None and not 0 <= self.warmup < steps:
+            raise ValueError(f"--warmup is {self.warmup}; wanted 0 <= warmup < --steps {steps}")
+
+    def resolved(self, rows: int, parameters: int) -> "Options":
+        """Return these options with nothing left open, for ``rows`` of data and a model of ``parameters``."""
+        shipped = DEMO if self.model == SHIPPED else {}
+        steps = self.steps or (None if self.epochs else shipped.get("steps"))
+        steps = steps or math.ceil((self.epochs or EPOCHS) * rows / (self.batch * self.accumulate))
+        self.check_warmup(steps)
+        rate = self.lr or shipped.get("lr") or (RATE_LARGE if parameters >= LARGE else RATE)
+        compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
+        return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares)
 
     @staticmethod
     def upgraded(values: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a run.json in today's names and values; runs before --dtype were in float32."""
         values = dict(values)
-        if "keep" in values:
+        if isinstance(values.get("keep"), str):  # of activations, before it was --checkpoint
             modes = {"inputs": "full", "selected": "selective", "all": "none"}
             values |= {"checkpoint": modes[values.pop("keep")], "dtype": "f32"}
         former = {"vq2": "aq_2x8", "vq3": "aq_3x8"}
@@ -103,7 +140,15 @@ class Options(runs.Options):
 
     def learning_rate(self) -> optim.Schedule:
         """Return the schedule of the learning rate."""
+        assert self.steps is not None and self.lr is not None, "resolve the options first"
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         if self.schedule == "constant":
             return optim.constant(self.lr, warmup)
         return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
+
+    def optimiser(self) -> optim.Optimizer:
+        """Return the optimiser, behind the clipping of gradients."""
+        rate, decay = self.learning_rate(), self.weight_decay
+        made = {"adamw": optim.adamw, "lion": optim.lion}.get(self.optimizer)
+        rule = made(rate, weight_decay=decay) if made else optim.sgd(rate, momentum=0.9, weight_decay=decay)
+        return optim.chain(optim.clip_by_global_norm(self.clip), rule)

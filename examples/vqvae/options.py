@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from ..common import runs
+from ..common.tracking import Tracker
 from .quantisers import Name
 
 
@@ -60,6 +61,10 @@ class Options(runs.Options):
     """Empty folder to write to; default: the first free of runs/vqvae, runs/vqvae-2, ..."""
     save_every: int = 200
     """Steps between saved states."""
+    keep: int = 1
+    """States to keep: the last in the run's folder, those before in its checkpoints."""
+    track: Tracker | None = None
+    """Write the figures of each step for TensorBoard or Weights & Biases too."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run to continue, to the bit; its options need not be given again."""
 

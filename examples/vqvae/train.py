@@ -25,7 +25,7 @@ from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 
-from ..common import runs
+from ..common import checkpoints
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -126,7 +126,7 @@ def start(options: Options) -> tuple[Run, Training]:
     run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
     training = Training(net, state, opt.init(weights), torch.tensor(0))
     if options.resume is not None:
-        return run, runs.load(options, training)
+        return run, checkpoints.load(options.folder(), training)
     if quantiser.learns:
         key = random.fold(seed, "kmeans")
         patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))

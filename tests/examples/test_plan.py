@@ -14,7 +14,7 @@ from examples.common import command_line, data, pricing, training_step
 from examples.common.command_line import axes_in
 from examples.common.pricing import Job, Price, price
 from examples.plan import DEVICES, bound
-from examples.qlora import train
+from examples.qlora import measure, train
 from examples.qlora.options import Options
 from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
 from models import decoder
@@ -189,7 +189,7 @@ def trained(options, axes):
     state, step = train.take(run, state)
     state, measured = run.step(state, run.local, *train.micro_batches(run, 1), run.setup)
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tree.leaves(measured))  # they keep no gradients
-    predicted, held = train.predict(run, state, run.base).peak, tree.nbytes((state, run.local))
+    predicted, held = measure.predict(run, state, run.base).peak, tree.nbytes((state, run.local))
     with Peak() as peak:
         train.take(run, state)
     return step.wire, held + peak.most, predicted

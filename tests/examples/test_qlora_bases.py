@@ -34,7 +34,7 @@ def test_every_linear_of_every_family_is_packed_and_adapted(family, text, tmp_pa
     folder = tiny_model(tmp_path / "model", cfg)
     args = {"data": text, "format": "int8"}
     if cfg.num_experts:
-        said = "--dropout is 0.1, but PEFT has none for adapters of experts; leave it out, or use --targets q,k,v,o"
+        said = "--dropout is 0.1, but PEFT has none for adapters of experts; use --targets q,k,v,o"
         refused(capsys, said, folder, out=tmp_path / "run", dropout=0.1, **args)
     work = train.prepare(Options(model=folder, **SMALL, **args))
     is_packed = lambda leaf: isinstance(leaf.like, Packed)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.common import runs
+from examples.common import checkpoints, runs
 from examples.common.progress import metrics
 from examples.qlora import cli, options
 from examples.vqvae import cli as vqvae
@@ -39,10 +39,10 @@ def twice(options):
     run, training = train.start(options)
     runs.announce(options)
     training = some_steps(run, training, 3)
-    runs.save(options, training)
+    checkpoints.save(options.folder(), training, int(training.done), 1, lambda folder: None)
     whole = some_steps(run, training, options.steps)
     run, fresh = train.start(options)
-    return whole, some_steps(run, runs.load(options, fresh), options.steps)
+    return whole, some_steps(run, checkpoints.load(options.folder(), fresh), options.steps)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_a_resumed_run_is_one_without_an_interruption(name, tmp_path):
 def another(options):
     """Load a state of another kind than was saved."""
     run, training = train.start(options)
-    runs.save(options, training.net)
-    return runs.load(options, training)
+    safetensors.save(options.folder() / checkpoints.STATE, training.net)
+    return checkpoints.load(options.folder(), training)
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import torch
 from tokenizers import Tokenizer
 
-from examples.qlora.options import HERE
+from examples.qlora.options import SHIPPED
 from fquant import random
 from models import decoder, hf
 from models.config import Config
@@ -17,7 +17,7 @@ TINY = Config(
 
 
 def tiny_model(folder, cfg=TINY):
-    eos = Tokenizer.from_file(str(HERE / "model" / "tokenizer.json")).token_to_id("<|endoftext|>")
+    eos = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).token_to_id("<|endoftext|>")
     hf.save(folder, cfg, decoder.init(cfg, random.key(0), torch.bfloat16), extra={"eos_token_id": eos})
-    shutil.copy(HERE / "model" / "tokenizer.json", folder)
+    shutil.copy(SHIPPED / "tokenizer.json", folder)
     return folder

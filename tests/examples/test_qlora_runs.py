@@ -1,0 +1,208 @@
+"""A run of examples.qlora over time: validation, the best adapter, kept states, an end before or beyond its steps."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from examples import export
+from examples.common import checkpoints, runs
+from examples.common.progress import metrics
+from examples.qlora import cli, measure, train
+from examples.qlora.options import Options
+from fquant import lora, tree
+from fquant.io import peft, safetensors
+from models import hf
+from tests.helpers import ranks
+from tests.helpers.cases import slow_after
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SMALL = {"rank": 4, "seq": 32, "batch": 4, "holdout": 8, "dtype": "f32", "checkpoint": "none", "mesh": "fsdp=1"}
+
+
+def work(options):
+    return runs.work(cli.PROGRAM, options)
+
+
+def ran(options, n=1):
+    """Run, and return the message of a fault."""
+    return ranks.run(n, work, options, timeout=240)[0]
+
+
+@pytest.fixture(scope="module")
+def given(model, text, tmp_path_factory):
+    return Options(model=model, data=text, lr=0.01, steps=6, **SMALL, out=tmp_path_factory.mktemp("runs") / "given")
+
+
+@pytest.fixture(scope="module")
+def whole(given):
+    """A run that validates and keeps three states."""
+    options = dataclasses.replace(given, validate_every=2, keep=3, save_every=2, track="tensorboard")
+    pytest.importorskip("tensorboard", reason="is not installed")
+    assert ran(options) is None
+    return options
+
+
+def adapters_in(folder):
+    return peft.load(folder / "adapter", hf.path_of)
+
+
+def assert_same(a, b):
+    assert tree.paths(a) == tree.paths(b) and all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
+
+
+def test_files(whole):
+    out = whole.out
+    assert {path.name for path in out.iterdir()} == {
+        "adapter", "best", "checkpoints", "loss.png", "metrics.jsonl", "result.json", "run.json", "state.safetensors",
+        "tensorboard",
+    }  # fmt: skip
+    assert checkpoints.steps_in(out) == [2, 4]
+    found = metrics(out)
+    assert [step["validation"] is not None for step in found] == [False, True] * 3
+    best = json.loads((out / "best" / "best.json").read_text())
+    assert best["validation"] == min(step["validation"] for step in found if step["validation"] is not None)
+    result = json.loads((out / "result.json").read_text())
+    assert result["perplexity_adapted"] == pytest.approx(math.exp(found[-1]["validation"]))
+    assert result["perplexity_bf16"] is None and result["wire_bf16"] is None
+
+
+def measured(options):
+    """The loss of the held-out rows beside the best adapter, row by row and not captured."""
+    run, _ = train.start(options)
+    adapters = adapters_in(options.out / "best")
+    value = measure.mean_loss(dataclasses.replace(run, evaluate=run.evaluate.__wrapped__), run.local, adapters)
+    return value
+
+
+def test_the_best_adapter_has_the_loss_that_was_validated(whole):
+    best = json.loads((whole.out / "best" / "best.json").read_text())
+    (value,) = ranks.run(1, measured, whole, timeout=120)
+    assert value == pytest.approx(best["validation"], abs=1e-6)
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints/step-4", "checkpoints/step-2/state.safetensors"])
+def test_an_adapter_comes_out_of_any_checkpoint(whole, tmp_path, capsys, where):
+    assert export.main([str(whole.out / where), str(tmp_path / "adapter"), "--to", "adapter"]) == 0
+    file = whole.out / where if where.endswith("safetensors") else whole.out / where / "state.safetensors"
+    state = safetensors.load(file)
+    assert f"14 adapters after {int(state.done)} steps" in capsys.readouterr().out
+    assert_same(adapters_in(tmp_path), {path: state.adapters[path] for path in adapters_in(tmp_path)})
+    assert export.main([str(tmp_path / "adapter"), str(tmp_path / "b"), "--to", "adapter"]) == 2
+    assert "got no state.safetensors there, wanted the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_beyond_its_end(whole, given, tmp_path):
+    """Six steps and four more; with a constant rate they are ten steps to the bit."""
+    constant = dataclasses.replace(given, schedule="constant", warmup=0, out=tmp_path / "a")
+    assert ran(constant) is None
+    assert ran(dataclasses.replace(constant, out=None, resume=tmp_path / "a", steps=10)) is None
+    assert ran(dataclasses.replace(constant, steps=10, out=tmp_path / "b")) is None
+    assert_same(*(safetensors.load(tmp_path / name / "state.safetensors") for name in "ab"))
+    losses = [[step["loss"] for step in metrics(tmp_path / name)] for name in "ab"]
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["options"]["steps"] == 10
+
+
+def test_fewer_steps_than_were_taken_are_refused(whole, capsys):
+    assert cli.main(["--resume", str(whole.out), "--steps", "5"]) == 2
+    assert f"--steps is 5, and {whole.out} has taken 6; wanted at least as many" in capsys.readouterr().err
+
+
+def test_patience_ends_a_run(given, tmp_path):
+    """At a rate that makes it worse, the run stops after two validations that are no better than the first."""
+    options = dataclasses.replace(given, lr=3.0, steps=40, validate_every=1, patience=2, warmup=0, out=tmp_path / "a")
+    assert ran(options) is None
+    found = [step["validation"] for step in metrics(tmp_path / "a")]
+    best = found.index(min(found))
+    assert len(found) == best + 3 < 40
+    assert int(safetensors.load(tmp_path / "a" / "state.safetensors").done) == len(found)
+    assert json.loads((tmp_path / "a" / "best" / "best.json").read_text())["steps"] == best + 1
+    assert ran(dataclasses.replace(options, out=None, resume=tmp_path / "a")) is None  # and stays at its end
+    assert len(metrics(tmp_path / "a")) == len(found)
+
+
+def dies(*_):
+    raise ValueError("the last measurement died")
+
+
+def work_and_die(options):
+    return runs.work(cli.PROGRAM._replace(measure=dies), options)
+
+
+def test_the_adapter_outlives_a_last_measurement_that_dies(given, tmp_path):
+    (fault,) = ranks.run(1, work_and_die, dataclasses.replace(given, steps=2, out=tmp_path / "a"), timeout=120)
+    assert fault == "the last measurement died"
+    written, state = adapters_in(tmp_path / "a"), safetensors.load(tmp_path / "a" / "state.safetensors")
+    assert_same(written, {path: state.adapters[path] for path in written})
+
+
+KINDS = {
+    "dora": {"dora": True, "targets": "q,v"},
+    "patterns": {"rank_pattern": "down=2,q=3", "alpha_pattern": "q=7"},
+    "embedding": {"targets": "embed,q"},
+    "stabilised": {"rank_stabilised": True, "targets": "all-linear"},
+    "lion": {"optimizer": "lion", "lr": 1e-3, "weight_decay": 0.1},
+    "sgd": {"optimizer": "sgd", "lr": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", slow_after(3, [*KINDS.values()]), ids=KINDS)
+def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
+    """PEFT's folder of each says what was asked for, trains, and starts another run."""
+    options = dataclasses.replace(given, steps=3, out=tmp_path / "a", **options)
+    assert ran(options) is None
+    adapters = peft.load(tmp_path / "a" / "adapter", hf.path_of, hf.tied_modules(hf.read_config(given.model)))
+    assert all(x.b.abs().max() > 0 for x in adapters.values())
+    one = adapters["layers.0.q"]
+    assert (one.magnitude is not None) == options.dora and one.rank_stabilised == options.rank_stabilised
+    assert ("embed" in adapters) == ("embed" in options.targets)
+    if options.rank_pattern:
+        assert (one.a.shape[0], one.alpha, adapters["layers.1.down"].a.shape[0]) == (3, 7, 2)
+        assert (adapters["layers.1.k"].a.shape[0], adapters["layers.1.k"].alpha) == (4, 32)
+    again = dataclasses.replace(
+        given, steps=1, lr=1e-9, warmup=0, adapter=tmp_path / "a" / "adapter", out=tmp_path / "b", weight_decay=0.0
+    )
+    assert ran(again) is None
+    second = peft.load(tmp_path / "b" / "adapter", hf.path_of, hf.tied_modules(hf.read_config(given.model)))
+    for path, x in tree.items(second, is_leaf=lambda x: isinstance(x, lora.Lora)):
+        assert tree.structure(x) == tree.structure(adapters[path])
+        for name, t in tree.items(x):
+            torch.testing.assert_close(t, tree.get(adapters[path], name), atol=1e-6, rtol=0)
+
+
+def test_what_is_left_open():
+    """Steps, rate and comparison depend on data and model; those of the shipped model are its own."""
+    shipped, other = Options(), Options(model="elsewhere")  # type: ignore[arg-type]
+    found = shipped.resolved(1000, 4_000_000)
+    assert (found.steps, found.lr, found.compare_dense) == (60, 1e-2, True)
+    found = other.resolved(1000, 7_000_000_000)
+    assert (found.steps, found.lr, found.compare_dense) == (375, 2e-4, False)  # three epochs of 125 batches of 8
+    assert other.resolved(1001, 65_000_000_000).lr == 1e-4
+    assert dataclasses.replace(other, epochs=0.5, accumulate=2).resolved(1000, 1).steps == 32
+    assert dataclasses.replace(shipped, epochs=1.0).resolved(1000, 1).steps == 125
+
+
+REFUSED = {
+    "both": (["--steps", "3", "--epochs", "2"], "--steps is 3 and --epochs is 2.0; leave one out"),
+    "patience": (["--patience", "3"], "--patience is 3 without --validate-every; give both"),
+    "pattern": (["--rank-pattern", "q:8"], "--rank-pattern q:8: cannot read 'q:8'; wanted names and numbers such as"),
+    "no target": (["--targets", "q,v", "--rank-pattern", "down=2"], "--rank-pattern: 'down' is not among the targets"),
+    "half a rank": (["--rank-pattern", "q=2.5"], "--rank-pattern: q=2.5; wanted a whole number"),
+    "a tied head": (["--targets", "head"], "--targets: the head of this model is its embedding; use embed, which ada"),
+    "two ranks": (["--adapter", "x", "--rank", "8"], "--rank with --adapter x, which has its own; leave one out"),
+    "keep": (["--keep", "0"], "--keep is 0; wanted at least 1"),
+    "epochs": (["--epochs", "0"], "--epochs is 0.0; wanted a number above 0"),
+}
+
+
+@pytest.mark.parametrize(("args", "said"), REFUSED.values(), ids=REFUSED)
+def test_refused(model, text, tmp_path, capsys, args, said):
+    assert (
+        cli.main(["--model", str(model), "--data", str(text), "--seq", "32", "--out", str(tmp_path / "a"), *args]) == 2
+    )
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
