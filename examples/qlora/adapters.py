@@ -1,7 +1,7 @@
 """The adapters of a run: their options, and how they begin.
 
 New adapters have a zero update. Those of ``--adapter`` are read from a PEFT folder, which then says rank, alpha and
-targets. A DoRA adapter begins with the norms of the rows of its weight, so that each weight is read and quantised once
+targets. A DoRA adapter begins with the norms of the rows of its weight. So each weight is read and quantised once more,
 before the base is placed.
 """
 

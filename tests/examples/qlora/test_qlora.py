@@ -26,7 +26,7 @@ from models import hf
 from models.export import bitsandbytes
 from tests.helpers.model_folders import TINY, tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ["--rank", "4", "--seq", "32", "--batch", "4", "--holdout", "4", "--steps", "4"]
 STEPS = 8  # of the run that others are compared with: enough to be killed in the middle
 together = pytest.mark.xdist_group("qlora")  # one worker makes that run

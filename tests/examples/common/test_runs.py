@@ -24,7 +24,7 @@ from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 
 pytestmark = pytest.mark.xdist_group("ranks")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = Options(codes=8, dim=4, hidden=8, patch=8, steps=5, batch=7)
 
 
