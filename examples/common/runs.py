@@ -119,7 +119,10 @@ class Program(NamedTuple):
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
     publish: Callable[..., None] = lambda run, state, folder: None  # writes what is of use without the state
-    validate: Callable[..., float] = lambda run, state: math.nan  # the loss of held-out data, in nats a token
+    # run, state -> fields of the step's figures, "validation" among them: the loss of held-out data, in nats a token
+    validate: Callable[..., dict[str, Any]] = lambda run, state: {"validation": math.nan}
+    # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
+    publish_best: Callable[..., None] | None = None
 
 
 T = TypeVar("T", bound=Options)
@@ -197,9 +200,10 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
         done += 1
         publish = partial(program.publish, run, state)
         if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
-            step = replace(step, validation=program.validate(run, state))
+            step = replace(step, **program.validate(run, state))
             history.append((done, step.validation))
-            checkpoints.save_best(folder, history, publish)
+            best = partial(program.publish_best, run, state, step) if program.publish_best else publish
+            checkpoints.save_best(folder, history, best)
         shown.step(step)
         if is_over := checkpoints.is_over(history, options.patience):
             shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")

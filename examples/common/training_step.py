@@ -98,6 +98,11 @@ def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, 
     for batch, keys in micros:
         gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
+    return update(state, total, setup)
+
+
+def update(state: State, total: Any, setup: Setup) -> tuple[State, Measured]:
+    """Update the adapters with this rank's part ``total`` of the gradients and of the loss."""
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
     updates, moments = setup.opt.update(grads, state.moments, state.adapters)
     adapters = optim.apply_updates(state.adapters, updates)

@@ -72,9 +72,9 @@ def perplexity(run: Run, local: Any, adapters: lora.Adapters) -> float:
     return float(torch.exp(torch.tensor(mean_loss(run, local, adapters), dtype=torch.float64)))
 
 
-def validate(run: Run, state: State) -> float:
+def validate(run: Run, state: State) -> dict[str, float]:
     """Return the mean loss of all held-out tokens in nats."""
-    return mean_loss(run, run.local, state.adapters)
+    return {"validation": mean_loss(run, run.local, state.adapters)}
 
 
 def mean_loss(run: Run, local: Any, adapters: lora.Adapters) -> float:

@@ -8,9 +8,8 @@ sums, and a resumed run continues to the bit.
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ class Work:
 
     options: Options  # resolved
     cfg: Config
+    parameters: int
     dense: Any  # the base as it is in the files, Lazy; quantised folders have packed weights
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
     adapters: lora.Adapters
@@ -87,7 +87,7 @@ def prepare(options: Options) -> Work:
     train, held = data.split(rows, options.holdout)
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
     options = options.resolved(len(train.tokens), parameters)
-    return Work(options, cfg, dense, packed, begun, train, held)
+    return Work(options, cfg, parameters, dense, packed, begun, train, held)
 
 
 def start(options: Options) -> tuple[Run, State]:
@@ -95,36 +95,71 @@ def start(options: Options) -> tuple[Run, State]:
 
     Raises ValueError on every rank if one fails or if they disagree.
     """
+    ((run, state),) = start_many([options])
+    return run, state if options.resume is None else checkpoints.load(run.options.folder(), state)
+
+
+def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
+    """Start runs over one base, which the first of ``many`` names; they differ in data, adapters and optimisers."""
+    options = many[0]
     axes = options.axes()
     torch.set_num_threads(usable_cores(launch.local_ranks()))
-    mode = options.checkpoint or choose_checkpoint(options, axes)
+    mode = options.checkpoint or choose_checkpoint(options, axes, len(many))
     mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
-    work = agree.attempt("prepare", partial(prepare, options))
-    options = work.options
-    agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"data": (work.train, work.held)}))
+    works = agree.attempt("prepare", lambda: prepare_many(many))
+    for work in works:
+        facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
+        agree.same("start", facts)
     rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
-    rates = options.optimiser(), options.learning_rate()
-    setup = Setup(work.cfg, mesh, *rates, rows, options.seq, mode, DTYPES[options.dtype])
-    begun = agree.attempt("norms", lambda: adapters.with_norms(options, work.adapters, work.packed))
-    placed, begun = shard.place((work.packed, begun), decoder.dims(work.cfg), setup.rules, mesh, work.cfg)
+    setups = [
+        Setup(its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode, dtype)
+        for its in works
+        for dtype in [DTYPES[options.dtype]]
+    ]
+    first, setup = works[0], setups[0]
+    begun = agree.attempt("norms", lambda: [adapters.with_norms(w.options, w.adapters, w.packed) for w in works])
+    placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
     evaluate = jit(training_step.evaluate, passes=setup.capture()["passes"])
     step = jit(training_step.train_step, **setup.capture())
-    run = Run(options, work, setup, placed, shard.local(placed), step, evaluate)
-    state = training_step.initial(begun, setup.opt)
-    return run, state if options.resume is None else checkpoints.load(options.folder(), state)
+    return [
+        (Run(work.options, work, its, placed, shard.local(placed), step, evaluate), training_step.initial(a, its.opt))
+        for work, its, a in zip(works, setups, begun, strict=True)
+    ]
 
 
-def choose_checkpoint(options: Options, axes: dict[str, int]) -> Checkpoint:
+def prepare_many(many: Sequence[Options]) -> list[Work]:
+    """Return the input of runs over one base; data that several name are read once."""
+    works: list[Work] = []
+    for options in many:
+        if works:  # as many steps as the first takes
+            options = dataclasses.replace(options, steps=works[0].options.steps, epochs=None)
+        same = next((w for w in works if sources(w.options) == sources(options)), None)
+        if same is None:
+            works.append(prepare(options))
+            continue
+        begun = adapters.start(options, same.cfg, same.packed, options.seed)
+        resolved = options.resolved(len(same.train.tokens), same.parameters)
+        works.append(dataclasses.replace(same, options=resolved, adapters=begun))
+    return works
+
+
+def sources(options: Options) -> tuple[Any, ...]:
+    """Return the options that decide which rows are trained on and held out."""
+    return options.data, options.seq, options.holdout, options.characters
+
+
+def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) -> Checkpoint:
     """Return the fastest checkpointing mode whose predicted peak fits into this rank's memory; else "full".
 
-    Has to be called before the ranks meet, because the step is priced on an abstract mesh.
+    A step of ``count`` runs at once is priced as one of so many batches. Call it before the ranks meet, because the
+    step is priced on an abstract mesh.
     """
     cfg, found = hf.lazy(options.model)
     fmt, names = parse_format(options.format, options.block), adapters.targets_in(options.targets, cfg)
     targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
-    sizes = options.rank, -(-options.batch // math.prod(axes.values())), options.seq
+    sizes = options.rank, count * -(-options.batch // math.prod(axes.values())), options.seq
     base = lazy.like(quantised(found, fmt))
     job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate, base=base)
     peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak

@@ -1,0 +1,1 @@
+"""Train many adapters over one base, and choose: ``python -m examples.sweep``."""

@@ -1,0 +1,5 @@
+"""Run ``python -m examples.sweep``."""
+
+from .cli import main
+
+raise SystemExit(main())

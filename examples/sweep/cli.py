@@ -1,0 +1,120 @@
+"""Train many adapters over one base in one captured step, and choose: learning rates, ranks, seeds, data.
+
+    python -m examples.sweep                                                    # rates and ranks, on the model shipped
+    python -m examples.sweep --model DIR --data FILE --vary lr=1e-4,3e-4 rank=8,32 seed=0,1
+    python -m examples.sweep --model DIR --vary data=a.jsonl,b.jsonl --validate-every 20
+
+Each experiment has the bits of ``python -m examples.qlora`` with its options. RUN/NAME/adapter is the adapter of each,
+for PEFT, and RUN/best that of the lowest validation. The other files are those of every run
+(examples/common/runs.py), and sweep.png shows the losses. The training is in examples/sweep/train.py.
+"""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from ..common import runs
+from ..common.progress import METRICS, draw, metrics
+from ..qlora import cli as qlora
+from . import train
+from .options import Options, named
+from .train import Result, Run, Step, Training
+
+BEST = "#c1592b"  # the colour of the best experiment
+
+
+def title(run: Run) -> str:
+    """Return the number of experiments and how they are stacked as one line."""
+    groups = " + ".join(str(len(group)) for group in run.groups)
+    return f"{len(run.runs)} experiments over one base in {run.options.format}, stacked {groups}"
+
+
+def summary(x: Step) -> str:
+    """Return the figures of a step as one line."""
+    held = "" if x.validations is None else f"  held-out {min(x.validations):.4f} to {max(x.validations):.4f}"
+    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
+    return f"loss {min(x.losses):.4f} to {max(x.losses):.4f}{held}  {speed}  {memory}"
+
+
+def publish(run: Run, training: Training, folder: Path) -> None:
+    """Write the adapter of every experiment to a folder of its name."""
+    for name, one, state in zip(run.options.names(), run.runs, training.many, strict=True):
+        qlora.publish(one, state, folder / name)
+
+
+def publish_best(run: Run, training: Training, step: Step, folder: Path) -> None:
+    """Write the adapter of the experiment with the lowest held-out loss."""
+    assert step.validations is not None
+    best = step.validations.index(min(step.validations))
+    qlora.publish(run.runs[best], training.many[best], folder)
+
+
+def show(run: Run, training: Training, results: list[Result]) -> None:
+    """Write the results and the plot, and print one table, the best first."""
+    folder, console = run.options.folder(), Console()
+    runs.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})
+    drawn = plot(folder, run, results)
+    right = [Column(name, justify="right") for name in ("held-out loss", "perplexity", "of the base")]
+    table = Table("experiment", *right, box=SIMPLE_HEAD, pad_edge=False)
+    ordered = sorted(results, key=lambda result: result.loss)
+    for x in ordered:
+        table.add_row(x.name, f"{x.loss:.4f}", f"{math.exp(x.loss):.2f}", f"{math.exp(x.base):.2f}")
+    console.print(table)
+    best = folder / ordered[0].name / qlora.ADAPTER
+    console.print(f"best    {best}\nmetrics {folder / METRICS}\nplot    {drawn}", highlight=False, soft_wrap=True)
+
+
+def plot(folder: Path, run: Run, results: list[Result]) -> Path:
+    """Draw the held-out loss over what varies first, a line for each combination of the others, and training losses."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    names, experiments, (first, *others) = run.options.names(), run.options.experiments(), run.options.values()
+    best = min(range(len(results)), key=lambda i: results[i].loss)
+    figure = Figure(figsize=(11, 4.5), dpi=120)
+    left, right = figure.subplots(1, 2)
+    colour = lambda i, count: colormaps["viridis"](0.85 * i / max(1, count - 1))
+    ticks = list(dict.fromkeys(named(getattr(one, first)) for one in experiments))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for one, result in zip(experiments, results, strict=True):
+        key = ", ".join(f"{name} {named(getattr(one, name))}" for name in others)
+        lines.setdefault(key, []).append((ticks.index(named(getattr(one, first))), result.loss))
+    for i, (key, points) in enumerate(lines.items()):
+        left.plot(*zip(*points, strict=True), marker="o", color=colour(i, len(lines)), label=key or None)
+    at = ticks.index(named(getattr(experiments[best], first)))
+    left.plot([at], [results[best].loss], "o", markersize=13, markerfacecolor="none", markeredgecolor=BEST)
+    left.set_xticks(range(len(ticks)), ticks)
+    left.set(xlabel=first, ylabel="held-out loss, nats a token")
+    left.set_title(f"best: {names[best]}, {results[best].loss:.3f}", loc="left", fontsize=10)
+    if others:
+        left.legend(frameon=False, fontsize=8)
+    steps = metrics(folder)
+    for i, name in enumerate(names):
+        style = {"color": BEST, "lw": 2.2} if i == best else {"color": colour(i, len(names)), "lw": 1}
+        right.plot([s["step"] + 1 for s in steps], [s["losses"][i] for s in steps], label=name, **style)
+    right.set(xlabel="step", ylabel="training loss, nats a token")
+    right.legend(frameon=False, fontsize=7)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return draw(figure, folder / "sweep.png")
+
+
+def prepare(options: Options) -> None:
+    """Check all input."""
+    Console().print(f"[dim]reading {options.model} and the text[/]", highlight=False, soft_wrap=True)
+    train.prepare(options)
+
+
+PROGRAM = runs.Program(
+    "sweep", Options(), prepare, train.start, train.take, train.measure, title, summary, show, publish, train.validate,
+    publish_best,
+)  # fmt: skip
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line ``args``; return 0, 1 if a rank failed, or 2 for bad input, which one line names."""
+    return runs.command(PROGRAM, args)

@@ -1,0 +1,175 @@
+"""The captured step of a sweep: gradients of many adapters over one base by ``vmap``, and an update of each.
+
+    states, measured = sweep_step(states, base, micros, counts, setups, groups)
+
+Experiments whose adapters have the same structure form a group. Their adapters and rows are stacked, so a product with
+a packed weight of the base has the rows of all of them and decodes the weight once. Sums over ranks, clipping and the
+optimiser are those of each experiment alone.
+
+A sweep promises the bits of each experiment trained alone. Products and reductions keep them if their results do not
+depend on the number of stacked rows, which holds for kernels of one shape at all values. So at the start the gradients
+of the first batch are compared with those of each experiment alone, bit by bit. A group that differs is split.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fquant import jit, tree
+from fquant.compile import all_gather_text
+
+from ..common import checkpoints, launch, training_step
+from ..common.training_step import Measured, Micro, Setup, State
+from ..qlora import measure as measurement
+from ..qlora import train
+from .options import Options
+
+Groups = tuple[tuple[int, ...], ...]  # of experiments that are stacked, by number
+
+
+@tree.node
+class Training:
+    """The state of every experiment, and the number of steps done, i64[]."""
+
+    many: list[State]
+    done: Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """The constants of a sweep; each experiment is a run of examples.qlora over the same base."""
+
+    options: Options
+    runs: tuple[train.Run, ...]
+    groups: Groups
+    step: Callable[..., tuple[list[State], list[Measured]]]  # sweep_step, captured
+
+
+@dataclass(frozen=True)
+class Step:
+    """The figures of one step; a line of metrics.jsonl."""
+
+    step: int
+    loss: float  # the lowest
+    losses: list[float]  # of each experiment, in nats a token
+    rates: list[float]
+    tokens_per_second: float  # of all experiments
+    memory: int  # bytes resident on this rank
+    validation: float | None = None  # the lowest
+    validations: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an experiment: its held-out loss in nats a token, and that of the base on the same rows."""
+
+    name: str
+    loss: float
+    base: float
+
+
+def sweep_step(
+    states: list[State], base: Any, micros: Sequence[Sequence[Micro]], counts: Sequence[Tensor],
+    setups: Sequence[Setup], groups: Groups,
+) -> tuple[list[State], list[Measured]]:  # fmt: skip
+    """Take one step of every experiment: ``micros``, ``counts`` and ``setups`` are those of each."""
+    found: dict[int, tuple[State, Measured]] = {}
+    for group in groups:
+        totals: list[Any] = [None] * len(group)
+        for rows in zip(*(micros[i] for i in group), strict=True):
+            many = [(states[i].adapters, counts[i], *one) for i, one in zip(group, rows, strict=True)]
+            some = gradients(many, base, setups[group[0]])
+            totals = [x if sum_ is None else tree.map(torch.add, sum_, x) for sum_, x in zip(totals, some, strict=True)]
+        found |= {i: training_step.update(states[i], total, setups[i]) for i, total in zip(group, totals, strict=True)}
+    return [found[i][0] for i in range(len(states))], [found[i][1] for i in range(len(states))]
+
+
+def gradients(many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any, setup: Setup) -> list[Any]:
+    """Return this rank's gradients and loss of experiments: tuples of adapters, count, rows and dropout keys."""
+    f = lambda adapters, count, rows, keys: grad_and_value(training_step.loss)(adapters, base, rows, count, keys, setup)
+    if len(many) == 1:
+        return [f(*many[0])]
+    stacked = tree.map(lambda *t: None if t[0] is None else torch.stack(t), *many)
+    dims = (0, 0, 0, None if many[0][3] is None else 0)
+    found = vmap(f, in_dims=dims)(*stacked)
+    return [tree.map(lambda t, n=n: t[n], found) for n in range(len(many))]
+
+
+def prepare(options: Options) -> None:
+    """Check all input."""
+    train.prepare_many(options.experiments())
+
+
+def start(options: Options) -> tuple[Run, Training]:
+    """Start every experiment over one base, and find the groups that keep the bits of each alone."""
+    begun = train.start_many(options.experiments())
+    runs, states = tuple(run for run, _ in begun), [state for _, state in begun]
+    options = dataclasses.replace(options, steps=runs[0].options.steps, epochs=None)
+    groups = equal_groups(runs, states)
+    capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
+    training = Training(states, torch.tensor(0, device="cpu"))
+    if options.resume is not None:
+        training = checkpoints.load(options.folder(), training)
+    return Run(options, runs, groups, jit(sweep_step, **capture)), training
+
+
+def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
+    """Return the groups of experiments of one structure, split where the first gradients differ from those alone."""
+    by_kind: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        shapes = [tuple(t.shape) for t in tree.leaves(state.adapters)]
+        by_kind.setdefault(repr((tree.structure(state.adapters), shapes)), []).append(i)
+    groups: list[tuple[int, ...]] = []
+    for group in by_kind.values():
+        many = []
+        for i in group:
+            micros, count = train.micro_batches(runs[i], 0)
+            many.append((states[i].adapters, count, *micros[0]))
+        f = jit(gradients, passes=runs[0].setup.capture()["passes"])
+        setup, base = runs[group[0]].setup, runs[0].local
+        together, alone = f(many, base, setup), [f([one], base, setup)[0] for one in many]
+        same = all(map(torch.equal, tree.leaves(together), tree.leaves(alone)))
+        is_equal = set(all_gather_text(str(same))) == {"True"}  # on every rank
+        groups += [tuple(group)] if is_equal else [(i,) for i in group]
+    return tuple(groups)
+
+
+def take(run: Run, training: Training) -> tuple[Training, Step]:
+    """Take one step of every experiment."""
+    began, step, options = time.perf_counter(), int(training.done), run.options
+    found = [train.micro_batches(one, step) for one in run.runs]
+    micros, counts, setups = [m for m, _ in found], [c for _, c in found], [one.setup for one in run.runs]
+    states, measured = run.step(training.many, run.runs[0].local, micros, counts, setups, run.groups)
+    losses = [one.loss.item() for one in measured]
+    tokens = len(run.runs) * options.batch * options.accumulate * options.seq
+    speed = tokens / (time.perf_counter() - began)
+    rates = [one.lr.item() for one in measured]
+    worst = next((x for x in losses if not math.isfinite(x)), min(losses))
+    return Training(states, training.done + 1), Step(step, worst, losses, rates, speed, launch.resident())
+
+
+def validate(run: Run, training: Training) -> dict[str, Any]:
+    """Return the mean loss of the held-out tokens in nats: the lowest, and that of each experiment."""
+    each = zip(run.runs, training.many, strict=True)
+    found = [measurement.mean_loss(one, one.local, state.adapters) for one, state in each]
+    return {"validation": min(found), "validations": found}
+
+
+def measure(run: Run, training: Training, say: Callable[[str], None]) -> list[Result]:
+    """Return the held-out perplexity of each experiment, and of the base on the same rows."""
+    say("measuring every adapter")
+    losses = validate(run, training)["validations"]
+    bases: dict[Any, float] = {}
+    for one in run.runs:
+        key = train.sources(one.options)
+        if key not in bases:
+            bases[key] = measurement.mean_loss(one, one.local, {})
+    named = zip(run.options.names(), run.runs, losses, strict=True)
+    return [Result(name, x, bases[train.sources(one.options)]) for name, one, x in named]
