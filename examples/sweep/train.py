@@ -2,13 +2,13 @@
 
     states, measured = sweep_step(states, base, micros, counts, setups, groups)
 
-Experiments whose adapters have the same structure form a group. Their adapters and rows are stacked, so a product with
-a packed weight of the base has the rows of all of them and decodes the weight once. Sums over ranks, clipping and the
+Experiments whose adapters have the same structure form a group. Their adapters and rows are stacked. So a product with
+a packed weight of the base has the rows of all of them, and decodes the weight once. Sums over ranks, clipping and the
 optimiser are those of each experiment alone.
 
-A sweep promises the bits of each experiment trained alone. Products and reductions keep them if their results do not
-depend on the number of stacked rows, which holds for kernels of one shape at all values. So at the start the gradients
-of the first batch are compared with those of each experiment alone, bit by bit. A group that differs is split.
+A sweep promises the bits of each experiment trained alone. A product keeps them if its rows do not depend on the number
+of rows. That is a property of a kernel at a shape, and not of values. So at the start the gradients of the first batch
+are compared with those of each experiment alone, bit by bit. A group that differs is split.
 """
 
 import dataclasses
