@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import random
+from . import merge_aware, random
 from .autodiff import to_front
 from .communication import LookedUpRows
 from .kernels import dispatch, packed_ops
-from .kernels.spec import Spec
+from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
 from .tree import node, static
-
-SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
 
 
 @node
@@ -51,9 +49,10 @@ class Adapted:
     base: Any  # Tensor | Packed | Adapted
     lora: Lora
     key: Tensor | None = None
+    merge_aware: bool = static(default=False)  # products are those of the merged weight (see fquant.merge_aware)
 
 
-Weight: TypeAlias = Tensor | Packed | Adapted
+Weight: TypeAlias = Tensor | Packed | Adapted | merge_aware.StraightThrough
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -75,8 +74,12 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
-        case Adapted():
+        case Adapted(merge_aware=False):
             y = _adapted(x, w)
+        case Adapted() | merge_aware.StraightThrough():
+            found = merged(w)
+            _check(x, tuple(found.merged.shape))
+            y = merge_aware.linear(x, found)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
     if bias is None:
@@ -108,6 +111,8 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             return dequantize(rows).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
+        case Adapted(base=base, lora=lora, merge_aware=True):
+            return _merge_aware_rows(tokens, base, lora)
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
             total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
@@ -125,6 +130,20 @@ def scaling(lora: Lora) -> float:
     """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
     rank = lora.a.shape[-2]
     return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
+
+
+def merged(w: Adapted | merge_aware.StraightThrough) -> merge_aware.StraightThrough:
+    """Merge a merge-aware weight; one that is merged already is returned."""
+    return merge_aware.straight_through(w.base, w.lora, scaling(w.lora)) if isinstance(w, Adapted) else w
+
+
+def _merge_aware_rows(tokens: Tensor, base: Any, lora: Lora) -> Tensor:
+    """Look up rows of the merged table."""
+    if isinstance(base, LookedUpRows):  # whose rows are those of the tokens, in their order
+        base, lora = base.table, replace(lora, b=lora.b[tokens.reshape(tokens.numel())])
+        tokens = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
+    w = merged(Adapted(base, lora))
+    return merge_aware.passed(embedding(tokens, w.merged), lambda a, b: F.embedding(tokens, b) @ a, w.a, w.b)
 
 
 def _adapted(x: Tensor, w: Adapted) -> Tensor:

@@ -17,6 +17,7 @@ orders above the first record as much as whole logits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from fquant.communication import VocabShard
 from fquant.kernels import reference
 from fquant.kernels.ops import nll
 from fquant.kernels.reference.causal_attention import capped
-from fquant.packed_linear import Adapted, Packed, Weight, linear
+from fquant.packed_linear import Adapted, Packed, Weight, linear, merged
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
@@ -54,18 +55,28 @@ def cross_entropy(
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
+    The sum of :func:`token_losses`, which has the arguments and the errors, is divided by ``count``, the number of
+    targets of the global batch. The default is the number counted here (at least 1).
+    """
+    losses = token_losses(x, weight, targets, chunk, cap)
+    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+def token_losses(
+    x: Tensor, weight: Weight, targets: Tensor, chunk: int | None = None, cap: float | None = None
+) -> Tensor:
+    """Compute the negative log likelihood of each target by chunks of rows: f32[... t] in nats, 0 of an ignored target.
+
     x f[... t d]; weight [vocab d] of any kind that ``linear`` takes, or a VocabShard of one; targets int64 or int32
-    ``[... t]``, of which -100 is ignored. The sum of the negative log likelihoods is divided by ``count``, the number
-    of targets of the global batch. The default is the number counted here (at least 1). float64 ``x`` gives float64.
-    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. ``cap`` limits logits
-    to ``cap * tanh(logit / cap)``; a VocabShard then gives the whole head to every process. Raises ValueError if
-    shapes or devices do not fit, and for an adapter with dropout. Raises TypeError for targets of another dtype, and
-    RuntimeError in torch.compile. Raises IndexError for a target that is neither -100 nor in [0, vocab); on CUDA it is
-    an assertion on the device.
+    ``[... t]``, of which -100 is ignored. float64 ``x`` gives float64. ``chunk`` is the number of rows handled at a
+    time; the default follows from ``CHUNK_BYTES``. ``cap`` limits logits to ``cap * tanh(logit / cap)``; a VocabShard
+    then gives the whole head to every process. Raises ValueError if shapes or devices do not fit, and for an adapter
+    with dropout. Raises TypeError for targets of another dtype, and RuntimeError in torch.compile. Raises IndexError
+    for a target that is neither -100 nor in [0, vocab); on CUDA it is an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
         fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
-        raise RuntimeError(f"fused_cross_entropy.cross_entropy cannot be traced by torch.compile; {fix}")
+        raise RuntimeError(f"fused_cross_entropy.token_losses cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
@@ -88,7 +99,7 @@ def cross_entropy(
         rows, row_targets = F.pad(rows, (0, 0, 0, missing)), F.pad(row_targets, (0, missing), value=IGNORE)
         functions = functions._replace(kernel=partial(sharded, structure, chunk))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
-    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+    return losses[: targets.numel()].reshape(targets.shape)
 
 
 class _Head(NamedTuple):
@@ -208,7 +219,7 @@ def _vocab_size(weight: Any) -> int:
 
 
 def _cast(weight: Any, dtype: torch.dtype) -> Any:
-    """Cast a dense weight to ``dtype`` once, so that ``linear`` does not cast it for every chunk."""
+    """Cast a dense weight to ``dtype``, or merge it, once, so that ``linear`` does not do so for every chunk."""
     if isinstance(weight, Adapted):
-        return Adapted(_cast(weight.base, dtype), weight.lora)
+        return merged(weight) if weight.merge_aware else replace(weight, base=_cast(weight.base, dtype), key=None)
     return weight.to(dtype) if isinstance(weight, Tensor) else weight

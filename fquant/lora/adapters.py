@@ -6,7 +6,7 @@ with the attached stack, or ``vmap`` of ``linear``, if nothing is shared.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .. import random, tree
 from ..communication import AfterLoad, Loadable, LookedUpRows
 from ..grouped_products import full_shape
 from ..lazy import Lazy
+from ..merge_aware import check
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms
 from ..tree import expect
@@ -65,17 +66,19 @@ def matching(base: Any, targets: str) -> list[tuple[str, Any]]:
     return found
 
 
-def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
+def attach(base: Any, adapters: Adapters, key: Tensor | None = None, merge_aware: bool = False) -> Any:
     """Attach each adapter to its weight of ``base``; a subtree that is not loaded keeps its adapters for ``load``.
 
     ``key`` i64[] or i64[batch] enables dropout; with one key an example, masks do not depend on the rank that computes.
-    Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path or shape does not fit.
+    ``merge_aware`` computes with the weights that ``merge_packed`` will make (see :mod:`fquant.merge_aware`); do not
+    cast such adapters. Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path or
+    shape does not fit, and for dropout, DoRA and learned vectors if merge-aware.
     """
     if not _is_adapters(adapters):
         fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
         raise TypeError(f"attach got adapters of type {type(adapters).__name__}; wanted a dict of path to Lora{fix}")
     keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if w.dropout > 0}
-    return _Attach()(base, (adapters, keys))
+    return _Attach(merge_aware=merge_aware)(base, (adapters, keys))
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class _Attach:
     """``attach`` below ``prefix``, a path and a dot; a value, because it is a static field of an AfterLoad."""
 
     prefix: str = ""
+    merge_aware: bool = False
 
     def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:
         adapters, keys = waiting
@@ -97,14 +101,16 @@ class _Attach:
                     lead = "".join(f"{n} " for n in many)
                     fault = f"an adapter a {a}, b {b} does not fit a weight {(*many, out, width)}"
                     raise ValueError(f"{fault}; wanted a [{lead}rank {width}], b [{lead}{out} rank]")
-                return Adapted(x, lora, keys.get(""))
+                if self.merge_aware:
+                    check(x.table if isinstance(x, LookedUpRows) else x, lora, dropout="" in keys)
+                return Adapted(x, lora, keys.get(""), self.merge_aware)
         left = set(adapters)
 
         def visit(name: str, child: Any) -> Any:
             inside = {path for path in adapters if path == name or path.startswith(name + ".")}
             left.difference_update(inside)
             within = lambda items: {path[len(name) + 1 :]: v for path, v in items.items() if path in inside}
-            return _Attach(f"{self.prefix}{name}.")(child, (within(adapters), within(keys))) if inside else child
+            return replace(self, prefix=f"{self.prefix}{name}.")(child, (within(adapters), within(keys))) if inside else child
 
         out = tree.map_children(visit, x)
         if left:

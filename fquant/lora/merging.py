@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import tree
 from ..communication import AfterLoad
 from ..format import Format
+from ..merge_aware import add_update
 from ..packed import Packed, dequantize, quantize
 from ..packed_linear import Adapted, row_norms, scaling
 from ..tree import expect
@@ -88,7 +89,7 @@ def _replace_adapted(x: Any, f: Any, path: str) -> Any:
 def _sum(x: Adapted, dtype: torch.dtype | None) -> Tensor:
     base = _sum(x.base, None) if isinstance(x.base, Adapted) else x.base
     w = dequantize(base) if isinstance(base, Packed) else base
-    total = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
+    total = add_update(w, x.lora.a, x.lora.b, scaling(x.lora))
     if x.lora.magnitude is not None:
         total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
     return total.to(dtype or w.dtype)
