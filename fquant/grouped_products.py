@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from . import random
+from .adapted.merge_aware import StraightThrough, passed
 from .autodiff import forward_mode, to_front
 from .kernels import grouped_ops, packed_ops
 from .kernels.spec import SLOTS, Spec
-from .merge_aware import StraightThrough, passed
 from .packed import Packed, buffers
 from .packed_linear import CONSTANT, Adapted, Weight, merged, scaling
 

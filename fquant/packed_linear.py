@@ -17,42 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import merge_aware, random
+from . import random
+from .adapted import merge_aware
+from .adapted.merge_aware import StraightThrough
+from .adapted.nodes import Adapted, Lora, Scaled, scaling
 from .autodiff import to_front
 from .communication import LookedUpRows
 from .kernels import dispatch, packed_ops
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
-from .tree import node, static
 
-
-@node
-class Lora:
-    """A low-rank update ``s · b · a`` of a weight [out in]; ``s`` is alpha / rank, or alpha / sqrt(rank).
-
-    With a ``magnitude`` it is DoRA's: the rows of the adapted weight are scaled to these norms. ``dropout`` acts on the
-    input of ``a`` if a key is attached; the input of an embedding is a token, which is never dropped.
-    """
-
-    a: Tensor  # f[rank, in]
-    b: Tensor  # f[out, rank]
-    magnitude: Tensor | None = None  # f[out]
-    alpha: float = static(default=16.0)
-    rank_stabilised: bool = static(default=False)  # s is alpha / sqrt(rank)
-    dropout: float = static(default=0.0)
-
-
-@node
-class Adapted:
-    """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
-
-    base: Any  # Tensor | Packed | Adapted
-    lora: Lora
-    key: Tensor | None = None
-    merge_aware: bool = static(default=False)  # products are those of the merged weight (see fquant.merge_aware)
-
-
-Weight: TypeAlias = Tensor | Packed | Adapted | merge_aware.StraightThrough
+Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -76,10 +51,12 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             y = x @ w.to(x.dtype).mT
         case Adapted(merge_aware=False):
             y = _adapted(x, w)
-        case Adapted() | merge_aware.StraightThrough():
+        case Adapted() | StraightThrough():
             found = merged(w)
             _check(x, tuple(found.merged.shape))
             y = merge_aware.linear(x, found)
+        case Scaled(base=base, ia3=ia3):
+            return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
     if bias is None:
@@ -126,15 +103,19 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
 
-def scaling(lora: Lora) -> float:
-    """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
-    rank = lora.a.shape[-2]
-    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
-
-
-def merged(w: Adapted | merge_aware.StraightThrough) -> merge_aware.StraightThrough:
+def merged(w: Adapted | StraightThrough) -> StraightThrough:
     """Merge a merge-aware weight; one that is merged already is returned."""
     return merge_aware.straight_through(w.base, w.lora, scaling(w.lora)) if isinstance(w, Adapted) else w
+
+
+def scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    """Return ``x * factors`` in x's dtype, rounded once; ``x`` if there are no factors."""
+    return x if factors is None else (x * factors).to(x.dtype)
+
+
+def scaled_outputs(y: Tensor, w: Weight) -> Tensor:
+    """Apply what multiplies the outputs f[... out] of ``w``, to a product or to a bias that is added elsewhere."""
+    return scaled(y, w.ia3.outputs) if isinstance(w, Scaled) else y
 
 
 def _merge_aware_rows(tokens: Tensor, base: Any, lora: Lora) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fquant import random, tree
 from fquant.communication import LOCAL, Comm, Loadable
 from fquant.kernels.reference.causal_attention import capped
-from fquant.packed_linear import embedding, linear
+from fquant.packed_linear import embedding, linear, scaled_outputs
 
 from . import blocks, experts, fused_cross_entropy
 from .attention import attention
@@ -112,15 +112,35 @@ def loss(
     Targets are int64 or int32 ``[... t]``; those of -100 are ignored. Raises the errors of :func:`forward` and of
     ``fused_cross_entropy.cross_entropy``.
     """
+    losses = token_losses(params, tokens, targets, cfg, comm, segments, dtype)
+    return losses.sum() / ((targets != blocks.IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+def token_losses(
+    params: Params,
+    tokens: Tensor,
+    targets: Tensor,
+    cfg: Config,
+    comm: Comm = LOCAL,
+    segments: Tensor | None = None,
+    dtype: Dtype = None,
+) -> Tensor:
+    """Compute the negative log likelihood of each target, f32[... t] in nats, 0 of an ignored one; see :func:`loss`."""
     blocks.check_ids("targets", targets, "the tokens'", tokens.device, tokens.shape)
+    x, weight = normed(params, tokens, cfg, comm, segments, dtype)
+    return fused_cross_entropy.token_losses(x, weight, targets, cap=cfg.final_cap)
+
+
+def normed(
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None, dtype: Dtype = None
+) -> tuple[Tensor, Any]:
+    """Return the head's input f[... t d] and the head [vocab d], or a VocabShard of it; see :func:`forward`."""
     x = _hidden(params, tokens, cfg, comm, segments, dtype)
     # The head is not recomputed, because the loss makes the gradient of x in the same pass. The larger block is asked
     # for first, so that on a mesh its collective comes first.
     tied = comm.part(params.embed, x) if cfg.tied else None
     final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
-    weight = final.head if tied is None else tied
-    y = comm.enter(_norm(x, final.norm, cfg))
-    return fused_cross_entropy.cross_entropy(y, weight, targets, count, cap=cfg.final_cap)
+    return comm.enter(_norm(x, final.norm, cfg)), final.head if tied is None else tied
 
 
 def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype) -> Tensor:
@@ -196,7 +216,7 @@ def _gate_and_up(y: Tensor, layer: Any, cfg: Config) -> Sequence[Tensor]:
 
 def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Tensor:
     y = comm.exit(linear(x, weight))  # a sum over ranks, so the bias comes after it
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if bias is None else y + scaled_outputs(bias, weight).to(y.dtype)
 
 
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:

@@ -76,11 +76,11 @@ def token_losses(
     """
     if torch.compiler.is_dynamo_compiling():
         fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
-        raise RuntimeError(f"fused_cross_entropy.token_losses cannot be traced by torch.compile; {fix}")
+        raise RuntimeError(f"fused_cross_entropy cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
-    vocab = _vocab_size(weight)
+    vocab = vocab_size(weight)
     if cap is not None and isinstance(weight, VocabShard):
         weight = weight.whole(weight.closed)
     leaves, structure = tree.flatten(weight)
@@ -124,13 +124,13 @@ def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 
 
 def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n]."""
-    weight = _cast(head.weight(leaves), x.dtype)
+    weight = prepared(head.weight(leaves), x.dtype)
     return map_chunks(lambda x, targets: (loss.nll(head.logits(x, weight), targets, IGNORE),), head.chunk, x, targets)
 
 
 def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
-    weight = _cast(head.weight(leaves), x.dtype)
+    weight = prepared(head.weight(leaves), x.dtype)
     return map_chunks(partial(_chunk_nll_and_dx, head, loss, weight), head.chunk, x, targets)
 
 
@@ -201,7 +201,8 @@ def _sums(addends: Iterable[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[
     return tuple(total.to(t.dtype) for total, t in zip(sums, like, strict=True))
 
 
-def _vocab_size(weight: Any) -> int:
+def vocab_size(weight: Any) -> int:
+    """Return the number of rows of a head; raise the errors of :func:`token_losses` for one that does not fit."""
     match weight:
         case VocabShard(size=size):
             return size
@@ -210,7 +211,7 @@ def _vocab_size(weight: Any) -> int:
                 fault = f"dropout {lora.dropout}, whose mask depends on the place of a row among all rows"
                 fix = "attach it without a key, or use blocks.cross_entropy of the whole logits"
                 raise ValueError(f"weight has an adapter with {fault}; {fix}")
-            return _vocab_size(base)
+            return vocab_size(base)
         case Tensor() | Packed() if len(weight.shape) == 2:
             return weight.shape[0]
         case Tensor() | Packed():
@@ -218,8 +219,8 @@ def _vocab_size(weight: Any) -> int:
     raise TypeError(f"weight is a {type(weight).__name__}; wanted Tensor, Packed or Adapted")
 
 
-def _cast(weight: Any, dtype: torch.dtype) -> Any:
+def prepared(weight: Any, dtype: torch.dtype) -> Any:
     """Cast a dense weight to ``dtype``, or merge it, once, so that ``linear`` does not do so for every chunk."""
     if isinstance(weight, Adapted):
-        return merged(weight) if weight.merge_aware else replace(weight, base=_cast(weight.base, dtype), key=None)
+        return merged(weight) if weight.merge_aware else replace(weight, base=prepared(weight.base, dtype), key=None)
     return weight.to(dtype) if isinstance(weight, Tensor) else weight

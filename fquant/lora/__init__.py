@@ -22,13 +22,13 @@ Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
-from ..packed_linear import Adapted, Lora
-from .adapters import Adapters, attach, init, stack
+from ..adapted.nodes import Adapted, Ia3, Lora
+from .adapters import Adapters, attach, init, init_ia3, stack
 from .combination import combine, scale
 from .decompositions import eva, loftq, olora, pissa
 from .merging import merge, merge_packed, replace_weights
 
 __all__ = [
-    "Adapted", "Adapters", "Lora", "attach", "combine", "eva", "init", "loftq", "merge", "merge_packed", "olora",
+    "Adapted", "Adapters", "Ia3", "Lora", "attach", "combine", "eva", "init", "init_ia3", "loftq", "merge", "merge_packed", "olora",
     "pissa", "replace_weights", "scale", "stack",
 ]  # fmt: skip

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..adapted.merge_aware import add_update
+from ..adapted.nodes import Scaled
 from ..communication import AfterLoad
 from ..format import Format
-from ..merge_aware import add_update
 from ..packed import Packed, dequantize, quantize
 from ..packed_linear import Adapted, row_norms, scaling
 from ..tree import expect
@@ -83,6 +84,8 @@ def _replace_adapted(x: Any, f: Any, path: str) -> Any:
     if isinstance(x, Adapted):
         with tree.at(path):
             return f(path, x)
+    if isinstance(x, Scaled):
+        raise ValueError(f"{path}: merge got IA3, which is not implemented; its factors scale biases too, attach it")
     return tree.map_children(lambda name, child: _replace_adapted(child, f, f"{path}.{name}" if path else name), x)
 
 

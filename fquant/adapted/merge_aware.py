@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autodiff import forward_mode, to_front
-from .format import read
-from .kernels import packed_ops
-from .kernels.registry import register
-from .kernels.spec import SLOTS, Spec, layout, scales, stack
-from .packed import Packed, _quantize, buffers, concatenate, dequantize, quantize
-from .tree import expect, node
+from ..autodiff import forward_mode, to_front
+from ..format import read
+from ..kernels import packed_ops
+from ..kernels.registry import register
+from ..kernels.spec import SLOTS, Spec, layout, scales, stack
+from ..packed import Packed, _quantize, buffers, concatenate, dequantize, quantize
+from ..tree import expect, node
 
 PIECE = 1 << 21  # elements of a weight that are summed at a time, in float64
 
@@ -53,7 +53,9 @@ def check(base: Any, lora: Any, dropout: bool = False) -> None:
     expect(isinstance(base, Packed | Tensor), f"merge-aware got a {type(base).__name__}; merge it first", TypeError)
     fix = "train it without merge_aware, and merge into 16 bits"
     expect(lora.magnitude is None, f"merge-aware got DoRA, which is not implemented; {fix}")
-    expect(not dropout, f"merge-aware got dropout {lora.dropout}, which drops inputs of a product that is merged; use 0")
+    expect(
+        not dropout, f"merge-aware got dropout {lora.dropout}, which drops inputs of a product that is merged; use 0"
+    )
     learned = isinstance(base, Packed) and base.format.vectors is not None
     expect(not learned, f"merge-aware got learned vectors, which would be learned anew in every product; {fix}")
 
