@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
-from fquant.autodiff import replace_at, unwrap_dead
+from fquant.autodiff import layers, replace_at, unwrap_dead
 from fquant.communication import LOCAL, Comm, VocabShard
 from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import Weight, linear
@@ -102,8 +102,12 @@ def divergence(
     static = _Static(structure, teacher_structure, len(leaves), beta, temperature, chunk, caps)
     n = targets.numel()
     rows = x.reshape(n, x.shape[-1]), teacher_x.detach().reshape(n, teacher_x.shape[-1]), (targets != IGNORE).reshape(n)
-    both = partial(_losses_and_dx, static)
-    losses, _ = _WithGradient.apply(Implementations(both, both, 3), *rows, *leaves, *(t.detach() for t in constants))
+    every = *rows, *leaves, *(t.detach() for t in constants)
+    if torch.is_grad_enabled() and any(inner.requires_grad for t in (rows[0], *leaves) for inner in layers(t)):
+        function, verb = _WithGradient, partial(_losses_and_dx, static)
+    else:
+        function, verb = KernelWithReferenceGradient, partial(_losses_alone, static)
+    losses, *_ = function.apply(Implementations(verb, verb, 3), *every)
     return losses.reshape(targets.shape)
 
 
@@ -139,6 +143,12 @@ def _losses(static: _Static, heads: Sequence[Any], x: Tensor, y: Tensor, counted
         m = torch.logaddexp(s + torch.log1p(-share), t + share.log())
         each = static.beta * kl(t, m) + (1 - static.beta) * kl(s, m)
     return torch.where(counted, each, 0)
+
+
+def _losses_alone(static: _Static, x: Tensor, y: Tensor, counted: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """x [n d], y [n e], counted bool[n] -> divergences [n]."""
+    heads = static.heads(leaves, (x.dtype, y.dtype))
+    return map_chunks(lambda *rows: (_losses(static, heads, *rows),), static.chunk, x, y, counted)
 
 
 def _losses_and_dx(static: _Static, x: Tensor, y: Tensor, counted: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -1,13 +1,12 @@
 """Measure what of a LoRA's gain survives merging into 4 bits, trained as usual and merge-aware.
 
-    python -m tests.bench.merge_aware [--rates 3e-4 1e-3 4e-3 1e-2] [--steps 60] [--format nf4_dq]
+    python -m tests.bench.merge_aware [--rates 2e-4 5e-4 1e-3 4e-3 1e-2] [--steps 60] [--format nf4_dq]
 
 The shipped model is quantised and fine-tuned on some of the standard library's source, as ``examples.qlora`` does. The
 table has the mean loss in nats a token on rows that were held out, for each learning rate: with the adapter attached,
-merged into packed weights, and merged after merge-aware training. A share is (base - merged) / (base - attached), with
-the gain of usual training below the line. ``aware`` at one rate may be compared with ``attached`` at another: a code
-changes only if an update reaches half a step, so merge-aware training wants a larger rate. The last columns are the
-median seconds of a step of either kind.
+merged into packed weights, and merged after merge-aware training, without and with dither (``lora.dither``). A share is
+(base - merged) / (base - attached), with the gain of usual training below the line. The last columns are the median
+seconds of a step of usual and of merge-aware training.
 """
 
 import time
@@ -36,11 +35,13 @@ WEIGHTS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
 class Options:
     """Measure what of a LoRA's gain survives merging."""
 
-    rates: tuple[float, ...] = (3e-4, 1e-3, 4e-3, 1e-2)
+    rates: tuple[float, ...] = (2e-4, 5e-4, 1e-3, 4e-3, 1e-2)
     """Learning rates; both kinds of training take each."""
     steps: int = 60
     rank: int = 16
     alpha: float = 32.0
+    strength: float = 3.0
+    """Of dither, in rounding errors."""
     format: str = "nf4_dq"
     batch: int = 8
     seq: int = 256
@@ -62,24 +63,27 @@ def main(options: Options) -> None:
 
     measured = jit(loss)
     before = float(measured({}, base, held))
-    table = Table("rate", "attached", "merged", "share", "aware, merged", "share", "step, s", "aware", box=SIMPLE_HEAD)
-    best = before
+    names = "rate", "attached", "merged", "share", "aware", "share", "with dither", "share", "step, s", "aware"
+    table = Table(*names, box=SIMPLE_HEAD)
+    start = lora.init(base, WEIGHTS, options.rank, options.alpha, key=0)
+    dithered = lora.dither(base, start, 1, options.strength)
     for rate in options.rates:
-        found = []
-        for aware in (False, True):
-            adapters, seconds = trained(options, rate, partial(loss, aware=aware), base, train)
-            merged, _ = lora.merge_packed(base, adapters)
-            found.append((float(measured(adapters, base, held)), float(measured({}, merged, held)), seconds))
-        (attached, naive, slow), (_, kept, slow_aware) = found
-        best = min(best, attached)
-        share = lambda x, attached=attached: f"{(before - x) / (before - attached):.2f}"
-        row = f"{attached:.4f}", f"{naive:.4f}", share(naive), f"{kept:.4f}", share(kept)
-        table.add_row(f"{rate:g}", *row, f"{slow:.2f}", f"{slow_aware:.2f}")
-    Console().print(options, f"base {before:.4f}, best attached {best:.4f}", table)
+        after, seconds = [], []
+        for adapters, aware in ((start, False), (start, True), (dithered, True)):
+            adapters, median = trained(options, rate, partial(loss, aware=aware), base, train, adapters)
+            after += [] if aware else [float(measured(adapters, base, held))]
+            after.append(float(measured({}, lora.merge_packed(base, adapters)[0], held)))
+            seconds.append(f"{median:.2f}")
+        attached, *merged = after
+        cells = [cell for x in merged for cell in (f"{x:.4f}", f"{(before - x) / (before - attached):.2f}")]
+        table.add_row(f"{rate:g}", f"{attached:.4f}", *cells, *seconds[:2])
+    Console().print(options, f"base {before:.4f}", table)
 
 
-def trained(options: Options, rate: float, loss: Any, base: Any, train: data.Rows) -> tuple[lora.Adapters, float]:
-    """Return adapters that were trained at a rate, and the median seconds of a step."""
+def trained(
+    options: Options, rate: float, loss: Any, base: Any, train: data.Rows, adapters: lora.Adapters
+) -> tuple[lora.Adapters, float]:
+    """Return ``adapters`` after training at a rate, and the median seconds of a step."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.cosine(rate, options.steps, 6)))
 
     @partial(jit, donate=("adapters", "state"))
@@ -88,7 +92,7 @@ def trained(options: Options, rate: float, loss: Any, base: Any, train: data.Row
         updates, state = opt.update(grads, state, adapters)
         return optim.apply_updates(adapters, updates), state
 
-    adapters, times = lora.init(base, WEIGHTS, options.rank, options.alpha, key=0), []
+    adapters, times = tree.map(torch.clone, adapters), []
     state = opt.init(adapters)
     for i in range(options.steps):
         rows = data.batch(train, i, options.batch, 0)
