@@ -122,6 +122,7 @@ def _merge_aware_rows(tokens: Tensor, base: Any, lora: Lora) -> Tensor:
     """Look up rows of the merged table."""
     if isinstance(base, LookedUpRows):  # whose rows are those of the tokens, in their order
         base, lora = base.table, replace(lora, b=lora.b[tokens.reshape(tokens.numel())])
+        base = replace(base, shape=(tokens.numel(), *base.shape[1:])) if isinstance(base, Packed) else base
         tokens = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
     w = merged(Adapted(base, lora))
     return merge_aware.passed(embedding(tokens, w.merged), lambda a, b: F.embedding(tokens, b) @ a, w.a, w.b)

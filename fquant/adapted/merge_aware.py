@@ -56,8 +56,11 @@ def check(base: Any, lora: Any, dropout: bool = False) -> None:
     expect(
         not dropout, f"merge-aware got dropout {lora.dropout}, which drops inputs of a product that is merged; use 0"
     )
-    learned = isinstance(base, Packed) and base.format.vectors is not None
-    expect(not learned, f"merge-aware got learned vectors, which would be learned anew in every product; {fix}")
+    if not isinstance(base, Packed):
+        return
+    expect(
+        not base.format.vectors, f"merge-aware got learned vectors, which would be learned anew in every product; {fix}"
+    )
 
 
 def straight_through(base: Any, lora: Any, s: float) -> StraightThrough:

@@ -91,7 +91,9 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, 
             module = name[len(PREFIX) : -len(SUFFIX)]
             check_name(module)
             path, shape, is_input = path_of(module), tuple(entry.shape), is_feedforward(module)
-            fault = f"{module:.200}: got no path, or that of another module, wanted one of its own; is this adapter for "
+            fault = (
+                f"{module:.200}: got no path, or that of another module, wanted one of its own; is this adapter for "
+            )
             expect(path is not None and path not in out, fault + "another model?")
             wanted = "[1 in], it is in feedforward_modules" if is_input else "[out 1], it is not in feedforward_modules"
             fits = len(shape) == 2 and shape[not is_input] == 1 and entry.dtype in FLOATS

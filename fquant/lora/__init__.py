@@ -16,7 +16,7 @@ updates of both:
     dense = lora.merge(base, one, torch.bfloat16)
 
 Modules: ``adapters`` (init, attach, stack), ``combination`` (scale, combine), ``merging`` (merge, merge_packed,
-replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part of their weight),
+pack_like, replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part of their weight),
 ``dithering`` (dither, for merge-aware training).
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
@@ -28,9 +28,9 @@ from .adapters import Adapters, attach, init, init_ia3, stack
 from .combination import combine, scale
 from .decompositions import eva, loftq, olora, pissa
 from .dithering import dither
-from .merging import merge, merge_packed, replace_weights
+from .merging import merge, merge_packed, pack_like, replace_weights
 
 __all__ = [
     "Adapted", "Adapters", "Ia3", "Lora", "attach", "combine", "dither", "eva", "init", "init_ia3", "loftq", "merge",
-    "merge_packed", "olora", "pissa", "replace_weights", "scale", "stack",
+    "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "stack",
 ]  # fmt: skip

@@ -44,7 +44,7 @@ def merge_packed(base: Any, adapters: Adapters, format: Format | None = None) ->
         start, total = _dense(x.base), _sum(x, torch.float32)
         kept = x.base if isinstance(x.base, Packed | Tensor) else start
         into = format or (kept.format if isinstance(kept, Packed) else None)
-        out = total.to(kept.dtype) if into is None else quantize(total.to(kept.dtype), into)
+        out = total.to(kept.dtype) if into is None else pack_like(kept, total.to(kept.dtype), into)
         wanted = total - start
         error = float(((_dense(out) - start) - wanted).norm())
         size = float(wanted.norm())
@@ -52,6 +52,13 @@ def merge_packed(base: Any, adapters: Adapters, format: Format | None = None) ->
         return out
 
     return _replace_adapted(attach(base, adapters), pack, ""), losses
+
+
+def pack_like(like: Any, w: Tensor, format: Format) -> Packed:
+    """Quantise ``w`` [*stack out in]: each member by itself if ``like`` is a stack of packed weights, else the whole."""
+    if isinstance(like, Packed) and w.ndim > len(like.shape):
+        return tree.map(lambda *t: torch.stack(t), *[pack_like(like, member, format) for member in w])
+    return quantize(w, format)
 
 
 def replace_weights(base: Any, weights: Mapping[str, Tensor]) -> Any:

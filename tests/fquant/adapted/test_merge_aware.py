@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import grad, grad_and_value, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant import embedding, grouped_linear, jit, linear, lora, optim, quantize, random, tree
 from fquant.adapted import merge_aware
@@ -33,7 +33,9 @@ def draw(name, *shape, dtype=torch.float64):
 
 def packed(seed, *shape, format=NF4, dtype=torch.float32):
     w = draw(f"w{seed}", *shape, dtype=dtype)
-    return quantize(w, format) if w.ndim == 2 else tree.map(lambda *t: torch.stack(t), *[quantize(m, format) for m in w])
+    return (
+        quantize(w, format) if w.ndim == 2 else tree.map(lambda *t: torch.stack(t), *[quantize(m, format) for m in w])
+    )
 
 
 def adapter(seed, *stack, dtype=torch.float64, size=0.1, **options):
@@ -105,7 +107,9 @@ def test_derivatives_are_straight_through(verb, derivative):
     part, x, base = arguments(verb, NF4_DQ)
     v = tree.map(lambda t: draw("v", *t.shape), (part, x))
     apply = lambda f, rest: DERIVATIVES[derivative](lambda *args: f(verb, *args), v, part, x, rest)
-    wanted = apply(oracle, torch.stack([constant(*z) for z in members(base, part)]) if VERBS[verb][1] else constant(base, part))
+    wanted = apply(
+        oracle, torch.stack([constant(*z) for z in members(base, part)]) if VERBS[verb][1] else constant(base, part)
+    )
     close(apply(mine, base), wanted)
 
 
@@ -211,7 +215,11 @@ def test_the_residual_is_packed():
 
 
 def test_gradients_form_no_outer_product():
-    base, part, x = packed(0, 512, 1024), Lora(draw("a", 4, 1024).float(), draw("b", 512, 4).float()), draw("x", 2, 1024)
+    base, part, x = (
+        packed(0, 512, 1024),
+        Lora(draw("a", 4, 1024).float(), draw("b", 512, 4).float()),
+        draw("x", 2, 1024),
+    )
     graph = make_fx(grad(lambda p, x: linear(x, lora.attach({"w": base}, {"w": p}, merge_aware=True)["w"]).sum()))(
         part, x.float()
     )
