@@ -153,6 +153,8 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
+    if isinstance(w, Scaled | StraightThrough):
+        raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
     if isinstance(w, Adapted):
         norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()
         return norms.square()

@@ -176,7 +176,7 @@ def _check_pairs(policy: Tensor) -> None:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Compute log(1 - exp(x)) of x < 0 without cancellation (Maechler 2012); the gradient is finite on both branches."""
+    """Compute log(1 - exp(x)) of x < 0 without cancellation (Maechler 2012), with a finite gradient."""
     near = x > -0.6931471805599453
     return torch.where(near, _at(x, near, lambda x: (-torch.expm1(x)).log(), -0.1),
                        _at(x, ~near, lambda x: torch.log1p(-x.exp()), -1.0))  # fmt: skip

@@ -76,7 +76,7 @@ def straight_through(base: Any, lora: Any, s: float) -> StraightThrough:
 
 
 def add_update(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
-    """Return ``w + s · b · a`` f32[*stack out in], summed in float64; w f[*stack out in], a and b may lack the stack."""
+    """Return ``w + s · b · a`` f32[*stack out in], summed in float64; a and b may lack the stack of w."""
     wide, rows = a.double(), max(1, PIECE // max(1, math.prod(w.shape) // max(1, w.shape[-2])))
     pieces = zip(w.split(rows, -2), b.split(rows, -2), strict=True)
     found = [(w.double() + s * (b.double() @ wide)).float() for w, b in pieces]

@@ -1,7 +1,7 @@
 """(IA)³ factors as a PEFT directory, written and read.
 
     adapter_config.json          peft_type IA3, target_modules, feedforward_modules
-    adapter_model.safetensors    base_model.model.<module>.ia3_l, [1 in] of a module in feedforward_modules, else [out 1]
+    adapter_model.safetensors    base_model.model.<module>.ia3_l, [1 in] of a feedforward module, else [out 1]
 
 A module of PEFT has factors of its inputs or of its outputs, never both. Module names and paths are those of
 :mod:`fquant.io.peft`. Refused by name: whole weights (modules_to_save), transposed weights (fan_in_fan_out).

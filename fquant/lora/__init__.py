@@ -15,9 +15,9 @@ updates of both:
     one   = lora.combine([french, legal], [1.0, 0.5], "cat")                        # the same sum as one adapter
     dense = lora.merge(base, one, torch.bfloat16)
 
-Modules: ``adapters`` (init, attach, stack), ``combination`` (scale, combine), ``merging`` (merge, merge_packed,
-pack_like, replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part of their weight),
-``dithering`` (dither, for merge-aware training).
+Modules: ``adapters`` (init, attach, stack; init_ia3), ``combination`` (scale, combine), ``merging`` (merge,
+merge_packed, pack_like, replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part
+of their weight), ``dithering`` (dither, for merge-aware training).
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.

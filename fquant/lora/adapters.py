@@ -72,8 +72,8 @@ def attach(base: Any, adapters: Any, key: Tensor | None = None, merge_aware: boo
 
     ``key`` i64[] or i64[batch] enables dropout; with one key an example, masks do not depend on the rank that computes.
     ``merge_aware`` computes with the weights that ``merge_packed`` will make (see :mod:`fquant.merge_aware`); do not
-    cast such adapters. Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path or
-    shape does not fit, and for dropout, DoRA and learned vectors if merge-aware.
+    cast such adapters. Raises TypeError for adapters that are not a dict of Lora or of Ia3. Raises ValueError for one
+    whose path or shape does not fit. Merge-aware, it does so for dropout, DoRA, IA3 and learned vectors.
     """
     if not _is_adapters(adapters):
         fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
@@ -143,8 +143,8 @@ def _scaled(x: Any, ia3: Ia3, merge_aware: bool) -> Scaled:
 def init_ia3(base: Any, outputs: str, inputs: str = "", dtype: torch.dtype = torch.float32) -> dict[str, Ia3]:
     """Create (IA)³ factors of one for weights whose whole path matches ``outputs`` or ``inputs``.
 
-    In the paper outputs are ``r"layers\\.\\d+\\.(k|v)"`` and inputs ``r"layers\\.\\d+\\.down"``. A path that matches both
-    has both. Raises ValueError if a pattern that is not empty matches nothing, or a match is not a weight [out in].
+    In the paper, outputs are those of keys and values, and inputs those of ``down``. A path may match both. Raises
+    ValueError if a pattern that is not empty matches nothing, or a match is not a weight [out in].
     """
     found: dict[str, Ia3] = {}
     for name, targets, dim in (("outputs", outputs, 0), ("inputs", inputs, 1)):

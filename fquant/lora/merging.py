@@ -55,7 +55,7 @@ def merge_packed(base: Any, adapters: Adapters, format: Format | None = None) ->
 
 
 def pack_like(like: Any, w: Tensor, format: Format) -> Packed:
-    """Quantise ``w`` [*stack out in]: each member by itself if ``like`` is a stack of packed weights, else the whole."""
+    """Quantise ``w`` [*stack out in]; if ``like`` is a stack of packed weights, each member by itself."""
     if isinstance(like, Packed) and w.ndim > len(like.shape):
         return tree.map(lambda *t: torch.stack(t), *[pack_like(like, member, format) for member in w])
     return quantize(w, format)

@@ -1,6 +1,7 @@
 """Merge-aware training on a mesh, in whole models, and through the files of ``examples.merge``."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from models import decoder, hf
 from shard import Rules
 from tests.helpers import ranks
 from tests.helpers.arrays import assert_equal
+from tests.helpers.cases import slow_after
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 from tests.helpers.sharding.meshes import batch, config
 
@@ -45,9 +47,11 @@ def loss(adapters, base, x, y, count, cfg, comm: Comm = LOCAL):
     return decoder.loss(params, x, y, cfg, comm, dtype=torch.float64, count=count)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("format", [NF4_DQ, INT8], ids=lambda f: f.name)
-@pytest.mark.parametrize("name", ["untied", "tied", "experts"])
+FEW = [("tied", NF4_DQ, True), ("experts", NF4_DQ, False), ("untied", INT8, False)]
+MANY = [row for row in product(("untied", "tied", "experts"), (NF4_DQ, INT8), (False, True)) if row not in FEW]
+
+
+@pytest.mark.parametrize("name, format, checkpoint", slow_after(3, FEW + MANY))
 def test_a_whole_model_is_the_merged_model(name, format, checkpoint):
     """The loss is that of the merged tree to the bit, captured too, with tables and experts; every adapter learns."""
     cfg = EXPERTS if name == "experts" else config(name == "tied")
@@ -80,9 +84,10 @@ def on_a_mesh(axes, format, tables):
     return grads, value
 
 
-@pytest.mark.parametrize("axes, format, tables", [
-    ({"fsdp": 2}, NF4_DQ, False), ({"fsdp": 2}, NF4, True), ({"dp": 2}, INT8, True),
-])  # fmt: skip
+MESHES = [({"fsdp": 2}, NF4, True), ({"fsdp": 2}, NF4_DQ, False), ({"dp": 2}, INT8, True)]
+
+
+@pytest.mark.parametrize("axes, format, tables", slow_after(1, MESHES))
 def test_steps_equal_those_of_one_process(axes, format, tables):
     cfg = config(False)
     base, adapters = model(cfg, format, tables)
@@ -94,7 +99,7 @@ def test_steps_equal_those_of_one_process(axes, format, tables):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("format", [NF4_DQ, NF4, INT8], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", slow_after(1, [NF4_DQ, NF4, INT8]), ids=lambda f: f.name)
 def test_the_files_of_examples_merge(format, tmp_path):
     """The packed file has the bytes of the forward; its base is a packed folder, the adapter is PEFT's."""
     cfg = GQA

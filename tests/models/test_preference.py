@@ -1,4 +1,4 @@
-"""Preference losses of packed rows against the code of TRL's trainers, which run their own forward on padded batches."""
+"""Preference losses of packed rows against TRL's trainers, which run their own forward on padded batches."""
 
 import os
 from collections import defaultdict
