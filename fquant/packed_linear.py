@@ -103,9 +103,16 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
 
-def merged(w: Adapted | StraightThrough) -> StraightThrough:
-    """Merge a merge-aware weight; one that is merged already is returned."""
-    return merge_aware.straight_through(w.base, w.lora, scaling(w.lora)) if isinstance(w, Adapted) else w
+def merged(w: Adapted | StraightThrough, like: Any = None) -> StraightThrough:
+    """Merge a merge-aware weight; one that is merged already is returned.
+
+    If ``like`` is the merge of an equal weight, it is not merged again; only gradients go to this adapter.
+    """
+    if isinstance(w, StraightThrough):
+        return w
+    if isinstance(like, StraightThrough):
+        return replace(like, a=w.lora.a, b=scaling(w.lora) * w.lora.b)
+    return merge_aware.straight_through(w.base, w.lora, scaling(w.lora))
 
 
 def scaled(x: Tensor, factors: Tensor | None) -> Tensor:

@@ -34,7 +34,7 @@ from fquant.tree import expect
 from . import decoder
 from .blocks import IGNORE, check_ids
 from .config import Config
-from .fused_cross_entropy import CHUNK_BYTES, prepared, vocab_size
+from .fused_cross_entropy import CHUNK_BYTES, again, prepared, vocab_size
 from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
 from .vocab_parallel import chunks, map_chunks
 
@@ -124,9 +124,12 @@ class _Static(NamedTuple):
 
     def heads(self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """Return both heads, cast to these dtypes."""
-        parts = leaves[: self.num_leaves], leaves[self.num_leaves :]
-        unflatten = map(tree.unflatten, (self.head, self.teacher_head), map(list, parts))
-        return [prepared(w, dtype) for w, dtype in zip(unflatten, dtypes, strict=True)]
+        heads = self.student(leaves), tree.unflatten(self.teacher_head, list(leaves[self.num_leaves :]))
+        return [prepared(w, dtype) for w, dtype in zip(heads, dtypes, strict=True)]
+
+    def student(self, leaves: Sequence[Tensor]) -> Any:
+        """Return the student's head."""
+        return tree.unflatten(self.head, list(leaves[: self.num_leaves]))
 
 
 def _losses(static: _Static, heads: Sequence[Any], x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
@@ -195,10 +198,11 @@ def _gradients(
     If ``twice``, add ``(g_dx · dx).sum()``, and compute that of x too, which is then the first.
     """
     trained, rows, sums = [leaves[i] for i in wanted], list[Tensor](), list[Any]([0.0] * len(wanted))
+    once, teacher = static.heads(leaves, (x.dtype, y.dtype))
 
     def of_chunk(x: Tensor, y: Tensor, counted: Tensor, g: Tensor, g_dx: Tensor) -> Sequence[Tensor]:
         def f(x: Tensor, *trained: Tensor) -> tuple[Tensor, ...]:
-            heads = static.heads(replace_at(leaves, wanted, trained), (x.dtype, y.dtype))
+            heads = again(static.student(replace_at(leaves, wanted, trained)), once), teacher
             of_x: Callable[[Tensor], Tensor] = lambda x: _losses(static, heads, x, y, counted)
             if not twice:
                 return (of_x(x),)

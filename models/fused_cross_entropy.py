@@ -165,10 +165,11 @@ def _weight_gradients(
     head: _Head, wanted: tuple[int, ...], loss: Any, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
-    trained = [leaves[i] for i in wanted]
+    trained, once = [leaves[i] for i in wanted], prepared(head.weight(leaves), x.dtype)
+    weight = lambda trained: again(head.weight(replace_at(leaves, wanted, trained)), once)
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor) -> Sequence[Tensor]:
-        product = lambda *trained: head.logits(x, head.weight(replace_at(leaves, wanted, trained)))
+        product = lambda *trained: head.logits(x, weight(trained))
         logits, pull, *_ = torch.func.vjp(product, *trained)
         return pull(loss.nll_backward(logits, targets, IGNORE, g)[1])
 
@@ -179,10 +180,10 @@ def _double_backward(
     head: _Head, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the ``wanted`` leaves."""
-    trained, rows = [leaves[i] for i in wanted], list[Tensor]()
+    trained, rows, once = [leaves[i] for i in wanted], list[Tensor](), prepared(head.weight(leaves), x.dtype)
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor) -> Sequence[Tensor]:
-        weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
+        weight = lambda trained: again(head.weight(replace_at(leaves, wanted, trained)), once)
         both = lambda x, *trained: _chunk_nll_and_dx(head, reference, weight(trained), x, targets)
         _, pull, *_ = torch.func.vjp(both, x, *trained)
         grad, *found = pull((g, g_dx))
@@ -224,3 +225,8 @@ def prepared(weight: Any, dtype: torch.dtype) -> Any:
     if isinstance(weight, Adapted):
         return merged(weight) if weight.merge_aware else replace(weight, base=prepared(weight.base, dtype), key=None)
     return weight.to(dtype) if isinstance(weight, Tensor) else weight
+
+
+def again(weight: Any, once: Any) -> Any:
+    """Return ``weight``; if it is merge-aware, merged as in ``once``, which is prepared of an equal one."""
+    return merged(weight, once) if isinstance(weight, Adapted) and weight.merge_aware else weight

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..tree import node, static
+from ..tree import add_later_fields, node, static
 
 
 @node
@@ -37,6 +37,9 @@ class Adapted:
     lora: Lora
     key: Tensor | None = None
     merge_aware: bool = static(default=False)  # products are those of the merged weight (see merge_aware)
+
+
+add_later_fields(Adapted, "merge_aware")
 
 
 @node

@@ -27,6 +27,7 @@ ADAPTER = Lora(normal(3, DIM, seed=4) / 8, normal(VOCAB, 3, seed=5))
 HEADS = {  # name: (what is trained, the head made of it)
     "dense": (HEAD, lambda w: w),
     "adapter on packed": (ADAPTER, lambda part: lora.attach({"h": PACKED}, {"h": part})["h"]),
+    "merge-aware": (ADAPTER, lambda part: lora.attach({"h": PACKED}, {"h": part}, merge_aware=True)["h"]),
     "packed": (None, lambda _: PACKED),
 }
 OPTIONS = [(0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.1, 2.5), (0.0, 3.0), (1.0, 0.5)]  # beta, temperature
@@ -75,7 +76,7 @@ def test_each_row_equals_kl_div(temperature):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("name", ["dense", "adapter on packed"])
+@pytest.mark.parametrize("name", ["dense", "adapter on packed", "merge-aware"])
 def test_transforms_equal_those_of_whole_logits(name, beta):
     part, made = HEADS[name]
     mine, theirs = (lambda x, part, f=f: f(x, made(part), beta, 1.5).sin().sum() for f in (ours, dense))

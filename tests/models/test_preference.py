@@ -230,7 +230,7 @@ def test_transforms(models):
     torch.testing.assert_close(tree.leaves(got), tree.leaves(wanted), rtol=1e-4, atol=1e-6)
     one = lambda *rows: loss(params, base, *rows)
     torch.testing.assert_close(vmap(one)(*(t[None] for t in args[2:]))[0], loss(*args))
-    _, slope = jvp(lambda p: loss(p, *args[1:]), (params,), (params,))
+    slope = jvp(lambda p: loss(p, *args[1:]), (params,), (params,))[1]
     dot = sum((g * p).sum() for g, p in zip(tree.leaves(wanted), tree.leaves(params), strict=True))
     torch.testing.assert_close(slope, dot, rtol=1e-3, atol=1e-4)
 

@@ -143,6 +143,9 @@ def test_ia3_refusals(tmp_path):
         lora.merge(base, both)
     with pytest.raises(ValueError, match="q: merge-aware got IA3"):
         lora.attach(base, both, merge_aware=True)
+    for verb in (lambda: lora.scale(both, 2.0), lambda: lora.combine([both], [1.0])):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="q: got Ia3, wanted a Lora"):
+            verb()
     with pytest.raises(ValueError, match="q: got factors of inputs and outputs"):
         peft_ia3.save(tmp_path, both, str)
     with pytest.raises(ValueError, match="targets 'k' match no weight"):

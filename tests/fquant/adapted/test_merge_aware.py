@@ -192,6 +192,19 @@ def test_a_looked_up_row_of_plain_formats():
     assert torch.equal(embedding(tokens, some), embedding(tokens, whole))
 
 
+def test_stacks_that_share_an_adapter():
+    """One adapter, or one of its factors, for all weights of a stack, against an adapter for each."""
+    x, base = draw("x", 5, IN), packed(0, 3, OUT, IN, format=NF4_DQ)
+    for a, b in (((), ()), ((), (3,))):
+        part = Lora(draw("a", *a, 3, IN), 0.1 * draw("b", *b, OUT, 3), alpha=6.0)
+        full = replace(part, a=part.a.expand(3, 3, IN), b=part.b.expand(3, OUT, 3))
+        (_, dx), value = grad_and_value(mine, (1, 2))("grouped", part, x, base)
+        (_, wanted), other = grad_and_value(mine, (1, 2))("grouped", full, x, base)
+        assert torch.equal(value, other)
+        close(dx, wanted)
+        assert_equal(lora.merge_packed({"w": base}, {"w": part})[0], lora.merge_packed({"w": base}, {"w": full})[0])
+
+
 # --- memory, refusals -------------------------------------------------------------------------------------------------
 
 
