@@ -36,7 +36,7 @@ from ..kernels.spec import SLOTS, Spec, layout, scales, stack
 from ..packed import Packed, _quantize, buffers, concatenate, dequantize, quantize
 from ..tree import expect, node
 
-PIECE = 1 << 21  # elements of a weight that are summed at a time, in float64
+PIECE = 1 << 18  # elements of a weight that are summed at a time on CPUs, in float64, so that they stay in a cache
 
 
 @node
@@ -77,10 +77,15 @@ def straight_through(base: Any, lora: Any, s: float) -> StraightThrough:
 
 def add_update(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
     """Return ``w + s · b · a`` f32[*stack out in], summed in float64; a and b may lack the stack of w."""
-    wide, rows = a.double(), max(1, PIECE // max(1, math.prod(w.shape) // max(1, w.shape[-2])))
+    wide, rows = a.double(), _rows(w.device, math.prod(w.shape) // max(1, w.shape[-2]))
     pieces = zip(w.split(rows, -2), b.split(rows, -2), strict=True)
-    found = [(w.double() + s * (b.double() @ wide)).float() for w, b in pieces]
+    found = [torch.add(w, b.double() @ wide, alpha=s).float() for w, b in pieces]
     return found[0] if len(found) == 1 else torch.cat(found, -2)
+
+
+def _rows(device: torch.device, width: int) -> int:
+    """Return the number of rows of a piece; a GPU, which has to be kept busy, takes larger ones."""
+    return max(1, (PIECE if device.type == "cpu" else PIECE << 6) // max(1, width))
 
 
 def pack_sum(base: Packed, a: Tensor, b: Tensor, s: float) -> Packed:
@@ -97,7 +102,7 @@ def pack_sum(base: Packed, a: Tensor, b: Tensor, s: float) -> Packed:
         return once(base, format, b)
     scale = base.scale if isinstance(base.scale, Tensor) else dequantize(base.scale)
     out, width = base.shape
-    count = max(1, PIECE // width)
+    count = _rows(base.codes.device, width)
     parts = []
     for i in range(0, out, count):
         some = slice(i, i + count)
