@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..autodiff import forward_mode, to_front
 from ..format import read
 from ..kernels import packed_ops
@@ -71,7 +72,7 @@ def straight_through(base: Any, lora: Any, s: float) -> StraightThrough:
         merged: Any = add_update(base.detach(), a, b, s).to(base.dtype)
     else:
         fields = base.format.text, base.shape, base.dtype
-        merged = packed_of(_MERGE(a, b, s, buffers(base), *fields), _spec(base))
+        merged = tree.unflatten(tree.structure(base), _MERGE(a, b, s, buffers(base), *fields))
     return StraightThrough(merged, lora.a, s * lora.b)
 
 
@@ -91,11 +92,10 @@ def _rows(device: torch.device, width: int) -> int:
 def pack_sum(base: Packed, a: Tensor, b: Tensor, s: float) -> Packed:
     """Return ``quantize(dequantize(base) + s · b · a)`` in the format and dtype of ``base``, a few rows at a time."""
     if outer := base.codes.shape[: base.codes.ndim - len(layout(_spec(base))[0].shape)]:  # each of a stack by itself
-        n, inner = outer[0], len(outer) - 1 + len(base.shape)
-        member = lambda t, i: t[i] if t.ndim == inner + 1 else t
-        parts = [pack_sum(packed_of([t[i] for t in buffers(base)], _spec(base)), member(a, i), member(b, i), s)
-                 for i in range(n)]  # fmt: skip
-        return packed_of([torch.stack(same) for same in zip(*map(buffers, parts), strict=True)], _spec(base))
+        inner = len(outer) - 1 + len(base.shape)  # dims of a member
+        one = lambda t, i: t[i] if t.ndim == inner + 1 else t
+        each = [pack_sum(tree.map(lambda t, i=i: t[i], base), one(a, i), one(b, i), s) for i in range(outer[0])]
+        return tree.map(lambda *t: torch.stack(t), *each)
     format, plain = base.format, base.format.plain
     once = lambda w, format, b: quantize(add_update(dequantize(w), a, b, s).to(base.dtype), format)
     if not format.rows_alone or len(base.shape) != 2:
