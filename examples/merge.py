@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from fquant import Packed, dequantize, lora, quantize, tree
+from fquant import Packed, dequantize, lora, tree
 from fquant.format import Format
 from fquant.io import peft
 from fquant.lazy import Lazy
@@ -184,13 +184,13 @@ def packed(updates: Updates, fmt: Format, dtype: torch.dtype | None, path: str, 
         x = total(updates, path, w) if is_changed else decoded(w)
         if not is_matrix:
             return x.to(into)
-        out = quantize(x.to(into), fmt)
+        out = lora.pack_like(like, x.to(into), fmt)
         if is_changed:
             updates.lost[path] = loss(out, x, decoded(w))
         return out
 
     meta = leaf_like(leaf, into)
-    return Lazy(read, quantize(meta, fmt) if is_matrix else meta, leaf.stamp)
+    return Lazy(read, lora.pack_like(like, meta, fmt) if is_matrix else meta, leaf.stamp)
 
 
 def total(updates: Updates, path: str, w: Tensor | Packed) -> Tensor:

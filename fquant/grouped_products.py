@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from . import random
+from .adapted.merge_aware import StraightThrough, passed
 from .autodiff import forward_mode, to_front
 from .kernels import grouped_ops, packed_ops
-from .kernels.spec import Spec
+from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers
-from .packed_linear import CONSTANT, SLOTS, Adapted, Weight, scaling
+from .packed_linear import CONSTANT, Adapted, Weight, merged, scaling
 
 
 def grouped_linear(x: Tensor, w: Weight, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,8 +52,12 @@ def grouped_linear(x: Tensor, w: Weight, counts: Tensor, bias: Tensor | None = N
         case Tensor():
             _check(x, counts, tuple(w.shape))
             y = _product(x, counts, w.to(x.dtype), False)
-        case Adapted():
+        case Adapted(merge_aware=False):
             y = _adapted(x, w, counts)
+        case Adapted() | StraightThrough():
+            found = merged(w)
+            update = lambda a, b: _factor(_factor(x.to(a.dtype), a, counts), b, counts)
+            y = passed(grouped_linear(x, found.merged, counts), update, found.a, found.b)
         case _:
             raise TypeError(f"grouped_linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
     if bias is None:

@@ -18,42 +18,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import random
+from .adapted import merge_aware
+from .adapted.merge_aware import StraightThrough
+from .adapted.nodes import Adapted, Lora, Scaled, scaling
 from .autodiff import to_front
 from .communication import LookedUpRows
 from .kernels import dispatch, packed_ops
-from .kernels.spec import Spec
+from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
-from .tree import node, static
 
-SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
-
-
-@node
-class Lora:
-    """A low-rank update ``s · b · a`` of a weight [out in]; ``s`` is alpha / rank, or alpha / sqrt(rank).
-
-    With a ``magnitude`` it is DoRA's: the rows of the adapted weight are scaled to these norms. ``dropout`` acts on the
-    input of ``a`` if a key is attached; the input of an embedding is a token, which is never dropped.
-    """
-
-    a: Tensor  # f[rank, in]
-    b: Tensor  # f[out, rank]
-    magnitude: Tensor | None = None  # f[out]
-    alpha: float = static(default=16.0)
-    rank_stabilised: bool = static(default=False)  # s is alpha / sqrt(rank)
-    dropout: float = static(default=0.0)
-
-
-@node
-class Adapted:
-    """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
-
-    base: Any  # Tensor | Packed | Adapted
-    lora: Lora
-    key: Tensor | None = None
-
-
-Weight: TypeAlias = Tensor | Packed | Adapted
+Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -75,8 +49,14 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         case Tensor():
             _check(x, tuple(w.shape))
             y = x @ w.to(x.dtype).mT
-        case Adapted():
+        case Adapted(merge_aware=False):
             y = _adapted(x, w)
+        case Adapted() | StraightThrough():
+            found = merged(w)
+            _check(x, tuple(found.merged.shape))
+            y = merge_aware.linear(x, found)
+        case Scaled(base=base, ia3=ia3):
+            return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
     if bias is None:
@@ -108,6 +88,8 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             return dequantize(rows).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
+        case Adapted(base=base, lora=lora, merge_aware=True):
+            return _merge_aware_rows(tokens, base, lora)
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
             total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
@@ -121,10 +103,36 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
 
-def scaling(lora: Lora) -> float:
-    """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
-    rank = lora.a.shape[-2]
-    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
+def merged(w: Adapted | StraightThrough, like: Any = None) -> StraightThrough:
+    """Merge a merge-aware weight; one that is merged already is returned.
+
+    If ``like`` is the merge of an equal weight, it is not merged again; only gradients go to this adapter.
+    """
+    if isinstance(w, StraightThrough):
+        return w
+    if isinstance(like, StraightThrough):
+        return replace(like, a=w.lora.a, b=scaling(w.lora) * w.lora.b)
+    return merge_aware.straight_through(w.base, w.lora, scaling(w.lora))
+
+
+def scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    """Return ``x * factors`` in x's dtype, rounded once; ``x`` if there are no factors."""
+    return x if factors is None else (x * factors).to(x.dtype)
+
+
+def scaled_outputs(y: Tensor, w: Weight) -> Tensor:
+    """Apply what multiplies the outputs f[... out] of ``w``, to a product or to a bias that is added elsewhere."""
+    return scaled(y, w.ia3.outputs) if isinstance(w, Scaled) else y
+
+
+def _merge_aware_rows(tokens: Tensor, base: Any, lora: Lora) -> Tensor:
+    """Look up rows of the merged table."""
+    if isinstance(base, LookedUpRows):  # whose rows are those of the tokens, in their order
+        base, lora = base.table, replace(lora, b=lora.b[tokens.reshape(tokens.numel())])
+        base = replace(base, shape=(tokens.numel(), *base.shape[1:])) if isinstance(base, Packed) else base
+        tokens = torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape)
+    w = merged(Adapted(base, lora))
+    return merge_aware.passed(embedding(tokens, w.merged), lambda a, b: F.embedding(tokens, b) @ a, w.a, w.b)
 
 
 def _adapted(x: Tensor, w: Adapted) -> Tensor:
@@ -152,6 +160,8 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
+    if isinstance(w, Scaled | StraightThrough):
+        raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
     if isinstance(w, Adapted):
         norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()
         return norms.square()

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from fquant import random, tree
 from fquant.communication import LOCAL, Comm, Loadable
 from fquant.kernels.reference.causal_attention import capped
-from fquant.packed_linear import embedding, linear
+from fquant.packed_linear import embedding, linear, scaled_outputs
 
 from . import blocks, experts, fused_cross_entropy
 from .attention import attention
@@ -85,45 +86,67 @@ class Params:
 
 
 def forward(
-    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None, dtype: Dtype = None
-) -> Tensor:
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None,
+    dtype: Dtype = None, inputs_embeds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the logits of the next token: int64 or int32 tokens ``[... t]`` -> ``[... t vocab]``.
 
     ``segments [... t]`` marks packed documents (see ``models.blocks``). ``dtype`` is that of the residual stream, of
     all products and of the logits; None is the embedding's. Raises ValueError for shapes, devices or a number of layers
     that do not fit, and beyond ``cfg.longest``; TypeError for other tokens; IndexError beyond the vocabulary.
+
+    ``inputs_embeds`` f[... p d] are vectors before the tokens, such as a soft prompt; ``t`` is then p + the tokens, of
+    which there may be none, [... 0]. They enter as they are: Gemma scales the rows of its table, and not these.
     """
-    x = _hidden(params, tokens, cfg, comm, segments, dtype)
+    x = _hidden(params, tokens, cfg, comm, segments, dtype, inputs_embeds)
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
 
 
 def loss(
-    params: Params,
-    tokens: Tensor,
-    targets: Tensor,
-    cfg: Config,
-    comm: Comm = LOCAL,
-    segments: Tensor | None = None,
-    dtype: Dtype = None,
-    count: Tensor | float | None = None,
-) -> Tensor:
+    params: Params, tokens: Tensor, targets: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None,
+    dtype: Dtype = None, count: Tensor | float | None = None, inputs_embeds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without whole logits.
 
     Targets are int64 or int32 ``[... t]``; those of -100 are ignored. Raises the errors of :func:`forward` and of
     ``fused_cross_entropy.cross_entropy``.
     """
-    blocks.check_ids("targets", targets, "the tokens'", tokens.device, tokens.shape)
-    x = _hidden(params, tokens, cfg, comm, segments, dtype)
+    losses = token_losses(params, tokens, targets, cfg, comm, segments, dtype, inputs_embeds)
+    return losses.sum() / ((targets != blocks.IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+def token_losses(
+    params: Params, tokens: Tensor, targets: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None,
+    dtype: Dtype = None, inputs_embeds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute the negative log likelihood of each target, f32[... t] in nats, 0 of an ignored one; see :func:`loss`."""
+    blocks.check_ids("targets", targets, "the tokens'", tokens.device, _places(tokens, inputs_embeds).shape)
+    x, weight = normed(params, tokens, cfg, comm, segments, dtype, inputs_embeds)
+    return fused_cross_entropy.token_losses(x, weight, targets, cap=cfg.final_cap)
+
+
+def normed(
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm = LOCAL, segments: Tensor | None = None,
+    dtype: Dtype = None, inputs_embeds: Tensor | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Return the head's input f[... t d] and the head [vocab d], or a VocabShard of it; see :func:`forward`."""
+    x = _hidden(params, tokens, cfg, comm, segments, dtype, inputs_embeds)
     # The head is not recomputed, because the loss makes the gradient of x in the same pass. The larger block is asked
     # for first, so that on a mesh its collective comes first.
     tied = comm.part(params.embed, x) if cfg.tied else None
     final = comm.load(params.final) if cfg.tied else comm.part(params.final, x, "head")
-    weight = final.head if tied is None else tied
-    y = comm.enter(_norm(x, final.norm, cfg))
-    return fused_cross_entropy.cross_entropy(y, weight, targets, count, cap=cfg.final_cap)
+    return comm.enter(_norm(x, final.norm, cfg)), final.head if tied is None else tied
 
 
-def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype) -> Tensor:
+def _places(tokens: Tensor, inputs_embeds: Tensor | None) -> Tensor:
+    """Return ``tokens [... t]`` with a zero in front for each of the vectors f[... p d]: ``[... p + t]``."""
+    return tokens if inputs_embeds is None else F.pad(tokens, (inputs_embeds.shape[-2], 0))
+
+
+def _hidden(
+    params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: Tensor | None, dtype: Dtype,
+    inputs_embeds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")
@@ -132,18 +155,21 @@ def _hidden(params: Params, tokens: Tensor, cfg: Config, comm: Comm, segments: T
     is_open = not isinstance(params.embed, Loadable)  # else the Comm checks, on every rank alike
     device = tree.leaves(params.embed)[0].device if is_open else tokens.device
     blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
-    if (length := tokens.shape[-1]) > cfg.longest:
+    places = _places(tokens, inputs_embeds)
+    if (length := places.shape[-1]) > cfg.longest:
         raise ValueError(f"tokens: {length} in a sequence, want at most max_positions = {cfg.longest}; cut them")
     if is_open:
         blocks.check_range("tokens", tokens, cfg.vocab)
-    runs = None if segments is None else blocks.runs(tokens, segments)  # [... t]
-    positions = blocks.positions(tokens, runs)  # [t] or [... t]
+    runs = None if segments is None else blocks.runs(places, segments)  # [... t]
+    positions = blocks.positions(places, runs)  # [t] or [... t]
     angles = rope(positions, cfg)  # cosine and sine [t e] or [... t e]
     windowed_angles = rope(positions, cfg, windowed=True) if cfg.window_rope_theta else angles
     block = comm.wrap(_block)
     x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
     if cfg.scaled_embedding:
         x = x * torch.tensor(cfg.dim**0.5, dtype=x.dtype, device=x.device)
+    if inputs_embeds is not None:
+        x = torch.cat([inputs_embeds.to(x.dtype).expand(*x.shape[:-2], -1, -1), x], -2)
     for i, layer in enumerate(params.layers):
         window = cfg.window_of(i)
         x = block(x, layer, *(windowed_angles if window else angles), runs, window, cfg, comm)
@@ -196,7 +222,7 @@ def _gate_and_up(y: Tensor, layer: Any, cfg: Config) -> Sequence[Tensor]:
 
 def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Tensor:
     y = comm.exit(linear(x, weight))  # a sum over ranks, so the bias comes after it
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if bias is None else y + scaled_outputs(bias, weight).to(y.dtype)
 
 
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:

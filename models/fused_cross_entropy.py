@@ -17,6 +17,7 @@ orders above the first record as much as whole logits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from fquant.communication import VocabShard
 from fquant.kernels import reference
 from fquant.kernels.ops import nll
 from fquant.kernels.reference.causal_attention import capped
-from fquant.packed_linear import Adapted, Packed, Weight, linear
+from fquant.packed_linear import Adapted, Packed, Weight, linear, merged
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
@@ -54,22 +55,32 @@ def cross_entropy(
 ) -> Tensor:
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
+    The sum of :func:`token_losses`, which has the arguments and the errors, is divided by ``count``, the number of
+    targets of the global batch. The default is the number counted here (at least 1).
+    """
+    losses = token_losses(x, weight, targets, chunk, cap)
+    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+
+
+def token_losses(
+    x: Tensor, weight: Weight, targets: Tensor, chunk: int | None = None, cap: float | None = None
+) -> Tensor:
+    """Compute the negative log likelihood of each target by chunks of rows: f32[... t] in nats, 0 of an ignored target.
+
     x f[... t d]; weight [vocab d] of any kind that ``linear`` takes, or a VocabShard of one; targets int64 or int32
-    ``[... t]``, of which -100 is ignored. The sum of the negative log likelihoods is divided by ``count``, the number
-    of targets of the global batch. The default is the number counted here (at least 1). float64 ``x`` gives float64.
-    ``chunk`` is the number of rows handled at a time; the default follows from ``CHUNK_BYTES``. ``cap`` limits logits
-    to ``cap * tanh(logit / cap)``; a VocabShard then gives the whole head to every process. Raises ValueError if
-    shapes or devices do not fit, and for an adapter with dropout. Raises TypeError for targets of another dtype, and
-    RuntimeError in torch.compile. Raises IndexError for a target that is neither -100 nor in [0, vocab); on CUDA it is
-    an assertion on the device.
+    ``[... t]``, of which -100 is ignored. float64 ``x`` gives float64. ``chunk`` is the number of rows handled at a
+    time; the default follows from ``CHUNK_BYTES``. ``cap`` limits logits to ``cap * tanh(logit / cap)``; a VocabShard
+    then gives the whole head to every process. Raises ValueError if shapes or devices do not fit, and for an adapter
+    with dropout. Raises TypeError for targets of another dtype, and RuntimeError in torch.compile. Raises IndexError
+    for a target that is neither -100 nor in [0, vocab); on CUDA it is an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
         fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
-        raise RuntimeError(f"fused_cross_entropy.cross_entropy cannot be traced by torch.compile; {fix}")
+        raise RuntimeError(f"fused_cross_entropy cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; wanted at least 1 row")
-    vocab = _vocab_size(weight)
+    vocab = vocab_size(weight)
     if cap is not None and isinstance(weight, VocabShard):
         weight = weight.whole(weight.closed)
     leaves, structure = tree.flatten(weight)
@@ -88,7 +99,7 @@ def cross_entropy(
         rows, row_targets = F.pad(rows, (0, 0, 0, missing)), F.pad(row_targets, (0, missing), value=IGNORE)
         functions = functions._replace(kernel=partial(sharded, structure, chunk))
     losses, *_ = function.apply(functions, rows, row_targets, *leaves)
-    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+    return losses[: targets.numel()].reshape(targets.shape)
 
 
 class _Head(NamedTuple):
@@ -113,13 +124,13 @@ def _implementations(verb: Callable[..., Any], *static: Any, num_batched: int = 
 
 def _nll(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n]."""
-    weight = _cast(head.weight(leaves), x.dtype)
+    weight = prepared(head.weight(leaves), x.dtype)
     return map_chunks(lambda x, targets: (loss.nll(head.logits(x, weight), targets, IGNORE),), head.chunk, x, targets)
 
 
 def _nll_and_dx(head: _Head, loss: Any, x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """x [n d], targets [n] -> nll f32[n], and the gradient [n d] of its sum with respect to x, in x's dtype."""
-    weight = _cast(head.weight(leaves), x.dtype)
+    weight = prepared(head.weight(leaves), x.dtype)
     return map_chunks(partial(_chunk_nll_and_dx, head, loss, weight), head.chunk, x, targets)
 
 
@@ -154,10 +165,11 @@ def _weight_gradients(
     head: _Head, wanted: tuple[int, ...], loss: Any, x: Tensor, targets: Tensor, g: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum()`` with respect to the ``wanted`` leaves."""
-    trained = [leaves[i] for i in wanted]
+    trained, once = [leaves[i] for i in wanted], prepared(head.weight(leaves), x.dtype)
+    weight = lambda trained: again(head.weight(replace_at(leaves, wanted, trained)), once)
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor) -> Sequence[Tensor]:
-        product = lambda *trained: head.logits(x, head.weight(replace_at(leaves, wanted, trained)))
+        product = lambda *trained: head.logits(x, weight(trained))
         logits, pull, *_ = torch.func.vjp(product, *trained)
         return pull(loss.nll_backward(logits, targets, IGNORE, g)[1])
 
@@ -168,10 +180,10 @@ def _double_backward(
     head: _Head, wanted: tuple[int, ...], x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of ``(g · nll).sum() + (g_dx · dx).sum()`` with respect to x and the ``wanted`` leaves."""
-    trained, rows = [leaves[i] for i in wanted], list[Tensor]()
+    trained, rows, once = [leaves[i] for i in wanted], list[Tensor](), prepared(head.weight(leaves), x.dtype)
 
     def of_chunk(x: Tensor, targets: Tensor, g: Tensor, g_dx: Tensor) -> Sequence[Tensor]:
-        weight = lambda trained: head.weight(replace_at(leaves, wanted, trained))
+        weight = lambda trained: again(head.weight(replace_at(leaves, wanted, trained)), once)
         both = lambda x, *trained: _chunk_nll_and_dx(head, reference, weight(trained), x, targets)
         _, pull, *_ = torch.func.vjp(both, x, *trained)
         grad, *found = pull((g, g_dx))
@@ -190,7 +202,8 @@ def _sums(addends: Iterable[Sequence[Tensor]], like: Sequence[Tensor]) -> tuple[
     return tuple(total.to(t.dtype) for total, t in zip(sums, like, strict=True))
 
 
-def _vocab_size(weight: Any) -> int:
+def vocab_size(weight: Any) -> int:
+    """Return the number of rows of a head; raise the errors of :func:`token_losses` for one that does not fit."""
     match weight:
         case VocabShard(size=size):
             return size
@@ -199,7 +212,7 @@ def _vocab_size(weight: Any) -> int:
                 fault = f"dropout {lora.dropout}, whose mask depends on the place of a row among all rows"
                 fix = "attach it without a key, or use blocks.cross_entropy of the whole logits"
                 raise ValueError(f"weight has an adapter with {fault}; {fix}")
-            return _vocab_size(base)
+            return vocab_size(base)
         case Tensor() | Packed() if len(weight.shape) == 2:
             return weight.shape[0]
         case Tensor() | Packed():
@@ -207,8 +220,13 @@ def _vocab_size(weight: Any) -> int:
     raise TypeError(f"weight is a {type(weight).__name__}; wanted Tensor, Packed or Adapted")
 
 
-def _cast(weight: Any, dtype: torch.dtype) -> Any:
-    """Cast a dense weight to ``dtype`` once, so that ``linear`` does not cast it for every chunk."""
+def prepared(weight: Any, dtype: torch.dtype) -> Any:
+    """Cast a dense weight to ``dtype``, or merge it, once, so that ``linear`` does not do so for every chunk."""
     if isinstance(weight, Adapted):
-        return Adapted(_cast(weight.base, dtype), weight.lora)
+        return merged(weight) if weight.merge_aware else replace(weight, base=prepared(weight.base, dtype), key=None)
     return weight.to(dtype) if isinstance(weight, Tensor) else weight
+
+
+def again(weight: Any, once: Any) -> Any:
+    """Return ``weight``; if it is merge-aware, merged as in ``once``, which is prepared of an equal one."""
+    return merged(weight, once) if isinstance(weight, Adapted) and weight.merge_aware else weight

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..format import CODES, Format, num_blocks, num_bytes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised
+SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
 
 
 class Spec(NamedTuple):

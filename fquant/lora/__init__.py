@@ -15,20 +15,22 @@ updates of both:
     one   = lora.combine([french, legal], [1.0, 0.5], "cat")                        # the same sum as one adapter
     dense = lora.merge(base, one, torch.bfloat16)
 
-Modules: ``adapters`` (init, attach, stack), ``combination`` (scale, combine), ``merging`` (merge, merge_packed,
-replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part of their weight).
+Modules: ``adapters`` (init, attach, stack; init_ia3), ``combination`` (scale, combine), ``merging`` (merge,
+merge_packed, pack_like, replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part
+of their weight), ``dithering`` (dither, for merge-aware training).
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
-from ..packed_linear import Adapted, Lora
-from .adapters import Adapters, attach, init, stack
+from ..adapted.nodes import Adapted, Ia3, Lora
+from .adapters import Adapters, attach, init, init_ia3, stack
 from .combination import combine, scale
 from .decompositions import eva, loftq, olora, pissa
-from .merging import merge, merge_packed, replace_weights
+from .dithering import dither
+from .merging import merge, merge_packed, pack_like, replace_weights
 
 __all__ = [
-    "Adapted", "Adapters", "Lora", "attach", "combine", "eva", "init", "loftq", "merge", "merge_packed", "olora",
-    "pissa", "replace_weights", "scale", "stack",
+    "Adapted", "Adapters", "Ia3", "Lora", "attach", "combine", "dither", "eva", "init", "init_ia3", "loftq", "merge",
+    "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "stack",
 ]  # fmt: skip

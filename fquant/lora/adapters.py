@@ -6,13 +6,15 @@ with the attached stack, or ``vmap`` of ``linear``, if nothing is shared.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import random, tree
+from ..adapted.merge_aware import check
+from ..adapted.nodes import Ia3, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
 from ..grouped_products import full_shape
 from ..lazy import Lazy
@@ -21,7 +23,7 @@ from ..packed_linear import Adapted, Lora, square_norms
 from ..tree import expect
 
 Adapters = dict[str, Lora]
-_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora) for w in x.values())
+_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora | Ia3) for w in x.values())
 
 
 def init(
@@ -65,17 +67,23 @@ def matching(base: Any, targets: str) -> list[tuple[str, Any]]:
     return found
 
 
-def attach(base: Any, adapters: Adapters, key: Tensor | None = None) -> Any:
+def attach(base: Any, adapters: Any, key: Tensor | None = None, merge_aware: bool = False) -> Any:
     """Attach each adapter to its weight of ``base``; a subtree that is not loaded keeps its adapters for ``load``.
 
     ``key`` i64[] or i64[batch] enables dropout; with one key an example, masks do not depend on the rank that computes.
-    Raises TypeError for adapters that are not a dict of Lora, ValueError for one whose path or shape does not fit.
+    ``merge_aware`` computes with the weights that ``merge_packed`` will make (see :mod:`fquant.merge_aware`); do not
+    cast such adapters. Raises TypeError for adapters that are not a dict of Lora or of Ia3. Raises ValueError for one
+    whose path or shape does not fit. Merge-aware, it does so for dropout, DoRA, IA3 and learned vectors.
     """
     if not _is_adapters(adapters):
         fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
         raise TypeError(f"attach got adapters of type {type(adapters).__name__}; wanted a dict of path to Lora{fix}")
-    keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if w.dropout > 0}
-    return _Attach()(base, (adapters, keys))
+    keys = (
+        {}
+        if key is None
+        else {path: random.fold(key, path) for path, w in adapters.items() if getattr(w, "dropout", 0) > 0}
+    )
+    return _Attach(merge_aware=merge_aware)(base, (adapters, keys))
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class _Attach:
     """``attach`` below ``prefix``, a path and a dot; a value, because it is a static field of an AfterLoad."""
 
     prefix: str = ""
+    merge_aware: bool = False
 
     def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:
         adapters, keys = waiting
@@ -90,6 +99,8 @@ class _Attach:
             return AfterLoad(x, waiting, self) if adapters else x
         if "" in adapters:
             with tree.at(self.prefix[:-1]):
+                if isinstance(adapters[""], Ia3):
+                    return _scaled(x, adapters[""], self.merge_aware)
                 lora, (*many, out, width) = adapters[""], _shape(x, stacked=True)
                 a, b = tuple(lora.a.shape), tuple(lora.b.shape)
                 fits = (b[-2], a[-1]) == (out, width) and a[-2] == b[-1]
@@ -97,14 +108,20 @@ class _Attach:
                     lead = "".join(f"{n} " for n in many)
                     fault = f"an adapter a {a}, b {b} does not fit a weight {(*many, out, width)}"
                     raise ValueError(f"{fault}; wanted a [{lead}rank {width}], b [{lead}{out} rank]")
-                return Adapted(x, lora, keys.get(""))
+                if self.merge_aware:
+                    check(x.table if isinstance(x, LookedUpRows) else x, lora, dropout="" in keys)
+                return Adapted(x, lora, keys.get(""), self.merge_aware)
         left = set(adapters)
 
         def visit(name: str, child: Any) -> Any:
             inside = {path for path in adapters if path == name or path.startswith(name + ".")}
             left.difference_update(inside)
             within = lambda items: {path[len(name) + 1 :]: v for path, v in items.items() if path in inside}
-            return _Attach(f"{self.prefix}{name}.")(child, (within(adapters), within(keys))) if inside else child
+            return (
+                replace(self, prefix=f"{self.prefix}{name}.")(child, (within(adapters), within(keys)))
+                if inside
+                else child
+            )
 
         out = tree.map_children(visit, x)
         if left:
@@ -112,6 +129,32 @@ class _Attach:
             missing = repr(self.prefix + min(left))
             raise ValueError(f"adapter {missing} has no weight to be attached to; there is {names}")
         return out
+
+
+def _scaled(x: Any, ia3: Ia3, merge_aware: bool) -> Scaled:
+    expect(not merge_aware, "merge-aware got IA3, which is not implemented; attach it without merge_aware")
+    out, width = _shape(x)
+    for name, factors, size in (("inputs", ia3.inputs, width), ("outputs", ia3.outputs, out)):
+        got = None if factors is None else tuple(factors.shape)
+        expect(got in (None, (size,)), f"{name} {got} do not fit a weight {(out, width)}; wanted {(size,)}")
+    return Scaled(x, ia3)
+
+
+def init_ia3(base: Any, outputs: str, inputs: str = "", dtype: torch.dtype = torch.float32) -> dict[str, Ia3]:
+    """Create (IA)³ factors of one for weights whose whole path matches ``outputs`` or ``inputs``.
+
+    In the paper, outputs are those of keys and values, and inputs those of ``down``. A path may match both. Raises
+    ValueError if a pattern that is not empty matches nothing, or a match is not a weight [out in].
+    """
+    found: dict[str, Ia3] = {}
+    for name, targets, dim in (("outputs", outputs, 0), ("inputs", inputs, 1)):
+        for path, w in matching(base, targets) if targets else []:
+            with tree.at(path):
+                size = _shape(w)[dim]
+                device = next((t.device for t in tree.leaves(w) if isinstance(t, Tensor)), "cpu")
+                ones = torch.ones(size, dtype=dtype, device="cpu" if device == torch.device("meta") else device)
+                found[path] = replace(found.get(path, Ia3()), **{name: ones})
+    return found
 
 
 def stack(many: list[Adapters]) -> Adapters:
@@ -123,7 +166,7 @@ def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
     match w:
         case Lazy(like=like):
             return _shape(like, stacked)
-        case Adapted(base=base):
+        case Adapted(base=base) | Scaled(base=base):
             return _shape(base, stacked)
         case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]

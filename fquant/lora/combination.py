@@ -25,6 +25,8 @@ METHODS = ("cat", "linear", "svd")
 
 def scale(adapters: Adapters, factor: float) -> Adapters:
     """Multiply the updates by ``factor``: every alpha is. The magnitudes of DoRA stay, as in PEFT's ``set_scale``."""
+    for path, x in adapters.items():
+        expect(isinstance(x, Lora), f"{path}: got {type(x).__name__}, wanted a Lora; its factors multiply", TypeError)
     return {path: replace(x, alpha=x.alpha * factor) for path, x in adapters.items()}
 
 
@@ -60,6 +62,7 @@ def combine(
 def _check(parts: list[Lora]) -> None:
     first = parts[0]
     for x in parts:
+        expect(isinstance(x, Lora), f"got {type(x).__name__}, wanted a Lora; its factors multiply", TypeError)
         expect(x.magnitude is None, "got DoRA, whose magnitudes have no sum; merge it instead (lora.merge)")
         got = f"got a {tuple(x.a.shape)}, b {tuple(x.b.shape)}"
         fits = x.a.shape[-1] == first.a.shape[-1] and x.b.shape[-2] == first.b.shape[-2] and x.a.ndim == first.a.ndim

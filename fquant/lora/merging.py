@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..adapted.merge_aware import add_update
+from ..adapted.nodes import Scaled
 from ..communication import AfterLoad
 from ..format import Format
 from ..packed import Packed, dequantize, quantize
@@ -42,7 +44,7 @@ def merge_packed(base: Any, adapters: Adapters, format: Format | None = None) ->
         start, total = _dense(x.base), _sum(x, torch.float32)
         kept = x.base if isinstance(x.base, Packed | Tensor) else start
         into = format or (kept.format if isinstance(kept, Packed) else None)
-        out = total.to(kept.dtype) if into is None else quantize(total.to(kept.dtype), into)
+        out = total.to(kept.dtype) if into is None else pack_like(kept, total.to(kept.dtype), into)
         wanted = total - start
         error = float(((_dense(out) - start) - wanted).norm())
         size = float(wanted.norm())
@@ -50,6 +52,13 @@ def merge_packed(base: Any, adapters: Adapters, format: Format | None = None) ->
         return out
 
     return _replace_adapted(attach(base, adapters), pack, ""), losses
+
+
+def pack_like(like: Any, w: Tensor, format: Format) -> Packed:
+    """Quantise ``w`` [*stack out in]; if ``like`` is a stack of packed weights, each member by itself."""
+    if isinstance(like, Packed) and w.ndim > len(like.shape):
+        return tree.map(lambda *t: torch.stack(t), *[pack_like(like, member, format) for member in w])
+    return quantize(w, format)
 
 
 def replace_weights(base: Any, weights: Mapping[str, Tensor]) -> Any:
@@ -82,13 +91,15 @@ def _replace_adapted(x: Any, f: Any, path: str) -> Any:
     if isinstance(x, Adapted):
         with tree.at(path):
             return f(path, x)
+    if isinstance(x, Scaled):
+        raise ValueError(f"{path}: merge got IA3, which is not implemented; its factors scale biases too, attach it")
     return tree.map_children(lambda name, child: _replace_adapted(child, f, f"{path}.{name}" if path else name), x)
 
 
 def _sum(x: Adapted, dtype: torch.dtype | None) -> Tensor:
     base = _sum(x.base, None) if isinstance(x.base, Adapted) else x.base
     w = dequantize(base) if isinstance(base, Packed) else base
-    total = w.float() + scaling(x.lora) * (x.lora.b.float() @ x.lora.a.float())
+    total = add_update(w, x.lora.a, x.lora.b, scaling(x.lora))
     if x.lora.magnitude is not None:
         total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
     return total.to(dtype or w.dtype)

@@ -42,6 +42,7 @@ WEIGHTS = {  # name: (what is trained, what is not, the weight made of both)
     "lora on packed": (adapter(), PACKED, lambda part, p: Adapted(p, part)),
     "dora on packed": (adapter(magnitude=True), PACKED, lambda part, p: Adapted(p, part)),
     "lora and its base": ({"base": DENSE, "lora": adapter()}, (), lambda both, _: Adapted(**both)),
+    "merge-aware": (adapter(), PACKED, lambda part, p: Adapted(p, part, merge_aware=True)),
     "lora on lora": ([adapter(), adapter(1)], PACKED, lambda two, p: Adapted(Adapted(p, two[0]), two[1])),
 }
 TRAINED = {name: case for name, case in WEIGHTS.items() if case[0] is not None}

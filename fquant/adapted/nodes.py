@@ -1,0 +1,64 @@
+"""Adapters and the weights that they are attached to, as nodes.
+
+    Lora in an Adapted     x · (w + s · b · a)ᵀ          low-rank; with a magnitude, DoRA
+    Ia3 in a Scaled        outputs ∘ ((x ∘ inputs) · wᵀ + bias)     multiplicative, (IA)³
+
+Sources: LoRA, Hu et al. 2021; DoRA, Liu et al. 2024; (IA)³, Liu et al. 2022 (T-Few).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..tree import add_later_fields, node, static
+
+
+@node
+class Lora:
+    """A low-rank update ``s · b · a`` of a weight [out in]; ``s`` is alpha / rank, or alpha / sqrt(rank).
+
+    With a ``magnitude`` it is DoRA's: the rows of the adapted weight are scaled to these norms. ``dropout`` acts on the
+    input of ``a`` if a key is attached; the input of an embedding is a token, which is never dropped.
+    """
+
+    a: Tensor  # f[rank, in]
+    b: Tensor  # f[out, rank]
+    magnitude: Tensor | None = None  # f[out]
+    alpha: float = static(default=16.0)
+    rank_stabilised: bool = static(default=False)  # s is alpha / sqrt(rank)
+    dropout: float = static(default=0.0)
+
+
+@node
+class Adapted:
+    """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
+
+    base: Any  # Tensor | Packed | Adapted
+    lora: Lora
+    key: Tensor | None = None
+    merge_aware: bool = static(default=False)  # products are those of the merged weight (see merge_aware)
+
+
+add_later_fields(Adapted, "merge_aware")
+
+
+@node
+class Ia3:
+    """Factors of the inputs or of the outputs of a weight [out in], one a column or a row; outputs include the bias."""
+
+    inputs: Tensor | None = None  # f[in]
+    outputs: Tensor | None = None  # f[out]
+
+
+@node
+class Scaled:
+    """A weight and the multiplicative adapter attached to it."""
+
+    base: Any  # any weight that linear takes
+    ia3: Ia3
+
+
+def scaling(lora: Lora) -> float:
+    """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    rank = lora.a.shape[-2]
+    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
