@@ -25,9 +25,10 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import data, launch, pricing, runs, training_step
+from ..common import launch, pricing, runs, training_step
 from ..common.command_line import DTYPES, check, parse_format, parse_targets, pattern, quantised
 from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
+from ..data import dataset as data
 from .options import Options
 
 ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
@@ -41,7 +42,7 @@ class Work:
     dense: Any  # the base as it is in the files, Lazy; quantised folders have packed weights
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
     adapters: lora.Adapters
-    train: data.Rows
+    train: data.Stored
     held: data.Rows
 
 
@@ -95,10 +96,8 @@ def prepare(options: Options) -> Work:
     if options.dropout and any(adapter.a.ndim > 2 for adapter in adapters.values()):
         fix = "leave it out, or use --targets q,k,v,o"
         raise ValueError(f"--dropout is {options.dropout}, but PEFT has none for adapters of experts; {fix}")
-    tokenizer = data.tokenizer(options.model)
-    documents = data.documents(options.data, tokenizer, options.characters)
-    rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
-    return Work(cfg, dense, packed, adapters, *data.split(rows, options.holdout))
+    stored = data.prepare(options.data, options.model, options.seq, characters=options.characters)
+    return Work(cfg, dense, packed, adapters, *data.split(stored, options.holdout))
 
 
 def start(options: Options) -> tuple[Run, State]:
