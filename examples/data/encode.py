@@ -131,25 +131,20 @@ def _by_words(encoder: Encoder, text: str, spans: list[Span]) -> Array | None:
     """Return what ``flagged`` does by the memory of words; None if it cannot, or a span ends within a word."""
     if (parts := encoder.parts(text)) is None:
         return None
-    edges = sorted({edge for span in spans for edge in span})
-    out, at, next_edge = [], 0, 0
-    for length, found in parts:
-        while next_edge < len(edges) and edges[next_edge] <= at:
-            next_edge += 1
-        if next_edge < len(edges) and edges[next_edge] < at + length:  # cut this part into words
-            ends = at
-            for word in encoder.cut(text[at : at + length]):
-                while next_edge < len(edges) and edges[next_edge] <= ends:
-                    next_edge += 1
-                if next_edge < len(edges) and edges[next_edge] < ends + len(word):
-                    return None
-                out.append((ends, encoder.words[word]))
-                ends += len(word)
-        elif found:
-            out.append((at, found))
-        at += length
-    counts = lambda at: any(a <= at < b for a, b in spans)
-    ids = [
-        np.frombuffer(found, np.int32) | COUNTS if counts(at) else np.frombuffer(found, np.int32) for at, found in out
-    ]
-    return np.concatenate(ids) if ids else np.empty(0, np.int32)
+    out: list[Array] = []
+    at = 0
+    for number, (part, found) in enumerate(parts):
+        end = at + len(part)
+        edges = [edge for span in spans for edge in span if at < edge < end]
+        pieces = [(part, found)]
+        if edges and number % 2 == 0:  # text between added tokens
+            words = encoder.cut(part)
+            ends = set(np.cumsum([len(word) for word in words]) + at)
+            if not ends.issuperset(edges):
+                return None
+            pieces = [(word, encoder.words[word]) for word in words]
+        for piece, ids in pieces:
+            counts = any(a < at + len(piece) and b > at for a, b in spans)
+            out.append(np.frombuffer(ids, np.int32) | COUNTS if counts else np.frombuffer(ids, np.int32))
+            at += len(piece)
+    return np.concatenate(out) if out else np.empty(0, np.int32)

@@ -1,12 +1,13 @@
 """Read a tokenizer's own configuration: special tokens, what begins and ends a text, and chat templates.
 
     tokenizer.json                    the tokenizer, and its post-processor
-    tokenizer_config.json             names of special tokens, add_bos_token, chat_template
+    tokenizer_config.json             names of special tokens, chat_template
     special_tokens_map.json           names of special tokens, in older folders
     chat_template.jinja, additional_chat_templates/NAME.jinja    beat the key of the configuration
     config.json                       eos_token_id, if nothing above names an end of text
 
-``add_bos_token`` decides whether a text begins with a token; without it, the post-processor does. All of this is what
+The post-processor decides whether a text begins with a token. ``add_bos_token`` and ``add_eos_token`` are not read:
+transformers 5 ignores them beside a tokenizer.json, whose post-processor was written by them. All of this is what
 transformers does with the same folder.
 """
 
@@ -84,7 +85,7 @@ def text(folder: str | Path, template: str | Path | None = None) -> Text:
     variables = {"eos_token": str(tokenizer.id_to_token(eos))} | variables
     if variables["eos_token"] not in added:
         added.append(variables["eos_token"])
-    begin = _begin(tokenizer, config, variables)
+    begin = _begin(tokenizer)
     found = templates(folder, config) if template is None else {"default": _given(template, tokenizer)}
     content = [(folder / "tokenizer.json").read_text("utf-8"), found, variables, added, eos, begin]
     digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
@@ -133,10 +134,8 @@ def named(config: dict[str, Any]) -> dict[str, str]:
     return out
 
 
-def _begin(tokenizer: Tokenizer, config: dict[str, Any], variables: dict[str, str]) -> tuple[int, ...]:
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = tokenizer.token_to_id(variables.get("bos_token", ""))
-        return (bos,) if config.get("add_bos_token") and bos is not None else ()
+def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that the post-processor writes before a text."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=flag).ids for flag in (False, True))
     starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
     return tuple(whole[: starts[-1]]) if starts else ()

@@ -133,8 +133,7 @@ class Encoder:
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = typed
         added = [t for t in self.tokenizer.get_added_tokens_decoder().values() if not (typed and t.special)]
-        normal = tokenizer.normalizer is not None
-        if any(t.lstrip or t.rstrip or t.single_word or (t.normalized and normal) for t in added):
+        if any(t.lstrip or t.rstrip or t.single_word or not unicodedata.is_normalized("NFC", t.content) for t in added):
             expression = None
         names = sorted((t.content for t in added), key=len, reverse=True)
         self.added = re.compile("|".join(map(re.escape, names))) if names else None
@@ -160,8 +159,8 @@ class Encoder:
                 return array("i", found[len(self.line) :]).tobytes()
         return array("i", self.ids(text)).tobytes()
 
-    def parts(self, text: str) -> list[tuple[int, bytes]] | None:
-        """Return the tokens of stretches of text by the memory of words, with their characters; None if it cannot."""
+    def parts(self, text: str) -> list[tuple[str, bytes]] | None:
+        """Return text and tokens by the memory of words, None if it cannot; every second part is an added token."""
         cut = self._pattern(text)
         if cut is None:
             return None
@@ -185,8 +184,8 @@ class Encoder:
             return self.ascii
         return translated(self.expression)
 
-    def _plain(self, text: str, cut: re.Pattern[str]) -> tuple[int, bytes]:
-        return len(text), b"".join(map(self.words.__getitem__, cut.findall(text)))
+    def _plain(self, text: str, cut: re.Pattern[str]) -> tuple[str, bytes]:
+        return text, b"".join(map(self.words.__getitem__, cut.findall(text)))
 
-    def _added(self, text: str) -> tuple[int, bytes]:
-        return len(text), array("i", [self.tokenizer.token_to_id(text)]).tobytes()
+    def _added(self, text: str) -> tuple[str, bytes]:
+        return text, array("i", [self.tokenizer.token_to_id(text)]).tobytes()

@@ -156,20 +156,20 @@ def test_notes_are_said(tmp_path, folder):
 
 def test_preferences(tmp_path, folder):
     pairs = [{"prompt": "ask ", "chosen": "good" * i, "rejected": "bad"} for i in range(1, 6)]
-    stored = dataset.prepare(written(tmp_path / "a.jsonl", pairs), folder, 8)
+    stored = dataset.prepare(written(tmp_path / "a.jsonl", pairs), folder, 12)
     found = dataset.take_preferences(stored, torch.tensor([0, 4]))
     tokens, _, lengths = documents(tmp_path / "a.jsonl", folder)
     at = sum(lengths[:8])  # of the last pair
-    assert found.chosen.tokens[1].tolist() == tokens[at : at + 8]
+    assert found.chosen.tokens[1].tolist() == tokens[at : at + 12]
     wanted = tokens[sum(lengths[:9]) :]
-    assert found.rejected.tokens[1].tolist() == (wanted + [0] * 8)[:8]
+    assert found.rejected.tokens[1].tolist() == (wanted + [0] * 12)[:12]
     learnt = found.rejected.targets[1]
     assert learnt[learnt != IGNORED].tolist() == wanted[-len(learnt[learnt != IGNORED]) :]
     assert found.labels is None and found.rejected.segments.unique().tolist() == [0, 1]
     with pytest.raises(ValueError, match="the data are preferences .*; wanted chats, instructions or text"):
         dataset.batch(stored, 0, 2, 0)
     labelled = [{"prompt": "a", "completion": f"b{i}", "label": i % 3 == 0} for i in range(7)]
-    stored = dataset.prepare(written(tmp_path / "b.jsonl", labelled), folder, 8)
+    stored = dataset.prepare(written(tmp_path / "b.jsonl", labelled), folder, 12)
     found = dataset.take_preferences(stored, torch.arange(7))
     assert found.labels.tolist() == [i % 3 == 0 for i in range(7)] and found.rejected is None
     assert len({tuple(row) for row in found.chosen.tokens.tolist()}) == 7
