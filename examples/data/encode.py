@@ -128,23 +128,26 @@ def flagged(encoder: Encoder, text: str, spans: list[Span], inside: bool) -> Arr
 
 
 def _by_words(encoder: Encoder, text: str, spans: list[Span]) -> Array | None:
-    """Return what ``flagged`` does by the memory of words; None if it cannot, or a span ends within a word."""
+    """Return what ``flagged`` does by the memory of words, or None if it cannot."""
     if (parts := encoder.parts(text)) is None:
         return None
-    out: list[Array] = []
-    at = 0
+    out, counted, total, at = [], [], 0, 0
     for number, (part, found) in enumerate(parts):
         end = at + len(part)
-        edges = [edge for span in spans for edge in span if at < edge < end]
         pieces = [(part, found)]
-        if edges and number % 2 == 0:  # text between added tokens
-            words = encoder.cut(part)
-            ends = set(np.cumsum([len(word) for word in words]) + at)
-            if not ends.issuperset(edges):
-                return None
-            pieces = [(word, encoder.words[word]) for word in words]
+        if number % 2 == 0 and any(at < edge < end for span in spans for edge in span):  # not an added token
+            pieces = encoder.runs(part, {edge - at for span in spans for edge in span if at < edge < end})
         for piece, ids in pieces:
-            counts = any(a < at + len(piece) and b > at for a, b in spans)
-            out.append(np.frombuffer(ids, np.int32) | COUNTS if counts else np.frombuffer(ids, np.int32))
-            at += len(piece)
-    return np.concatenate(out) if out else np.empty(0, np.int32)
+            after = at + len(piece)
+            out.append(ids)
+            for a, b in spans:
+                if a < after and b > at:
+                    start, stop = 0, len(ids) // 4
+                    if (a > at or b < after) and number % 2 == 0:
+                        start, stop = encoder.within(piece, ids, a - at, b - at)
+                    counted.append((total + start, total + stop))
+            total, at = total + len(ids) // 4, after
+    numbers = np.frombuffer(bytearray(b"".join(out)), np.int32)
+    for start, stop in counted:
+        numbers[start:stop] |= COUNTS
+    return numbers

@@ -9,6 +9,8 @@ Unicode does not assign is left to tokenizers, whose tables may be newer. So is 
 other models, normalizers and pre-tokenizers, and added tokens that strip spaces.
 """
 
+import bisect
+import itertools
 import json
 import re
 import sys
@@ -20,7 +22,7 @@ from functools import cache
 from tokenizers import Tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel(use_regex=True)
-ASCII = 0x7F
+ASCII, BASIC = 0x7F, 0xFFFF  # re is slow with characters beyond
 SPACE = "\\x09-\\x0d\\x20"  # of ASCII; the rest of Unicode's White_Space, which is onig's \s, follows
 SPACES = SPACE + "\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 TOKEN = re.compile(r"\\p\{\^?\w+\}|\\.|\[\^?|\]|[^\\\[\]]", re.DOTALL)
@@ -165,7 +167,7 @@ class Encoder:
         if cut is None:
             return None
         if cut is not self.ascii:
-            if unassigned().search(text):
+            if unassigned().search("".join(set(text))):
                 return None
             if self.tokenizer.normalizer is not None and not unicodedata.is_normalized("NFC", text):
                 return None
@@ -175,14 +177,29 @@ class Encoder:
             at = match.end()
         return [*out, self._plain(text[at:] if at else text, cut)]
 
-    def cut(self, text: str) -> list[str]:
-        """Return the words of a text without added tokens."""
-        return self._pattern(text).findall(text)  # type: ignore[union-attr]
+    def runs(self, text: str, edges: set[int]) -> list[tuple[str, bytes]]:
+        """Return text without added tokens in runs of words, cut around each word that an edge is in or beside."""
+        words = self._pattern(text).findall(text)  # type: ignore[union-attr]
+        ends = [0, *itertools.accumulate(map(len, words))]
+        cuts = {0, len(words)}
+        for edge in edges:
+            cuts |= {bisect.bisect_left(ends, edge), bisect.bisect_right(ends, edge) - 1}
+        found = []
+        for i, j in itertools.pairwise(sorted(cuts)):
+            found.append((text[ends[i] : ends[j]], b"".join(map(self.words.__getitem__, words[i:j]))))
+        return found
+
+    def within(self, word: str, ids: bytes, start: int, end: int) -> tuple[int, int]:
+        """Return the range of a word's tokens that have one of its characters from ``start`` to ``end``."""
+        first, last = (len(word[: max(0, x)].encode()) for x in (start, end))
+        names = map(self.tokenizer.id_to_token, array("i", ids))
+        ends = list(itertools.accumulate(len(str(name)) for name in names))  # a letter is a byte
+        return bisect.bisect_right(ends, first), bisect.bisect_left(ends, last) + 1
 
     def _pattern(self, text: str) -> re.Pattern[str] | None:
         if self.expression is None or text.isascii():
             return self.ascii
-        return translated(self.expression)
+        return translated(self.expression, BASIC if max(text) <= chr(BASIC) else sys.maxunicode)
 
     def _plain(self, text: str, cut: re.Pattern[str]) -> tuple[str, bytes]:
         return text, b"".join(map(self.words.__getitem__, cut.findall(text)))
