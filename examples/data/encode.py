@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tools:
-    """What turns text into tokens: two encoders, compiled templates, and the ends of a text."""
+    """The means of tokenising: two encoders, compiled templates, and the ends of a text."""
 
     control: Encoder  # special tokens in the text are control tokens
     typed: Encoder  # special tokens in the text stay text
@@ -132,11 +132,10 @@ def _by_words(encoder: Encoder, text: str, spans: list[Span]) -> Array | None:
     if (parts := encoder.parts(text)) is None:
         return None
     out, counted, total, at = [], [], 0, 0
-    for number, (part, found) in enumerate(parts):
-        end = at + len(part)
-        pieces = [(part, found)]
-        if number % 2 == 0 and any(at < edge < end for span in spans for edge in span):  # not an added token
-            pieces = encoder.runs(part, {edge - at for span in spans for edge in span if at < edge < end})
+    for number, part in enumerate(parts):
+        edges = {edge - at for span in spans for edge in span if at < edge < at + len(part)}
+        is_cut = edges and number % 2 == 0  # not an added token
+        pieces = encoder.runs(part, edges) if is_cut else [(part, encoder.part(number, part))]
         for piece, ids in pieces:
             after = at + len(piece)
             out.append(ids)

@@ -6,7 +6,7 @@
     .parquet           a record a row; needs pyarrow
     anything else      text: one document, or one for every 8 MiB of a longer file, cut at the end of a line
 
-Files are UTF-8. Whatever the file, a chunk has a JSON record a line, so that only ``serve.py`` looks into it.
+Files are UTF-8. A chunk of any kind of file has a JSON record a line, so that only ``serve.py`` looks into it.
 """
 
 import csv

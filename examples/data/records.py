@@ -58,6 +58,7 @@ def record(item: Any) -> Record:
         raise ValueError(f"got {type(item).__name__}, wanted an object with the columns of a record")
     item = {key: value for key, value in item.items() if value is not None}
     label, kind = None, "documents"
+    documents: list[Said]
     if {"chosen", "rejected"} <= item.keys():
         kind, read, documents = "pairs", {"chosen", "rejected"}, _pair(item)
         read |= {"prompt"} if isinstance(item.get("prompt"), list) == isinstance(item["chosen"], list) else set()
@@ -123,9 +124,9 @@ def _values(item: dict[str, Any]) -> dict[str, Any]:
                 f"{name}: got {type(value).__name__}, wanted {'an object' if wanted is dict else 'objects'}"
             )
         if wanted is dict:
-            if bad := value.keys() & {"messages", "prompt", "first", "add_generation_prompt"}:
+            if bad := set(value) & {"messages", "prompt", "first", "add_generation_prompt"}:
                 raise ValueError(f"{name}: got {', '.join(sorted(bad))}, which the chat decides; remove it")
-            found |= value
+            found.update(value)
         else:
             found[name] = value
     return found

@@ -4,8 +4,8 @@ The environment is that of transformers (utils/chat_template_utils.py): sandboxe
 ``{% generation %}``, ``raise_exception``, ``strftime_now``, and a ``tojson`` that escapes no HTML. The sandbox stops
 attributes, not loops or huge texts: those end with the process that ``serve.py`` is.
 
-Special tokens that somebody typed in a message are wrapped in private characters before rendering, so that they can be
-told from those of the template and stay text. This is transformers' ``sanitize_control_tokens``.
+Special tokens typed in a message are wrapped in private characters before rendering. So they differ from those of the
+template, and stay text. This is transformers' ``sanitize_control_tokens``.
 """
 
 import contextlib

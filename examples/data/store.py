@@ -37,13 +37,16 @@ Progress = Callable[[int, int], None]  # bytes that are done, and all
 
 @dataclass(frozen=True)
 class About:
-    """What a store says about itself."""
+    """The description of a store.
+
+    ``targets`` are tokens that count and have one before them in their document.
+    """
 
     name: str
     kind: str  # documents, pairs or labelled
     tokens: int
     documents: int
-    targets: int  # tokens that count and have one before them in their document
+    targets: int
     longest: int  # tokens of the longest document
     digest: str  # of the tokens and documents
     notes: tuple[str, ...]

@@ -34,7 +34,7 @@ BUILT_IN = {"chatml": CHATML, "zephyr": ZEPHYR}
 
 @dataclass(frozen=True)
 class Text:
-    """How text becomes tokens: everything that a folder says about it."""
+    """The configuration of a folder's tokenizer."""
 
     path: Path
     templates: dict[str, str]  # of chats, by name; empty: none

@@ -1,8 +1,8 @@
 """Encode text by byte-level BPE, a word at a time, with a memory of words.
 
-tokenizers encodes 1 to 3 MB/s on a core. A byte-level BPE first cuts text into words by a regular expression, and no
+tokenizers encodes 1 to 3 MB/s on a core. A byte-level BPE first cuts text into words by a regular expression. No
 merge crosses a word, so a word's tokens are always the same. This module cuts with Python's ``re``, takes known words
-from a dict, and asks tokenizers for new ones only. ``tests/bench/data.py`` measures both.
+from a dict, and asks tokenizers for new ones only. ``tests/bench/data`` measures both.
 
 The expression is translated: ``\\p{..}`` and ``\\s`` become explicit classes. Text with characters that this Python's
 Unicode does not assign is left to tokenizers, whose tables may be newer. So is everything else that is not understood:
@@ -138,7 +138,7 @@ class Encoder:
         if any(t.lstrip or t.rstrip or t.single_word or not unicodedata.is_normalized("NFC", t.content) for t in added):
             expression = None
         names = sorted((t.content for t in added), key=len, reverse=True)
-        self.added = re.compile("|".join(map(re.escape, names))) if names else None
+        self.added = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
         self.ascii = translated(expression, ASCII) if expression else None
         self.expression = expression if self.ascii else None
         line = self.ids("\n")  # transformers encodes text within a document behind this, and cuts it off again
@@ -154,15 +154,15 @@ class Encoder:
         """Return the tokens of a text as i32; ``inside``: it continues a document, so no space goes before it."""
         parts = self.parts(text)
         if parts is not None:
-            return b"".join(part for _, part in parts)
+            return b"".join(map(self.part, itertools.count(), parts))
         if inside and self.line:
             found = self.ids("\n" + text)
             if found[: len(self.line)] == self.line:
                 return array("i", found[len(self.line) :]).tobytes()
         return array("i", self.ids(text)).tobytes()
 
-    def parts(self, text: str) -> list[tuple[str, bytes]] | None:
-        """Return text and tokens by the memory of words, None if it cannot; every second part is an added token."""
+    def parts(self, text: str) -> list[str] | None:
+        """Cut text at its added tokens, which are every second part; None if the memory of words cannot encode it."""
         cut = self._pattern(text)
         if cut is None:
             return None
@@ -171,11 +171,15 @@ class Encoder:
                 return None
             if self.tokenizer.normalizer is not None and not unicodedata.is_normalized("NFC", text):
                 return None
-        out, at = [], 0
-        for match in self.added.finditer(text) if self.added else ():
-            out += [self._plain(text[at : match.start()], cut), self._added(match[0])]
-            at = match.end()
-        return [*out, self._plain(text[at:] if at else text, cut)]
+        if self.added is None:
+            return [text]
+        return self.added.split(text)
+
+    def part(self, number: int, text: str) -> bytes:
+        """Return the tokens of part ``number`` of a text."""
+        if number % 2:
+            return array("i", [self.tokenizer.token_to_id(text) or 0]).tobytes()
+        return b"".join(map(self.words.__getitem__, self._pattern(text).findall(text)))  # type: ignore[union-attr]
 
     def runs(self, text: str, edges: set[int]) -> list[tuple[str, bytes]]:
         """Return text without added tokens in runs of words, cut around each word that an edge is in or beside."""
@@ -200,9 +204,3 @@ class Encoder:
         if self.expression is None or text.isascii():
             return self.ascii
         return translated(self.expression, BASIC if max(text) <= chr(BASIC) else sys.maxunicode)
-
-    def _plain(self, text: str, cut: re.Pattern[str]) -> tuple[str, bytes]:
-        return text, b"".join(map(self.words.__getitem__, cut.findall(text)))
-
-    def _added(self, text: str) -> tuple[str, bytes]:
-        return text, array("i", [self.tokenizer.token_to_id(text)]).tobytes()

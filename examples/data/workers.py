@@ -59,7 +59,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a record may take."""
+    """The most that a record may take."""
 
     seconds: float = 10.0  # of processor time
     characters: int = 1 << 24  # of a chat's text

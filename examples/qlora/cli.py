@@ -32,8 +32,9 @@ ADAPTER = "adapter"
 
 def prepare(options: Options) -> None:
     """Check all input."""
-    Console().print(f"[dim]reading {options.model} and the text[/]", highlight=False, soft_wrap=True)
-    train.prepare(options)
+    console = Console()
+    console.print(f"[dim]reading {options.model} and the text[/]", highlight=False, soft_wrap=True)
+    train.prepare(options, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
 
 
 def title(run: Run) -> str:

@@ -85,8 +85,11 @@ class Result:
     perplexity_adapted: float
 
 
-def prepare(options: Options) -> Work:
-    """Open and check everything that ``options`` name, and write nothing; a ValueError names the fault."""
+def prepare(options: Options, note: Callable[[str], None] | None = None) -> Work:
+    """Open and check everything that ``options`` name, and tokenise the data; a ValueError names the fault.
+
+    ``note`` is called with each line that a person should know about the data.
+    """
     cfg, dense = hf.lazy(options.model)
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
@@ -96,7 +99,7 @@ def prepare(options: Options) -> Work:
     if options.dropout and any(adapter.a.ndim > 2 for adapter in adapters.values()):
         fix = "leave it out, or use --targets q,k,v,o"
         raise ValueError(f"--dropout is {options.dropout}, but PEFT has none for adapters of experts; {fix}")
-    stored = data.prepare(options.data, options.model, options.seq, characters=options.characters)
+    stored = data.prepare(options.data, options.model, options.seq, characters=options.characters, note=note)
     return Work(cfg, dense, packed, adapters, *data.split(stored, options.holdout))
 
 

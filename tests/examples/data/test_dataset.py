@@ -11,7 +11,7 @@ import torch
 from examples.data import dataset, show, store, tokenizer
 from examples.data.dataset import IGNORED, Rows
 from fquant import random, tree
-from tests.helpers.chats import FAMILIES
+from tests.helpers.data.chats import FAMILIES
 
 RECORDS = [
     {"prompt": "prompt th", "completion": "the answer"},
@@ -176,7 +176,7 @@ def test_preferences(tmp_path, folder):
 
 
 def numbered(n):
-    """Rows that can be told apart."""
+    """Rows that differ."""
     row = torch.arange(n)[:, None].expand(n, 4)
     return Rows(row, row + 1000, row * 0)
 

@@ -8,7 +8,7 @@ from trl.data_utils import extract_prompt
 
 from examples.data import encode, records, tokenizer, workers
 from examples.data.records import Piece, Turns
-from tests.helpers.chats import FAMILIES
+from tests.helpers.data.chats import FAMILIES
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -108,7 +108,7 @@ BAD = {
     "text is no text": ({"text": 3}, "text: got int, wanted text"),
     "input is a number": ({"instruction": "x", "input": 1, "output": "y"}, "input: got int, wanted text"),
     "messages is no list": ({"messages": "x"}, "messages: got str, wanted a list of turns, one at least"),
-    "nobody": ({"messages": []}, "messages: got list, wanted a list of turns, one at least"),
+    "no turns": ({"messages": []}, "messages: got list, wanted a list of turns, one at least"),
     "a turn is no object": ({"messages": ["x"]}, "messages.0: got str, wanted an object with role and content"),
     "a turn without content": ({"messages": [{"role": "user"}]}, "messages.0.content: got NoneType, wanted text or"),
     "an unknown role": (

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from examples.data import tokenizer, workers
-from tests.helpers.chats import ASSISTANT, FAMILIES, MORE, SYSTEM, TOOLS, USER, chat_in_process, chats, installed
+from tests.helpers.data.chats import ASSISTANT, FAMILIES, MORE, SYSTEM, TOOLS, USER, chat_in_process, chats, installed
 from tests.helpers.tokenizers import write
 
 # What trl's masks have beyond ours: what is before an answer in its prompt, and what follows a turn's end token.

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from examples.data import encode, words
 from examples.data.sources import stdlib_sources
-from tests.helpers.chats import LLAMA_3
+from tests.helpers.data.chats import LLAMA_3
 from tests.helpers.tokenizers import byte_level
 
 QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")

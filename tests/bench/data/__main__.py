@@ -22,7 +22,7 @@ from examples.data import store, tokenizer
 from examples.data.sources import stdlib_sources
 from fquant.kernels.cpu import usable_cores
 
-MODEL = Path(__file__).parents[2] / "examples" / "model"
+MODEL = Path(__file__).parents[3] / "examples" / "model"
 WANTED = 20.0  # MB/s on two cores
 
 
@@ -88,7 +88,12 @@ def main(options: Options) -> None:
     floor, spent = time.perf_counter(), processor()
     tok.encode_batch(texts, add_special_tokens=False)
     floor, spent = time.perf_counter() - floor, processor() - spent
-    table = Table("", "MB/s", "MB a second of processor", title=f"{size / 1e6:.0f} MB of JSONL, {about.tokens:,} tokens, {usable_cores()} cores")
+    table = Table(
+        "",
+        "MB/s",
+        "MB a second of processor",
+        title=f"{size / 1e6:.0f} MB of JSONL, {about.tokens:,} tokens, {usable_cores()} cores",
+    )
     judged = f"{size / 1e6 / used:.1f} (wanted {WANTED / 2:.0f})"  # other programs disturb this less
     table.add_row("prepared", f"{size / 1e6 / seconds:.1f} (wanted {WANTED:.0f})", judged)
     table.add_row("tokenizers' encode_batch alone", f"{nbytes / 1e6 / floor:.1f}", f"{nbytes / 1e6 / spent:.1f}")
