@@ -15,6 +15,7 @@ template. Alpaca records get the template of github.com/tatsu-lab/stanford_alpac
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}  # ShareGPT's
@@ -47,7 +48,7 @@ class Record(NamedTuple):
     """The documents of a record: one, or a chosen and a rejected one; a label; and the columns that are not read."""
 
     kind: str  # documents, pairs or labelled
-    documents: list[Said]
+    documents: Sequence[Said]
     label: bool | None
     ignored: tuple[str, ...]
 
@@ -58,7 +59,7 @@ def record(item: Any) -> Record:
         raise ValueError(f"got {type(item).__name__}, wanted an object with the columns of a record")
     item = {key: value for key, value in item.items() if value is not None}
     label, kind = None, "documents"
-    documents: list[Said]
+    documents: Sequence[Said]
     if {"chosen", "rejected"} <= item.keys():
         kind, read, documents = "pairs", {"chosen", "rejected"}, _pair(item)
         read |= {"prompt"} if isinstance(item.get("prompt"), list) == isinstance(item["chosen"], list) else set()
@@ -132,7 +133,7 @@ def _values(item: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _pair(item: dict[str, Any]) -> list[Said]:
+def _pair(item: dict[str, Any]) -> Sequence[Said]:
     chosen, rejected = item["chosen"], item["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise ValueError("chosen, rejected: wanted two texts or two lists of messages")

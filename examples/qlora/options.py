@@ -31,8 +31,8 @@ class Options(runs.Options):
     model: Path = HERE / "model"
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     data: str | None = None
-    """FILE or FILE:WEIGHT, with commas between: JSONL, JSON, CSV, Parquet or text. Of chats and instructions the answers
-    are learnt. Default: the standard library's source."""
+    """FILE or FILE:WEIGHT, with commas between: JSONL, JSON, CSV, Parquet or text. Of chats and instructions the
+    answers are learnt. Default: the standard library's source."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: as they are in the folder, dense or quantised. aq_2x8 and aq_3x8 learn 16 and
     24 KiB of vectors a weight, slowly."""

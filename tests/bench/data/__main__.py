@@ -1,10 +1,10 @@
-"""Prepare a file of records: MB/s from JSONL to a store of tokens, beside tokenizers' own encode_batch on the same text.
+"""Prepare a file of records: MB/s from JSONL to a store of tokens, beside tokenizers' own encode_batch.
 
     python -m tests.bench.data                  # 100 MB of JSONL from the standard library's sources, 2 processes
     python -m tests.bench.data --megabytes 20 --chats
 
-The floor is encode_batch of the tokenizer alone, on all cores, without reading, masks or writing; it is timed on a tenth
-of the text. Memory is the largest of any process, beside that of the process before preparing.
+The floor is encode_batch alone on a tenth of the text, on all cores, without reading, masks or writing. Seconds of the
+processor are what the programs used: with two idle cores a second has two of them. Memory is the largest of any process, beside that of the process before preparing.
 """
 
 import json

@@ -53,6 +53,7 @@ def test_rows_against_a_loop(tmp_path, folder, seq):
     tokens, counts, lengths = documents(path, folder)
     segments = [number for number, length in enumerate(lengths) for _ in range(length)]
     rows = dataset.read(dataset.prepare(path, folder, seq))
+    assert rows.segments is not None
     assert {t.dtype for t in tree.leaves(rows)} == {torch.int64}
     assert {t.shape for t in tree.leaves(rows)} == {(-(-(len(tokens) - 1) // seq), seq)}
     for row in range(len(rows.tokens)):

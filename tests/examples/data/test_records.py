@@ -95,7 +95,7 @@ def test_implicit_prompts_against_trl(chosen, rejected):
     found = records.record({"chosen": chosen, "rejected": rejected}).documents
     for document, name in zip(found, ("chosen", "rejected"), strict=True):
         if isinstance(document, Turns):
-            assert document.messages == wanted["prompt"] + wanted[name] and document.first == len(wanted["prompt"])
+            assert document.messages == [*wanted["prompt"], *wanted[name]] and document.first == len(wanted["prompt"])
         else:
             assert [piece.text for piece in document] == [wanted["prompt"], wanted[name]]
 
