@@ -4,7 +4,8 @@
     python -m tests.bench.data --megabytes 20 --chats
 
 The floor is encode_batch alone on a tenth of the text, on all cores, without reading, masks or writing. Seconds of the
-processor are what the programs used: with two idle cores a second has two of them. Memory is the largest of any process, beside that of the process before preparing.
+processor are what the programs used; two idle cores give two of them in a second. Memory is the largest of any process,
+and what this process grew by.
 """
 
 import json
