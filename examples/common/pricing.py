@@ -32,7 +32,7 @@ from fquant.format import Format
 from models import decoder
 from models.config import Config
 
-from . import data
+from ..data import dataset as data
 from .command_line import pattern, quantised
 from .training_step import Checkpoint, Setup, initial, train_step
 

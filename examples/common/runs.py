@@ -37,7 +37,7 @@ from .command_line import axes_in, check_least, command_line
 from .progress import Report
 
 RESULT = "result.json"
-FREE = ("out", "resume", "mesh")  # options that are not of the run itself
+FREE = ("out", "resume", "mesh", "show_data", "json")  # options that are not of the run itself
 # Options that a resumed run may change: they change no step that is done.
 LATER = ("steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track")
 
@@ -111,7 +111,7 @@ class Program(NamedTuple):
 
     name: str
     options: Any  # by default
-    prepare: Callable[[Any], Any]  # checks all input of the options, before processes start
+    prepare: Callable[[Any], bool]  # checks all input of the options, before processes start; True: that was all
     start: Callable[[Any], tuple[Any, Any]]  # options -> constants of the run, first or loaded state
     take: Callable[[Any, Any], tuple[Any, Any]]  # run, state -> next state, figures of the step with ``step``, ``loss``
     measure: Callable[..., Any]  # run, state, function that prints a line -> results
@@ -143,8 +143,8 @@ def command(program: Program, args: list[str] | None) -> int:
             raise ValueError("under torchrun ranks cannot choose a folder each; give --out")
         if options.resume is not None:
             _check_resumed(options.resume, options)
-        if not under_torchrun:
-            program.prepare(options)
+        if not under_torchrun and program.prepare(options):
+            return 0
         if options.resume is None and os.environ.get("RANK", "0") == "0":
             options = replace(options, out=free_folder(options.out, f"runs/{program.name}"))
         ranks = math.prod(axes.values())

@@ -32,7 +32,7 @@ from fquant.compile.cost import of as cost_of
 from models import decoder
 from models.config import Config
 
-from . import data
+from ..data import dataset as data
 
 Checkpoint = Literal["full", "selective", "none"]
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fquant.tree import at, expect
 
-from ..common.data import IGNORED, Rows
+from ..data.dataset import IGNORED, Rows
 
 KEYS = {"question", "choices", "answer"}
 
@@ -78,20 +78,22 @@ def _question(line: str) -> Question:
     return Question(question, choices, answer)
 
 
-def task(questions: Sequence[Question], tokenizer: Tokenizer, bos: int | None, longest: int) -> Task:
-    """Return the rows of all choices, padded to one length; raise ValueError for one of over ``longest`` tokens."""
+def task(questions: Sequence[Question], tokenizer: Tokenizer, begin: Sequence[int], longest: int) -> Task:
+    """Return the rows of all choices, padded to one length; ``begin`` are the tokens that begin a text.
+
+    Raises ValueError for a choice that makes more than ``longest`` tokens.
+    """
     rows: list[tuple[list[int], int]] = []
     sizes: list[int] = []
     for i, one in enumerate(questions):
         context = one.question.rstrip()
-        begin = [] if bos is None else [bos]
         for choice in one.choices:
             ids = tokenizer.encode(f"{context} {choice.strip()}", add_special_tokens=False).ids
             known = len(tokenizer.encode(context, add_special_tokens=False).ids)
             known = min(max(known, 1 - len(begin)), len(ids) - 1)  # a token to predict from, and one to predict
             fault = f"question {i + 1}: {len(begin) + len(ids)} tokens with a choice, wanted at most {longest}"
             expect(len(begin) + len(ids) <= longest + 1, f"{fault}; use --seq, or leave it out")
-            rows.append((begin + ids, len(begin) + known))
+            rows.append(([*begin, *ids], len(begin) + known))
             sizes.append(len(choice.strip().encode()))
     length = max(len(ids) for ids, _ in rows) - 1
     tokens = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")

@@ -28,9 +28,9 @@ from fquant.lora import Adapters
 from models import hf
 from models.config import Config
 
-from ..common import data
 from ..common.command_line import DTYPES, FormatName, check, check_least, command_line, parse_format
 from ..common.progress import bar, draw
+from ..data import dataset, tokenizer
 from ..qlora.options import SHIPPED
 from . import choices
 from .measure import Figures, Variant, measure
@@ -46,8 +46,11 @@ class Options:
     """How base weights are packed; none: as they are in the folder."""
     adapters: tuple[Path, ...] = ()
     """PEFT folders, each measured beside every format."""
-    data: Path | None = None
-    """Text or records to measure the perplexity of; default: the standard library's source, unless --choices."""
+    data: str | None = None
+    """Text or records to measure the perplexity of (of answers, where records have them); default: the standard
+    library's source, unless --choices."""
+    chat_template: str | None = None
+    """Jinja template of chats in place of the tokenizer's: a file, chatml or zephyr."""
     choices: Path | None = None
     """JSONL file of questions: {"question": ..., "choices": [...], "answer": number or letter}."""
     rows: int | None = 64
@@ -102,16 +105,16 @@ def evaluate(options: Options, console: Console) -> list[Figures]:
     for fmt in formats.values():
         check(cfg, fmt, options.seq, options.model)
     adapters: dict[str, Adapters] = {"": {}} | {str(at): opened(at, cfg) for at in options.adapters}
-    tokenizer, (eos, bos) = data.tokenizer(options.model), data.special(options.model)
+    its = tokenizer.text(options.model, options.chat_template)
     questions = choices.read(options.choices) if options.choices else None
-    task = choices.task(questions, tokenizer, bos, options.seq) if questions else None
+    task = choices.task(questions, its.tokenizer(), its.begin, options.seq) if questions else None
     text = None
     if options.data is not None or task is None:
-        corpus = data.encode(data.documents(options.data, tokenizer, 1_500_000), tokenizer, eos, bos)
-        text = data.pack(corpus, options.seq)
-        if options.rows is not None and options.rows < len(text.tokens):
-            text = data.split(text, options.rows)[1]
-    variants = [Variant(fmt, name, at, its) for name, fmt in formats.items() for at, its in adapters.items()]
+        note = lambda line: print(line, file=sys.stderr)
+        stored = dataset.prepare(options.data, options.model, options.seq, template=options.chat_template, note=note)
+        is_part = options.rows is not None and options.rows < len(stored.rows)
+        text = dataset.split(stored, options.rows or 1)[1] if is_part else dataset.read(stored)
+    variants = [Variant(fmt, name, at, found) for name, fmt in formats.items() for at, found in adapters.items()]
     batches = sum(-(-len(rows.tokens) // options.batch) for rows in (text, task and task.rows) if rows is not None)
     with bar(console, console.is_terminal and not options.json) as progress:
         shown = progress.add_task("", total=batches * len(variants))

@@ -18,7 +18,7 @@ from models import decoder
 from models.config import Config
 
 from ..common.command_line import quantised
-from ..common.data import Rows
+from ..data.dataset import Rows
 from . import choices
 
 

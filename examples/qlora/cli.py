@@ -10,9 +10,12 @@ training is in examples/qlora/train.py.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
@@ -21,8 +24,13 @@ from fquant.io import peft
 from models import hf
 
 from ..common import runs
-from ..common.progress import METRICS, draw, metrics
+from ..common.progress import METRICS, bar, draw, metrics
 from ..common.training_step import State
+from ..data import dataset as data
+from ..data import show as show_rows
+from ..data import tokenizer as data_tokenizer
+from ..data.options import Note
+from ..data.store import Progress
 from . import train
 from .measure import Result, measure, validate
 from .options import Options
@@ -31,10 +39,36 @@ from .train import Run, Step
 ADAPTER = "adapter"
 
 
-def prepare(options: Options) -> None:
-    """Check all input."""
-    Console().print(f"[dim]reading {options.model} and the text[/]", highlight=False, soft_wrap=True)
-    train.prepare(options)
+def prepare(options: Options) -> bool:
+    """Check all input, and show what was asked for; return True if that was all."""
+    with read(options) as (note, progress):
+        work = train.prepare(options, note, progress)
+    return shown(options, work)
+
+
+@contextmanager
+def read(options: Options) -> Iterator[tuple[Note, Progress]]:
+    """Open a bar of progress over the data, and return what takes notes and progress; notes go to stderr."""
+    console = Console(stderr=True)
+    console.print(f"[dim]reading {options.model} and the data[/]", highlight=False, soft_wrap=True)
+    with bar(console, console.is_terminal) as progress:
+        task = progress.add_task("tokenising", total=None, visible=False)
+        update = lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True), update
+
+
+def shown(options: Options, work: train.Work) -> bool:
+    """Print the rows that ``--show-data`` asks for; return True if nothing is to be trained."""
+    if not options.show_data:
+        return False
+    rows = data.take(work.train, torch.arange(min(options.show_data, len(work.train.rows))))
+    tokenizer = data_tokenizer.read(options.model)
+    if options.json:
+        for line in show_rows.lines(rows, tokenizer, options.show_data):
+            print(line)
+        return True
+    Console().print(show_rows.text(rows, tokenizer, options.show_data))
+    return False
 
 
 def title(run: Run) -> str:

@@ -15,8 +15,9 @@ from fquant import lazy, lora, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
 
-from ..common import data, training_step
+from ..common import training_step
 from ..common.training_step import State
+from ..data import dataset as data
 from .train import Run, micro_batches
 
 

@@ -19,6 +19,7 @@ from ..common import runs
 from ..common.command_line import FormatName, parse_format
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint
+from ..data.options import DataOptions
 from .adapters import AdapterOptions
 
 SHIPPED = Path(__file__).parent.parent / "model"
@@ -29,7 +30,7 @@ RATE, RATE_LARGE = 2e-4, 1e-4
 
 
 @dataclass(frozen=True)
-class Options(AdapterOptions, runs.Options):
+class Options(AdapterOptions, DataOptions, runs.Options):
     """Fine-tune LoRA adapters beside a quantised decoder, on one process or sharded over several.
 
     Without arguments it quantises the small Llama shipped here to NF4 with double quantisation and shards it over two
@@ -43,8 +44,6 @@ class Options(AdapterOptions, runs.Options):
 
     model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
-    data: Path | None = None
-    """Text, or JSONL of text, alpaca or chat records (answers are learnt); default: the standard library's source."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: as they are in the folder, dense or quantised. aq_2x8 and aq_3x8 learn 16 and
     24 KiB of vectors a weight, slowly."""
@@ -61,8 +60,6 @@ class Options(AdapterOptions, runs.Options):
     """Steps of the optimiser; with --resume, more of them extend the run."""
     epochs: float | None = None
     """Passes over the data, in place of --steps; default: 3, and 60 steps for the model that is shipped."""
-    seq: int = 256
-    """Tokens in a row."""
     batch: int = 8
     """Rows in a micro-batch, over all processes."""
     accumulate: int = 1
@@ -81,8 +78,6 @@ class Options(AdapterOptions, runs.Options):
     """Largest norm of a gradient."""
     seed: int = 0
     """Of initial values, the order of the data, and dropout."""
-    holdout: int = 32
-    """Rows kept out of training, to validate and to measure perplexity on."""
     validate_every: int | None = None
     """Steps between validations; the adapter of the lowest loss is kept in RUN/best."""
     patience: int | None = None
@@ -94,8 +89,6 @@ class Options(AdapterOptions, runs.Options):
     compare_dense: bool | None = None
     """Measure the perplexity of the base before it was packed too, which takes its memory; default: no, and yes for
     the model that is shipped."""
-    characters: int = 1_500_000
-    """How much of the standard library's source to use, when no data is given."""
     out: Path | None = None
     """Folder to write to, not holding a run yet; default: the first free of runs/qlora, runs/qlora-2, ..."""
     save_every: int = 20
@@ -107,6 +100,7 @@ class Options(AdapterOptions, runs.Options):
         """Raise ValueError for values out of range, before anything is started or read."""
         super().check()
         self.check_adapters()
+        self.check_data()
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; leave one out")
         if self.steps is not None:

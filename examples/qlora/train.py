@@ -23,9 +23,12 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import checkpoints, data, launch, pricing, training_step
+from ..common import checkpoints, launch, pricing, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
+from ..data import dataset as data
+from ..data.options import Note
+from ..data.store import Progress
 from . import adapters
 from .options import Options
 
@@ -42,7 +45,7 @@ class Work:
     dense: Any  # the base as it is in the files, Lazy; quantised folders have packed weights
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
     adapters: lora.Adapters
-    train: data.Rows
+    train: data.Stored
     held: data.Rows
 
 
@@ -74,19 +77,19 @@ class Step:
     validation: float | None = None  # nats a token of held-out rows, after the step
 
 
-def prepare(options: Options) -> Work:
-    """Open and check everything that ``options`` name, and write nothing; a ValueError names the fault."""
+def prepare(options: Options, note: Note | None = None, progress: Progress | None = None) -> Work:
+    """Open and check everything that ``options`` name, and tokenise the data; a ValueError names the fault.
+
+    ``note`` is called with each line that a person should know about the data.
+    """
     cfg, dense = hf.lazy(options.model)
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
     begun = adapters.start(options, cfg, packed, options.seed)
-    tokenizer = data.tokenizer(options.model)
-    documents = data.documents(options.data, tokenizer, options.characters)
-    rows = data.pack(data.encode(documents, tokenizer, *data.special(options.model)), options.seq)
-    train, held = data.split(rows, options.holdout)
+    train, held = options.rows(options.model, note, progress)
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
-    options = options.resolved(len(train.tokens), parameters)
+    options = options.resolved(len(train.rows), parameters)
     return Work(options, cfg, parameters, dense, packed, begun, train, held)
 
 
@@ -129,25 +132,20 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     ]
 
 
-def prepare_many(many: Sequence[Options]) -> list[Work]:
+def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Progress | None = None) -> list[Work]:
     """Return the input of runs over one base; data that several name are read once."""
     works: list[Work] = []
     for options in many:
         if works:  # as many steps as the first takes
             options = dataclasses.replace(options, steps=works[0].options.steps, epochs=None)
-        same = next((w for w in works if sources(w.options) == sources(options)), None)
+        same = next((w for w in works if w.options.sources() == options.sources()), None)
         if same is None:
-            works.append(prepare(options))
+            works.append(prepare(options, note, progress))
             continue
         begun = adapters.start(options, same.cfg, same.packed, options.seed)
-        resolved = options.resolved(len(same.train.tokens), same.parameters)
+        resolved = options.resolved(len(same.train.rows), same.parameters)
         works.append(dataclasses.replace(same, options=resolved, adapters=begun))
     return works
-
-
-def sources(options: Options) -> tuple[Any, ...]:
-    """Return the options that decide which rows are trained on and held out."""
-    return options.data, options.seq, options.holdout, options.characters
 
 
 def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) -> Checkpoint:

@@ -20,8 +20,9 @@ from rich.table import Column, Table
 from ..common import runs
 from ..common.progress import METRICS, draw, metrics
 from ..qlora import cli as qlora
+from ..qlora.train import prepare_many
 from . import train
-from .options import Options, named
+from .options import Options, of
 from .train import Result, Run, Step, Training
 
 BEST = "#c1592b"  # the colour of the best experiment
@@ -78,14 +79,14 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     figure = Figure(figsize=(11, 4.5), dpi=120)
     left, right = figure.subplots(1, 2)
     colour = lambda i, count: colormaps["viridis"](0.85 * i / max(1, count - 1))
-    ticks = list(dict.fromkeys(named(getattr(one, first)) for one in experiments))
+    ticks = list(dict.fromkeys(of(one, first) for one in experiments))
     lines: dict[str, list[tuple[int, float]]] = {}
     for one, result in zip(experiments, results, strict=True):
-        key = ", ".join(f"{name} {named(getattr(one, name))}" for name in others)
-        lines.setdefault(key, []).append((ticks.index(named(getattr(one, first))), result.loss))
+        key = ", ".join(f"{name} {of(one, name)}" for name in others)
+        lines.setdefault(key, []).append((ticks.index(of(one, first)), result.loss))
     for i, (key, points) in enumerate(lines.items()):
         left.plot(*zip(*points, strict=True), marker="o", color=colour(i, len(lines)), label=key or None)
-    at = ticks.index(named(getattr(experiments[best], first)))
+    at = ticks.index(of(experiments[best], first))
     left.plot([at], [results[best].loss], "o", markersize=13, markerfacecolor="none", markeredgecolor=BEST)
     left.set_xticks(range(len(ticks)), ticks)
     left.set(xlabel=first, ylabel="held-out loss, nats a token")
@@ -103,10 +104,11 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     return draw(figure, folder / "sweep.png")
 
 
-def prepare(options: Options) -> None:
-    """Check all input."""
-    Console().print(f"[dim]reading {options.model} and the text[/]", highlight=False, soft_wrap=True)
-    train.prepare(options)
+def prepare(options: Options) -> bool:
+    """Check all input, and show rows of the first experiment if asked for; return True if that was all."""
+    with qlora.read(options) as (note, progress):
+        first, *_ = prepare_many(options.experiments(), note, progress)
+    return qlora.shown(options, first)
 
 
 PROGRAM = runs.Program(

@@ -33,6 +33,8 @@ class Options(qlora.Options):
         super().check()
         for one in self.experiments():
             one.check()
+        names = self.names()
+        expect(len(set(names)) == len(names), "--vary: two values have one name; leave one out, or rename the file")
 
     def values(self) -> dict[str, list[Any]]:
         """Return the values of each option that varies; raise ValueError for what cannot be read."""
@@ -48,22 +50,19 @@ class Options(qlora.Options):
 
     def names(self) -> list[str]:
         """Return the name of each experiment: its values of what varies."""
-        values = self.values()
-        combinations = itertools.product(*values.values())
-        return [",".join(f"{k}={named(x)}" for k, x in zip(values, row, strict=True)) for row in combinations]
+        return [",".join(f"{option}={of(one, option)}" for option in self.values()) for one in self.experiments()]
 
     def experiments(self) -> list[qlora.Options]:
         """Return the options of each experiment alone."""
         values, own = self.values(), {field.name: getattr(self, field.name) for field in fields(qlora.Options)}
-        rows = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-        names = self.names()
-        expect(len(set(names)) == len(names), "--vary: two values have one name; leave one out, or rename the file")
-        return [replace(qlora.Options(**own), **row) for row in rows]
+        rows = itertools.product(*values.values())
+        return [replace(qlora.Options(**own), **dict(zip(values, row, strict=True))) for row in rows]
 
 
-def named(x: Any) -> str:
-    """Return the name of a value: of a path the name of its file without the ending."""
-    return x.stem if isinstance(x, Path) else f"{x:g}" if isinstance(x, float) else str(x)
+def of(one: qlora.Options, option: str) -> str:
+    """Return the value of an option as text: of data the name of the file without its ending."""
+    x = getattr(one, option)
+    return Path(x).stem if option == "data" and x is not None else f"{x:g}" if isinstance(x, float) else str(x)
 
 
 def _parsed(text: str, part: str, kind: Any) -> Any:
@@ -75,5 +74,7 @@ def _parsed(text: str, part: str, kind: Any) -> Any:
                 return one(part)
             except ValueError:
                 raise ValueError(f"--vary {text}: cannot read {part!r}; wanted a number") from None
+    if str in choices:
+        return part
     expect(part in choices, f"--vary {text}: got {part!r}; wanted one of {', '.join(map(str, choices))}")
     return part

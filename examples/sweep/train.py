@@ -102,11 +102,6 @@ def gradients(many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any,
     return [tree.map(lambda t, n=n: t[n], found) for n in range(len(many))]
 
 
-def prepare(options: Options) -> None:
-    """Check all input."""
-    train.prepare_many(options.experiments())
-
-
 def start(options: Options) -> tuple[Run, Training]:
     """Start every experiment over one base, and find the groups that keep the bits of each alone."""
     begun = train.start_many(options.experiments())
@@ -168,8 +163,8 @@ def measure(run: Run, training: Training, say: Callable[[str], None]) -> list[Re
     losses = validate(run, training)["validations"]
     bases: dict[Any, float] = {}
     for one in run.runs:
-        key = train.sources(one.options)
+        key = one.options.sources()
         if key not in bases:
             bases[key] = measurement.mean_loss(one, one.local, {})
     named = zip(run.options.names(), run.runs, losses, strict=True)
-    return [Result(name, x, bases[train.sources(one.options)]) for name, one, x in named]
+    return [Result(name, x, bases[one.options.sources()]) for name, one, x in named]

@@ -109,7 +109,13 @@ def codebook(folder: Path, counts: Tensor) -> Path:
     return draw(figure, folder / "codebook.png")
 
 
-PROGRAM = runs.Program("vqvae", Options(), train.prepare, train.start, train.take, train.measure, title, summary, show)
+def prepare(options: Options) -> bool:
+    """Check all input; return False, because training follows."""
+    train.prepare(options)
+    return False
+
+
+PROGRAM = runs.Program("vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shard
-from examples.common import data, training_step
+from examples.common import training_step
 from examples.common.command_line import pattern
 from examples.common.training_step import Checkpoint, Setup
+from examples.data import dataset as data
 from fquant import NF4_DQ, cost, jit, lora, optim, quantize, tree
 from models import decoder
 from models.attention import attention

@@ -15,3 +15,11 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(400)))
     return path
+
+
+@pytest.fixture(autouse=True, scope="package")
+def stores(tmp_path_factory):
+    """Put stores of tokens into a temporary folder; child processes inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import shard
 from examples import plan
-from examples.common import command_line, data, pricing, training_step
+from examples.common import command_line, pricing, training_step
 from examples.common.command_line import axes_in
 from examples.common.pricing import Job, Price, price
+from examples.data import dataset as data
 from examples.plan import DEVICES, bound
 from examples.qlora import measure, train
 from examples.qlora.options import Options

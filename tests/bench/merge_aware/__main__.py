@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.func import grad_and_value
 
-from examples.common import data
+from examples.data import dataset as data
 from fquant import jit, lora, optim, quantize, tree
 from fquant.format import parse
 from models import decoder, hf
@@ -52,10 +52,8 @@ def main(options: Options) -> None:
     """Train at every rate twice, merge, and print the table."""
     cfg, params = hf.load(MODEL)
     base = tree.map_at(WEIGHTS, partial(quantize, format=parse(options.format)), params)
-    tokenizer = data.tokenizer(MODEL)
-    eos, bos = data.special(MODEL)
-    corpus = data.encode(data.documents(None, tokenizer, options.characters), tokenizer, eos, bos)
-    train, held = data.split(data.pack(corpus, options.seq), 32)
+    stored = data.prepare(None, MODEL, options.seq, characters=options.characters)
+    train, held = data.split(stored, 32)
 
     def loss(adapters: Any, base: Any, rows: data.Rows, aware: bool = False) -> torch.Tensor:
         params = lora.attach(base, adapters, merge_aware=aware)
@@ -81,7 +79,7 @@ def main(options: Options) -> None:
 
 
 def trained(
-    options: Options, rate: float, loss: Any, base: Any, train: data.Rows, adapters: lora.Adapters
+    options: Options, rate: float, loss: Any, base: Any, train: data.Stored, adapters: lora.Adapters
 ) -> tuple[lora.Adapters, float]:
     """Return ``adapters`` after training at a rate, and the median seconds of a step."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.cosine(rate, options.steps, 6)))

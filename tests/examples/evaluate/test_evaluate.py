@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.common import data
+from examples.data import dataset as data
+from examples.data import tokenizer as tokenizers
 from examples.evaluate import choices, cli
 from examples.evaluate.measure import losses
 from fquant import dequantize, lora, quantize, random, tree
@@ -76,8 +77,7 @@ def test_perplexity(model, adapter, text, variants, capsys, tmp_path):
     assert [(x["format"], bool(x["adapter"])) for x in found] == [
         ("none", False), ("none", True), ("nf4", False), ("nf4", True),
     ]  # fmt: skip
-    tokenizer, (eos, bos) = data.tokenizer(model), data.special(model)
-    rows = data.split(data.pack(data.encode(data.documents(text, tokenizer, 1), tokenizer, eos, bos), 32), 5)[1]
+    rows = data.split(data.prepare(text, model, 32), 5)[1]
     assert rows.segments is not None and not rows.segments.any()  # one document
     for one, theirs in zip(found, variants, strict=True):
         nats, count = 0.0, 0
@@ -96,14 +96,14 @@ def test_accuracy(model, adapter, questions, variants, capsys):
     """Scores of choices are sums of log-probabilities of the tokens behind the question's."""
     flags = ["--model", model, "--choices", questions, "--formats", "none", "nf4", "--adapters", adapter, "--json"]
     found = run(capsys, *flags, "--seq", 64, "--batch", 3, "--dtype", "f32")
-    tokenizer = data.tokenizer(model)
+    its = tokenizers.text(model)
+    tokenizer = its.tokenizer()
     ids = lambda x: tokenizer.encode(x, add_special_tokens=False).ids
-    _, bos = data.special(model)
     for one, theirs in zip(found, variants, strict=True):
         right = [0, 0]
         for question in QUESTIONS:
             context = question["question"].rstrip()
-            begin = [] if bos is None else [bos]
+            begin = list(its.begin)
             scores = []
             for choice in question["choices"]:
                 whole, known = ids(f"{context} {choice}"), len(ids(context))
@@ -120,9 +120,8 @@ def test_accuracy(model, adapter, questions, variants, capsys):
 
 def test_scores_row_by_row(model, questions):
     """Padding and the other rows of a batch change no score."""
-    tokenizer = data.tokenizer(model)
     cfg, params = hf.load(model, torch.float32)
-    task = choices.task(choices.read(questions), tokenizer, None, 64)
+    task = choices.task(choices.read(questions), tokenizers.read(model), (), 64)
     together, alone = (losses(cfg, params, {}, task.rows, n, torch.float32, lambda: None) for n in (10, 1))
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-6)
     assert task.counts == [3, 2, 3, 2] and task.answers == [0, 1, 2, 0]
