@@ -48,8 +48,8 @@ def prepare(options: Options) -> bool:
 
 @contextmanager
 def read(options: Options) -> Iterator[tuple[Note, Progress]]:
-    """Open a bar of progress over the data, and return what takes notes and progress; notes go to stderr."""
-    console = Console(stderr=True)
+    """Open a bar of progress over the data, and give what takes notes and progress; rows as JSON have stdout alone."""
+    console = Console(stderr=options.json)
     console.print(f"[dim]reading {options.model} and the data[/]", highlight=False, soft_wrap=True)
     with bar(console, console.is_terminal) as progress:
         task = progress.add_task("tokenising", total=None, visible=False)
