@@ -33,10 +33,12 @@ from models import decoder
 from models.config import Config
 
 from ..data import dataset as data
+from . import objectives
+from .objectives import Objective
 
 Checkpoint = Literal["full", "selective", "none"]
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
-Micro = tuple[data.Rows, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
+Micro = tuple[Any, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Setup:
     checkpoint: Checkpoint = "full"
     dtype: torch.dtype = torch.bfloat16
     rules: shard.Rules = shard.Rules()
+    objective: Objective = Objective()
+    merge_aware: bool = False  # compute with the packed weights that the adapters will be merged into
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
@@ -82,11 +86,17 @@ class Measured:
     lr: Tensor
 
 
-def loss(adapters: Any, base: Any, batch: data.Rows, count: Tensor, keys: Tensor | None, setup: Setup) -> Tensor:
-    """Return the summed loss of ``batch`` over ``count`` i64[], the targets of the global batch: f32[]."""
-    params = lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
-    rows, options = (batch.tokens, batch.targets), (batch.segments, setup.dtype, count)
-    return decoder.loss(params, *rows, setup.cfg, setup.comm(), *options)
+def attached(adapters: Any, base: Any, keys: Tensor | None, setup: Setup) -> Any:
+    """Return the base with its adapters; a merge-aware sum is in float32, as in the file that is written."""
+    if setup.merge_aware:
+        return lora.attach(base, adapters, keys, merge_aware=True)
+    return lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
+
+
+def loss(adapters: Any, base: Any, batch: Any, count: Tensor, keys: Tensor | None, setup: Setup) -> Tensor:
+    """Return the summed loss of ``batch`` over ``count``, that of the global batch (see ``objectives``): f32[]."""
+    params, psum = attached(adapters, base, keys, setup), lambda t: shard.psum(t, setup.mesh, setup.rules.batch)
+    return objectives.loss(setup.objective, params, base, batch, count, setup.cfg, setup.comm(), setup.dtype, psum)
 
 
 def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup) -> tuple[State, Measured]:
@@ -111,10 +121,21 @@ def update(state: State, total: Any, setup: Setup) -> tuple[State, Measured]:
     return State(adapters, moments, state.done + 1), measured
 
 
+def judge(adapters: Any, base: Any, batch: Any, count: Tensor, setup: Setup) -> Tensor:
+    """Return this rank's part of the loss of preferences over ``count``, and of what is judged right: f64[2]."""
+    with torch.no_grad():
+        params, options = attached(adapters, base, None, setup), (setup.cfg, setup.comm(), setup.dtype)
+        value = loss(adapters, base, batch, count, None, setup)
+        right = objectives.num_right(setup.objective, params, base, batch, *options)
+    return torch.stack([value.double(), right])
+
+
 def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup) -> Tensor:
     """Return the summed loss of this rank's rows in nats, and the number of their targets: f64[2]."""
+    rows = batch.tokens, batch.targets
     with torch.no_grad():
-        nats = loss(adapters, base, batch, torch.ones((), device=batch.tokens.device), None, setup)
+        params, one = attached(adapters, base, None, setup), torch.ones((), device=batch.tokens.device)
+        nats = decoder.loss(params, *rows, setup.cfg, setup.comm(), batch.segments, setup.dtype, one)
     return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
 
 

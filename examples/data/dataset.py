@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,9 +152,10 @@ def take_preferences(stored: Stored, index: Tensor) -> Preferences:
     return Preferences(_stacked(chosen), _stacked(rejected))
 
 
-def read(stored: Stored) -> Rows:
-    """Read all rows, for a set that is small, such as one for evaluation."""
-    return take(stored, torch.arange(len(stored.rows), device="cpu"))
+def read(stored: Stored) -> Rows | Preferences:
+    """Read all rows or preferences, for a set that is small, such as one for evaluation."""
+    every = torch.arange(len(stored.rows), device="cpu")
+    return take(stored, every) if stored.kind == "documents" else take_preferences(stored, every)
 
 
 def _place(stored: Stored, number: int) -> tuple[Path, int]:
@@ -194,9 +196,9 @@ def _stacked(rows: list[tuple[np.ndarray, ...]]) -> Rows:
 
 
 def split(stored: Stored, holdout: int) -> tuple[Stored, Rows]:
-    """Return ``(train, held)``, the parts of ``divide``, of which the second is read."""
+    """Return ``(train, held)``, the parts of ``divide``, of which the second is read; ValueError for preferences."""
     train, held = divide(stored, holdout)
-    return train, read(held)
+    return train, take(held, torch.arange(len(held.rows), device="cpu"))
 
 
 def divide(stored: Stored, holdout: int) -> tuple[Stored, Stored]:
@@ -207,7 +209,7 @@ def divide(stored: Stored, holdout: int) -> tuple[Stored, Stored]:
     each = stored.rows.unique()
     num_rows = len(each)
     if not 0 < holdout < num_rows:
-        wanted = "wanted at least 1 and some left to train on; use a smaller --seq or more data"
+        wanted = "wanted at least 1 and some left to train on; use a smaller --holdout or --seq, or more data"
         raise ValueError(f"holdout: got {holdout} of {num_rows} rows, {wanted}")
     held = each[(2 * torch.arange(holdout, device="cpu") + 1) * num_rows // (2 * holdout)]
     rest = stored.rows[~torch.isin(stored.rows, held)]
@@ -215,13 +217,14 @@ def divide(stored: Stored, holdout: int) -> tuple[Stored, Stored]:
     return keep(rest), keep(held)
 
 
-def batch(rows: Rows | Stored, step: int, global_batch: int, seed: int) -> Rows:
-    """Return the ``global_batch`` rows of a step, the same for every run and world size.
+def batch(rows: Rows | Stored, step: int, global_batch: int, seed: int) -> Any:
+    """Return the ``global_batch`` Rows or Preferences of a step, the same for every run and world size.
 
     Every epoch visits all rows once; a batch may hold the end of one epoch and the start of the next.
     """
     if isinstance(rows, Stored):
-        return take(rows, places(len(rows.rows), step, global_batch, seed))
+        index = places(len(rows.rows), step, global_batch, seed)
+        return take(rows, index) if rows.kind == "documents" else take_preferences(rows, index)
     index = places(len(rows.tokens), step, global_batch, seed)
     return tree.map(lambda t: t[index], rows)
 

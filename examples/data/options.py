@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from . import dataset
-from .dataset import Rows, Stored
+from .dataset import Preferences, Rows, Stored
 from .store import Progress
 
+HOLDOUT = 32  # rows
 Note: TypeAlias = Callable[[str], None]  # is called with what a person should know about the data
+
+NAMED = {  # kinds of data
+    "documents": "texts, instructions or chats", "pairs": "pairs of chosen and rejected answers",
+    "labelled": "answers with a label",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class DataOptions:
     """Make control tokens of special tokens in texts, for texts that are formatted already."""
     seq: int = 256
     """Tokens in a row."""
-    holdout: int = 32
-    """Rows kept out of training, to validate and to measure perplexity on."""
+    holdout: int | None = None
+    """Rows kept out of training, to validate and to measure perplexity on; default: 32, or a tenth of fewer rows."""
     characters: int = 1_500_000
     """How much of the standard library's source to use, when no data is given."""
     show_data: int = 0
@@ -43,14 +49,24 @@ class DataOptions:
         if self.json and not self.show_data:
             raise ValueError("--json without --show-data, which it prints; give both")
 
-    def rows(self, folder: Path, note: Note | None, progress: Progress | None) -> tuple[Stored, Rows]:
-        """Tokenise the data by the tokenizer in ``folder``; return the rows to train on and those held out."""
+    def rows(
+        self, folder: Path, note: Note | None, progress: Progress | None, kind: str = "documents"
+    ) -> tuple[Stored, Rows | Preferences]:
+        """Tokenise the data by the tokenizer in ``folder``; return the rows to train on and those held out.
+
+        Raises ValueError for data of another kind than ``kind``, which is documents, pairs or labelled.
+        """
         more: dict[str, Any] = {"template": self.chat_template, "parse_special": self.parse_special}
         more |= {"note": note, "progress": progress}
-        stored = dataset.prepare(self.data, folder, self.seq, characters=self.characters, **more)
-        if self.eval_data is None:
-            return dataset.split(stored, self.holdout)
-        return stored, dataset.read(dataset.prepare(self.eval_data, folder, self.seq, **more))
+        train = dataset.prepare(self.data, folder, self.seq, characters=self.characters, **more)
+        held = None if self.eval_data is None else dataset.prepare(self.eval_data, folder, self.seq, **more)
+        for stored, option in ((train, "--data"), (held, "--eval-data")):
+            if stored is not None and stored.kind != kind:
+                raise ValueError(f"{option}: got {NAMED[stored.kind]}, wanted {NAMED[kind]} for this --objective")
+        if held is None:
+            few = max(1, len(train.rows.unique()) // 10)
+            train, held = dataset.divide(train, min(HOLDOUT, few) if self.holdout is None else self.holdout)
+        return train, dataset.read(held)
 
     def sources(self) -> tuple[Any, ...]:
         """Return the options that decide which rows are trained on and held out."""

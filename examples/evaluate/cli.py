@@ -113,7 +113,8 @@ def evaluate(options: Options, console: Console) -> list[Figures]:
         note = lambda line: print(line, file=sys.stderr)
         stored = dataset.prepare(options.data, options.model, options.seq, template=options.chat_template, note=note)
         is_part = options.rows is not None and options.rows < len(stored.rows)
-        text = dataset.split(stored, options.rows or 1)[1] if is_part else dataset.read(stored)
+        stored = dataset.divide(stored, options.rows or 1)[1] if is_part else stored
+        text = dataset.take(stored, torch.arange(len(stored.rows)))
     variants = [Variant(fmt, name, at, found) for name, fmt in formats.items() for at, found in adapters.items()]
     batches = sum(-(-len(rows.tokens) // options.batch) for rows in (text, task and task.rows) if rows is not None)
     with bar(console, console.is_terminal and not options.json) as progress:

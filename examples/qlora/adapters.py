@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 import tyro
 
-from fquant import lora, tree
+from fquant import lora, random, tree
 from fquant.io import peft
 from fquant.lazy import Lazy
 from fquant.packed_linear import square_norms
@@ -130,8 +130,25 @@ def start(options: AdapterOptions, cfg: Config, packed: Any, seed: int) -> lora.
     return adapters
 
 
-def with_norms(options: AdapterOptions, adapters: lora.Adapters, packed: Any) -> lora.Adapters:
-    """Return the adapters with DoRA's norms, of the rows of their weights in the lazy base ``packed``, if it is on."""
+def merged(packed: Any, adapters: lora.Adapters) -> Any:
+    """Return the lazy base ``packed`` with each adapter merged into its weight, in its format, when that is read."""
+
+    def leaf(path: str, w: Any) -> Any:
+        if path not in adapters:
+            return w
+        return Lazy(lambda: lora.merge_packed({"w": w.read()}, {"w": adapters[path]})[0]["w"], w.like, w.stamp)
+
+    return tree.map_with_path(leaf, packed, is_leaf=lambda x: isinstance(x, Lazy))
+
+
+def beside(options: Any, adapters: lora.Adapters, packed: Any) -> lora.Adapters:
+    """Return the adapters with what depends on the weights of the lazy base ``packed``: DoRA's norms, and dither."""
+    if options.merge_aware and options.adapter is None:
+        key = random.key(options.seed)
+        for path, one in adapters.items():
+            w = tree.get(packed, path)
+            w = w.read() if isinstance(w, Lazy) else w
+            adapters |= lora.dither({path: w}, {path: one}, key, options.dither)
     if not options.dora:
         return adapters
 

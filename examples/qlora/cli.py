@@ -22,8 +22,10 @@ from rich.table import Column, Table
 
 from fquant.io import peft
 from models import hf
+from models.export.folder import copy_companions
 
 from ..common import runs
+from ..common.model_folders import companions
 from ..common.progress import METRICS, bar, draw, metrics
 from ..common.training_step import State
 from ..data import dataset as data
@@ -32,11 +34,12 @@ from ..data import tokenizer as data_tokenizer
 from ..data.options import Note
 from ..data.store import Progress
 from . import train
-from .measure import Result, measure, validate
+from .adapters import merged
+from .measure import Judgement, Result, measure, validate
 from .options import Options
 from .train import Run, Step
 
-ADAPTER = "adapter"
+ADAPTER, MERGED = "adapter", "merged"
 
 
 def prepare(options: Options) -> bool:
@@ -90,12 +93,25 @@ def publish(run: Run, state: State, folder: Path) -> None:
     peft.save(folder / ADAPTER, state.adapters, names, base_model=str(run.options.model), tied=tied)
 
 
-def show(run: Run, state: State, result: Result) -> None:
+def show(run: Run, state: State, result: Result | Judgement) -> None:
     """Write the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), Console()
     runs.write(folder / runs.RESULT, dataclasses.asdict(result))
-    drawn = curve(folder, result)
-    console.print(table(result, options, dist.get_world_size()))
+    if isinstance(result, Judgement):
+        before, after = f"{result.loss_before:.4f}", f"{result.loss_after:.4f}"
+        subtitle = f"held-out loss {before} before, {after} after; {100 * result.right_after:.1f} % judged right"
+        console.print(f"{options.objective} on {options.model.name}: {subtitle}", highlight=False)
+    else:
+        dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
+        after = f"as trained {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
+        subtitle = f"held-out perplexity: {dense}{after}"
+        console.print(table(result, options, dist.get_world_size()))
+    if options.merge_aware:
+        out, work = folder / MERGED, run.work
+        hf.save_packed(out, work.cfg, merged(work.packed, state.adapters), companions(options.model))
+        copy_companions(options.model, out)
+        console.print(f"merged  {out}", soft_wrap=True)
+    drawn = curve(folder, subtitle)
     console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
 
 
@@ -117,10 +133,15 @@ def table(result: Result, options: Options, ranks: int) -> Table:
     out.add_row("bytes of the base", *sizes)
     out.add_row("bytes a rank sends in a step", *sent)
     out.add_row("held-out perplexity", *perplexities)
+    if result.survives is not None:
+        blank = [""] * (len(names) - 2)
+        out.add_row(
+            "merged, and its share of the gain", *blank, f"{result.perplexity_merged:.2f}", f"{result.survives:.3f}"
+        )
     return out
 
 
-def curve(folder: Path, result: Result) -> Path:
+def curve(folder: Path, subtitle: str) -> Path:
     """Draw the loss of every step in metrics.jsonl, and the validations, to loss.png."""
     from matplotlib.figure import Figure
 
@@ -135,14 +156,8 @@ def curve(folder: Path, result: Result) -> Path:
         axes.plot(*zip(*held, strict=True), color="#c1592b", marker="o", markersize=4, label="held-out loss")
         best = min(held, key=lambda one: one[1])
         axes.annotate(f"best {best[1]:.3f}", best, xytext=(0, -14), textcoords="offset points", ha="center", fontsize=9)
-    axes.set(xlabel="step", ylabel="loss, nats a token")
-    dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
-    axes.set_title(
-        "Low-rank adapters beside a frozen packed base\n"
-        f"held-out perplexity: {dense}as trained {result.perplexity_packed:.1f}, "
-        f"with the adapter {result.perplexity_adapted:.1f}",
-        loc="left", fontsize=10,
-    )  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title(f"Low-rank adapters beside a frozen packed base\n{subtitle}", loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     return draw(figure, folder / "loss.png")

@@ -4,6 +4,7 @@ The held-out rows go through the captured forward pass beside the base that is p
 more memory than a step, except for ``--compare-dense``, which places the base as it was before it was packed.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from fquant import lazy, lora, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
 
-from ..common import training_step
+from ..common import objectives, training_step
 from ..common.training_step import State
 from ..data import dataset as data
+from .adapters import merged as merged_base
 from .train import Run, micro_batches
 
 
@@ -35,24 +37,50 @@ class Result:
     perplexity_bf16: float | None
     perplexity_packed: float
     perplexity_adapted: float
+    perplexity_merged: float | None = None  # of the packed weights that the adapter was merged into
+    survives: float | None = None  # the share of the adapter's gain, in nats, that is left after merging
 
 
-def measure(run: Run, state: State, say: Callable[[str], None]) -> Result:
-    """Return bytes and held-out perplexity of the packed base, of that with the adapter, and of the dense base."""
+@dataclass(frozen=True)
+class Judgement:
+    """The results of a run on preferences: held-out loss before and after, and the share that is judged right."""
+
+    loss_before: float
+    loss_after: float
+    right_after: float
+
+
+def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judgement:
+    """Return bytes and held-out perplexity of the packed base, of that with the adapter, and of the dense base.
+
+    Of preferences, return their losses instead.
+    """
+    if run.options.objective != "sft":
+        say("measuring the preferences that were held out")
+        before, after = judged(run, run.local, {}), judged(run, run.local, state.adapters)
+        return Judgement(before[0], *after)
     say("measuring the base with its adapter")
     adapted = perplexity(run, run.local, state.adapters)
     say("measuring the base")
     packed = perplexity(run, run.local, {})
+    merged = survives = None
+    if run.options.merge_aware:
+        say("measuring the merged weights")
+        setup, dims = run.setup, decoder.dims(run.work.cfg)
+        whole = shard.place(merged_base(run.work.packed, state.adapters), dims, setup.rules, setup.mesh, run.work.cfg)
+        merged = perplexity(run, shard.local(whole), {})
+        survives = (math.log(packed) - math.log(merged)) / (math.log(packed) - math.log(adapted))
+    more = merged, survives
     bytes_bf16, bytes_packed = (tree.nbytes(lazy.like(x)) for x in (run.work.dense, run.work.packed))
     sent = bytes_sent(run, state, run.base)
     if run.work.packed is run.work.dense:
-        return Result(bytes_bf16, bytes_packed, sent, sent, packed, packed, adapted)
+        return Result(bytes_bf16, bytes_packed, sent, sent, packed, packed, adapted, *more)
     if not run.options.compare_dense:
-        return Result(bytes_bf16, bytes_packed, None, sent, None, packed, adapted)
+        return Result(bytes_bf16, bytes_packed, None, sent, None, packed, adapted, *more)
     say("measuring the dense base")
     dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
     plain = perplexity(run, shard.local(dense), {})
-    return Result(bytes_bf16, bytes_packed, bytes_sent(run, state, dense), sent, plain, packed, adapted)
+    return Result(bytes_bf16, bytes_packed, bytes_sent(run, state, dense), sent, plain, packed, adapted, *more)
 
 
 def bytes_sent(run: Run, state: State, placed: Any) -> int:
@@ -70,19 +98,45 @@ def predict(run: Run, state: State, placed: Any) -> Cost:
 
 def perplexity(run: Run, local: Any, adapters: lora.Adapters) -> float:
     """Return exp of the mean loss of all held-out tokens beside the base ``local``."""
-    return float(torch.exp(torch.tensor(mean_loss(run, local, adapters), dtype=torch.float64)))
+    return math.exp(mean_loss(run, local, adapters))
 
 
 def validate(run: Run, state: State) -> dict[str, float]:
-    """Return the mean loss of all held-out tokens in nats."""
+    """Return the mean loss of the held-out rows."""
     return {"validation": mean_loss(run, run.local, state.adapters)}
 
 
 def mean_loss(run: Run, local: Any, adapters: lora.Adapters) -> float:
-    """Return the mean loss in nats of all held-out tokens beside the base ``local``, the same on every rank."""
+    """Return the mean loss of the held-out rows beside the base ``local``, the same on every rank.
+
+    That is nats a token; of preferences the loss of a pair or answer.
+    """
+    if not isinstance(run.work.held, data.Rows):
+        return judged(run, local, adapters)[0]
     total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), run.setup
-    for rows in zip(*(t.split(run.options.batch) for t in tree.leaves(run.work.held)), strict=True):
-        mine = shard.share(data.Rows(*rows), setup.mesh, setup.rules)
-        total += run.evaluate(adapters, local, mine, setup)
+    for rows in in_batches(run):
+        total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup)
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(nats / tokens)
+
+
+def judged(run: Run, local: Any, adapters: lora.Adapters) -> tuple[float, float]:
+    """Return the mean loss of the held-out preferences, and the share that is judged right."""
+    setup, total, num_rows = run.setup, torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    for rows in in_batches(run):
+        rows = objectives.complete(setup.objective, rows)
+        count, n = objectives.counts(setup.objective, rows), len(tree.leaves(rows)[0])
+        part = run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), count, setup)
+        total += shard.psum(part, setup.mesh, setup.rules.batch) * torch.tensor([n, 1], device="cpu")
+        num_rows += n
+    loss, right = (total / num_rows).tolist()
+    return loss, right
+
+
+def in_batches(run: Run) -> list[Any]:
+    """Return the held-out rows in batches; one that is left over joins the last, because kto mismatches rows."""
+    size, held = run.options.batch, run.work.held
+    n = len(tree.leaves(held)[0])
+    starts = [first for first in range(0, n, size) if first == 0 or n - first > 1]
+    ends = [*starts[1:], n]
+    return [tree.map(lambda t, a=a, b=b: t[a:b], held) for a, b in zip(starts, ends, strict=True)]

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from fquant import optim
+from models import preference
 
-from ..common import runs
+from ..common import objectives, runs
 from ..common.command_line import FormatName, parse_format
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint
@@ -39,8 +41,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """
 
     ALONE = 2
-    LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1) | {"weight_decay": 0}
-    POSITIVE = ("alpha", "lr", "clip", "epochs")
+    LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1) | {"weight_decay": 0, "dither": 0}
+    POSITIVE = ("alpha", "lr", "clip", "epochs", "beta")
 
     model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
@@ -64,6 +66,20 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Rows in a micro-batch, over all processes."""
     accumulate: int = 1
     """Micro-batches in a step."""
+    objective: objectives.Name = "sft"
+    """sft learns texts and answers; dpo and orpo learn from pairs (chosen, rejected), kto from answers with a label.
+    The base without adapters is the reference of dpo and kto."""
+    kind: str = "sigmoid"
+    """Of dpo: sigmoid, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down or
+    sigmoid_norm."""
+    beta: float = 0.1
+    """Of dpo and kto: how closely to keep to the reference; of orpo: the weight of the odds."""
+    smoothing: float = 0.0
+    """Of dpo: the share of pairs whose label is wrong."""
+    merge_aware: bool = False
+    """Train with the packed weights that the adapters will be merged into; they are written to RUN/merged."""
+    dither: float = 3.0
+    """Of --merge-aware: the size of a random start of the adapters, in rounding errors of the format."""
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
     """Rule of the updates; sgd has a momentum of 0.9."""
     weight_decay: float = 0.0
@@ -101,11 +117,36 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         super().check()
         self.check_adapters()
         self.check_data()
+        self.check_objective()
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; leave one out")
         if self.steps is not None:
             self.check_warmup(self.steps)
         parse_format(self.format, self.block)
+
+    def check_objective(self) -> None:
+        """Raise ValueError for options of another objective, and for adapters that cannot be merged."""
+        if self.objective != "dpo" and (self.kind, self.smoothing) != ("sigmoid", 0.0):
+            raise ValueError(
+                f"--kind and --smoothing are of --objective dpo, and this is {self.objective}; leave them out"
+            )
+        pair = torch.zeros(2, device="cpu")
+        if self.objective == "dpo":
+            preference.dpo(pair, pair, self.beta, self.smoothing, self.kind, pair)
+        if self.merge_aware and (self.dora or self.dropout):
+            raise ValueError(
+                "--merge-aware with --dora or --dropout, which a merged weight cannot have; leave them out"
+            )
+        if self.merge_aware and self.format in ("none", "aq_2x8", "aq_3x8"):
+            raise ValueError(f"--merge-aware with --format {self.format}; wanted a format with fixed values")
+
+    def minimised(self) -> objectives.Objective:
+        """Return what a step minimises."""
+        return objectives.Objective(self.objective, self.kind, self.beta, self.smoothing)
+
+    def answers(self) -> int:
+        """Return the rows that a row of the batch has: two of a pair, and of kto the mismatched one."""
+        return 1 if self.objective == "sft" else 2
 
     def check_warmup(self, steps: int) -> None:
         """Raise ValueError for a warm-up that is longer than the run."""

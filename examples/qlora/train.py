@@ -23,8 +23,9 @@ from models import decoder, hf
 from models.config import Config
 from shard import agree
 
-from ..common import checkpoints, launch, pricing, training_step
+from ..common import checkpoints, launch, objectives, pricing, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
+from ..common.objectives import KINDS
 from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
 from ..data import dataset as data
 from ..data.options import Note
@@ -46,7 +47,7 @@ class Work:
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
     adapters: lora.Adapters
     train: data.Stored
-    held: data.Rows
+    held: data.Rows | data.Preferences
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Step:
     loss: float  # nats a token, over the global batch
     lr: float
     grad_norm: float
-    tokens: int  # targets in the global batch
-    tokens_per_second: float  # of all tokens that went through the model
+    tokens: int  # targets in the global batch; of preferences, what the loss is divided by
+    tokens_per_second: float  # of the rows of the batch
     memory: int  # bytes resident on this rank
     wire: int  # bytes that one rank sent
     validation: float | None = None  # nats a token of held-out rows, after the step
@@ -87,7 +88,7 @@ def prepare(options: Options, note: Note | None = None, progress: Progress | Non
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
     begun = adapters.start(options, cfg, packed, options.seed)
-    train, held = options.rows(options.model, note, progress)
+    train, held = options.rows(options.model, note, progress, KINDS[options.objective])
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
     options = options.resolved(len(train.rows), parameters)
     return Work(options, cfg, parameters, dense, packed, begun, train, held)
@@ -115,16 +116,19 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     for work in works:
         facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
         agree.same("start", facts)
-    rows = shard.max_local_rows(options.batch, mesh, shard.Rules())
+    rows = shard.max_local_rows(options.batch, mesh, shard.Rules()) * options.answers()
     setups = [
-        Setup(its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode, dtype)
+        Setup(
+            its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode,
+            DTYPES[options.dtype], objective=its.options.minimised(), merge_aware=options.merge_aware,
+        )
         for its in works
-        for dtype in [DTYPES[options.dtype]]
-    ]
+    ]  # fmt: skip
     first, setup = works[0], setups[0]
-    begun = agree.attempt("norms", lambda: [adapters.with_norms(w.options, w.adapters, w.packed) for w in works])
+    begun = agree.attempt("norms", lambda: [adapters.beside(w.options, w.adapters, w.packed) for w in works])
     placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
-    evaluate = jit(training_step.evaluate, passes=setup.capture()["passes"])
+    judged: Any = training_step.evaluate if setup.objective.name == "sft" else training_step.judge
+    evaluate = jit(judged, passes=setup.capture()["passes"])
     step = jit(training_step.train_step, **setup.capture())
     return [
         (Run(work.options, work, its, placed, shard.local(placed), step, evaluate), training_step.initial(a, its.opt))
@@ -157,7 +161,8 @@ def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) ->
     cfg, found = hf.lazy(options.model)
     fmt, names = parse_format(options.format, options.block), adapters.targets_in(options.targets, cfg)
     targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
-    sizes = options.rank, count * -(-options.batch // math.prod(axes.values())), options.seq
+    rows = count * options.answers() * -(-options.batch // math.prod(axes.values()))
+    sizes = options.rank, rows, options.seq
     base = lazy.like(quantised(found, fmt))
     job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate, base=base)
     peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
@@ -166,16 +171,22 @@ def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) ->
 
 
 def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
-    """Return this rank's rows of every micro-batch of ``step``, and the number of targets in the global batch i64[]."""
+    """Return this rank's rows of every micro-batch of ``step``, and the counts of the global batch i64[...]."""
     options, setup = run.options, run.setup
     batch = data.batch(run.work.train, step, options.batch * options.accumulate, options.seed)
-    keys = random.fold(random.fold(random.key(options.seed), step), torch.arange(len(batch.tokens)))  # one a row
+    size = options.batch * options.accumulate
+    keys = random.fold(random.fold(random.key(options.seed), step), torch.arange(size))  # one a row
     micros: list[Micro] = []
-    for first in range(0, len(batch.tokens), options.batch):
-        micro = tree.map(lambda t, i=first: t[i : i + options.batch], (batch, keys))
-        rows, row_keys = shard.share(micro, setup.mesh, setup.rules)
-        micros.append((rows, row_keys if options.dropout else None))
-    return tuple(micros), (batch.targets >= 0).sum()
+    total = None
+    for first in range(0, size, options.batch):
+        rows, row_keys = tree.map(lambda t, i=first: t[i : i + options.batch], (batch, keys))
+        rows = objectives.complete(setup.objective, rows)
+        count = objectives.counts(setup.objective, rows)
+        total = count if total is None else total + count
+        mine, row_keys = shard.share((rows, row_keys), setup.mesh, setup.rules)
+        micros.append((mine, row_keys if options.dropout else None))
+    assert total is not None
+    return tuple(micros), total
 
 
 def take(run: Run, state: State) -> tuple[State, Step]:
@@ -185,4 +196,6 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     state, found = run.step(state, run.local, micros, count, run.setup)
     value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
-    return state, Step(step, value, lr, norm, int(count), through, launch.resident(), training_step.sent(run.step))
+    return state, Step(
+        step, value, lr, norm, int(count.max()), through, launch.resident(), training_step.sent(run.step)
+    )

@@ -168,7 +168,8 @@ def test_preferences(tmp_path, folder):
     assert learnt[learnt != IGNORED].tolist() == wanted[-len(learnt[learnt != IGNORED]) :]
     assert found.labels is None and found.rejected.segments.unique().tolist() == [0, 1]
     with pytest.raises(ValueError, match="the data are preferences .*; wanted chats, instructions or text"):
-        dataset.batch(stored, 0, 2, 0)
+        dataset.take(stored, torch.tensor([0]))
+    assert dataset.batch(stored, 0, 2, 0).rejected is not None
     labelled = [{"prompt": "a", "completion": f"b{i}", "label": i % 3 == 0} for i in range(7)]
     stored = dataset.prepare(written(tmp_path / "b.jsonl", labelled), folder, 12)
     found = dataset.take_preferences(stored, torch.arange(7))
