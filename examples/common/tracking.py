@@ -6,6 +6,7 @@
 A resumed run goes on in the same events.
 """
 
+import importlib
 import math
 import numbers
 import uuid
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Tracker = Literal["tensorboard", "wandb"]
+MODULES: dict[Tracker, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class Tracking(NamedTuple):
@@ -29,10 +31,8 @@ NOTHING = Tracking(lambda step, figures: None, lambda: None)
 def check(name: Tracker | None) -> None:
     """Raise ValueError if the package of a tracker is not installed."""
     try:
-        if name == "tensorboard":
-            import torch.utils.tensorboard  # noqa: F401
-        elif name == "wandb":
-            import wandb  # noqa: F401
+        if name is not None:
+            importlib.import_module(MODULES[name])
     except ImportError as error:
         raise ValueError(f"--track {name}: {error}; install it with pip install 'fquant[track]'") from None
 
@@ -42,17 +42,14 @@ def start(name: Tracker | None, folder: Path, done: int, options: Mapping[str, A
     if name is None:
         return NOTHING
     if name == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        writer = importlib.import_module(MODULES[name]).SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
         def log(step: int, figures: Mapping[str, Any]) -> None:
             for key, value in numbers_in(figures).items():
                 writer.add_scalar(key, value, step)
 
         return Tracking(log, writer.close)
-    import wandb
-
+    wandb = importlib.import_module(MODULES[name])
     file = folder / "wandb-id.txt"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:8])
