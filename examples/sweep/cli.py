@@ -23,7 +23,7 @@ from ..qlora import cli as qlora
 from ..qlora.train import prepare_many
 from . import train
 from .options import Options, of
-from .train import Result, Run, Step, Training
+from .train import Result, Run, Step, States
 
 BEST = "#c1592b"  # the colour of the best experiment
 
@@ -41,20 +41,20 @@ def summary(x: Step) -> str:
     return f"loss {min(x.losses):.4f} to {max(x.losses):.4f}{held}  {speed}  {memory}"
 
 
-def publish(run: Run, training: Training, folder: Path) -> None:
+def publish(run: Run, training: States, folder: Path) -> None:
     """Write the adapter of every experiment to a folder of its name."""
     for name, one, state in zip(run.options.names(), run.runs, training.many, strict=True):
         qlora.publish(one, state, folder / name)
 
 
-def publish_best(run: Run, training: Training, step: Step, folder: Path) -> None:
+def publish_best(run: Run, training: States, step: Step, folder: Path) -> None:
     """Write the adapter of the experiment with the lowest held-out loss."""
     assert step.validations is not None
     best = step.validations.index(min(step.validations))
     qlora.publish(run.runs[best], training.many[best], folder)
 
 
-def show(run: Run, training: Training, results: list[Result]) -> None:
+def show(run: Run, training: States, results: list[Result]) -> None:
     """Write the results and the plot, and print one table, the best first."""
     folder, console = run.options.folder(), Console()
     runs.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})

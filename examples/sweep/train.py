@@ -35,7 +35,7 @@ Groups = tuple[tuple[int, ...], ...]  # of experiments that are stacked, by numb
 
 
 @tree.node
-class Training:
+class States:
     """The state of every experiment, and the number of steps done, i64[]."""
 
     many: list[State]
@@ -102,14 +102,14 @@ def gradients(many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any,
     return [tree.map(lambda t, n=n: t[n], found) for n in range(len(many))]
 
 
-def start(options: Options) -> tuple[Run, Training]:
+def start(options: Options) -> tuple[Run, States]:
     """Start every experiment over one base, and find the groups that keep the bits of each alone."""
     begun = train.start_many(options.experiments())
     runs, states = tuple(run for run, _ in begun), [state for _, state in begun]
     options = dataclasses.replace(options, steps=runs[0].options.steps, epochs=None)
     groups = equal_groups(runs, states)
     capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
-    training = Training(states, torch.tensor(0, device="cpu"))
+    training = States(states, torch.tensor(0, device="cpu"))
     if options.resume is not None:
         training = checkpoints.load(options.folder(), training)
     return Run(options, runs, groups, jit(sweep_step, **capture)), training
@@ -136,7 +136,7 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
     return tuple(groups)
 
 
-def take(run: Run, training: Training) -> tuple[Training, Step]:
+def take(run: Run, training: States) -> tuple[States, Step]:
     """Take one step of every experiment."""
     began, step, options = time.perf_counter(), int(training.done), run.options
     found = [train.micro_batches(one, step) for one in run.runs]
@@ -147,17 +147,17 @@ def take(run: Run, training: Training) -> tuple[Training, Step]:
     speed = tokens / (time.perf_counter() - began)
     rates = [one.lr.item() for one in measured]
     worst = next((x for x in losses if not math.isfinite(x)), min(losses))
-    return Training(states, training.done + 1), Step(step, worst, losses, rates, speed, launch.resident())
+    return States(states, training.done + 1), Step(step, worst, losses, rates, speed, launch.resident())
 
 
-def validate(run: Run, training: Training) -> dict[str, Any]:
+def validate(run: Run, training: States) -> dict[str, Any]:
     """Return the mean loss of the held-out tokens in nats: the lowest, and that of each experiment."""
     each = zip(run.runs, training.many, strict=True)
     found = [measurement.mean_loss(one, one.local, state.adapters) for one, state in each]
     return {"validation": min(found), "validations": found}
 
 
-def measure(run: Run, training: Training, say: Callable[[str], None]) -> list[Result]:
+def measure(run: Run, training: States, say: Callable[[str], None]) -> list[Result]:
     """Return the held-out perplexity of each experiment, and of the base on the same rows."""
     say("measuring every adapter")
     losses = validate(run, training)["validations"]
