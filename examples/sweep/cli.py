@@ -23,7 +23,7 @@ from ..qlora import cli as qlora
 from ..qlora.train import prepare_many
 from . import train
 from .options import Options, of
-from .train import Result, Run, Step, States
+from .train import Result, Run, States, Step
 
 BEST = "#c1592b"  # the colour of the best experiment
 
