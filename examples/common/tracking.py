@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Tracker = Literal["tensorboard", "wandb"]
-MODULES: dict[Tracker, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class Tracking(NamedTuple):
@@ -32,7 +31,7 @@ def check(name: Tracker | None) -> None:
     """Raise ValueError if the package of a tracker is not installed."""
     try:
         if name is not None:
-            importlib.import_module(MODULES[name])
+            _module(name)
     except ImportError as error:
         raise ValueError(f"--track {name}: {error}; install it with pip install 'fquant[track]'") from None
 
@@ -42,14 +41,14 @@ def start(name: Tracker | None, folder: Path, done: int, options: Mapping[str, A
     if name is None:
         return NOTHING
     if name == "tensorboard":
-        writer = importlib.import_module(MODULES[name]).SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        writer = _module(name).SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
         def log(step: int, figures: Mapping[str, Any]) -> None:
             for key, value in numbers_in(figures).items():
                 writer.add_scalar(key, value, step)
 
         return Tracking(log, writer.close)
-    wandb = importlib.import_module(MODULES[name])
+    wandb = _module(name)
     file = folder / "wandb-id.txt"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:8])
@@ -63,3 +62,10 @@ def numbers_in(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers among ``figures`` but the step's own."""
     found = {key: x for key, x in figures.items() if isinstance(x, numbers.Real) and not isinstance(x, bool)}
     return {key: float(x) for key, x in found.items() if key != "step" and math.isfinite(x)}
+
+
+def _module(name: Tracker) -> Any:
+    """Import the package of a tracker, which need not be installed; raise ImportError."""
+    if name == "wandb":
+        return importlib.import_module("wandb")
+    return importlib.import_module("torch.utils.tensorboard")
