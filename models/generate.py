@@ -14,9 +14,9 @@ of a token, captured once for all steps, with the memory of the cache donated.
 *Several adapters in one batch.* ``adapters`` have one more dim in front, that of the rows: ``rows(stacked, index)`` of
 ``lora.stack``. Rows are then mapped over by vmap, under which a packed weight is shared and multiplied once.
 
-*Lengths.* Scalings of the rotary embedding that depend on the length (``models.rope``) see the longest row of the batch,
-at each step; keys stay as they were rotated. Where longrope changes its divisors, all tokens are computed again. Both
-are what transformers' ``generate`` does.
+*Lengths.* Scalings of the rotary embedding that depend on the length (``models.rope``) see the longest row of the
+batch at each step. Keys stay as they were rotated. Where longrope changes its divisors, all tokens are computed again.
+Both are what transformers' ``generate`` does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
