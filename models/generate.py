@@ -11,8 +11,8 @@ Both run the layers of ``models.decoder``; they differ from training in the atte
 ``models.kv_cache.Cache``. Weights stay packed, and may be sharded (``comm``). :func:`step` is a decode and the choice
 of a token, captured once for all steps, with the memory of the cache donated.
 
-*Several adapters in one batch.* ``adapters`` have one more dim in front, that of the rows: ``rows(stacked, index)`` of
-``lora.stack``. Rows are then mapped over by vmap, under which a packed weight is shared and multiplied once.
+*Several adapters in one batch.* ``adapters`` have one more dim in front, that of the rows (``models.adapter_rows``).
+Rows are then mapped over by vmap, under which a packed weight is shared and multiplied once.
 
 *Lengths.* Scalings of the rotary embedding that depend on the length (``models.rope``) see the longest row of the
 batch at each step. Keys stay as they were rotated. Where longrope changes its divisors, all tokens are computed again.
@@ -29,19 +29,19 @@ from torch.func import vmap
 
 from fquant import jit, lora, random, tree
 from fquant.communication import LOCAL, Comm
-from fquant.packed_linear import Lora
 
 from . import decoder, kv_cache
+from .adapter_rows import Adapters, aligned, rows
 from .attention import attention
 from .config import Config
 from .kv_cache import Cache
 from .sampling import GREEDY, Sampling, filtered, sample
 
 __all__ = [
-    "GREEDY", "Cache", "Sampling", "decode", "filtered", "generate", "prefill", "rows", "sample", "step", "stream",
+    "GREEDY", "Cache", "Sampling", "aligned", "decode", "filtered", "generate", "prefill", "rows", "sample", "step",
+    "stream",
 ]  # fmt: skip
 
-Adapters = dict[str, Lora]
 Dtype = torch.dtype | None
 LEAST_SLOTS = 64  # of a cache, which are powers of two, so that few traces serve all lengths
 
@@ -53,8 +53,8 @@ def prefill(
     """Compute the logits f[b vocab] behind each prompt, and the cache of all prompts for ``longest`` tokens a row.
 
     Tokens are i64[b t], padded on the right to t; ``lengths`` i64[b] count those of each row, at least 1. ``longest``
-    is t by default. ``adapters`` are those of each row (:func:`rows`). Raises the errors of ``decoder.forward``, and
-    ValueError for shapes that do not fit or ``longest`` below t.
+    is t by default. ``adapters`` are those of each row (``adapter_rows.rows``). Raises the errors of
+    ``decoder.forward``, and ValueError for shapes that do not fit or ``longest`` below t.
     """
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         got = f"tokens {tuple(tokens.shape)} and lengths {tuple(lengths.shape)}"
@@ -118,11 +118,6 @@ def _attend_cache(q: Tensor, k: Tensor, v: Tensor, held: Any, window: Any, sinks
     return y, (keys, values)
 
 
-def rows(stacked: Adapters, index: Tensor) -> Adapters:
-    """Return the adapter of each row: those of ``lora.stack`` at ``index`` i64[b], with the rows in front."""
-    return tree.map(lambda t: t[index], stacked)
-
-
 def step(
     params: decoder.Params, token: Tensor, cache: Cache, key: Tensor | None, cfg: Config, how: Sampling = GREEDY,
     comm: Comm = LOCAL, adapters: Adapters | None = None, dtype: Dtype = None,
@@ -155,7 +150,7 @@ def stream(
     here have stopped)`` is true when all ranks have stopped; ranks with the same prompts need no other than ``bool``.
     Raises ValueError for an empty prompt, no prompts, or more tokens than positions, before anything is computed.
     """
-    _check_request(prompts, cfg, max_new_tokens)
+    check_request(prompts, cfg, max_new_tokens)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
     widest = int(lengths.max())
     longest = min(_power_of_two(widest + max_new_tokens), cfg.longest)
@@ -191,7 +186,8 @@ def generate(params: decoder.Params, prompts: Sequence[Sequence[int]], cfg: Conf
     return out
 
 
-def _check_request(prompts: Sequence[Sequence[int]], cfg: Config, max_new_tokens: int) -> None:
+def check_request(prompts: Sequence[Sequence[int]], cfg: Config, max_new_tokens: int) -> None:
+    """Raise the errors of :func:`stream` for prompts that it would refuse."""
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)}, and lengths from {min(map(len, prompts), default=0)}; wanted text")
     if max_new_tokens < 1:
