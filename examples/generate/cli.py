@@ -178,7 +178,7 @@ def encoded(options: Options, tokenizer: Tokenizer) -> list[list[int]]:
     if options.chat is not None:
         found = [prompts.encode_chat(chat, tokenizer, options.model) for chat in prompts.chats(options.chat)]
     else:
-        found = [prompts.encode(text, tokenizer, options.model) for text in options.prompt]
+        found = [prompts.encode(text, tokenizer) for text in options.prompt]
     for i, tokens in enumerate(found):
         if not tokens:
             raise ValueError(f"prompt {i} has no tokens; wanted text")

@@ -78,16 +78,12 @@ def sampling(settings: dict[str, Any], given: dict[str, Any]) -> Sampling:
     return Sampling(**found)
 
 
-def encode(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
-    """Return the tokens of a plain prompt, with the special tokens that the tokenizer's configuration adds."""
-    config = chat_template.tokenizer_config(folder)
-    ids = tokenizer.encode(text, add_special_tokens=True).ids
-    bos = chat_template.special_token(config, "bos_token")
-    first = None if bos is None else tokenizer.token_to_id(bos)
-    if first is None or config.get("add_bos_token") is None:
-        return ids
-    plain = tokenizer.encode(text, add_special_tokens=False).ids
-    return [first, *plain] if config["add_bos_token"] else plain
+def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a plain prompt, with the special tokens of ``tokenizer.json``'s post-processor.
+
+    transformers 5 follows the post-processor too, whatever ``add_bos_token`` of ``tokenizer_config.json`` says.
+    """
+    return tokenizer.encode(text, add_special_tokens=True).ids
 
 
 def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, folder: Path) -> list[int]:

@@ -142,7 +142,9 @@ def test_adapters_of_rows(name):
 
 def test_a_key_gives_the_same_text_in_any_batch():
     cfg, params = CONFIGS["grouped"], random_params(CONFIGS["grouped"])
-    call = partial(generate.generate, params, cfg=cfg, max_new_tokens=20, how=generate.Sampling(1.0))
+    call = partial(
+        generate.generate, params, cfg=cfg, max_new_tokens=20, how=generate.Sampling(1.0), step=generate.step
+    )
     together = call(PROMPTS, key=random.key(5))
     assert together == [call([prompt], key=random.key(5))[0] for prompt in PROMPTS]
     assert together != call(PROMPTS, key=random.key(6))
