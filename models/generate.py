@@ -82,7 +82,7 @@ def decode(
 ) -> tuple[Tensor, Cache]:  # fmt: skip
     """Compute the logits f[b vocab] behind one more token i64[b] of each row, and the cache with it.
 
-    Raises what :func:`prefill` does, and RuntimeError if the cache is full.
+    Raises what :func:`prefill` does, and IndexError if the cache is full.
     """
     if token.shape != cache.lengths.shape or len(cache.keys) != cfg.num_layers:
         got = f"token {tuple(token.shape)} and a cache of {len(cache.keys)} layers, {len(cache.lengths)} rows"

@@ -11,16 +11,19 @@ of a donated cache. ``Cache`` of ``n`` slots takes ``2 · layers · batch · n �
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from fquant import tree
-from fquant.kernels.reference.causal_attention import masked_scores, mixed, with_sinks
+from fquant.kernels.ops import decoding
+from fquant.kernels.reference import decoding as reference
 
 from .config import Config
+from .reference_gradient import Implementations, KernelWithReferenceGradient
 
 
 @tree.node
@@ -59,10 +62,10 @@ def _kept(x: Tensor, lengths: Tensor, size: int) -> Tensor:
 def write(x: Tensor, new: Tensor, position: Tensor, window: int | None) -> Tensor:
     """Return the slots x f[b s k e] with the token ``new`` f[b 1 k e] at ``position`` i64[b] of each row.
 
-    Raises RuntimeError if there is no slot for a position.
+    Raises IndexError if there is no slot for a position.
     """
-    slot = (position % window if window else position)[:, None, None, None]
-    return x.scatter(1, slot.expand(-1, 1, *x.shape[2:]), new)
+    slot = position % window if window else position
+    return x.index_put((torch.arange(len(x), device=x.device), slot), new[:, 0])
 
 
 def attend(
@@ -71,13 +74,17 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Compute the attention of one token of each row, q f[b 1 h e], to the slots f[b s k e] -> f[b 1 h e].
 
-    Slots up to ``position`` i64[b] are seen, all of them once a window is full. Numerics are those of
-    ``fquant.kernels.reference.causal_attention.dense``.
+    Slots up to ``position`` i64[b] are seen, all of them once a window is full (``fquant.kernels.ops.decoding``).
+    ``sinks`` are f[h]. Derivatives are those of the formula in plain torch.
     """
-    q, keys, values = (rearrange(x, "b t h e -> b h t e") for x in (q, keys, values))
-    seen = torch.arange(keys.shape[2], device=q.device) <= position[:, None]  # [b s]
-    scores = masked_scores(q, keys, seen[:, None, None, None], scale, cap)  # [b k g 1 s]
+    inputs = [q[:, 0], keys, values, position]
     if sinks is not None:
-        scores = with_sinks(scores, sinks.to(scores.dtype).expand(len(q), -1))
-    y = mixed(scores.softmax(-1)[..., : keys.shape[2]], values)
-    return rearrange(y, "b h t e -> b t h e")
+        inputs.append(sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1))
+    computed, formula = (partial(_call, f, scale, cap) for f in (decoding.cached_attention, reference.cached_attention))
+    (y,) = KernelWithReferenceGradient.apply(Implementations(computed, formula, len(inputs)), *inputs)
+    return y[:, None]
+
+
+def _call(f: Any, scale: float | None, cap: float | None, *tensors: Tensor) -> tuple[Tensor]:
+    q, keys, values, position, *sinks = tensors
+    return (f(q, keys, values, position, scale, cap, *sinks),)

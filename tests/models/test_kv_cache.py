@@ -55,5 +55,5 @@ def test_attention_is_that_of_the_sequence(window, sinks, cap):
 
 
 def test_a_full_cache_refuses():
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds"):
         kv_cache.write(sequences(5), sequences(1), torch.tensor([1, 2, 3, 5]), None)
