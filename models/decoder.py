@@ -169,6 +169,7 @@ def layers(
     x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
     if cfg.scaled_embedding:
         x = x * torch.tensor(cfg.dim**0.5, dtype=x.dtype, device=x.device)
+    angles, windowed_angles = ([t.to(x.dtype) for t in each] for each in (angles, windowed_angles))  # once for all
     for i, layer in enumerate(params.layers):
         window = cfg.window_of(i)
         x, more = block(x, layer, *(windowed_angles if window else angles), held[i], window, attend, cfg, comm)

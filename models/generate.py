@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fquant import jit, lora, random, tree
+from fquant import bind, jit, lora, random, tree
 from fquant.communication import LOCAL, Comm
 
 from . import decoder, kv_cache
@@ -160,6 +160,8 @@ def stream(
     start = partial(prefill, cfg=cfg, comm=comm, adapters=adapters, longest=int(longest), dtype=dtype)
     logits, cache = start(params, *_padded(texts, device))
     token = _choose(logits, cache, key, how)
+    options = {"key": key, "cfg": cfg, "how": how, "comm": comm, "adapters": adapters, "dtype": dtype}
+    advance = bind(step, params=params, **options)
     live = [True] * len(texts)
     for made in range(1, max_new_tokens + 1):
         found = token.tolist()
@@ -173,7 +175,7 @@ def stream(
             logits, cache = start(params, *_padded(texts, device))
             token = _choose(logits, cache, key, how)
         else:
-            token, cache = step(params, token, cache, key, cfg, how, comm, adapters, dtype)
+            token, cache = advance(token=token, cache=cache)
 
 
 def generate(params: decoder.Params, prompts: Sequence[Sequence[int]], cfg: Config, **options: Any) -> list[list[int]]:
