@@ -29,7 +29,6 @@ from fquant.io import peft
 from fquant.kernels.cpu.threads import usable_cores
 from fquant.lazy import Lazy
 from models import generate, hf
-from models.adapter_rows import aligned, rows
 
 from ..common.command_line import DTYPES, FormatName, check_least, command_line, parse_format, quantised
 from ..common.progress import bar
@@ -145,7 +144,9 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     requests = [(i, j) for i in range(len(texts)) for j in range(len(names))]
     own = None
     if len(adapters) > 1:
-        own = rows(lora.stack(aligned(adapters)), torch.tensor([j for _, j in requests], device="cpu"))
+        own = generate.rows(
+            lora.stack(generate.aligned(adapters)), torch.tensor([j for _, j in requests], device="cpu")
+        )
     batch = [texts[i] for i, _ in requests]
     timing = Timing(sum(map(len, batch)), len(batch))
     show = _stream(tokenizer, write, stop) if len(batch) == 1 and not options.json else None

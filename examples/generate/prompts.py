@@ -6,13 +6,13 @@ tokens that stop, and with ``do_sample`` its temperature, top-k (50 if absent), 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from models.sampling import GREEDY, Sampling
+from models.generate import GREEDY, Sampling
 
 from ..common import data
 from . import chat_template  # the one place to exchange the renderer of templates
@@ -81,7 +81,7 @@ def sampling(settings: dict[str, Any], given: dict[str, Any]) -> Sampling:
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a plain prompt, with the special tokens of ``tokenizer.json``'s post-processor.
 
-    transformers 5 follows the post-processor too, whatever ``add_bos_token`` of ``tokenizer_config.json`` says.
+    transformers 5 follows the post-processor too, and ignores ``add_bos_token`` of ``tokenizer_config.json``.
     """
     return tokenizer.encode(text, add_special_tokens=True).ids
 
@@ -119,7 +119,7 @@ def _messages(name: str, item: Any) -> list[dict[str, Any]]:
     return item
 
 
-def pieces(tokenizer: Tokenizer) -> Iterator[str]:
+def pieces(tokenizer: Tokenizer) -> Generator[str, int | None, None]:
     """Receive tokens by ``send`` and yield the text that each completes; characters are never cut (UTF-8).
 
     A token may complete no text, if its bytes begin a character that later tokens end. ``send(None)`` yields the rest.

@@ -164,19 +164,20 @@ def test_a_trace_that_fails_leaves_arguments_alone():
     assert torch.equal(a, given()["w"])
 
 
+put = lambda a, x: a.index_put((torch.tensor([1]),), x)
 REPLACED = {  # an argument with some elements replaced, and whether its memory is written in place
-    "index_put": (lambda a, x: (a.index_put((torch.tensor([1]),), x), a.new_zeros(1)), True),
-    "scatter": (lambda a, x: (a.scatter(0, torch.tensor([[1]]), x), a.new_zeros(1)), True),
-    "index_copy": (lambda a, x: (a.index_copy(0, torch.tensor([1]), x), a.new_zeros(1)), True),
+    "index_put": (lambda a, x: (put(a, x), x.sum()[None]), True),
+    "scatter": (lambda a, x: (a.scatter(0, torch.tensor([[1]]), x), x.sum()[None]), True),
+    "index_copy": (lambda a, x: (a.index_copy(0, torch.tensor([1]), x), x.sum()[None]), True),
     "used later": (
-        lambda a, x: ((b := a.index_put((torch.tensor([1]),), x)), (b[1] * 2 + b.mT[0, 0]).sum()[None]),
+        lambda a, x: ((b := put(a, x)), (b[1] * 2 + b.mT[0, 0]).sum()[None]),
         True,
     ),
     "old value used later": (
-        lambda a, x: ((b := a.index_put((torch.tensor([1]),), x)), (a[1] + b[1]).sum()[None]),
+        lambda a, x: ((b := put(a, x)), (a[1] + b[1]).sum()[None]),
         False,
     ),
-    "from itself": (lambda a, x: (a.index_put((torch.tensor([1]),), a[2:]), x[0, :1]), False),
+    "from itself": (lambda a, x: (put(a, a[2:]), x[0, :1]), False),
 }
 
 

@@ -57,12 +57,11 @@ def _check(loras: Sequence[Lora]) -> None:
 def _like(lora: Lora | None, wide: Lora) -> Lora:
     """Return a Lora of the rank of ``wide`` and a factor of 1, with the update of ``lora``, or none."""
     rank = _rank(wide)
-    if lora is None:
-        lora = tree.map(lambda t: t.new_zeros(t.shape), wide)
-    more = rank - _rank(lora)
-    a, b = F.pad(lora.a, (0, 0, 0, more)), F.pad(lora.b * scaling(lora), (0, more))
+    own: Lora = replace(wide, a=0 * wide.a, b=0 * wide.b) if lora is None else lora
+    more = rank - _rank(own)
+    a, b = F.pad(own.a, (0, 0, 0, more)), F.pad(own.b * scaling(own), (0, more))
     kind = wide.a.dtype
-    return replace(lora, a=a.to(kind), b=b.to(kind), alpha=float(rank), rank_stabilised=False, dropout=0.0)
+    return replace(own, a=a.to(kind), b=b.to(kind), alpha=float(rank), rank_stabilised=False, dropout=0.0)
 
 
 def _rank(lora: Lora) -> int:

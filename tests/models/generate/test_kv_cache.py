@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fquant.kernels.reference.causal_attention import dense
-from models import kv_cache
+from models.generate import kv_cache
 from tests.helpers.hf_models import GQA
 
 WINDOWED = dataclasses.replace(GQA, window=8, full_layers=(1,))

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fquant import random
-from models.sampling import GREEDY, Sampling, filtered, sample
+from models.generate.sampling import GREEDY, Sampling, filtered, sample
 
 CASES = {
     "temperature": Sampling(0.7),

@@ -8,10 +8,10 @@
     texts = generate(params, prompts, cfg, max_new_tokens=200, stop=(2,), how=Sampling(0.7), key=random.key(0))
 
 Both run the layers of ``models.decoder``; they differ from training in the attention, which reads and writes a
-``models.kv_cache.Cache``. Weights stay packed, and may be sharded (``comm``). :func:`step` is a decode and the choice
+``kv_cache.Cache``. Weights stay packed, and may be sharded (``comm``). :func:`step` is a decode and the choice
 of a token, captured once for all steps, with the memory of the cache donated.
 
-*Several adapters in one batch.* ``adapters`` have one more dim in front, that of the rows (``models.adapter_rows``).
+*Several adapters in one batch.* ``adapters`` have one more dim in front, that of the rows (``adapter_rows.py``).
 Rows are then mapped over by vmap, under which a packed weight is shared and multiplied once.
 
 *Lengths.* Scalings of the rotary embedding that depend on the length (``models.rope``) see the longest row of the
@@ -30,17 +30,13 @@ from torch.func import vmap
 from fquant import bind, jit, lora, random, tree
 from fquant.communication import LOCAL, Comm
 
-from . import decoder, kv_cache
-from .adapter_rows import Adapters, aligned, rows
-from .attention import attention
-from .config import Config
+from .. import decoder
+from ..attention import attention
+from ..config import Config
+from . import kv_cache
+from .adapter_rows import Adapters
 from .kv_cache import Cache
-from .sampling import GREEDY, Sampling, filtered, sample
-
-__all__ = [
-    "GREEDY", "Cache", "Sampling", "aligned", "decode", "filtered", "generate", "prefill", "rows", "sample", "step",
-    "stream",
-]  # fmt: skip
+from .sampling import GREEDY, Sampling, sample
 
 Dtype = torch.dtype | None
 LEAST_SLOTS = 64  # of a cache, which are powers of two, so that few traces serve all lengths

@@ -6,8 +6,8 @@
 Keys are rotated already. Each row of a batch has its own length, so prompts are padded on the right: the token at
 index i of a row has position i, no shift of positions is needed, and causal attention never sees the padding.
 
-Its size does not change from step to step, so that one captured graph serves all of them, and writes into the memory
-of a donated cache. ``Cache`` of ``n`` slots takes ``2 · layers · batch · n · kv_heads · head_dim`` elements.
+Its size does not change from step to step. So one captured graph serves all of them, and writes into the memory of a
+donated cache. ``Cache`` of ``n`` slots takes ``2 · layers · batch · n · kv_heads · head_dim`` elements.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from fquant import tree
 from fquant.kernels.ops import decoding
 from fquant.kernels.reference import decoding as reference
 
-from .config import Config
-from .reference_gradient import Implementations, KernelWithReferenceGradient
+from ..config import Config
+from ..reference_gradient import Implementations, KernelWithReferenceGradient
 
 
 @tree.node
@@ -44,8 +44,8 @@ def from_sequence(
     keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Tensor, cfg: Config, longest: int
 ) -> Cache:
     """Return the cache of right-padded sequences: keys and values of each layer f[b t k e], lengths i64[b]."""
-    kept = [[_kept(x, lengths, slots(cfg, i, longest)) for i, x in enumerate(xs)] for xs in (keys, values)]
-    return Cache(*kept, lengths)
+    kept = lambda xs: [_kept(x, lengths, slots(cfg, i, longest)) for i, x in enumerate(xs)]
+    return Cache(kept(keys), kept(values), lengths)
 
 
 def _kept(x: Tensor, lengths: Tensor, size: int) -> Tensor:

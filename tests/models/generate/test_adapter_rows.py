@@ -5,7 +5,7 @@ import torch
 
 from fquant import lora, random, tree
 from fquant.packed_linear import scaling
-from models.adapter_rows import aligned, rows
+from models.generate.adapter_rows import aligned, rows
 
 
 def adapter(rank, seed=0, paths="ab", **options):

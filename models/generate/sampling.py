@@ -20,7 +20,7 @@ from fquant import random, tree
 @tree.value
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to draw a token; temperature 0 takes the likeliest. Raises ValueError for values out of range.
+    """Describe how to draw a token; temperature 0 takes the likeliest. Raises ValueError for values out of range.
 
     ``top_k`` keeps the k largest logits, and those equal to the last of them. ``top_p`` keeps the fewest tokens whose
     probabilities sum to p. ``min_p`` keeps tokens of at least p times the largest probability. None keeps all.
