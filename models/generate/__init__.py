@@ -1,9 +1,7 @@
 """Text from a decoder: prefill, decode with a cache, and sampling.
 
-text.py          prefill, decode, and the loop over both
-kv_cache.py      the cache of keys and values, and attention to it
-sampling.py      the choice of the next token
-adapter_rows.py  an adapter for each row of a batch
+``text.py`` has prefill, decode and the loop over both. ``kv_cache.py`` has the cache, and attention to it.
+``sampling.py`` chooses the next token. ``adapter_rows.py`` gives each row of a batch its own adapter.
 """
 
 from .adapter_rows import aligned, rows

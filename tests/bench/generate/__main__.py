@@ -136,7 +136,7 @@ def llama_side(folder: Path, options: Options) -> Contestant:
     path = folder / "model.gguf"
     words = tokenizers.write(folder / "words", tokenizers.byte_level(next(iter(SPLITTERS))), bos_token="<|end|>")
     gguf.save(path, cfg, found, "q4_k", words)  # llama.cpp loads no file without a vocabulary
-    threads = {"n_threads": options.threads, "n_threads_batch": options.threads}
+    threads: Any = {"n_threads": options.threads, "n_threads_batch": options.threads}
     model: Any = llama_cpp.Llama(str(path), n_ctx=cfg.max_positions, n_batch=512, verbose=False, **threads)
 
     def scores() -> Any:
