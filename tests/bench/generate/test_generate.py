@@ -18,7 +18,8 @@ def test_every_figure_is_there(tmp_path, capsys):
     for row in found["rows"]:
         assert row["figures"]["fquant"] > 0 and row["figures"]["bnb"] > 0
         assert row["wanted"][0][2] == pytest.approx(row["figures"]["fquant"] / row["figures"]["bnb"])
-    assert found["cosines"]["bnb"] > 0.99 and min(found["cosines"].values()) > 0.9
+    assert found["cosines"]["bnb"] == pytest.approx(found["cosines"]["fquant"], abs=5e-3)
+    assert min(found["cosines"].values()) > 0.95
     text = capsys.readouterr().out
     assert "1 layers of 256, 512 tokens, a prompt of 8; 1 threads" in text and "decode, a token, ms" in text
 
