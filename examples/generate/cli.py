@@ -144,9 +144,8 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     requests = [(i, j) for i in range(len(texts)) for j in range(len(names))]
     own = None
     if len(adapters) > 1:
-        own = generate.rows(
-            lora.stack(generate.aligned(adapters)), torch.tensor([j for _, j in requests], device="cpu")
-        )
+        which = torch.tensor([j for _, j in requests], dtype=torch.int64, device="cpu")
+        own = generate.rows(lora.stack(generate.aligned(adapters)), which)
     batch = [texts[i] for i, _ in requests]
     timing = Timing(sum(map(len, batch)), len(batch))
     show = _stream(tokenizer, write, stop) if len(batch) == 1 and not options.json else None

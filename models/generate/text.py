@@ -147,8 +147,7 @@ def stream(
     Raises ValueError for an empty prompt, no prompts, or more tokens than positions, before anything is computed.
     """
     check_request(prompts, cfg, max_new_tokens)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
-    widest = int(lengths.max())
+    widest = max(map(len, prompts))
     longest = min(_power_of_two(widest + max_new_tokens), cfg.longest)
     texts = [list(prompt) for prompt in prompts]
     device = _device(params)
@@ -200,8 +199,8 @@ def check_request(prompts: Sequence[Sequence[int]], cfg: Config, max_new_tokens:
 def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tokens i64[b t], padded on the right with 0, and their lengths i64[b]."""
     width = max(map(len, texts))
-    tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
-    return tokens, torch.tensor([len(text) for text in texts], device=device)
+    tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.int64, device=device)
+    return tokens, torch.tensor([len(text) for text in texts], dtype=torch.int64, device=device)
 
 
 def _divisors_change(cfg: Config, tokens: int) -> bool:

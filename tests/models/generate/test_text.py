@@ -234,3 +234,11 @@ def test_faults_of_shapes():
         generate.decode(params, lengths, held, GQA)
     with pytest.raises(IndexError, match=r"tokens: 96 at \[0, 0\], want 0 to 95"):
         generate.decode(params, torch.tensor([96, 1, 1]), held, GQA)
+
+
+def test_ranks_stop_together():
+    """Rows that have stopped give None until all ranks agree."""
+    params, call = random_params(GQA), partial(generate.stream, max_new_tokens=6, step=generate.step)
+    first = [tokens[0] for tokens in call(params, PROMPTS[:1], GQA)]
+    rows = list(call(params, PROMPTS[:1], GQA, stop=[first[1]], agreed=lambda done: False))
+    assert rows == [[first[0]], [first[1]], *[[None]] * 4]
