@@ -24,8 +24,11 @@ from .adapted.nodes import Adapted, Lora, Scaled, scaling
 from .autodiff import to_front
 from .communication import LookedUpRows
 from .kernels import dispatch, packed_ops
+from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
+
+FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
 Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough
 
@@ -48,7 +51,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
                 y = _matmul(x, _Product(spec), *inputs, *[None] * (SLOTS - n))
         case Tensor():
             _check(x, tuple(w.shape))
-            y = x @ w.to(x.dtype).mT
+            y = _few_rows(x, w) if _is_decoded(x, w) else x @ w.to(x.dtype).mT
         case Adapted(merge_aware=False):
             y = _adapted(x, w)
         case Adapted() | StraightThrough():
@@ -167,6 +170,26 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
         return norms.square()
     dense = dequantize(w, dtype) if isinstance(w, Packed) else w.detach().to(dtype)
     return dense.square().sum(-1)
+
+
+def _is_decoded(x: Tensor, w: Tensor) -> bool:
+    """Return True for few rows and a large weight on a CPU without derivatives, for which torch is slow."""
+    rows = math.prod(x.shape[:-1])
+    if not (0 < rows <= FEW_ROWS and w.numel() >= LARGE and x.dtype is w.dtype and x.device.type == "cpu"):
+        return False
+    recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    return not (recorded or _is_transformed()) and w.shape[1] % 64 == 0
+
+
+def _few_rows(x: Tensor, w: Tensor) -> Tensor:
+    return decoding.dense_matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], len(w))
+
+
+def _is_transformed() -> bool:
+    """Return True inside a transform of torch.func, forward-mode differentiation, or torch.compile."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0
 
 
 class _Product(NamedTuple):

@@ -1,8 +1,9 @@
 """Functional model definitions: parameters in, logits, images or a loss out."""
 
-from . import autoencoder, blocks, config, decoder, encoder, fused_cross_entropy, hf, hf_encoder
+from . import autoencoder, blocks, config, decoder, encoder, fused_cross_entropy, generate, hf, hf_encoder
 from .blocks import cross_entropy
 
 __all__ = [
-    "autoencoder", "blocks", "config", "cross_entropy", "decoder", "encoder", "fused_cross_entropy", "hf", "hf_encoder",
+    "autoencoder", "blocks", "config", "cross_entropy", "decoder", "encoder", "fused_cross_entropy", "generate", "hf",
+    "hf_encoder",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ A block gets every tensor as an argument. ``comm.wrap`` may differentiate the bl
 block closed over would silently get no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from fquant.packed_linear import embedding, linear, scaled_outputs
 from . import blocks, experts, fused_cross_entropy
 from .attention import attention
 from .config import Config
+from .dims import dims as dims
 from .norm import rms_norm, rms_norm_wide
 from .rope import rope, rotate
 
 INIT_STD = 0.02  # of every matrix, as in LlamaForCausalLM
 Dtype = torch.dtype | None
+Attend = Callable[..., tuple[Tensor, Any]]  # see layers
 
 
 @tree.node
@@ -98,7 +100,11 @@ def forward(
     ``inputs_embeds`` f[... p d] are vectors before the tokens, such as a soft prompt; ``t`` is then p + the tokens, of
     which there may be none, [... 0]. They enter as they are: Gemma scales the rows of its table, and not these.
     """
-    x = _hidden(params, tokens, cfg, comm, segments, dtype, inputs_embeds)
+    return logits(_hidden(params, tokens, cfg, comm, segments, dtype, inputs_embeds), params, cfg, comm)
+
+
+def logits(x: Tensor, params: Params, cfg: Config, comm: Comm = LOCAL) -> Tensor:
+    """Compute the logits ``[... vocab]`` of the output ``[... d]`` of the last layer."""
     return comm.wrap(_final)(x, params.final, params.embed if cfg.tied else None, cfg, comm)
 
 
@@ -148,6 +154,16 @@ def _hidden(
     inputs_embeds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the output of the last layer: tokens ``[... t]`` -> ``[... t d]``; see :func:`forward`."""
+    places = _places(tokens, inputs_embeds)
+    check(params, tokens, cfg, places.shape[-1] if places.ndim else 0)
+    runs = None if segments is None else blocks.runs(places, segments)  # [... t]
+    positions = blocks.positions(places, runs)  # [t] or [... t]
+    x, _ = layers(params, tokens, positions, [runs] * cfg.num_layers, _attend, cfg, comm, dtype, inputs_embeds)
+    return x
+
+
+def check(params: Params, tokens: Tensor, cfg: Config, length: int) -> None:
+    """Raise the errors of :func:`forward` for parameters of another config, and for tokens in ``length`` places."""
     if len(params.layers) != cfg.num_layers:
         raise ValueError(f"layers: {len(params.layers)} of them, want num_layers = {cfg.num_layers}")
     if not tokens.ndim:
@@ -155,36 +171,59 @@ def _hidden(
     is_open = not isinstance(params.embed, Loadable)  # else the Comm checks, on every rank alike
     device = tree.leaves(params.embed)[0].device if is_open else tokens.device
     blocks.check_ids("tokens", tokens, "the embedding's", device, tokens.shape)
-    places = _places(tokens, inputs_embeds)
-    if (length := places.shape[-1]) > cfg.longest:
+    if length > cfg.longest:
         raise ValueError(f"tokens: {length} in a sequence, want at most max_positions = {cfg.longest}; cut them")
     if is_open:
         blocks.check_range("tokens", tokens, cfg.vocab)
-    runs = None if segments is None else blocks.runs(places, segments)  # [... t]
-    positions = blocks.positions(places, runs)  # [t] or [... t]
+
+
+def layers(
+    params: Params, tokens: Tensor, positions: Tensor, held: Sequence[Any], attend: Attend, cfg: Config, comm: Comm,
+    dtype: Dtype = None, inputs_embeds: Tensor | None = None,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Compute the output ``[... t d]`` of the last layer, and what ``attend`` returns beside its result in each layer.
+
+    ``attend(q, k, v, held[i], window, sinks, cfg)`` computes the attention of layer i from rotated queries and keys,
+    ``[... t h e]``. Training, prefill and decode (``models.generate``) differ in this function alone. Tokens are
+    ``[... t]``, positions ``[t]`` or ``[... t]``; both have been checked.
+    """
     angles = rope(positions, cfg)  # cosine and sine [t e] or [... t e]
     windowed_angles = rope(positions, cfg, windowed=True) if cfg.window_rope_theta else angles
-    block = comm.wrap(_block)
+    block, kept = comm.wrap(_block), []
     x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
     if cfg.scaled_embedding:
         x = x * torch.tensor(cfg.dim**0.5, dtype=x.dtype, device=x.device)
     if inputs_embeds is not None:
         x = torch.cat([inputs_embeds.to(x.dtype).expand(*x.shape[:-2], -1, -1), x], -2)
+    angles, windowed_angles = ([t.to(x.dtype) for t in each] for each in (angles, windowed_angles))  # once for all
     for i, layer in enumerate(params.layers):
         window = cfg.window_of(i)
-        x = block(x, layer, *(windowed_angles if window else angles), runs, window, cfg, comm)
-    return x
+        x, more = block(x, layer, *(windowed_angles if window else angles), held[i], window, attend, cfg, comm)
+        kept.append(more)
+    return x, kept
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, runs: Any, window: Any, sinks: Any, cfg: Config) -> tuple[Tensor, Any]:
+    return attention(q, k, v, runs, window, cfg.attention_scale, cfg.attention_cap, sinks=sinks), ()  # keeps nothing
 
 
 def _block(
-    x: Tensor, layer: Any, cos: Tensor, sin: Tensor, runs: Tensor | None, window: int | None, cfg: Config, comm: Comm
-) -> Tensor:
+    x: Tensor,
+    layer: Any,
+    cos: Tensor,
+    sin: Tensor,
+    held: Any,
+    window: int | None,
+    attend: Attend,
+    cfg: Config,
+    comm: Comm,
+) -> tuple[Tensor, Any]:
     layer = comm.load(layer)
     q, k, v = _heads(comm.enter(_norm(x, layer.attn_norm, cfg)), layer, cfg)
     if cfg.qk_norm:
         q, k = (_norm(h, w, cfg) for h, w in ((q, layer.q_norm), (k, layer.k_norm)))
-    scale, cap, sinks = cfg.attention_scale, cfg.attention_cap, layer.sinks if cfg.sinks else None
-    y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, runs, window, scale, cap, sinks=sinks)
+    sinks = layer.sinks if cfg.sinks else None
+    y, kept = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, held, window, sinks, cfg)
     y = _row_parallel(rearrange(y, "... t h e -> ... t (h e)"), layer.o, layer.o_bias, comm)
     x = x + (_norm(y, layer.attn_post_norm, cfg) if cfg.post_norms else y)
     y = comm.enter(_norm(x, layer.mlp_norm, cfg))
@@ -194,7 +233,7 @@ def _block(
         gate, up = _gate_and_up(y, layer, cfg)
         y = blocks.swiglu(gate, up) if cfg.activation == "silu" else blocks.geglu(gate, up)
         y = _row_parallel(y, layer.down, layer.down_bias, comm)
-    return x + (_norm(y, layer.mlp_post_norm, cfg) if cfg.post_norms else y)
+    return x + (_norm(y, layer.mlp_post_norm, cfg) if cfg.post_norms else y), kept
 
 
 def _norm(x: Tensor, weight: Tensor, cfg: Config) -> Tensor:
@@ -228,8 +267,8 @@ def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, comm: Comm) -> Te
 def _final(x: Tensor, final: Any, embed: Any, cfg: Config, comm: Comm) -> Tensor:
     tied = comm.load(embed) if cfg.tied else None
     final = comm.load(final)
-    logits = linear(comm.enter(_norm(x, final.norm, cfg)), final.head if tied is None else tied)
-    return capped(logits, cfg.final_cap)
+    scores = linear(comm.enter(_norm(x, final.norm, cfg)), final.head if tied is None else tied)
+    return capped(scores, cfg.final_cap)
 
 
 def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
@@ -242,44 +281,6 @@ def shapes(cfg: Config, dtype: torch.dtype = torch.float32) -> Params:
     empty = lambda names: torch.empty([sizes[dim] for dim in names.split()], dtype=dtype, device="meta")
     embed, *layers, final = (tree.map(empty, named) for named in dims(cfg).values())
     return Params(embed[""], [Layer(**layer) for layer in layers], Final(**final))
-
-
-def dims(cfg: Config) -> dict[str, dict[str, str]]:
-    """Return the named dims of every tensor: block path -> path inside the block -> names, e.g. ``"heads embed"``.
-
-    A block is the unit of one ``comm.load``. The names are vocab, embed, heads, kv_heads, head, ffn, qkv, gate_up,
-    num_heads, experts, expert_ffn and expert_gate_up.
-    """
-    final = {"norm": "embed"} if cfg.tied else {"norm": "embed", "head": "vocab embed"}
-    layers = {f"layers.{i}": _layer_dims(cfg, cfg.has_experts(i)) for i in range(cfg.num_layers)}
-    return {"embed": {"": "vocab embed"}, **layers, "final": final}
-
-
-def _layer_dims(cfg: Config, has_experts: bool) -> dict[str, str]:
-    layer = {"attn_norm": "embed", "q": "heads embed", "k": "kv_heads embed", "v": "kv_heads embed", "o": "embed heads"}
-    layer |= {"mlp_norm": "embed", "gate": "ffn embed", "up": "ffn embed", "down": "embed ffn"}
-    if cfg.fused:
-        layer = {"attn_norm": "embed", "o": "embed heads", "mlp_norm": "embed", "down": "embed ffn"}
-        layer |= {"qkv": "qkv embed", "gate_up": "gate_up embed"}
-    if cfg.attention_bias or cfg.qkv_bias:
-        layer |= {"q_bias": "heads", "k_bias": "kv_heads", "v_bias": "kv_heads"}
-    if cfg.attention_bias:
-        layer |= {"o_bias": "embed"}
-    if cfg.mlp_bias:
-        layer |= {"gate_bias": "ffn", "up_bias": "ffn", "down_bias": "embed"}
-    if cfg.qk_norm:
-        layer |= {"q_norm": "head", "k_norm": "head"}  # one for all heads
-    if cfg.post_norms:
-        layer |= {"attn_post_norm": "embed", "mlp_post_norm": "embed"}
-    if cfg.sinks:
-        layer |= {"sinks": "num_heads"}
-    if has_experts:
-        layer |= {"router": "experts embed", "gate_up": "experts expert_gate_up embed"}
-        layer |= {"down": "experts embed expert_ffn"}
-        layer = {name: names for name, names in layer.items() if name not in ("gate", "up")}
-    if has_experts and cfg.expert_bias:
-        layer |= {"router_bias": "experts", "gate_up_bias": "experts expert_gate_up", "down_bias": "experts embed"}
-    return layer
 
 
 def init(cfg: Config, key: Tensor, dtype: torch.dtype = torch.float32) -> Params:

@@ -138,9 +138,15 @@ def all_written_storages(graph: Graph) -> set[int]:
 
 def replace_uses(old: Node, new: Node, users: Iterable[Node] | None = None) -> None:
     """Replace ``old`` by ``new`` in all its uses, or in ``users``, and rebase the views of ``old`` on ``new``."""
-    memory, changed = storages(old), deque(old.users if users is None else users)
-    for node in changed:
+    memory, users = storages(old), list(old.users if users is None else users)
+    for node in users:
         node.replace_input_with(old, new)
+    rebase_views(users, memory)
+
+
+def rebase_views(users: Iterable[Node], memory: set[int]) -> None:
+    """Compute the fake values of those of ``users`` again that were views of ``memory``, and of their views."""
+    changed = deque(users)
     while changed:
         node = changed.popleft()
         if memory & storages(node):

@@ -122,11 +122,7 @@ def jit(
         if any(map(is_lazy, tensors)):
             plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
             return apply(call, tree.unflatten(structure, plain))
-        donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
-        opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
-        objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()
-        flags = tuple(id(t) in donated for t in tensors) if donate else ()
-        key = key_of(structure, leaves, flags, closure.version(objects))
+        key, donated, objects = key_for(bound, leaves, structure, tensors)
         try:
             found = traced.get(key)
         except TypeError:
@@ -137,6 +133,42 @@ def jit(
                     return first_call(bound, tensors, donated, key, objects)
                 found = traced[key]
         return replay(found, tensors)
+
+    def key_for(bound: Any, leaves: Any, structure: Any, tensors: list[Tensor]) -> tuple[Key, Collection[int], Any]:
+        donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
+        opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
+        objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()
+        flags = tuple(id(t) in donated for t in tensors) if donate else ()
+        return key_of(structure, leaves, flags, closure.version(objects)), donated, objects
+
+    def bind(**fixed: Any) -> Callable[..., Any]:
+        if wrong := [each for each in fixed if each not in signature.parameters or each in donate]:
+            wanted = [each for each in signature.parameters if each not in donate]
+            raise ValueError(f"bind({name}): cannot fix {', '.join(wrong)}; wanted some of {', '.join(wanted)}")
+        held = {each: [t for t in tree.leaves(x) if isinstance(t, Tensor)] for each, x in fixed.items()}
+        ids = {id(t) for each in held.values() for t in each}
+        objects = [item for item in tree.items(fixed) if may_change(item[1])]
+        known: dict[Key, Captured] = {}
+
+        def run(**rest: Any) -> Any:
+            tensors, structure = tree.flatten(rest)
+            usual = all(isinstance(t, Tensor) and guards.is_plain(t) and not is_lazy(t) for t in tensors)
+            if not usual or _is_inside(tensors):
+                return call(**fixed, **rest)
+            parts = dict(zip(rest, tree.parts(structure, tensors), strict=True))
+            donated = written_over(parts, donate) - ids
+            flags = tuple(id(t) in donated for t in tensors)
+            key = key_of(structure, tensors, flags, closure.version(objects))
+            bound = signature.bind(**fixed, **rest).arguments
+            if (found := known.get(key)) is None:
+                leaves, whole = tree.flatten(bound)
+                found = traced.get(key_for(bound, leaves, whole, [t for t in leaves if isinstance(t, Tensor)])[0])
+                if found is None:
+                    return call(**fixed, **rest)
+                known[key] = found
+            return replay(found, [t for each in bound for t in (held if each in held else parts)[each]])
+
+        return run
 
     def replay(found: Captured, tensors: list[Tensor], run: Callable[..., Any] = Captured.__call__) -> Any:
         collective_check.check_ranks_agree(name, found.collectives)
@@ -161,8 +193,19 @@ def jit(
         result, traced[key] = replay(captured, tensors, Captured.first)
         return result
 
-    call.traced = traced  # type: ignore[attr-defined]
+    call.traced, call.bind = traced, bind  # type: ignore[attr-defined]
     return call
+
+
+def bind(captured: Callable[..., R], **fixed: Any) -> Callable[..., R]:
+    """Return ``captured``, a result of :func:`jit`, with arguments ``fixed``; it takes the rest by keyword.
+
+    Guards of fixed arguments are checked once, not at every call, which takes milliseconds for a model's parameters.
+    Lists and dicts in them may not change from then on. Any other function gets the arguments as ``functools.partial``
+    gives them. Raises ValueError for a donated or an unknown argument.
+    """
+    own = getattr(captured, "bind", None)
+    return functools.partial(captured, **fixed) if own is None else own(**fixed)
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:

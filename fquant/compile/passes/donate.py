@@ -1,6 +1,8 @@
 """Donation: write results of a captured graph over arguments that the caller gives away.
 
 A new value of a parameter, or of an optimiser's moment, takes the memory of the old one after the last read of that.
+A result that is the argument with some elements replaced, such as a cache with one more token, is not copied: the op
+that replaces them becomes the one that writes in place.
 """
 
 from collections import Counter, deque
@@ -12,8 +14,25 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import tree
-from ..graph import all_storages, describe, outputs, replace_uses, storages, tensor_layouts, tensors, written_storages
+from ..graph import (
+    all_storages,
+    describe,
+    outputs,
+    rebase_views,
+    replace_uses,
+    storages,
+    tensor_layouts,
+    tensors,
+    written_storages,
+)  # fmt: skip
 from ..liveness import last_uses
+
+aten = torch.ops.aten
+IN_PLACE = {  # of ops that replace some elements of their first argument
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_put.default: aten.index_put_.default,
+}
 
 
 def written_over(bound: dict[str, Any], donate: Collection[str]) -> set[int]:
@@ -54,6 +73,12 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
                 "do not donate it"
             )
         result = fitting.popleft()
+        if _replaces_elements(result, placeholder, place, last):
+            memory = storages(result)
+            result.target, result.meta["val"] = IN_PLACE[result.target], placeholder.meta["val"]  # type: ignore[index]
+            rebase_views(result.users, memory)
+            taken.append(placeholder)
+            continue
         ends = [last[storage] for storage in storages(placeholder)]
         after = nodes[max(place[result], *ends, *(last_writes.get(storage, 0) for storage in storages(result)))]
         users = [node for node in result.users if node in place and place[node] > place[after]]
@@ -63,6 +88,15 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
         replace_uses(result, copy, users)
         taken.append(placeholder)
     return taken
+
+
+def _replaces_elements(result: Node, placeholder: Node, place: Mapping[Node, int], last: Mapping[int, int]) -> bool:
+    """Return True if ``result`` is a placeholder with elements replaced, and the last reader of its old value."""
+    if result.target not in IN_PLACE or result.args[0] is not placeholder:
+        return False
+    others = (x for x in result.all_input_nodes if x is not placeholder)
+    aliased = any(storages(x) & storages(placeholder) for x in others)
+    return not aliased and all(last[storage] == place[result] for storage in storages(placeholder))
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...format import Format, num_blocks, num_bytes
 from .. import reference
 from ..arguments import multiply_tiles
-from ..spec import Spec, code_dtype, scales, split, stack
+from ..spec import Spec, code_dtype, layout, scales, split, stack
 from .library import DTYPES, Encoding, Packed, call, empty, result
 
 TILE = 2 << 20  # bytes of a decoded tile
@@ -104,7 +104,31 @@ def _encoding(format: Format, block: int) -> Encoding:
 
 
 def _packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
-    """Return the array for C, which keeps its memory; a stack becomes more rows."""
+    """Return the array for C, which reads the memory of ``buffers``; a stack becomes more rows."""
+    if all(b.is_contiguous() for b in buffers):
+        found = _in_place(spec, buffers[0].numel(), *[b.data_ptr() for b in buffers])
+        if found is not None:
+            return found
+    return _copied(buffers, spec)
+
+
+@lru_cache(maxsize=4096)
+def _in_place(spec: Spec, num_codes: int, *addresses: int) -> Packed | None:
+    """Return the array at these addresses, of which it is a function; None if C cannot read its scales there."""
+    static, row, nested = _static(spec)
+    is_stack = num_codes != math.prod(layout(spec)[0].shape)
+    if spec.format.scale is not None and (nested is None or is_stack):
+        return None
+    w = Packed.from_buffer_copy(static)
+    w.codes, scale, w.offset, w.zero = split(spec, addresses)  # type: ignore[arg-type]
+    w.scale, w.rows, w.keep = scale[0], num_codes // row, static
+    if nested is not None:
+        w.nested, w.nested_offset = scale[1], scale[2] if nested.center else None
+    return w
+
+
+def _copied(buffers: Sequence[Tensor], spec: Spec) -> Packed:
+    """Return the array for C, which keeps its memory."""
     static, row, nested = _static(spec)
     w = Packed.from_buffer_copy(static)
     codes, scale, offset, zero = split(spec, buffers)

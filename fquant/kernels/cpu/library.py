@@ -93,6 +93,8 @@ def load() -> ctypes.CDLL:
         "rms_norm": [Pointer, Int, Long, Long, Long, Pointer, Double, Pointer, Long, Pointer, Pointer],
         "pointwise": [ctypes.POINTER(Pointwise), Pointer],
         "attention": [ctypes.POINTER(Attention)],
+        "cached_attention": [*[Pointer] * 6, *[Long] * 5, Double, Double, Int],
+        "dense_matmul": [*[Pointer] * 3, Long, Long, Long, Int],
     }
     wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS), PIECE]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)

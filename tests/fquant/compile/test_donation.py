@@ -162,3 +162,36 @@ def test_a_trace_that_fails_leaves_arguments_alone():
     with pytest.raises(TypeError, match="asks for the value"):
         jit(lambda a: a * a.sum().item(), donate=("a",))(a)
     assert torch.equal(a, given()["w"])
+
+
+put = lambda a, x: a.index_put((torch.tensor([1]),), x)
+REPLACED = {  # an argument with some elements replaced, and whether its memory is written in place
+    "index_put": (lambda a, x: (put(a, x), x.sum()[None]), True),
+    "scatter": (lambda a, x: (a.scatter(0, torch.tensor([[1]]), x), x.sum()[None]), True),
+    "index_copy": (lambda a, x: (a.index_copy(0, torch.tensor([1]), x), x.sum()[None]), True),
+    "used later": (
+        lambda a, x: ((b := put(a, x)), (b[1] * 2 + b.mT[0, 0]).sum()[None]),
+        True,
+    ),
+    "old value used later": (
+        lambda a, x: ((b := put(a, x)), (a[1] + b[1]).sum()[None]),
+        False,
+    ),
+    "from itself": (lambda a, x: (put(a, a[2:]), x[0, :1]), False),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_elements_replaced_in_place(name):
+    f, in_place = REPLACED[name]
+    captured = jit(f, donate=("a",))
+    for _ in range(2):
+        a, x = torch.arange(6.0).reshape(3, 2).clone(), torch.full((1, 2), 9.0)
+        want, where = f(a.clone(), x), a.data_ptr()
+        got = captured(a, x)
+        assert all(map(torch.equal, got, want)) and got[0].data_ptr() == where
+        with pytest.raises(RuntimeError, match="was donated"):
+            a.sum()
+    (trace,) = captured.traced.values()  # type: ignore[attr-defined]
+    targets = {str(node.target) for node in trace.module.graph.nodes}
+    assert ("aten.copy_.default" not in targets) == in_place

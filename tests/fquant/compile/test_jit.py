@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-from fquant import LOCAL, NF4_DQ, jit, random, remat, tree
+from fquant import LOCAL, NF4_DQ, bind, jit, random, remat, tree
 from tests.helpers import transform_table
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
@@ -307,3 +307,27 @@ def test_threads_trace_one_at_a_time():
     for thread in threads:
         thread.join(120)
     assert got == [True] * 48 and [len(f.traced) for f in functions] == [1] * len(bodies)
+
+
+def test_bind_fixes_arguments():
+    """A bound function has the results, the traces and the donation of the whole call."""
+    calls = jit(lambda w, x, scale=2.0: (x * scale + w["a"][0], x.sum()), donate=("x",))
+    w = {"a": [torch.ones(3)]}
+    bound = bind(calls, w=w, scale=3.0)
+    for _ in range(3):
+        x = torch.arange(3.0)
+        before = x.data_ptr()
+        y, total = bound(x=x)
+        assert y.tolist() == [1.0, 4.0, 7.0] and total == 3 and y.data_ptr() == before
+        with pytest.raises(RuntimeError, match="was donated"):
+            x.sum()
+    assert len(calls.traced) == 1  # type: ignore[attr-defined]
+    assert bound(x=torch.arange(4.0)[:3].double())[0].tolist() == [1.0, 4.0, 7.0]
+    shared = bind(calls, w={"a": [torch.ones(3)]}, scale=3.0)
+    own = torch.arange(3.0)
+    assert bind(calls, w={"a": [own]}, scale=1.0)(x=own)[0].tolist() == [0.0, 2.0, 4.0] and own.sum() == 3
+    assert torch.func.vmap(lambda x: shared(x=x)[0])(torch.zeros(2, 3)).tolist() == [[1.0] * 3] * 2
+    plain = bind(lambda w, x: w + x, w=1)
+    assert plain(x=2) == 3
+    with pytest.raises(ValueError, match=r"bind\(.*\): cannot fix x, y; wanted some of w, scale"):
+        bind(calls, x=own, y=1)

@@ -7,7 +7,7 @@ from fquant import NF4_DQ, quantize
 from fquant.compile.memory import plan
 from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, nll, norm, silu  # noqa: F401
+from fquant.kernels.ops import attention, decoding, nll, norm, silu  # noqa: F401
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 
@@ -35,6 +35,8 @@ def arguments(name, dtype):
         "turn": (x, 32),
         "grouped_matmul": (x, *stack), "grouped_matmul_t": (g, *stack),
         "grouped_mm": (x, counts, randn(3, 48, 64).to(dtype), False), "grouped_outer": (g, x, counts),
+        "cached_attention": (q[:, :, 0], *(t.transpose(1, 2) for t in (k, v)), torch.tensor([3, 9]), None, 2.0),
+        "dense_matmul": (x, randn(40, 64, seed=4).to(dtype)),
     }[name]  # fmt: skip
 
 

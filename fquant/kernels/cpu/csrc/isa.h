@@ -29,6 +29,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "norm.h"
 #include "tiles.h"
 #include "attention.h"
+#include "decoding.h"
 #include "pointwise.h"
 
 #undef BY_HALF

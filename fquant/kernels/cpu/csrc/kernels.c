@@ -47,7 +47,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -83,7 +83,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The instruction sets; `isa` below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
-                               attention_##ISA, load_##ISA, attention_room_##ISA, COLUMNS_##ISA, LANES_##ISA, \
+                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, load_##ISA, attention_room_##ISA, \
+                               COLUMNS_##ISA, LANES_##ISA, \
                                PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
@@ -256,6 +257,27 @@ EXPORT int64_t fquant_attention(int isa, int threads, const Attention *a) {
     work.half = k->bf16 && a->dtype == BF16;
     work.parts = a->g ? 1 : MAX(1, MIN(panels, 2 * threads / heads));
     return run(k->attention, &work, heads * work.parts, k->attention_room(&work), NULL, threads);
+}
+
+/* Attention of one token of each of `batch` sequences to the slots of a cache. */
+EXPORT int64_t fquant_cached_attention(int isa, int threads, const void *q, const void *k, const void *v,
+                                       const int64_t *position, const float *sinks, void *y, int64_t batch,
+                                       int64_t slots, int64_t kv, int64_t heads, int64_t e, double scale, double cap,
+                                       int dtype) {
+    const Kernels *kernels = &available[isa].kernels;
+    Cached work = {q, k, v, y, position, sinks, slots, kv, heads, e, (float)scale, (float)cap, dtype};
+    int64_t units = batch * kv * ((heads / kv + ABREAST_HEADS - 1) / ABREAST_HEADS), most = 0;
+    for (int64_t b = 0; b < batch; b++) most = MAX(most, position[b] + 1);
+    size_t room = (size_t)(ABREAST_HEADS * (padded_to(e, kernels->lanes) + padded_to(slots, kernels->lanes))) * 4;
+    threads = (int)MIN((int64_t)threads, units * most * e / (8 * ALONE) + 1);
+    return run(kernels->cached, &work, units, room, NULL, threads);
+}
+
+/* x [m, width] · wᵀ for few rows and a dense w [rows, width], whose width is a multiple of 64. */
+EXPORT int64_t fquant_dense_matmul(int isa, int threads, const void *x, const void *w, void *y, int64_t m, int64_t rows,
+                            int64_t width, int dtype) {
+    Dense work = {x, w, y, m, rows, width, dtype};
+    return run(available[isa].kernels.dense_matmul, &work, (rows + GROUP - 1) / GROUP, 0, NULL, threads);
 }
 
 /* x [rows, width] / sqrt(mean of squares + eps) * weight [width] to out [rows, width], of dtype, and 1 / that root to

@@ -82,6 +82,22 @@ typedef struct {
     int32_t dtype, half, causal;
 } Attention;
 
+/* Attention of one token of each sequence, q [batch heads e], to the slots up to its position in k and v
+   [batch slots kv e]: y [batch heads e]. Scores are limited to cap * tanh(score / cap) if `cap` is above 0. `sinks`
+   f32[batch heads], or NULL, as in Attention. */
+enum { ABREAST_HEADS = 4 }; /* heads of queries that read a slot together */
+typedef struct {
+    const void *q, *k, *v;
+    void *y;
+    const int64_t *position;
+    const float *sinks;
+    int64_t slots, kv, heads, e;
+    float scale, cap;
+    int dtype;
+} Cached;
+
+typedef struct { const void *x, *w; void *y; int64_t m, rows, width; int dtype; } Dense; /* y [m rows] = x · wᵀ */
+
 /* An elementwise program. library.py numbers the operations like this. */
 enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, DECAY, SILU, SILU_DERIVATIVE, OPS };
 enum { TILE = 512, MAX_DIMS = 6 }; /* PIECE of pointwise_program.py, and DIMS of library.py */

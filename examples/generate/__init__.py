@@ -1,0 +1,1 @@
+"""Answer prompts with a decoder, packed or not, and adapters: ``python -m examples.generate``."""

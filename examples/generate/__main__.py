@@ -1,0 +1,5 @@
+"""Run ``python -m examples.generate``."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""The choice of the next token from logits: greedy, or a draw from filtered probabilities.
+
+    token = sample(logits, GREEDY)
+    token = sample(logits, Sampling(temperature=0.7, top_k=40, top_p=0.9), key)
+
+Filters set logits to -inf, in the order of transformers' ``GenerationMixin._get_logits_processor``: temperature, top-k,
+top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). A draw inverts the cumulative distribution at one uniform
+number. So it depends on the key and on the probabilities of its own row alone, not on other rows of a batch.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from fquant import random, tree
+
+
+@tree.value
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Describe how to draw a token; temperature 0 takes the likeliest. Raises ValueError for values out of range.
+
+    ``top_k`` keeps the k largest logits, and those equal to the last of them. ``top_p`` keeps the fewest tokens whose
+    probabilities sum to p. ``min_p`` keeps tokens of at least p times the largest probability. None keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; wanted a number from 0, which is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; wanted at least 1, or None for all tokens")
+        for name in ("top_p", "min_p"):
+            if (got := getattr(self, name)) is not None and not 0 <= got <= 1:
+                raise ValueError(f"{name} is {got}; wanted a probability in [0, 1], or None")
+        if self.top_p == 0:
+            raise ValueError("top_p is 0, which keeps no token; use temperature 0 for the likeliest token")
+
+
+GREEDY = Sampling(0.0)
+
+
+def filtered(logits: Tensor, how: Sampling) -> Tensor:
+    """Divide logits f[... vocab] by the temperature and set those that are filtered out to -inf, in f32 at least.
+
+    At least the likeliest token is left. Raises ValueError for temperature 0.
+    """
+    if not how.temperature:
+        raise ValueError("temperature is 0, at which there are no probabilities; wanted a number above 0")
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / how.temperature
+    if how.top_k is not None and how.top_k < x.shape[-1]:
+        x = x.masked_fill(x < x.topk(how.top_k, -1).values[..., -1:], -math.inf)
+    if how.top_p is not None and how.top_p < 1:
+        ascending, order = x.sort(-1)
+        removed = ascending.softmax(-1).cumsum(-1) <= 1 - how.top_p
+        removed = removed & (torch.arange(x.shape[-1], device=x.device) < x.shape[-1] - 1)
+        x = x.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -math.inf)
+    if how.min_p is not None:
+        p = x.softmax(-1)
+        x = x.masked_fill((p < how.min_p * p.amax(-1, keepdim=True)), -math.inf)
+    return x
+
+
+def sample(logits: Tensor, how: Sampling, key: Tensor | None = None) -> Tensor:
+    """Choose tokens i64[...] from logits f[... vocab]; ``key`` is i64[...] or i64[], needed above temperature 0.
+
+    Tokens of equal keys and equal logits are equal. Raises ValueError without a needed key.
+    """
+    if not how.temperature:
+        return logits.argmax(-1)
+    if key is None:
+        raise ValueError(f"temperature is {how.temperature}, and there is no key; pass fquant.random.key(seed)")
+    total = filtered(logits, how).softmax(-1).double().cumsum(-1)  # [... vocab]
+    draw = random.uniform(key, tuple(key.shape), torch.float64).expand(logits.shape[:-1])
+    return (total <= (draw * total[..., -1])[..., None]).sum(-1).clamp(max=logits.shape[-1] - 1)
