@@ -1,7 +1,7 @@
 """The losses that a step can minimise: of targets, or of preferences.
 
     sft      the mean negative log likelihood of targets
-    dpo      preference pairs against the base without adapters (models/preference.py has the kinds)
+    dpo      preference pairs against the base without adapters (models/losses/preference.py has the kinds)
     orpo     the likelihood of chosen documents, and the odds of chosen over rejected answers
     kto      single answers with labels, and the divergence of mismatched prompts and answers as the point of reference
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fquant import Comm, tree
 from fquant.tree import expect
-from models import decoder, preference
+from models import decoder
 from models.config import Config
+from models.losses import preference
 
 from ..data.dataset import IGNORED, Preferences, Rows
 

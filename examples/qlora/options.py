@@ -15,7 +15,7 @@ import torch
 import tyro
 
 from fquant import optim
-from models import preference
+from models.losses import preference
 
 from ..common import objectives, runs
 from ..common.command_line import FormatName, parse_format

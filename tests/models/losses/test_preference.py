@@ -9,7 +9,8 @@ import torch
 from torch.func import grad, jvp, vmap
 
 from fquant import jit, tree
-from models import decoder, hf, preference
+from models import decoder, hf
+from models.losses import preference
 from tests.helpers.arrays import normal
 from tests.helpers.peft_models import llama, shake
 

@@ -31,12 +31,12 @@ from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import Weight, linear
 from fquant.tree import expect
 
-from . import decoder
-from .blocks import IGNORE, check_ids
-from .config import Config
-from .fused_cross_entropy import CHUNK_BYTES, again, prepared, vocab_size
-from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
-from .vocab_parallel import chunks, map_chunks
+from .. import decoder
+from ..blocks import IGNORE, check_ids
+from ..config import Config
+from ..fused_cross_entropy import CHUNK_BYTES, again, prepared, vocab_size
+from ..reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
+from ..vocab_parallel import chunks, map_chunks
 
 
 def loss(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fquant.tree import expect
 
-from .blocks import IGNORE
+from ..blocks import IGNORE
 
 Loss = Callable[[Tensor, Tensor, float, float], Tensor]  # log-ratios of chosen and rejected, beta, smoothing -> [p]
 

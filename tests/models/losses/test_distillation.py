@@ -10,8 +10,9 @@ from torch.func import grad, grad_and_value, hessian, jvp, vmap
 from fquant import NF4_DQ, jit, lora, quantize, random, tree
 from fquant.lora import Lora
 from fquant.packed_linear import linear
-from models import decoder, distillation
+from models import decoder
 from models.config import Config
+from models.losses import distillation
 from tests.helpers.arrays import normal
 from tests.helpers.live_memory import Peak
 

@@ -1,0 +1,1 @@
+"""Losses of sequences and of two models: preferences (DPO, ORPO, KTO) and distillation."""
