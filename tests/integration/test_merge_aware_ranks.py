@@ -51,6 +51,14 @@ FEW = [("tied", NF4_DQ, True), ("experts", NF4_DQ, False), ("untied", INT8, Fals
 MANY = [row for row in product(("untied", "tied", "experts"), (NF4_DQ, INT8), (False, True)) if row not in FEW]
 
 
+@pytest.fixture
+def closed():
+    """Leave no process group to the tests that follow."""
+    yield
+    shard.close()
+
+
+@pytest.mark.usefixtures("closed")
 @pytest.mark.parametrize("name, format, checkpoint", slow_after(3, FEW + MANY))
 def test_a_whole_model_is_the_merged_model(name, format, checkpoint):
     """The loss is that of the merged tree to the bit, captured too, with tables and experts; every adapter learns."""
