@@ -15,6 +15,7 @@ exit status is 0 for bounds met or missed, or 2 for bad options.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 
@@ -129,9 +131,7 @@ def bnb_side(folder: Path) -> Contestant:
 
 def llama_side(folder: Path, options: Options) -> Contestant:
     """Return llama.cpp's model of a Q4_K file of the same weights."""
-    import llama_cpp
-    import numpy as np
-
+    llama_cpp = importlib.import_module("llama_cpp")  # need not be installed
     cfg, found = hf.lazy(folder)
     path = folder / "model.gguf"
     words = tokenizers.write(folder / "words", tokenizers.byte_level(next(iter(SPLITTERS))), bos_token="<|end|>")
