@@ -112,6 +112,7 @@ def test_fewer_steps_than_were_taken_are_refused(whole, capsys):
     assert f"--steps is 5, and {whole.out} has taken 6; wanted at least as many" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run(given, tmp_path):
     """At a rate that makes it worse, the run stops after two validations that are no better than the first."""
     options = dataclasses.replace(given, lr=3.0, steps=40, validate_every=1, patience=2, warmup=0, out=tmp_path / "a")
@@ -150,7 +151,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("options", slow_after(3, [*KINDS.values()]), ids=KINDS)
+@pytest.mark.parametrize("options", slow_after(1, [*KINDS.values()]), ids=KINDS)
 def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
     """PEFT's folder of each says what was asked for, trains, and starts another run."""
     options = dataclasses.replace(given, steps=3, out=tmp_path / "a", **options)
