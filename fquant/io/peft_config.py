@@ -10,7 +10,7 @@ Expressions of a file are matched by ``fquant.io.linear_regex``, so none takes l
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,27 @@ class Settings:
     is_targeted: Targeted
 
 
-def read(path: Path) -> Settings:
-    """Read the settings of the file at ``path``; raise ValueError that names the file and the setting."""
+def values(path: Path, rules: Mapping[str, tuple[Any, Rule]], ignored: Collection[str]) -> dict[str, Any]:
+    """Read the settings in ``rules``, their default and rule by name, from the file at ``path``.
+
+    Raises ValueError that names the file and the setting, for one against its rule, and for one that is neither in
+    ``rules`` nor ``ignored``, unless it is null, false or empty.
+    """
     expect(path.is_file(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
     with tree.at(str(path)):
         content = parse(path.read_bytes(), "the settings of an adapter")
         for key, x in content.items():
             fault = f"{key:.80}: got {x!r:.80}, wanted it absent, null or false; it is not supported"
-            expect(key in READ or key in IGNORED or not x, fault)
-        given = {key: content.get(key, usual) for key, (usual, _) in READ.items()}
-        check_values(given, {key: rule for key, (_, rule) in READ.items()})
+            expect(key in rules or key in ignored or not x, fault)
+        given = {key: content.get(key, usual) for key, (usual, _) in rules.items()}
+        check_values(given, {key: rule for key, (_, rule) in rules.items()})
+        return given
+
+
+def read(path: Path) -> Settings:
+    """Read the settings of the file at ``path``; raise ValueError that names the file and the setting."""
+    given = values(path, READ, IGNORED)
+    with tree.at(str(path)):
         functions: dict[str, Any] = {}
         for key, name in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
             with tree.at(key):

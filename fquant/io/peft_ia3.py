@@ -22,9 +22,9 @@ from ..tree import expect
 from . import safetensors
 from .linear_regex import check_name, matcher
 from .peft import WEIGHTS
-from .peft_config import CONFIG
+from .peft_config import CONFIG, values
 from .peft_tensors import PREFIX
-from .tree_json import Rule, check_values, one_of, parse
+from .tree_json import Rule, one_of
 
 SUFFIX = ".ia3_l"
 IGNORED = {
@@ -105,14 +105,6 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, 
 
 def _settings(path: Path) -> Callable[[str], bool]:
     """Read the settings; return the test for a module whose inputs are scaled, which is PEFT's."""
-    expect(path.is_file(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
-    with tree.at(str(path)):
-        content = parse(path.read_bytes(), "the settings of an adapter")
-        for key, x in content.items():
-            fault = f"{key:.80}: got {x!r:.80}, wanted it absent, null or false; it is not supported"
-            expect(key in READ or key in IGNORED or not x, fault)
-        given = {key: content.get(key, usual) for key, (usual, _) in READ.items()}
-        check_values(given, {key: rule for key, (_, rule) in READ.items()})
-        names = given["feedforward_modules"] or []
-        with tree.at("feedforward_modules"):
-            return matcher(names) if isinstance(names, str) else lambda module: module.endswith(tuple(names))
+    names = values(path, READ, IGNORED)["feedforward_modules"] or []
+    with tree.at(f"{path}: feedforward_modules"):
+        return matcher(names) if isinstance(names, str) else lambda module: module.endswith(tuple(names))
