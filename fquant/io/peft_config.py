@@ -48,8 +48,8 @@ class Settings:
 def values(path: Path, rules: Mapping[str, tuple[Any, Rule]], ignored: Collection[str]) -> dict[str, Any]:
     """Read the settings in ``rules``, their default and rule by name, from the file at ``path``.
 
-    Raises ValueError that names the file and the setting, for one against its rule, and for one that is neither in
-    ``rules`` nor ``ignored``, unless it is null, false or empty.
+    Raises ValueError that names the file and the setting, for one against its rule. So it does for one that is neither
+    in ``rules`` nor ``ignored``, unless it is null, false or empty.
     """
     expect(path.is_file(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
     with tree.at(str(path)):
