@@ -51,7 +51,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
                 y = _matmul(x, _Product(spec), *inputs, *[None] * (SLOTS - n))
         case Tensor():
             _check(x, tuple(w.shape))
-            y = _few_rows(x, w) if _is_decoded(x, w) else x @ w.to(x.dtype).mT
+            y = _few_rows(x, w) if _has_few_rows(x, w) else x @ w.to(x.dtype).mT
         case Adapted(merge_aware=False):
             y = _adapted(x, w)
         case Adapted() | StraightThrough():
@@ -172,7 +172,7 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     return dense.square().sum(-1)
 
 
-def _is_decoded(x: Tensor, w: Tensor) -> bool:
+def _has_few_rows(x: Tensor, w: Tensor) -> bool:
     """Return True for few rows and a large weight on a CPU without derivatives, for which torch is slow."""
     rows = math.prod(x.shape[:-1])
     if not (0 < rows <= FEW_ROWS and w.numel() >= LARGE and x.dtype is w.dtype and x.device.type == "cpu"):

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fquant.io.safetensors import replacing
+
 Tracker = Literal["tensorboard", "wandb"]
 
 
@@ -51,7 +53,8 @@ def start(name: Tracker | None, folder: Path, done: int, options: Mapping[str, A
     wandb = _module(name)
     file = folder / "wandb-id.txt"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:8])
+        with replacing(file) as new:
+            new.write(uuid.uuid4().hex[:8].encode())
     run = wandb.init(
         project="fquant", name=folder.name, id=file.read_text(), resume="allow", dir=folder, config=dict(options)
     )

@@ -102,8 +102,9 @@ def prepare(
         paths = [store.of_file(source.path, text, cache, parse_special, progress) for source in named]
     found = [store.about(path) for path in paths]
     for about in found:
-        for line in about.notes if note is not None else ():
-            note(line)  # type: ignore[misc]
+        for line in about.notes:
+            if note is not None:
+                note(line)
     if len(kinds := {about.kind for about in found}) > 1:
         raise ValueError(f"{data}: files of {' and of '.join(sorted(kinds))}; wanted one kind")
     (kind,) = kinds

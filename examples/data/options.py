@@ -1,5 +1,6 @@
 """The options of programs that read data, and the rows that follow from them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,10 @@ class DataOptions:
         """Raise ValueError for values out of range."""
         if self.show_data < 0:
             raise ValueError(f"--show-data is {self.show_data}; wanted at least 0")
+        if self.show_data and "RANK" in os.environ:
+            raise ValueError(
+                "--show-data under torchrun, whose ranks would print at once; show the data without it first"
+            )
         if self.json and not self.show_data:
             raise ValueError("--json without --show-data, which it prints; give both")
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from fquant.io import peft
+from fquant.io.safetensors import replacing
 from fquant.kernels.cpu import usable_cores
 from fquant.lora import Adapters
 from models import hf
@@ -91,7 +92,8 @@ def main(args: list[str] | None = None) -> int:
         console.print(table(found))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "evaluation.json").write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n")
+        with replacing(options.out / "evaluation.json") as file:
+            file.write((json.dumps([asdict(one) for one in found], indent=2) + "\n").encode())
         drawn = plot(options.out, found)
         if not options.json:
             console.print(f"plot    {drawn}", highlight=False, soft_wrap=True)

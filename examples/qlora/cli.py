@@ -10,6 +10,7 @@ training is in examples/qlora/train.py.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -108,6 +109,8 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         console.print(table(result, options, dist.get_world_size()))
     if options.merge_aware:
         out, work = folder / MERGED, run.work
+        if out.exists():  # of fewer steps, before the run was extended
+            shutil.rmtree(out)
         hf.save_packed(out, work.cfg, merged(work.packed, state.adapters), companions(options.model))
         copy_companions(options.model, out)
         console.print(f"merged  {out}", soft_wrap=True)

@@ -59,11 +59,14 @@ def show(run: Run, training: States, results: list[Result]) -> None:
     folder, console = run.options.folder(), Console()
     runs.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})
     drawn = plot(folder, run, results)
-    right = [Column(name, justify="right") for name in ("held-out loss", "perplexity", "of the base")]
+    is_text = run.options.objective == "sft"
+    names = ("held-out loss", "perplexity", "of the base") if is_text else ("held-out loss", "of the base")
+    right = [Column(name, justify="right") for name in names]
     table = Table("experiment", *right, box=SIMPLE_HEAD, pad_edge=False)
     ordered = sorted(results, key=lambda result: result.loss)
     for x in ordered:
-        table.add_row(x.name, f"{x.loss:.4f}", f"{math.exp(x.loss):.2f}", f"{math.exp(x.base):.2f}")
+        more = (f"{math.exp(x.loss):.2f}", f"{math.exp(x.base):.2f}") if is_text else (f"{x.base:.4f}",)
+        table.add_row(x.name, f"{x.loss:.4f}", *more)
     console.print(table)
     best = folder / ordered[0].name / qlora.ADAPTER
     console.print(f"best    {best}\nmetrics {folder / METRICS}\nplot    {drawn}", highlight=False, soft_wrap=True)
@@ -89,7 +92,7 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     at = ticks.index(of(experiments[best], first))
     left.plot([at], [results[best].loss], "o", markersize=13, markerfacecolor="none", markeredgecolor=BEST)
     left.set_xticks(range(len(ticks)), ticks)
-    left.set(xlabel=first, ylabel="held-out loss, nats a token")
+    left.set(xlabel=first, ylabel="held-out loss")
     left.set_title(f"best: {names[best]}, {results[best].loss:.3f}", loc="left", fontsize=10)
     if others:
         left.legend(frameon=False, fontsize=8)
@@ -97,7 +100,7 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     for i, name in enumerate(names):
         style = {"color": BEST, "lw": 2.2} if i == best else {"color": colour(i, len(names)), "lw": 1}
         right.plot([s["step"] + 1 for s in steps], [s["losses"][i] for s in steps], label=name, **style)
-    right.set(xlabel="step", ylabel="training loss, nats a token")
+    right.set(xlabel="step", ylabel="training loss")
     right.legend(frameon=False, fontsize=7)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -108,6 +108,8 @@ def test_merge_aware_trains_the_file_that_it_writes(model, text, tmp_path):
     assert merge([str(arg) for arg in args]) == 0
     content = [(at / "packed.safetensors").read_bytes() for at in (tmp_path / "again", tmp_path / "run" / "merged")]
     assert content[0] == content[1]
+    assert ran(dataclasses.replace(options, out=None, resume=tmp_path / "run", steps=5)) is None
+    assert (tmp_path / "run" / "merged" / "packed.safetensors").read_bytes() != content[1]
 
 
 def test_without_dither_adapters_begin_at_zero(model, text):

@@ -64,6 +64,13 @@ def test_refused(model, chats, capsys, more, said):
     assert said in printed
 
 
+def test_under_torchrun_it_is_refused(model, chats, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(flags(model, chats, "--show-data", "1")) == 2
+    assert "--show-data under torchrun" in capsys.readouterr().err
+
+
 def test_a_chat_without_a_template_says_what_to_pass(model, chats, capsys):
     assert cli.main(["--model", str(model), "--data", str(chats), "--seq", "32"]) == 2
     printed = capsys.readouterr().err
