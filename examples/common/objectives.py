@@ -1,12 +1,14 @@
-"""The losses that a step can minimise: of targets, or of preferences.
+"""The losses that a step can minimise: of targets, of preferences, or of the distance to another model.
 
     sft      the mean negative log likelihood of targets
     dpo      preference pairs against the base without adapters (models/losses/preference.py has the kinds)
     orpo     the likelihood of chosen documents, and the odds of chosen over rejected answers
     kto      single answers with labels, and the divergence of mismatched prompts and answers as the point of reference
+    distill  the divergence of next-token probabilities from a teacher's, at targets (models/losses/distillation.py)
 
 Losses are sums over this rank's rows, divided by the :func:`counts` of the global batch. So shares of ranks add up. The
-reference is the frozen base, so no second model is held. Values are those of TRL's trainers.
+reference of preferences is the frozen base, so no second model is held; that of distillation is the teacher. Values are
+those of TRL's trainers.
 """
 
 from dataclasses import dataclass
@@ -19,13 +21,15 @@ from fquant import Comm, tree
 from fquant.tree import expect
 from models import decoder
 from models.config import Config
-from models.losses import preference
+from models.losses import distillation, preference
 
 from ..data.dataset import IGNORED, Preferences, Rows
 
-Name = Literal["sft", "dpo", "orpo", "kto"]
+Name = Literal["sft", "dpo", "orpo", "kto", "distill"]
 Batch: TypeAlias = Rows | Preferences
-KINDS = {"sft": "documents", "dpo": "pairs", "orpo": "pairs", "kto": "labelled"}  # of data
+# The kinds of data.
+KINDS = {"sft": "documents", "dpo": "pairs", "orpo": "pairs", "kto": "labelled", "distill": "documents"}
+ON_DOCUMENTS = tuple(name for name, kind in KINDS.items() if kind == "documents")  # whose loss is nats a token
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Objective:
 
     name: Name = "sft"
     kind: str = "sigmoid"  # of dpo
-    beta: float = 0.1
+    beta: float = 0.1  # of distill: 0 for the forward divergence, 1 for the reverse one
     smoothing: float = 0.0  # of dpo: the share of pairs whose label is wrong
     weights: tuple[float, float] = (1.0, 1.0)  # of kto: desirable, undesirable
+    temperature: float = 1.0  # of distill
+    teacher: Config | None = None  # of distill
 
 
 @tree.node
@@ -58,7 +64,7 @@ def complete(objective: Objective, batch: Batch) -> Any:
 
 def counts(objective: Objective, batch: Any) -> Tensor:
     """Return the numbers i64[] or i64[2] of the global batch by which losses are divided."""
-    if objective.name == "sft":
+    if objective.name in ON_DOCUMENTS:
         return (batch.targets >= 0).sum()
     if objective.name == "kto":
         return torch.tensor(len(batch.labels), device=batch.labels.device)
@@ -67,27 +73,31 @@ def counts(objective: Objective, batch: Any) -> Tensor:
 
 
 def loss(
-    objective: Objective, params: Any, base: Any, batch: Any, count: Tensor, cfg: Config, comm: Comm,
+    objective: Objective, params: Any, reference: Any, batch: Any, count: Tensor, cfg: Config, comm: Comm,
     dtype: torch.dtype, psum: Any,
 ) -> Tensor:  # fmt: skip
-    """Return the loss f32[] of this rank's ``batch`` over ``count``; ``base`` has no adapters.
+    """Return the loss f32[] of this rank's ``batch`` over ``count``.
 
-    ``psum`` sums a tensor over the ranks that share the batch.
+    ``reference`` is the base without adapters, or the teacher. ``psum`` sums a tensor over the ranks that share the
+    batch.
     """
     if objective.name == "sft":
         rows = batch.tokens, batch.targets
         return decoder.loss(params, *rows, cfg, comm, batch.segments, dtype, count)
+    if objective.name == "distill":
+        rows = batch.tokens, batch.targets, cfg, objective.teacher, comm, batch.segments, dtype, count
+        return distillation.loss(params, reference, *rows, objective.beta, objective.temperature)
     if objective.name == "kto":
-        return _kto(objective, params, base, batch, count, cfg, comm, dtype, psum)
+        return _kto(objective, params, reference, batch, count, cfg, comm, dtype, psum)
     both = tree.map(lambda a, b: torch.stack([a, b], 1).flatten(0, 1), batch.chosen, batch.rejected)  # in turn
     n = len(both.tokens)
     if objective.name == "dpo":
         lengths = (both.targets >= 0).sum(-1).float()
         policy = -_sums(params, both, cfg, comm, dtype)
         with torch.no_grad():
-            reference = -_sums(base, both, cfg, comm, dtype)
+            unchanged = -_sums(reference, both, cfg, comm, dtype)
         kind = {"kind": objective.kind, "smoothing": objective.smoothing, "lengths": lengths}
-        return preference.dpo(policy, reference, objective.beta, **kind).sum() / count
+        return preference.dpo(policy, unchanged, objective.beta, **kind).sum() / count
     targets = whole(both)
     losses = decoder.token_losses(params, both.tokens, targets, cfg, comm, both.segments, dtype)
     is_answer, is_chosen = both.targets >= 0, torch.arange(n, device=targets.device) % 2 == 0

@@ -29,7 +29,6 @@ from torch.func import grad_and_value
 import shard
 from fquant import Comm, lora, optim, tree
 from fquant.compile.cost import of as cost_of
-from models import decoder
 from models.config import Config
 
 from ..data import dataset as data
@@ -93,20 +92,26 @@ def attached(adapters: Any, base: Any, keys: Tensor | None, setup: Setup) -> Any
     return lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
 
 
-def loss(adapters: Any, base: Any, batch: Any, count: Tensor, keys: Tensor | None, setup: Setup) -> Tensor:
+def loss(
+    adapters: Any, base: Any, batch: Any, count: Tensor, keys: Tensor | None, setup: Setup, teacher: Any = None
+) -> Tensor:
     """Return the summed loss of ``batch`` over ``count``, that of the global batch (see ``objectives``): f32[]."""
     params, psum = attached(adapters, base, keys, setup), lambda t: shard.psum(t, setup.mesh, setup.rules.batch)
-    return objectives.loss(setup.objective, params, base, batch, count, setup.cfg, setup.comm(), setup.dtype, psum)
+    reference, options = base if teacher is None else teacher, (setup.cfg, setup.comm(), setup.dtype, psum)
+    return objectives.loss(setup.objective, params, reference, batch, count, *options)
 
 
-def train_step(state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup) -> tuple[State, Measured]:
+def train_step(
+    state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup, teacher: Any = None
+) -> tuple[State, Measured]:
     """Take one step: gradients of all ``micros``, their sum over ranks, and one update of the adapters.
 
-    ``base`` is ``shard.local(...)`` of the placed base; ``count`` i64[] is the number of targets of the global batch.
+    ``base`` is ``shard.local(...)`` of the placed base, and so is ``teacher``, of the objective that has one; ``count``
+    i64[] is the number of targets of the global batch.
     """
     total = None
     for batch, keys in micros:
-        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup)
+        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup, teacher)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
     return update(state, total, setup)
 
@@ -130,12 +135,11 @@ def judge(adapters: Any, base: Any, batch: Any, count: Tensor, setup: Setup) -> 
     return torch.stack([value.double(), right])
 
 
-def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup) -> Tensor:
+def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup, teacher: Any = None) -> Tensor:
     """Return the summed loss of this rank's rows in nats, and the number of their targets: f64[2]."""
-    rows = batch.tokens, batch.targets
     with torch.no_grad():
-        params, one = attached(adapters, base, None, setup), torch.ones((), device=batch.tokens.device)
-        nats = decoder.loss(params, *rows, setup.cfg, setup.comm(), batch.segments, setup.dtype, one)
+        one = torch.ones((), device=batch.tokens.device)
+        nats = loss(adapters, base, batch, one, None, setup, teacher)
     return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
 
 

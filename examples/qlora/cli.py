@@ -136,8 +136,11 @@ def table(result: Result, options: Options, ranks: int) -> Table:
     out.add_row("bytes of the base", *sizes)
     out.add_row("bytes a rank sends in a step", *sent)
     out.add_row("held-out perplexity", *perplexities)
+    blank = [""] * (len(names) - 2)
+    if result.perplexity_teacher is not None:
+        divergences = f"{result.divergence_packed:.4f}", f"{result.divergence_adapted:.4f}"
+        out.add_row(f"divergence from a teacher of perplexity {result.perplexity_teacher:.2f}", *blank, *divergences)
     if result.survives is not None:
-        blank = [""] * (len(names) - 2)
         out.add_row(
             "merged, and its share of the gain", *blank, f"{result.perplexity_merged:.2f}", f"{result.survives:.3f}"
         )

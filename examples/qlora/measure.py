@@ -4,6 +4,7 @@ The held-out rows go through the captured forward pass beside the base that is p
 more memory than a step, except for ``--compare-dense``, which places the base as it was before it was packed.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ import shard
 from fquant import lazy, lora, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
+from models.config import Config
 
 from ..common import objectives, training_step
-from ..common.training_step import State
+from ..common.training_step import Setup, State
 from ..data import dataset as data
 from .adapters import merged as merged_base
 from .train import Run, micro_batches
@@ -39,6 +41,9 @@ class Result:
     perplexity_adapted: float
     perplexity_merged: float | None = None  # of the packed weights that the adapter was merged into
     survives: float | None = None  # the share of the adapter's gain, in nats, that is left after merging
+    perplexity_teacher: float | None = None
+    divergence_packed: float | None = None  # from the teacher, in nats a token
+    divergence_adapted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
 
     Of preferences, return their losses instead.
     """
-    if run.options.objective != "sft":
+    if run.setup.objective.name not in objectives.ON_DOCUMENTS:
         say("measuring the preferences that were held out")
         before, after = judged(run, run.local, {}), judged(run, run.local, state.adapters)
         return Judgement(before[0], *after)
@@ -70,7 +75,11 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
         whole = shard.place(merged_base(run.work.packed, state.adapters), dims, setup.rules, setup.mesh, run.work.cfg)
         merged = perplexity(run, shard.local(whole), {})
         survives = (math.log(packed) - math.log(merged)) / (math.log(packed) - math.log(adapted))
-    more = merged, survives
+    more = merged, survives, None, None, None
+    if run.teacher is not None:
+        say("measuring the teacher")
+        divergences = mean_loss(run, run.local, {}), mean_loss(run, run.local, state.adapters)
+        more = merged, survives, perplexity(run, run.teacher, {}, run.setup.objective.teacher), *divergences
     bytes_bf16, bytes_packed = (tree.nbytes(lazy.like(x)) for x in (run.work.dense, run.work.packed))
     sent = bytes_sent(run, state, run.base)
     if run.work.packed is run.work.dense:
@@ -92,13 +101,14 @@ def bytes_sent(run: Run, state: State, placed: Any) -> int:
 
 def predict(run: Run, state: State, placed: Any) -> Cost:
     """Return the cost of a step beside the base ``placed``, read off its graph."""
-    args = state, shard.local(placed), *micro_batches(run, 0), run.setup
+    args = state, shard.local(placed), *micro_batches(run, 0), run.setup, run.teacher
     return cost(training_step.train_step, *args, **run.setup.capture())
 
 
-def perplexity(run: Run, local: Any, adapters: lora.Adapters) -> float:
-    """Return exp of the mean loss of all held-out tokens beside the base ``local``."""
-    return math.exp(mean_loss(run, local, adapters))
+def perplexity(run: Run, local: Any, adapters: lora.Adapters, cfg: Config | None = None) -> float:
+    """Return exp of the mean negative log likelihood of all held-out tokens beside the base ``local`` of ``cfg``."""
+    setup = dataclasses.replace(run.setup, objective=objectives.Objective(), cfg=cfg or run.setup.cfg)
+    return math.exp(mean_loss(run, local, adapters, setup))
 
 
 def validate(run: Run, state: State) -> dict[str, float]:
@@ -106,16 +116,17 @@ def validate(run: Run, state: State) -> dict[str, float]:
     return {"validation": mean_loss(run, run.local, state.adapters)}
 
 
-def mean_loss(run: Run, local: Any, adapters: lora.Adapters) -> float:
+def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None = None) -> float:
     """Return the mean loss of the held-out rows beside the base ``local``, the same on every rank.
 
-    That is nats a token; of preferences the loss of a pair or answer.
+    That is nats a token; of preferences the loss of a pair or answer. ``setup`` is by default that of training.
     """
     if not isinstance(run.work.held, data.Rows):
         return judged(run, local, adapters)[0]
-    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), run.setup
+    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), setup or run.setup
+    taught = run.teacher if setup.objective.name == "distill" else None
     for rows in in_batches(run):
-        total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup)
+        total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup, taught)
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(nats / tokens)
 

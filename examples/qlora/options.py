@@ -42,7 +42,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
 
     ALONE = 2
     LEAST = dict.fromkeys(("rank", "seq", "accumulate", "holdout", "characters"), 1) | {"weight_decay": 0, "dither": 0}
-    POSITIVE = ("alpha", "lr", "clip", "epochs", "beta")
+    POSITIVE = ("alpha", "lr", "clip", "epochs", "temperature")
 
     model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
@@ -68,12 +68,18 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Micro-batches in a step."""
     objective: objectives.Name = "sft"
     """sft learns texts and answers; dpo and orpo learn from pairs (chosen, rejected), kto from answers with a label.
-    The base without adapters is the reference of dpo and kto."""
+    The base without adapters is the reference of dpo and kto. distill learns the probabilities of --teacher on texts
+    and answers."""
+    teacher: Path | None = None
+    """Of distill: folder of a model with the same tokenizer; default: the model itself before it was packed."""
+    temperature: float = 1.0
+    """Of distill: logits of both models are divided by it."""
     kind: str = "sigmoid"
     """Of dpo: sigmoid, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down or
     sigmoid_norm."""
-    beta: float = 0.1
-    """Of dpo and kto: how closely to keep to the reference; of orpo: the weight of the odds."""
+    beta: float | None = None
+    """Of dpo and kto: how closely to keep to the reference; of orpo: the weight of the odds; default: 0.1. Of distill:
+    0, the default, is the forward divergence, 1 the reverse one, and between is the Jensen-Shannon divergence."""
     smoothing: float = 0.0
     """Of dpo: the share of pairs whose label is wrong."""
     merge_aware: bool = False
@@ -130,9 +136,21 @@ class Options(AdapterOptions, DataOptions, runs.Options):
             raise ValueError(
                 f"--kind and --smoothing are of --objective dpo, and this is {self.objective}; leave them out"
             )
+        if self.beta is not None and (self.objective == "sft" or self.objective != "distill" and self.beta <= 0):
+            fault = "has none; leave it out" if self.objective == "sft" else "wants a number above 0"
+            raise ValueError(f"--beta is {self.beta}, and --objective {self.objective} {fault}")
+        if self.objective == "distill":
+            if not 0 <= (self.beta or 0) <= 1:
+                raise ValueError(f"--beta is {self.beta}; wanted 0 (forward) to 1 (reverse) of --objective distill")
+            if self.teacher is None and self.format == "none":
+                raise ValueError("--objective distill with --format none, which packs nothing; give a --teacher")
+        elif self.teacher is not None or self.temperature != 1.0:
+            raise ValueError(
+                f"--teacher and --temperature are of --objective distill, and this is {self.objective}; leave them out"
+            )
         pair = torch.zeros(2, device="cpu")
         if self.objective == "dpo":
-            preference.dpo(pair, pair, self.beta, self.smoothing, self.kind, pair)
+            preference.dpo(pair, pair, self.minimised().beta, self.smoothing, self.kind, pair)
         if self.merge_aware and (self.dora or self.dropout):
             raise ValueError(
                 "--merge-aware with --dora or --dropout, which a merged weight cannot have; leave them out"
@@ -142,11 +160,12 @@ class Options(AdapterOptions, DataOptions, runs.Options):
 
     def minimised(self) -> objectives.Objective:
         """Return what a step minimises."""
-        return objectives.Objective(self.objective, self.kind, self.beta, self.smoothing)
+        beta = {"distill": 0.0}.get(self.objective, 0.1) if self.beta is None else self.beta
+        return objectives.Objective(self.objective, self.kind, beta, self.smoothing, temperature=self.temperature)
 
     def answers(self) -> int:
         """Return the rows that a row of the batch has: two of a pair, and of kto the mismatched one."""
-        return 1 if self.objective == "sft" else 2
+        return 1 if self.objective in objectives.ON_DOCUMENTS else 2
 
     def check_warmup(self, steps: int) -> None:
         """Raise ValueError for a warm-up that is longer than the run."""

@@ -30,8 +30,9 @@ from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, St
 from ..data import dataset as data
 from ..data.options import Note
 from ..data.store import Progress
-from . import adapters
+from . import adapters, teacher
 from .options import Options
+from .teacher import Teacher
 
 ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
 
@@ -48,6 +49,7 @@ class Work:
     adapters: lora.Adapters
     train: data.Stored
     held: data.Rows | data.Preferences
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Run:
     local: Any  # shard.local(base)
     step: Callable[..., tuple[State, Measured]]  # train_step, captured
     evaluate: Callable[..., Tensor]  # training_step.evaluate, captured
+    teacher: Any = None  # placed, this rank's part
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,12 @@ def prepare(options: Options, note: Note | None = None, progress: Progress | Non
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
+    taught = teacher.find(options, cfg, dense)
     begun = adapters.start(options, cfg, packed, options.seed)
     train, held = options.rows(options.model, note, progress, KINDS[options.objective])
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
     options = options.resolved(len(train.rows), parameters)
-    return Work(options, cfg, parameters, dense, packed, begun, train, held)
+    return Work(options, cfg, parameters, dense, packed, begun, train, held, taught)
 
 
 def start(options: Options) -> tuple[Run, State]:
@@ -120,20 +124,35 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     setups = [
         Setup(
             its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode,
-            DTYPES[options.dtype], objective=its.options.minimised(), merge_aware=options.merge_aware,
+            DTYPES[options.dtype], objective=minimised(its), merge_aware=options.merge_aware,
         )
         for its in works
     ]  # fmt: skip
     first, setup = works[0], setups[0]
     begun = agree.attempt("norms", lambda: [adapters.beside(w.options, w.adapters, w.packed) for w in works])
     placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
-    judged: Any = training_step.evaluate if setup.objective.name == "sft" else training_step.judge
-    evaluate = jit(judged, passes=setup.capture()["passes"])
+    taught = None
+    if first.teacher is not None:
+        dims = decoder.dims(first.teacher.cfg)
+        taught = shard.local(shard.place(first.teacher.weights, dims, setup.rules, mesh, first.teacher.cfg))
+    is_text = setup.objective.name in objectives.ON_DOCUMENTS
+    judged: Any = training_step.evaluate if is_text else training_step.judge
+    # Losses of up to six models and objectives are measured, each on whole batches and on the rows left over.
+    evaluate = jit(judged, passes=setup.capture()["passes"], max_traces=12)
     step = jit(training_step.train_step, **setup.capture())
     return [
-        (Run(work.options, work, its, placed, shard.local(placed), step, evaluate), training_step.initial(a, its.opt))
+        (
+            Run(work.options, work, its, placed, shard.local(placed), step, evaluate, taught),
+            training_step.initial(a, its.opt),
+        )
         for work, its, a in zip(works, setups, begun, strict=True)
     ]
+
+
+def minimised(work: Work) -> objectives.Objective:
+    """Return what a step minimises."""
+    cfg = work.teacher.cfg if work.teacher else None
+    return dataclasses.replace(work.options.minimised(), teacher=cfg)
 
 
 def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Progress | None = None) -> list[Work]:
@@ -155,6 +174,8 @@ def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Pr
 def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) -> Checkpoint:
     """Return the fastest checkpointing mode whose predicted peak fits into this rank's memory; else "full".
 
+    The weights of a teacher count, and its activations do not.
+
     A step of ``count`` runs at once is priced as one of so many batches. Call it before the ranks meet, because the
     step is priced on an abstract mesh.
     """
@@ -166,7 +187,9 @@ def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) ->
     base = lazy.like(quantised(found, fmt))
     job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate, base=base)
     peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
-    room = ROOM * launch.available_memory()
+    taught = teacher.find(options, cfg, found)
+    held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
+    room = ROOM * launch.available_memory() - held
     return next(mode for mode in MODES if mode == "full" or peak(mode) <= room)
 
 
@@ -193,7 +216,7 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     """Take one step."""
     began, step, options = time.perf_counter(), int(state.done), run.options
     micros, count = micro_batches(run, step)
-    state, found = run.step(state, run.local, micros, count, run.setup)
+    state, found = run.step(state, run.local, micros, count, run.setup, run.teacher)
     value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
     return state, Step(

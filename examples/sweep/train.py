@@ -77,7 +77,7 @@ class Result:
 
 def sweep_step(
     states: list[State], base: Any, micros: Sequence[Sequence[Micro]], counts: Sequence[Tensor],
-    setups: Sequence[Setup], groups: Groups,
+    setups: Sequence[Setup], groups: Groups, teacher: Any = None,
 ) -> tuple[list[State], list[Measured]]:  # fmt: skip
     """Take one step of every experiment: ``micros``, ``counts`` and ``setups`` are those of each."""
     found: dict[int, tuple[State, Measured]] = {}
@@ -85,15 +85,20 @@ def sweep_step(
         totals: list[Any] = [None] * len(group)
         for rows in zip(*(micros[i] for i in group), strict=True):
             many = [(states[i].adapters, counts[i], *one) for i, one in zip(group, rows, strict=True)]
-            some = gradients(many, base, setups[group[0]])
+            some = gradients(many, base, setups[group[0]], teacher)
             totals = [x if sum_ is None else tree.map(torch.add, sum_, x) for sum_, x in zip(totals, some, strict=True)]
         found |= {i: training_step.update(states[i], total, setups[i]) for i, total in zip(group, totals, strict=True)}
     return [found[i][0] for i in range(len(states))], [found[i][1] for i in range(len(states))]
 
 
-def gradients(many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any, setup: Setup) -> list[Any]:
+def gradients(
+    many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any, setup: Setup, teacher: Any = None
+) -> list[Any]:
     """Return this rank's gradients and loss of experiments: tuples of adapters, count, rows and dropout keys."""
-    f = lambda adapters, count, rows, keys: grad_and_value(training_step.loss)(adapters, base, rows, count, keys, setup)
+
+    def f(adapters: Any, count: Tensor, rows: Any, keys: Tensor | None) -> Any:
+        return grad_and_value(training_step.loss)(adapters, base, rows, count, keys, setup, teacher)
+
     if len(many) == 1:
         return [f(*many[0])]
     stacked = tree.map(lambda *t: None if t[0] is None else torch.stack(t), *many)
@@ -128,8 +133,8 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
             micros, count = train.micro_batches(runs[i], 0)
             many.append((states[i].adapters, count, *micros[0]))
         f = jit(gradients, passes=runs[0].setup.capture()["passes"])
-        setup, base = runs[group[0]].setup, runs[0].local
-        together, alone = f(many, base, setup), [f([one], base, setup)[0] for one in many]
+        constants = runs[0].local, runs[group[0]].setup, runs[0].teacher
+        together, alone = f(many, *constants), [f([one], *constants)[0] for one in many]
         same = all(map(torch.equal, tree.leaves(together), tree.leaves(alone)))
         is_equal = set(all_gather_text(str(same))) == {"True"}  # on every rank
         groups += [tuple(group)] if is_equal else [(i,) for i in group]
@@ -141,7 +146,8 @@ def take(run: Run, training: States) -> tuple[States, Step]:
     began, step, options = time.perf_counter(), int(training.done), run.options
     found = [train.micro_batches(one, step) for one in run.runs]
     micros, counts, setups = [m for m, _ in found], [c for _, c in found], [one.setup for one in run.runs]
-    states, measured = run.step(training.many, run.runs[0].local, micros, counts, setups, run.groups)
+    first = run.runs[0]
+    states, measured = run.step(training.many, first.local, micros, counts, setups, run.groups, first.teacher)
     losses = [one.loss.item() for one in measured]
     tokens = len(run.runs) * options.batch * options.accumulate * options.seq
     speed = tokens / (time.perf_counter() - began)

@@ -134,7 +134,7 @@ REFUSED = {
         ["--data", "{pairs}", "--objective", "kto"],
         "--data: got pairs of chosen and rejected answers, wanted ans",
     ),
-    "beta": (["--beta", "0"], "--beta is 0.0; wanted a number above 0"),
+    "beta": (["--objective", "dpo", "--beta", "0"], "--beta is 0.0, and --objective dpo wants a number above 0"),
 }
 
 

@@ -48,6 +48,7 @@ CASES = {
     "recomputed": (1, {"vary": ("lr=1e-2,2e-2",), "checkpoint": "full", "dtype": "bf16"}),
     "optimisers": (1, {"vary": ("optimizer=adamw,lion,sgd", "clip=0.1"), "dtype": "f32"}),
     "a dense base": (2, {"vary": ("seed=0,1",), "format": "none", "dtype": "bf16"}),
+    "distilled": (1, {"vary": ("lr=1e-2,2e-2",), "objective": "distill", "dtype": "bf16"}),
     "alphas": (1, {"vary": ("alpha=8,16",), "format": "int8", "dtype": "f32", "targets": "q,embed"}),
 }  # fmt: skip
 
