@@ -49,22 +49,44 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
-def direct(op: Any) -> Callable[..., Any] | None:
+def direct(op: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
     """Return the function that computes ``op`` without torch's dispatcher, or None if it is not an op of ours.
 
-    It gives the same bits, and takes a third of the time beside the work. Its caller guarantees three things. The call
-    has been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their
-    memory. No mode or transform has to see the call. While a profiler runs, calls go through torch.
+    It gives the same bits. Tensors in ``args`` and ``kwargs`` have the shapes, strides and dtypes of those of all
+    calls, so that they are described to C once (``cpu/prepared.py``). Its caller guarantees four things. The call has
+    been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their memory.
+    No mode or transform has to see the call. :func:`settle` was called before. While a profiler runs, calls go through
+    torch.
     """
     function = DIRECT.get(op.name()) if isinstance(op, torch._ops.OpOverload) else None
     if function is None:
         return None
+    prepared = _prepared()
+    quick = prepared.prepare(op.name(), args, kwargs) if prepared else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (op if torch.autograd._profiler_enabled() else function)(*args, **kwargs)
+        if torch.autograd._profiler_enabled():
+            return op(*args, **kwargs)
+        return (quick if quick is not None and prepared.is_settled() else function)(*args, **kwargs)
 
     call.__name__ = str(op).replace(".", "_")
     return call
+
+
+def settle() -> None:
+    """Choose the backend of the calls of :func:`direct` that follow."""
+    if prepared := _prepared():
+        prepared.settle()
+
+
+@cache
+def _prepared() -> Any:
+    """Return the module of prepared calls; None if the C library is not available."""
+    if not isinstance(_load("cpu"), ModuleType):
+        return None
+    from .cpu import prepared
+
+    return prepared
 
 
 def backend(device: str) -> tuple[str, ModuleType]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from ...kernels import dispatch
 from .. import graph as graphs
 from .plan import MemoryPlan, Slot
 
@@ -68,6 +69,7 @@ def run_planned(plan: MemoryPlan | None, module: GraphModule, tensors: Sequence[
         memory = acquire(plan.nbytes)
         if plan.memory is not memory:
             _bind(plan, memory)
+        dispatch.settle()
         return interpret(plan.module)(*tensors)
     finally:
         IN_USE.release()

@@ -114,9 +114,15 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                 copies[node].target = packet.lent
             if node in sums:
                 copies[node].target = torch.ops._c10d_functional.all_reduce_.default
+
+    def like(node: Node) -> Any:
+        value = tensors.get(str(node.target))
+        return value.like if isinstance(value, Slot) else node.meta.get("val")
+
     for node in new.nodes:
         if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
-            node.target = dispatch.direct(node.target) or node.target
+            given = map_arg((node.args, node.kwargs), like)
+            node.target = dispatch.direct(node.target, *given) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})

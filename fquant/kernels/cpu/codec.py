@@ -106,14 +106,14 @@ def _encoding(format: Format, block: int) -> Encoding:
 def _packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
     """Return the array for C, which reads the memory of ``buffers``; a stack becomes more rows."""
     if all(b.is_contiguous() for b in buffers):
-        found = _in_place(spec, buffers[0].numel(), *[b.data_ptr() for b in buffers])
+        found = in_place(spec, buffers[0].numel(), *[b.data_ptr() for b in buffers])
         if found is not None:
             return found
     return _copied(buffers, spec)
 
 
 @lru_cache(maxsize=4096)
-def _in_place(spec: Spec, num_codes: int, *addresses: int) -> Packed | None:
+def in_place(spec: Spec, num_codes: int, *addresses: int) -> Packed | None:
     """Return the array at these addresses, of which it is a function; None if C cannot read its scales there."""
     static, row, nested = _static(spec)
     is_stack = num_codes != math.prod(layout(spec)[0].shape)

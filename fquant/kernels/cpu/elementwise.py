@@ -22,10 +22,10 @@ _KINDS = {**DTYPES, torch.bool: 3}
 
 
 def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> list[Tensor]:
-    plan = _plan(text, _kinds(read))
+    plan = describe(text, kinds_of(read))
     if plan is None:
         read = [t.contiguous() for t in torch.broadcast_tensors(*read)]
-        plan = _plan(text, _kinds(read))
+        plan = describe(text, kinds_of(read))
         assert plan is not None, "contiguous tensors have one dim"
     new = [empty(*plan.shape, dtype=dtype) for dtype in plan.new]
     if plan.program is not None:
@@ -58,12 +58,13 @@ class _Plan(NamedTuple):
 _Kinds = tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]
 
 
-def _kinds(read: Sequence[Tensor]) -> _Kinds:
+def kinds_of(read: Sequence[Tensor]) -> _Kinds:
+    """Return all that a plan depends on: the dtype, the shape and the strides of each tensor."""
     return tuple((t.dtype, t.shape, t.stride()) for t in read)
 
 
 @lru_cache(maxsize=4096)
-def _plan(text: str, reads: _Kinds) -> _Plan | None:
+def describe(text: str, reads: _Kinds) -> _Plan | None:
     """Return the plan, or None for more dims than C takes; its key is text, because 0.0 and -0.0 are equal numbers."""
     program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape, _ in reads))
     kinds = dtypes([dtype for dtype, *_ in reads], program)

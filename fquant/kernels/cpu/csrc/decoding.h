@@ -5,11 +5,13 @@
 INLINE Lanes NAME(widened)(const void *x, int64_t at, int64_t n, const int dtype) {
     if (dtype == F32) {
         Lanes v = {0};
-        memcpy(&v, (const float *)x + at, n >= LANES ? sizeof v : (size_t)MAX(n, 0) * 4);
+        if (n >= LANES) memcpy(&v, (const float *)x + at, sizeof v);  /* a size that is no constant is a call */
+        else memcpy(&v, (const float *)x + at, (size_t)MAX(n, 0) * 4);
         return v;
     }
     NAME(Halves) h = {0};
-    memcpy(&h, (const uint16_t *)x + at, n >= LANES ? sizeof h : (size_t)MAX(n, 0) * 2);
+    if (n >= LANES) memcpy(&h, (const uint16_t *)x + at, sizeof h);
+    else memcpy(&h, (const uint16_t *)x + at, (size_t)MAX(n, 0) * 2);
     Bits u = __builtin_convertvector(h, Bits);
     return dtype == BF16 ? (Lanes)(u << 16) : NAME(from_f16)(u);
 }
