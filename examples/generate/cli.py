@@ -60,6 +60,8 @@ class Options:
     """Draw from the fewest tokens whose probabilities sum to p."""
     min_p: float | None = None
     """Draw from tokens of at least p times the largest probability."""
+    repetition_penalty: float | None = None
+    """Make tokens that the text has less likely, by a factor such as 1.1; default: the folder's."""
     seed: int = 0
     """The same seed gives the same text."""
     format: FormatName = "nf4_dq"

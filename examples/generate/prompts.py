@@ -2,9 +2,11 @@
 
 A plain prompt is encoded with the special tokens that the tokenizer adds. A chat is rendered by the tokenizer's own
 template, which writes its special tokens itself. ``generation_config.json`` gives the defaults, as in transformers:
-tokens that stop, and with ``do_sample`` its temperature, top-k (50 if absent), top-p and min-p. Without it, greedy.
+tokens that stop, the penalty of repetition, and with ``do_sample`` its temperature, top-k (50 if absent), top-p and
+min-p. Without it, greedy.
 """
 
+import dataclasses
 import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -18,16 +20,16 @@ from ..data.tokenizer import Text
 from ..data.workers import Worker
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+PENALTY = "repetition_penalty"
 TOP_K = 50  # of transformers, where a folder samples and names none
 # What may change the text beside those: neutral values are passed over, others are refused by name.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": ([],), "typical_p": (1.0,), "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,), "top_h": (), "num_beams": (1,), "penalty_alpha": (0.0,), "min_length": (0,),
-    "min_new_tokens": (0,), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],), "sequence_bias": (), "guidance_scale": (1.0,),
-    "exponential_decay_length_penalty": (), "stop_strings": ([],), "watermarking_config": (), "dola_layers": (),
-    "num_beam_groups": (1,),
+    "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "top_h": (),
+    "num_beams": (1,), "penalty_alpha": (0.0,), "min_length": (0,), "min_new_tokens": (0,), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": (),
+    "guidance_scale": (1.0,), "exponential_decay_length_penalty": (), "stop_strings": ([],), "watermarking_config": (),
+    "dola_layers": (), "num_beam_groups": (1,),
 }  # fmt: skip
 
 
@@ -60,22 +62,32 @@ def sampling(settings: dict[str, Any], given: dict[str, Any]) -> Sampling:
     A given option asks for sampling, except for a temperature of 0. Raises ValueError for values out of range.
     """
     asked = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+    names = [x[PENALTY] for x in (given, settings) if x.get(PENALTY) is not None]
+    penalty = _number(PENALTY, names[0] if names else 1.0)
+    greedy = dataclasses.replace(GREEDY, repetition_penalty=penalty)
     if not asked and not settings.get("do_sample"):
-        return GREEDY
+        return greedy
     if asked.get("temperature") == 0:
         if len(asked) > 1:
             fault = f"{', '.join('--' + name.replace('_', '-') for name in asked if name != 'temperature')}"
             raise ValueError(f"{fault} beside --temperature 0, which is greedy; leave one out")
-        return GREEDY
+        return greedy
     defaults: dict[str, Any] = {}
     if settings.get("do_sample"):
         defaults = {"top_k": TOP_K} | {name: settings[name] for name in SAMPLING if settings.get(name) is not None}
     found = defaults | asked
     found["top_k"] = found.get("top_k") or None  # 0 keeps all tokens, as in transformers
     for name, value in found.items():
-        if value is not None and (type(value) not in (int, float) or (name == "top_k" and type(value) is not int)):
-            raise ValueError(f"{name} is {value!r:.80}; wanted a number")
-    return Sampling(**found)
+        if value is not None:
+            _number(name, value)
+    return Sampling(**found, repetition_penalty=penalty)
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a setting; raise ValueError if it is no number."""
+    if type(value) not in (int, float) or (name == "top_k" and type(value) is not int):
+        raise ValueError(f"{name} is {value!r:.80}; wanted a number")
+    return value
 
 
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -28,11 +28,15 @@ from ..reference_gradient import Implementations, KernelWithReferenceGradient
 
 @tree.node
 class Cache:
-    """Keys and values of each layer f[batch slots kv_heads head_dim], and the tokens of each row so far i64[batch]."""
+    """Keys and values of each layer f[batch slots kv_heads head_dim], and the tokens of each row so far i64[batch].
+
+    ``seen`` bool[batch vocab] says which tokens a row has; it is bool[batch 0] if nothing asks for that.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
     lengths: Tensor
+    seen: Tensor
 
 
 def slots(cfg: Config, layer: int, longest: int) -> int:
@@ -41,11 +45,20 @@ def slots(cfg: Config, layer: int, longest: int) -> int:
 
 
 def from_sequence(
-    keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Tensor, cfg: Config, longest: int
+    keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Tensor, cfg: Config, longest: int, seen: Tensor
 ) -> Cache:
     """Return the cache of right-padded sequences: keys and values of each layer f[b t k e], lengths i64[b]."""
     kept = lambda xs: [_kept(x, lengths, slots(cfg, i, longest)) for i, x in enumerate(xs)]
-    return Cache(kept(keys), kept(values), lengths)
+    return Cache(kept(keys), kept(values), lengths, seen)
+
+
+def tokens_of(tokens: Tensor, lengths: Tensor, vocab: int) -> Tensor:
+    """Return the tokens that each row i64[b t] has below its length, as bool[b vocab]; ``vocab`` 0 for nothing."""
+    seen = torch.zeros(len(tokens), vocab + 1, dtype=torch.bool, device=tokens.device)  # the last takes the padding
+    if vocab:
+        inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        seen = seen.scatter(1, torch.where(inside, tokens, vocab), True)
+    return seen[:, :vocab]
 
 
 def _kept(x: Tensor, lengths: Tensor, size: int) -> Tensor:

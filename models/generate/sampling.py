@@ -3,9 +3,10 @@
     token = sample(logits, GREEDY)
     token = sample(logits, Sampling(temperature=0.7, top_k=40, top_p=0.9), key)
 
-Filters set logits to -inf, in the order of transformers' ``GenerationMixin._get_logits_processor``: temperature, top-k,
-top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). A draw inverts the cumulative distribution at one uniform
-number. So it depends on the key and on the probabilities of its own row alone, not on other rows of a batch.
+The order is that of transformers' ``GenerationMixin._get_logits_processor``. First come the penalty of repetition
+(Keskar et al. 2019) and the temperature. Filters then set logits to -inf: top-k, top-p (Holtzman et al. 2020) and min-p
+(Nguyen et al. 2024). A draw inverts the cumulative distribution at one uniform number. So it depends on the key and on
+the probabilities of its own row alone, not on other rows of a batch.
 """
 
 import dataclasses
@@ -24,12 +25,15 @@ class Sampling:
 
     ``top_k`` keeps the k largest logits, and those equal to the last of them. ``top_p`` keeps the fewest tokens whose
     probabilities sum to p. ``min_p`` keeps tokens of at least p times the largest probability. None keeps all.
+    ``repetition_penalty`` divides positive logits of tokens that the text has, and multiplies negative ones; at
+    temperature 0 too.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -39,11 +43,19 @@ class Sampling:
         for name in ("top_p", "min_p"):
             if (got := getattr(self, name)) is not None and not 0 <= got <= 1:
                 raise ValueError(f"{name} is {got}; wanted a probability in [0, 1], or None")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; wanted a number above 0, 1 for none")
         if self.top_p == 0:
             raise ValueError("top_p is 0, which keeps no token; use temperature 0 for the likeliest token")
 
 
 GREEDY = Sampling(0.0)
+
+
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens that are ``seen`` bool[... vocab] less likely in logits f[... vocab], in f32 at least."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
 
 
 def filtered(logits: Tensor, how: Sampling) -> Tensor:
@@ -67,11 +79,18 @@ def filtered(logits: Tensor, how: Sampling) -> Tensor:
     return x
 
 
-def sample(logits: Tensor, how: Sampling, key: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, how: Sampling, key: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
     """Choose tokens i64[...] from logits f[... vocab]; ``key`` is i64[...] or i64[], needed above temperature 0.
 
-    Tokens of equal keys and equal logits are equal. Raises ValueError without a needed key.
+    ``seen`` bool[... vocab] are the tokens of the text, needed for a penalty of repetition. Tokens of equal keys and
+    equal logits are equal. Raises ValueError without a needed key or ``seen``.
     """
+    if how.repetition_penalty != 1:
+        if seen is None or seen.shape != logits.shape:
+            got = None if seen is None else tuple(seen.shape)
+            fault = f"repetition_penalty is {how.repetition_penalty}, and the tokens of the text are {got}"
+            raise ValueError(f"{fault}; wanted bool{list(logits.shape)}")
+        logits = penalised(logits, seen, how.repetition_penalty)
     if not how.temperature:
         return logits.argmax(-1)
     if key is None:

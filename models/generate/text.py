@@ -44,13 +44,14 @@ LEAST_SLOTS = 64  # of a cache, which are powers of two, so that few traces serv
 
 def prefill(
     params: decoder.Params, tokens: Tensor, lengths: Tensor, cfg: Config, comm: Comm = LOCAL,
-    adapters: Adapters | None = None, longest: int | None = None, dtype: Dtype = None,
+    adapters: Adapters | None = None, longest: int | None = None, dtype: Dtype = None, with_seen: bool = False,
 ) -> tuple[Tensor, Cache]:  # fmt: skip
     """Compute the logits f[b vocab] behind each prompt, and the cache of all prompts for ``longest`` tokens a row.
 
     Tokens are i64[b t], padded on the right to t; ``lengths`` i64[b] count those of each row, at least 1. ``longest``
-    is t by default. ``adapters`` are those of each row (``adapter_rows.rows``). Raises the errors of
-    ``decoder.forward``, and ValueError for shapes that do not fit or ``longest`` below t.
+    is t by default. ``adapters`` are those of each row (``adapter_rows.rows``). ``with_seen`` asks for the tokens of
+    each row in the cache, which a penalty of repetition needs. Raises the errors of ``decoder.forward``, and ValueError
+    for shapes that do not fit or ``longest`` below t.
     """
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         got = f"tokens {tuple(tokens.shape)} and lengths {tuple(lengths.shape)}"
@@ -60,7 +61,7 @@ def prefill(
         wanted = f"wanted from {tokens.shape[1]}, the tokens that there are, to max_positions = {cfg.longest}"
         raise ValueError(f"prefill: longest is {longest}; {wanted}")
     if adapters is not None:
-        one = partial(prefill, cfg=cfg, comm=comm, longest=longest, dtype=dtype)
+        one = partial(prefill, cfg=cfg, comm=comm, longest=longest, dtype=dtype, with_seen=with_seen)
         return _by_row(lambda own, *row: one(lora.attach(params, own), *row))(adapters, tokens, lengths)
     decoder.check(params, tokens, cfg, tokens.shape[-1])
     # Positions of padding stop at the longest row, because some scalings depend on the largest position.
@@ -69,7 +70,8 @@ def prefill(
     x, kept = decoder.layers(params, tokens, positions, nothing, _attend_sequence, cfg, comm, dtype)
     last = x.take_along_dim((lengths - 1)[:, None, None], 1)[:, 0]  # [b d]
     keys, values = zip(*kept, strict=True)
-    return decoder.logits(last, params, cfg, comm), kv_cache.from_sequence(keys, values, lengths, cfg, longest)
+    seen = kv_cache.tokens_of(tokens, lengths, cfg.vocab if with_seen else 0)
+    return decoder.logits(last, params, cfg, comm), kv_cache.from_sequence(keys, values, lengths, cfg, longest, seen)
 
 
 def decode(
@@ -91,7 +93,8 @@ def decode(
     held = [(*pair, position) for pair in zip(cache.keys, cache.values, strict=True)]
     x, kept = decoder.layers(params, tokens, position[:, None], held, _attend_cache, cfg, comm, dtype)
     keys, values = (list(each) for each in zip(*kept, strict=True))
-    return decoder.logits(x[:, 0], params, cfg, comm), Cache(keys, values, position + 1)
+    seen = cache.seen.scatter(1, tokens, True) if cache.seen.shape[1] else cache.seen
+    return decoder.logits(x[:, 0], params, cfg, comm), Cache(keys, values, position + 1, seen)
 
 
 def _by_row(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +133,8 @@ captured_step = jit(step, donate=("cache",), max_traces=64)
 
 
 def _choose(logits: Tensor, cache: Cache, key: Tensor | None, how: Sampling) -> Tensor:
-    return sample(logits, how, None if key is None else random.fold(key.expand(len(logits)), cache.lengths))
+    key = None if key is None else random.fold(key.expand(len(logits)), cache.lengths)
+    return sample(logits, how, key, cache.seen if cache.seen.shape[1] else None)
 
 
 def stream(
@@ -152,11 +156,12 @@ def stream(
     texts = [list(prompt) for prompt in prompts]
     device = _device(params)
     key = None if key is None else key.to(device)
-    start = partial(prefill, cfg=cfg, comm=comm, adapters=adapters, longest=int(longest), dtype=dtype)
+    with_seen = how.repetition_penalty != 1
+    options = {"cfg": cfg, "comm": comm, "adapters": adapters, "dtype": dtype}
+    start = partial(prefill, **options, longest=int(longest), with_seen=with_seen)
     logits, cache = start(params, *_padded(texts, device))
     token = _choose(logits, cache, key, how)
-    options = {"key": key, "cfg": cfg, "how": how, "comm": comm, "adapters": adapters, "dtype": dtype}
-    advance = bind(step, params=params, **options)
+    advance = bind(step, params=params, key=key, how=how, **options)
     live = [True] * len(texts)
     for made in range(1, max_new_tokens + 1):
         found = token.tolist()

@@ -140,12 +140,29 @@ def test_settings_of_the_folder(folder, tmp_path, capsys):
     _, rows = encoded(folder)
     plain = theirs(folder, rows[:1], do_sample=False, max_new_tokens=20)[0]
     stops = [plain[6], plain[11]]
-    other = with_settings(folder, tmp_path / "a", eos_token_id=stops, repetition_penalty=1.1, num_beams=1)
+    other = with_settings(folder, tmp_path / "a", eos_token_id=stops, no_repeat_ngram_size=3, num_beams=1)
     run(other, "--prompt", PROMPTS[0], "--max-new-tokens", 20, "--format", "none", "--json")
     printed = capsys.readouterr()
     first = next(i for i, token in enumerate(plain) if token in stops)
     assert json.loads(printed.out)["tokens"] == plain[:first]
-    assert "not applied of generation_config.json: repetition_penalty = 1.1" in printed.err
+    assert "not applied of generation_config.json: no_repeat_ngram_size = 3" in printed.err
+
+
+def test_the_penalty_of_the_folder(folder, tmp_path, capsys):
+    """A folder's penalty of repetition counts in greedy text too, as in transformers; an option replaces it."""
+    tokenizer, rows = encoded(folder)
+    texts = [
+        [t for t in theirs(folder, rows[:1], do_sample=False, max_new_tokens=20, repetition_penalty=x)[0]]
+        for x in (1.4, 0.3, 1.0)
+    ]
+    texts = [[t for t in text if t != tokenizer.eos_token_id] for text in texts]
+    other = with_settings(folder, tmp_path / "a", repetition_penalty=1.4)
+    common = "--prompt", PROMPTS[0], "--max-new-tokens", 20, "--format", "none", "--json"
+    for more, text in zip(((), ("--repetition-penalty", 0.3), ("--repetition-penalty", 1)), texts, strict=True):
+        run(other, *common, *more)
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["tokens"] == text and "not applied" not in printed.err
+    assert len({*map(tuple, texts)}) == 3
 
 
 SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of a folder, options

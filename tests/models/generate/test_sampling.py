@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from fquant import random
-from models.generate.sampling import GREEDY, Sampling, filtered, sample
+from models.generate import kv_cache
+from models.generate.sampling import GREEDY, Sampling, filtered, penalised, sample
 
 CASES = {
     "temperature": Sampling(0.7),
@@ -44,6 +45,19 @@ def test_filters_are_those_of_transformers(name, dtype):
     wanted = theirs(CASES[name])(torch.zeros(40, 1, dtype=torch.long), x.float())
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     assert got.isfinite().any(-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("penalty", [1.3, 0.5])
+def test_the_penalty_of_repetition_is_that_of_transformers(penalty, dtype):
+    x, texts = logits().to(dtype), torch.randint(64, (40, 7), generator=torch.Generator().manual_seed(1))
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(texts, x.float())
+    seen = kv_cache.tokens_of(texts, torch.full((40,), 7), 64)
+    torch.testing.assert_close(penalised(x, seen, penalty), wanted, rtol=0, atol=0)
+    how = Sampling(0.0, repetition_penalty=penalty)
+    assert torch.equal(sample(x, how, seen=seen), wanted.argmax(-1))
+    drawn = sample(x, Sampling(0.8, 5, repetition_penalty=penalty), random.key(0), seen)
+    assert torch.equal(drawn, sample(wanted, Sampling(0.8, 5), random.key(0)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -72,6 +72,20 @@ def test_greedy_text_is_that_of_transformers(name, tmp_path):
         assert call(stop=some) == [up_to(some, text) for text in rows] == [up_to(some, text) for text in wanted]
 
 
+def test_repetition_is_penalised_as_in_transformers(tmp_path):
+    cfg, params = CONFIGS["grouped"], random_params(CONFIGS["grouped"])
+    hf.save(tmp_path, cfg, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    options = {"do_sample": False, "repetition_penalty": 1.5, "max_new_tokens": STEPS, "pad_token_id": 0}
+    rows = [torch.tensor([text]) for text in PROMPTS]
+    wanted = [model.generate(row, attention_mask=row * 0 + 1, **options)[0, row.shape[1] :].tolist() for row in rows]
+    how = generate.Sampling(0.0, repetition_penalty=1.5)
+    for step in (generate.step, generate.captured_step):
+        assert generate.generate(params, PROMPTS, cfg, max_new_tokens=STEPS, how=how, step=step) == wanted
+    plain = generate.generate(params, PROMPTS, cfg, max_new_tokens=STEPS)
+    assert plain != wanted and any(len(set(text)) < STEPS for text in plain)
+
+
 @pytest.mark.parametrize("name", slow_after(5, [name for name in ORDER if name not in BY_LENGTH]))
 def test_logits_of_the_cache_are_those_of_the_whole_sequence(name):
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])

@@ -57,6 +57,7 @@ def test_bits(monkeypatch, name, make):
         return made, {f"out{i}": torch.full_like(t, float("nan")).contiguous() for i, t in enumerate(made)}
 
     call = dispatch.direct(packet.out, make(1), call_with(make(1))[1])
+    assert call is not None
     quick = prepared.prepare(f"fquant::{name}.out", make(1), call_with(make(1))[1])
     assert (quick is not None) == ((name, make) in PREPARED.values())
     for i, backend in enumerate(("cpu", "cpu:portable", "reference", "cpu")):
@@ -73,7 +74,7 @@ def test_programs(monkeypatch):
     make = lambda i: (read(i), torch.empty(3, 5, 8, dtype=torch.bfloat16))
     given = (read(0), [make(0)[1]], PROGRAM)
     call = dispatch.direct(pointwise.OP, given, {})
-    assert prepared.prepare("fquant::pointwise", given, {}) is not None
+    assert call is not None and prepared.prepare("fquant::pointwise", given, {}) is not None
     for i, backend in enumerate(("cpu", "reference", "cpu")):
         monkeypatch.setenv(VARIABLE, backend)
         dispatch.settle()
