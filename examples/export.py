@@ -4,7 +4,7 @@
     python -m examples.export DIR OUT --to bnb-nf4                     # also bnb-nf4-dq, bnb-fp4, bnb-int8
     python -m examples.export DIR OUT --to compressed-tensors --kind int4
     python -m examples.export DIR OUT --to merged --adapter ADAPTER    # a plain 16-bit folder
-    python -m examples.export RUN/checkpoints/step-40 OUT --to adapter # the PEFT adapter of a run of examples.qlora
+    python -m examples.export RUN/checkpoints/step-40                  # the PEFT adapter of a run of examples.qlora
 
 Weights are read, converted and written one at a time, so memory is that of the largest. ``--adapter`` merges a PEFT
 adapter into the weights on the way. At the end a sample of rows is read back and compared. An interrupted export
@@ -44,6 +44,7 @@ from .common.training_step import State
 from .qlora import options as qlora
 
 Target = Literal["gguf", "bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8", "compressed-tensors", "merged", "adapter"]
+NOT_GIVEN = Path()
 BNB: dict[str, Format] = {"bnb-nf4": NF4, "bnb-nf4-dq": NF4_DQ, "bnb-fp4": FP4, "bnb-int8": INT8}
 KINDS: dict[str, tuple[str, ...]] = {  # of each target, its default first
     "gguf": ("q4_k", *(kind for kind in gguf.FILE_TYPES if kind != "q4_k")),
@@ -56,12 +57,13 @@ KINDS: dict[str, tuple[str, ...]] = {  # of each target, its default first
 class Options:
     """Convert a Hugging Face folder for llama.cpp, for transformers with bitsandbytes, or for vLLM."""
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN", help_behavior_hint="(required)")]
     """Folder with config.json and safetensors; for an adapter that of a run, or of one of its checkpoints."""
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """File (gguf) or folder to write."""
-    to: Target = "gguf"
-    """Format to write; merged: a plain folder in 16 or 32 bits; adapter: what a run has trained, for PEFT."""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="")] = NOT_GIVEN
+    """File (gguf) or folder to write; of an adapter by default IN-adapter."""
+    to: Target | None = None
+    """Format to write; merged: a plain folder in 16 or 32 bits; adapter: what a run has trained, for PEFT. Default:
+    adapter of the folder of a run, gguf of any other."""
     kind: str | None = None
     """Of gguf: q4_k (default), q8_0, q6_k, q4_0, bf16, f16, f32; of compressed-tensors: int8 (default), int4, fp8; of
     merged: bf16 (default), f16, f32."""
@@ -75,7 +77,16 @@ class Options:
     """Continue an interrupted export."""
 
     def checked(self) -> "Options":
-        """Return these options with the default kind; raise ValueError for options that do not fit together."""
+        """Return these options with nothing left open; raise ValueError for options that do not fit together."""
+        if self.model == NOT_GIVEN:
+            raise ValueError("there is no IN; wanted a folder to convert, and OUT; see --help")
+        if self.to is None:
+            is_run = self.model.name == checkpoints.STATE or (self.model / checkpoints.STATE).is_file()
+            return replace(self, to="adapter" if is_run else "gguf").checked()
+        if self.out == NOT_GIVEN:
+            if self.to != "adapter":
+                raise ValueError(f"there is no OUT; wanted where to write {self.to}; see --help")
+            return replace(self, out=self.model.parent / f"{self.model.name}-adapter").checked()
         kinds = KINDS.get(self.to, ())
         fix = f"; wanted {' or '.join(kinds)}" if kinds else ", which has none; leave it out"
         if self.kind is not None and self.kind not in kinds:
@@ -93,7 +104,7 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
     console = Console()
     try:
-        options = command_line(Options(Path(), Path()), args, "python -m examples.export").checked()
+        options = command_line(Options(NOT_GIVEN), args, "python -m examples.export").checked()
         if options.to == "adapter":
             console.print(adapter_of(options), highlight=False, soft_wrap=True)
             return 0
@@ -102,7 +113,7 @@ def main(args: list[str] | None = None) -> int:
         if options.adapter is not None:
             wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
             adapters = peft.load(options.adapter, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg))
-            params = merged(params, adapters, wide.get(options.to))
+            params = merged(params, adapters, wide.get(options.to or ""))
         with bar(console, console.is_terminal) as progress:
             task = progress.add_task(f"writing {options.out}", total=None)
             done = lambda finished, total: progress.update(task, completed=finished, total=total)

@@ -169,6 +169,12 @@ def test_refused(source, tmp_path, capsys, flags, fault):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("flags", "fault"), [((), "there is no IN"), (("{source}",), "there is no OUT; wanted where")])
+def test_what_is_not_given(source, capsys, flags, fault):
+    assert export.main([flag.format(source=source) for flag in flags]) == 2
+    assert fault in capsys.readouterr().err
+
+
 def test_an_adapter_of_another_model_is_refused(source, tmp_path, capsys):
     _, params = hf.load(source)
     adapters = lora.init(params, r"layers\.1\.q", rank=4, alpha=8, key=random.key(1))

@@ -85,7 +85,7 @@ def test_the_best_adapter_has_the_loss_that_was_validated(whole):
 
 @pytest.mark.parametrize("where", ["", "checkpoints/step-4", "checkpoints/step-2/state.safetensors"])
 def test_an_adapter_comes_out_of_any_checkpoint(whole, tmp_path, capsys, where):
-    assert export.main([str(whole.out / where), str(tmp_path / "adapter"), "--to", "adapter"]) == 0
+    assert export.main([str(whole.out / where), str(tmp_path / "adapter")]) == 0
     file = whole.out / where if where.endswith("safetensors") else whole.out / where / "state.safetensors"
     state = safetensors.load(file)
     assert f"14 adapters after {int(state.done)} steps" in capsys.readouterr().out
