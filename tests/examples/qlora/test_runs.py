@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from examples import export
-from examples.common import checkpoints, runs
+from examples.common import checkpoints, runs, training_step
 from examples.common.progress import metrics
 from examples.qlora import cli, measure, train
 from examples.qlora.options import Options
 from fquant import lora, tree
+from fquant.compile.cost import cost
 from fquant.io import peft, safetensors
-from models import hf
+from models import decoder, hf
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 
@@ -81,6 +83,27 @@ def test_the_best_adapter_has_the_loss_that_was_validated(whole):
     best = json.loads((whole.out / "best" / "best.json").read_text())
     (value,) = ranks.run(1, measured, whole, timeout=120)
     assert value == pytest.approx(best["validation"], abs=1e-6)
+
+
+def flops(options):
+    """FLOPs of a validation, and of the logits of its rows in plain torch, by torch's counter."""
+    run, state = train.start(options)
+    batches = measure.in_batches(run)
+    setup, found = run.setup, []
+    for rows in batches:
+        found.append(cost(training_step.evaluate, state.adapters, run.local, rows, setup).flops)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        params = training_step.attached(state.adapters, run.local, None, setup)
+        for rows in batches:
+            decoder.forward(params, rows.tokens, setup.cfg, setup.comm(), rows.segments, setup.dtype)
+    return sum(found), counter.get_total_flops(), sum(len(rows.tokens) for rows in batches), len(run.work.held.tokens)
+
+
+def test_a_validation_costs_its_own_tokens(given):
+    """Each held-out row goes through the model once, forward."""
+    ((found, forward, rows, held),) = ranks.run(1, flops, dataclasses.replace(given, holdout=10), timeout=120)
+    assert rows == held == 10
+    assert 0 < found <= forward
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints/step-4", "checkpoints/step-2/state.safetensors"])
