@@ -66,7 +66,8 @@ class Report:
         self.tracking.log(x.step + 1, figures)
         line, done = self.summary(x), x.step + 1
         self.progress.update(self.task, completed=done, description=line)
-        if not self.console.is_terminal and (done % self.every == 0 or done == self.total):
+        is_said = done % self.every == 0 or done == self.total or getattr(x, "validation", None) is not None
+        if not self.console.is_terminal and is_said:
             self.console.print(f"step {done:4d}/{self.total}  {line}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:

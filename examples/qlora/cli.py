@@ -41,6 +41,7 @@ from .options import Options
 from .train import Run, Step
 
 ADAPTER, MERGED = "adapter", "merged"
+BEST = "#c1592b"  # the colour of validations
 
 
 def prepare(options: Options) -> bool:
@@ -104,7 +105,8 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         console.print(f"{options.objective} on {options.model.name}: {subtitle}", highlight=False)
     else:
         dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
-        after = f"as trained {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
+        base = "base" if options.format == "none" else f"{options.format} base"
+        after = f"{base} {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
         subtitle = f"held-out perplexity: {dense}{after}"
         console.print(table(result, options, dist.get_world_size()))
     if options.merge_aware:
@@ -114,7 +116,8 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         hf.save_packed(out, work.cfg, merged(work.packed, state.adapters), companions(options.model))
         copy_companions(options.model, out)
         console.print(f"merged  {out}", soft_wrap=True)
-    drawn = curve(folder, subtitle)
+    name = f"{options.model.name}: {options.objective}, adapters of rank {options.rank} beside a frozen base"
+    drawn = curve(folder, f"{name}\n{subtitle}", "loss (nats a token)" if options.objective == "sft" else "loss")
     console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
 
 
@@ -144,7 +147,7 @@ def table(result: Result, options: Options, ranks: int) -> Table:
     return out
 
 
-def curve(folder: Path, subtitle: str) -> Path:
+def curve(folder: Path, title: str, label: str) -> Path:
     """Draw the loss of every step in metrics.jsonl, and the validations, to loss.png."""
     from matplotlib.figure import Figure
 
@@ -156,11 +159,12 @@ def curve(folder: Path, subtitle: str) -> Path:
     axes.plot(x, y, color="#9db8d2", linewidth=1, label="training loss of a step")
     axes.plot(x, mean, color="#1f4e79", linewidth=2, label="mean of five steps")
     if held := [(s["step"] + 1, s["validation"]) for s in steps if s.get("validation") is not None]:
-        axes.plot(*zip(*held, strict=True), color="#c1592b", marker="o", markersize=4, label="held-out loss")
-        best = min(held, key=lambda one: one[1])
-        axes.annotate(f"best {best[1]:.3f}", best, xytext=(0, -14), textcoords="offset points", ha="center", fontsize=9)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(f"Low-rank adapters beside a frozen packed base\n{subtitle}", loc="left", fontsize=10)
+        at, best = min(held, key=lambda one: one[1])
+        found = f"held-out loss, best {best:.3f} at step {at}"
+        axes.plot(*zip(*held, strict=True), color=BEST, marker="o", markersize=4, label=found)
+        axes.plot([at], [best], "o", markersize=11, markerfacecolor="none", markeredgecolor=BEST)
+    axes.set(xlabel="step", ylabel=label)
+    axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     return draw(figure, folder / "loss.png")
