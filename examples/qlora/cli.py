@@ -72,7 +72,9 @@ def shown(options: Options, work: train.Work) -> bool:
         for line in show_rows.lines(rows, tokenizer, options.show_data):
             print(line)
         return True
-    Console().print(show_rows.text(rows, tokenizer, options.show_data))
+    console = Console()
+    is_plain = console.no_color or console.color_system is None
+    console.print(show_rows.text(rows, tokenizer, options.show_data, is_plain))
     return False
 
 
