@@ -150,6 +150,7 @@ def table(found: Sequence[Figures]) -> Table:
 def plot(folder: Path, title: str, found: Sequence[Figures]) -> Path:
     """Draw what was measured of each format, from few to many bits of a weight, with a line for each adapter."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     kinds = {name: [getattr(x, name) for x in found] for name in ("perplexity", "accuracy")}
     drawn = {name: values for name, values in kinds.items() if values[0] is not None}
@@ -163,6 +164,11 @@ def plot(folder: Path, title: str, found: Sequence[Figures]) -> Path:
             points = sorted((places[x.format], y) for x, y in zip(found, values, strict=True) if x.adapter == adapter)
             label = str(Path(*Path(adapter).parts[-3:])) if adapter else "base"
             axes.plot(*zip(*points, strict=True), marker="o", color=f"C{j}", label=label)
+        if name == "perplexity" and max(values) > 5 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
         axes.set_xticks(range(len(formats)), [f"{name}\n{bits:.2f}" for name, bits in formats])
         axes.set(xlabel="format, and bits of a weight", ylabel=name)
         axes.set_title(title, loc="left", fontsize=10)
