@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,18 @@ def lines(folder: Path) -> list[str]:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the figures of each step in metrics.jsonl."""
     return [json.loads(line) for line in lines(folder)]
+
+
+def widen(axes: Any, values: Iterable[float]) -> None:
+    """Make the vertical axis logarithmic, with plain numbers, if the ``values`` are positive and span a factor of 5."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = min(values := list(values)), max(values)
+    if 0 < 5 * low < high:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
 
 
 def draw(figure: Any, path: Path) -> Path:

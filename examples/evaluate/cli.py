@@ -30,7 +30,7 @@ from models import hf
 from models.config import Config
 
 from ..common.command_line import DTYPES, FormatName, check, check_least, command_line, parse_format
-from ..common.progress import bar, draw
+from ..common.progress import bar, draw, widen
 from ..data import dataset, tokenizer
 from ..qlora.options import SHIPPED
 from . import choices
@@ -150,25 +150,21 @@ def table(found: Sequence[Figures]) -> Table:
 def plot(folder: Path, title: str, found: Sequence[Figures]) -> Path:
     """Draw what was measured of each format, from few to many bits of a weight, with a line for each adapter."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     kinds = {name: [getattr(x, name) for x in found] for name in ("perplexity", "accuracy")}
     drawn = {name: values for name, values in kinds.items() if values[0] is not None}
     formats = sorted({x.format: x.bits for x in found}.items(), key=lambda item: item[1])
     places = {name: i for i, (name, _) in enumerate(formats)}
     width = max(6, len(formats))  # inches
-    figure = Figure(figsize=(width * len(drawn), 4.5), dpi=120)
+    figure = Figure(figsize=(width * len(drawn), 4.5), dpi=100)
     for i, (name, values) in enumerate(drawn.items()):
         axes = figure.add_subplot(1, len(drawn), i + 1)
         for j, adapter in enumerate(dict.fromkeys(x.adapter for x in found)):
             points = sorted((places[x.format], y) for x, y in zip(found, values, strict=True) if x.adapter == adapter)
             label = str(Path(*Path(adapter).parts[-3:])) if adapter else "base"
             axes.plot(*zip(*points, strict=True), marker="o", color=f"C{j}", label=label)
-        if name == "perplexity" and max(values) > 5 * min(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("")
+        if name == "perplexity":
+            widen(axes, values)
         axes.set_xticks(range(len(formats)), [f"{name}\n{bits:.2f}" for name, bits in formats])
         axes.set(xlabel="format, and bits of a weight", ylabel=name)
         axes.set_title(title, loc="left", fontsize=10)

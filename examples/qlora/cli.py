@@ -27,7 +27,7 @@ from models.export.folder import copy_companions
 
 from ..common import runs
 from ..common.model_folders import companions
-from ..common.progress import METRICS, bar, draw, metrics
+from ..common.progress import METRICS, bar, draw, metrics, widen
 from ..common.training_step import State
 from ..data import dataset as data
 from ..data import show as show_rows
@@ -156,7 +156,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
     steps = metrics(folder)
     x, y = [s["step"] + 1 for s in steps], [s["loss"] for s in steps]
     mean = [sum(last) / len(last) for last in (y[max(0, i - 4) : i + 1] for i in range(len(y)))]
-    figure = Figure(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=100)
     axes = figure.subplots()
     axes.plot(x, y, color="#9db8d2", linewidth=1, label="training loss of a step")
     axes.plot(x, mean, color="#1f4e79", linewidth=2, label="mean of five steps")
@@ -165,6 +165,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
         found = f"held-out loss, best {best:.3f} at step {at}"
         axes.plot(*zip(*held, strict=True), color=BEST, marker="o", markersize=4, label=found)
         axes.plot([at], [best], "o", markersize=11, markerfacecolor="none", markeredgecolor=BEST)
+    widen(axes, mean)
     axes.set(xlabel="step", ylabel=label)
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper right")

@@ -4,6 +4,7 @@ The held-out rows go through the captured forward pass beside the base that is p
 more memory than a step, except for ``--compare-dense``, which places the base as it was before it was packed.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +13,18 @@ from typing import Any
 import torch
 
 import shard
-from fquant import lazy, lora, tree
+from fquant import lazy, lora, optim, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
 
 from ..common import objectives, training_step
-from ..common.training_step import State
+from ..common.training_step import Setup, State
 from ..data import dataset as data
 from .adapters import merged as merged_base
 from .train import Run, micro_batches
+
+NO_RATE = optim.constant(1.0)
+NO_UPDATE = optim.sgd(NO_RATE)
 
 
 @dataclass(frozen=True)
@@ -113,16 +117,21 @@ def mean_loss(run: Run, local: Any, adapters: lora.Adapters) -> float:
     """
     if not isinstance(run.work.held, data.Rows):
         return judged(run, local, adapters)[0]
-    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), run.setup
+    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), forward_setup(run)
     for rows in in_batches(run):
         total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup)
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(nats / tokens)
 
 
+def forward_setup(run: Run) -> Setup:
+    """Return the setup with one constant for all optimisers, so that runs of a sweep share the traces of a loss."""
+    return dataclasses.replace(run.setup, opt=NO_UPDATE, schedule=NO_RATE)
+
+
 def judged(run: Run, local: Any, adapters: lora.Adapters) -> tuple[float, float]:
     """Return the mean loss of the held-out preferences, and the share that is judged right."""
-    setup, total, num_rows = run.setup, torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    setup, total, num_rows = forward_setup(run), torch.zeros(2, dtype=torch.float64, device="cpu"), 0
     for rows in in_batches(run):
         rows = objectives.complete(setup.objective, rows)
         count, n = objectives.counts(setup.objective, rows), len(tree.leaves(rows)[0])

@@ -128,7 +128,8 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     begun = agree.attempt("norms", lambda: [adapters.beside(w.options, w.adapters, w.packed) for w in works])
     placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
     judged: Any = training_step.evaluate if setup.objective.name == "sft" else training_step.judge
-    evaluate = jit(judged, passes=setup.capture()["passes"])
+    most = 4 * len(works) + 4  # two sizes of a batch, with adapters and without; and a base that was merged
+    evaluate = jit(judged, passes=setup.capture()["passes"], max_traces=most)
     step = jit(training_step.train_step, **setup.capture())
     return [
         (Run(work.options, work, its, placed, shard.local(placed), step, evaluate), training_step.initial(a, its.opt))

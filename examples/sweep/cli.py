@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..common import runs
-from ..common.progress import METRICS, draw, metrics
+from ..common.progress import METRICS, draw, metrics, widen
 from ..qlora import cli as qlora
 from ..qlora.train import prepare_many
 from . import train
@@ -84,7 +84,7 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
 
     names, experiments, (first, *others) = run.options.names(), run.options.experiments(), run.options.values()
     best = min(range(len(results)), key=lambda i: results[i].loss)
-    figure = Figure(figsize=(11, 4.5), dpi=120)
+    figure = Figure(figsize=(11, 4.5), dpi=100)
     left, right = figure.subplots(1, 2)
     colour = lambda i, count: colormaps["viridis"](0.85 * i / max(1, count - 1))
     ticks = list(dict.fromkeys(of(one, first) for one in experiments))
@@ -105,6 +105,8 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     for i, name in enumerate(names):
         style = {"color": BEST, "lw": 2.2} if i == best else {"color": colour(i, len(names)), "lw": 1}
         right.plot(x, [many[i] for many in losses], label=name, marker="o" if len(x) < 20 else "", ms=3, **style)
+    widen(left, [result.loss for result in results])
+    widen(right, [loss for many in losses for loss in many])
     left.set(xlabel=first, ylabel=f"held-out loss{unit}")
     right.set(xlabel="step", ylabel=f"{label}{unit}")
     right.legend(frameon=False, fontsize=7)

@@ -178,7 +178,7 @@ def test_states_and_pictures_are_read(ran):
         state = {name: file.get_tensor(name) for name in file.keys()}
     assert state["done"] == STEPS and sum(name.endswith(".a") for name in state) >= 14
     assert [path.name for path in (ran / "run" / "checkpoints").iterdir()] == [f"step-{STEPS - EVERY}"]
-    assert Image.open(ran / "run" / "loss.png").size == (960, 540)
+    assert Image.open(ran / "run" / "loss.png").size == (800, 450)
 
 
 def test_evaluation_is_that_of_transformers(ran, tmp_path, capsys):
