@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ class Report:
         self.tracking.log(x.step + 1, figures)
         line, done = self.summary(x), x.step + 1
         self.progress.update(self.task, completed=done, description=line)
-        if not self.console.is_terminal and (done % self.every == 0 or done == self.total):
+        is_said = done % self.every == 0 or done == self.total or getattr(x, "validation", None) is not None
+        if not self.console.is_terminal and is_said:
             self.console.print(f"step {done:4d}/{self.total}  {line}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
@@ -88,6 +89,18 @@ def lines(folder: Path) -> list[str]:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the figures of each step in metrics.jsonl."""
     return [json.loads(line) for line in lines(folder)]
+
+
+def widen(axes: Any, values: Iterable[float]) -> None:
+    """Make the vertical axis logarithmic, with plain numbers, if the ``values`` are positive and span a factor of 5."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = min(values := list(values)), max(values)
+    if 0 < 5 * low < high:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
 
 
 def draw(figure: Any, path: Path) -> Path:

@@ -3,7 +3,8 @@
     console.print(show.text(rows, tokenizer, 3))
     for line in show.lines(rows, tokenizer, 3): print(line)     # {"tokens": [...], "counts": [...]}
 
-A token counts if its row predicts it. The row before predicts the first token, so that one does not count here.
+A token counts if its row predicts it. The row before predicts the first token, so that one does not count here. Without
+colours, as in a file, brackets are around what counts.
 """
 
 import json
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from .dataset import IGNORED, Rows
 
 COUNTS, CONTEXT, BORDER = "bold green", "dim", "yellow"
+BRACKETS = "⟦", "⟧"
 
 
 def lines(rows: Rows, tokenizer: Tokenizer, n: int) -> Iterator[str]:
@@ -23,18 +25,22 @@ def lines(rows: Rows, tokenizer: Tokenizer, n: int) -> Iterator[str]:
         yield json.dumps({"tokens": [_said(tokenizer, token) for token in tokens], "counts": counts})
 
 
-def text(rows: Rows, tokenizer: Tokenizer, n: int) -> Text:
-    """Return the first ``n`` rows as coloured text; a bar is between two documents."""
+def text(rows: Rows, tokenizer: Tokenizer, n: int, bracketed: bool = False) -> Text:
+    """Return the first ``n`` rows as coloured text; a bar is between two documents, and brackets if asked for."""
     out = Text()
     for number, (tokens, counts, segments) in enumerate(_rows(rows, n)):
         out.append(f"row {number}: {sum(counts)} of {len(tokens)} tokens count\n", style="bold")
         for i, token in enumerate(tokens):
             if i and segments[i] != segments[i - 1]:
                 out.append("|", style=BORDER)
+            if bracketed and counts[i] and not counts[i - 1]:
+                out.append(BRACKETS[0], style=COUNTS)
             said = _said(tokenizer, token)
             out.append(
                 said if said.isprintable() or said.isspace() else repr(said)[1:-1], COUNTS if counts[i] else CONTEXT
             )
+            if bracketed and counts[i] and not any(counts[i + 1 : i + 2]):
+                out.append(BRACKETS[1], style=COUNTS)
         out.append("\n\n")
     return out
 

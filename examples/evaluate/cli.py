@@ -30,7 +30,7 @@ from models import hf
 from models.config import Config
 
 from ..common.command_line import DTYPES, FormatName, check, check_least, command_line, parse_format
-from ..common.progress import bar, draw
+from ..common.progress import bar, draw, widen
 from ..data import dataset, tokenizer
 from ..qlora.options import SHIPPED
 from . import choices
@@ -94,7 +94,7 @@ def main(args: list[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         with replacing(options.out / "evaluation.json") as file:
             file.write((json.dumps([asdict(one) for one in found], indent=2) + "\n").encode())
-        drawn = plot(options.out, found)
+        drawn = plot(options.out, f"{options.model.name}, {options.dtype}", found)
         if not options.json:
             console.print(f"plot    {drawn}", highlight=False, soft_wrap=True)
     return 0
@@ -147,24 +147,27 @@ def table(found: Sequence[Figures]) -> Table:
     return out
 
 
-def plot(folder: Path, found: Sequence[Figures]) -> Path:
-    """Draw what was measured over the bits of a weight, a line for each adapter."""
+def plot(folder: Path, title: str, found: Sequence[Figures]) -> Path:
+    """Draw what was measured of each format, from few to many bits of a weight, with a line for each adapter."""
     from matplotlib.figure import Figure
 
     kinds = {name: [getattr(x, name) for x in found] for name in ("perplexity", "accuracy")}
     drawn = {name: values for name, values in kinds.items() if values[0] is not None}
-    figure = Figure(figsize=(6 * len(drawn), 4.5), dpi=120)
+    formats = sorted({x.format: x.bits for x in found}.items(), key=lambda item: item[1])
+    places = {name: i for i, (name, _) in enumerate(formats)}
+    width = max(6, len(formats))  # inches
+    figure = Figure(figsize=(width * len(drawn), 4.5), dpi=100)
     for i, (name, values) in enumerate(drawn.items()):
         axes = figure.add_subplot(1, len(drawn), i + 1)
         for j, adapter in enumerate(dict.fromkeys(x.adapter for x in found)):
-            points = sorted((x.bits, y, x.format) for x, y in zip(found, values, strict=True) if x.adapter == adapter)
-            label = "base" if not adapter else Path(adapter).parent.name if Path(adapter).name == "adapter" else adapter
-            axes.plot(
-                [bits for bits, _, _ in points], [y for _, y, _ in points], marker="o", color=f"C{j}", label=label
-            )
-            for bits, y, fmt in points:
-                axes.annotate(fmt, (bits, y), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
-        axes.set(xlabel="bits of a weight", ylabel=name)
+            points = sorted((places[x.format], y) for x, y in zip(found, values, strict=True) if x.adapter == adapter)
+            label = str(Path(*Path(adapter).parts[-3:])) if adapter else "base"
+            axes.plot(*zip(*points, strict=True), marker="o", color=f"C{j}", label=label)
+        if name == "perplexity":
+            widen(axes, values)
+        axes.set_xticks(range(len(formats)), [f"{name}\n{bits:.2f}" for name, bits in formats])
+        axes.set(xlabel="format, and bits of a weight", ylabel=name)
+        axes.set_title(title, loc="left", fontsize=10)
         axes.margins(0.1, 0.15)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)

@@ -27,7 +27,8 @@ from models.export.folder import copy_companions
 
 from ..common import runs
 from ..common.model_folders import companions
-from ..common.progress import METRICS, bar, draw, metrics
+from ..common.objectives import ON_DOCUMENTS
+from ..common.progress import METRICS, bar, draw, metrics, widen
 from ..common.training_step import State
 from ..data import dataset as data
 from ..data import show as show_rows
@@ -41,6 +42,7 @@ from .options import Options
 from .train import Run, Step
 
 ADAPTER, MERGED = "adapter", "merged"
+BEST = "#c1592b"  # the colour of validations
 
 
 def prepare(options: Options) -> bool:
@@ -71,7 +73,9 @@ def shown(options: Options, work: train.Work) -> bool:
         for line in show_rows.lines(rows, tokenizer, options.show_data):
             print(line)
         return True
-    Console().print(show_rows.text(rows, tokenizer, options.show_data))
+    console = Console()
+    is_plain = console.no_color or console.color_system is None
+    console.print(show_rows.text(rows, tokenizer, options.show_data, is_plain))
     return False
 
 
@@ -104,7 +108,8 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         console.print(f"{options.objective} on {options.model.name}: {subtitle}", highlight=False)
     else:
         dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
-        after = f"as trained {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
+        base = "base" if options.format == "none" else f"{options.format} base"
+        after = f"{base} {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
         subtitle = f"held-out perplexity: {dense}{after}"
         console.print(table(result, options, dist.get_world_size()))
     if options.merge_aware:
@@ -114,7 +119,10 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         hf.save_packed(out, work.cfg, merged(work.packed, state.adapters), companions(options.model))
         copy_companions(options.model, out)
         console.print(f"merged  {out}", soft_wrap=True)
-    drawn = curve(folder, subtitle)
+    name = f"{options.model.name}: {options.objective}, adapters of rank {options.rank} beside a frozen base"
+    drawn = curve(
+        folder, f"{name}\n{subtitle}", "loss (nats a token)" if run.setup.objective.name in ON_DOCUMENTS else "loss"
+    )
     console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
 
 
@@ -147,23 +155,25 @@ def table(result: Result, options: Options, ranks: int) -> Table:
     return out
 
 
-def curve(folder: Path, subtitle: str) -> Path:
+def curve(folder: Path, title: str, label: str) -> Path:
     """Draw the loss of every step in metrics.jsonl, and the validations, to loss.png."""
     from matplotlib.figure import Figure
 
     steps = metrics(folder)
     x, y = [s["step"] + 1 for s in steps], [s["loss"] for s in steps]
     mean = [sum(last) / len(last) for last in (y[max(0, i - 4) : i + 1] for i in range(len(y)))]
-    figure = Figure(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=100)
     axes = figure.subplots()
     axes.plot(x, y, color="#9db8d2", linewidth=1, label="training loss of a step")
     axes.plot(x, mean, color="#1f4e79", linewidth=2, label="mean of five steps")
     if held := [(s["step"] + 1, s["validation"]) for s in steps if s.get("validation") is not None]:
-        axes.plot(*zip(*held, strict=True), color="#c1592b", marker="o", markersize=4, label="held-out loss")
-        best = min(held, key=lambda one: one[1])
-        axes.annotate(f"best {best[1]:.3f}", best, xytext=(0, -14), textcoords="offset points", ha="center", fontsize=9)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(f"Low-rank adapters beside a frozen packed base\n{subtitle}", loc="left", fontsize=10)
+        at, best = min(held, key=lambda one: one[1])
+        found = f"held-out loss, best {best:.3f} at step {at}"
+        axes.plot(*zip(*held, strict=True), color=BEST, marker="o", markersize=4, label=found)
+        axes.plot([at], [best], "o", markersize=11, markerfacecolor="none", markeredgecolor=BEST)
+    widen(axes, mean)
+    axes.set(xlabel="step", ylabel=label)
+    axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     return draw(figure, folder / "loss.png")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import shard
-from fquant import lazy, lora, tree
+from fquant import lazy, lora, optim, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
 from models.config import Config
@@ -23,6 +23,9 @@ from ..common.training_step import Setup, State
 from ..data import dataset as data
 from .adapters import merged as merged_base
 from .train import Run, micro_batches
+
+NO_RATE = optim.constant(1.0)
+NO_UPDATE = optim.sgd(NO_RATE)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None
     """
     if not isinstance(run.work.held, data.Rows):
         return judged(run, local, adapters)[0]
-    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), setup or run.setup
+    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), forward_setup(setup or run.setup)
     taught = run.teacher if setup.objective.name == "distill" else None
     for rows in in_batches(run):
         total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup, taught)
@@ -131,9 +134,14 @@ def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None
     return float(nats / tokens)
 
 
+def forward_setup(setup: Setup) -> Setup:
+    """Return the setup with one constant for all optimisers, so that runs of a sweep share the traces of a loss."""
+    return dataclasses.replace(setup, opt=NO_UPDATE, schedule=NO_RATE)
+
+
 def judged(run: Run, local: Any, adapters: lora.Adapters) -> tuple[float, float]:
     """Return the mean loss of the held-out preferences, and the share that is judged right."""
-    setup, total, num_rows = run.setup, torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    setup, total, num_rows = forward_setup(run.setup), torch.zeros(2, dtype=torch.float64, device="cpu"), 0
     for rows in in_batches(run):
         rows = objectives.complete(setup.objective, rows)
         count, n = objectives.counts(setup.objective, rows), len(tree.leaves(rows)[0])

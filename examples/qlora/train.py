@@ -137,8 +137,8 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         taught = shard.local(shard.place(first.teacher.weights, dims, setup.rules, mesh, first.teacher.cfg))
     is_text = setup.objective.name in objectives.ON_DOCUMENTS
     judged: Any = training_step.evaluate if is_text else training_step.judge
-    # Losses of up to six models and objectives are measured, each on whole batches and on the rows left over.
-    evaluate = jit(judged, passes=setup.capture()["passes"], max_traces=12)
+    # Batches have two sizes. Adapters of each run are measured, and bases: packed, merged, dense, a teacher.
+    evaluate = jit(judged, passes=setup.capture()["passes"], max_traces=4 * len(works) + 8)
     step = jit(training_step.train_step, **setup.capture())
     return [
         (

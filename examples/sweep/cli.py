@@ -10,15 +10,18 @@ for PEFT, and RUN/best that of the lowest validation. The other files are those 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
 from ..common import runs
-from ..common.progress import METRICS, draw, metrics
+from ..common.objectives import ON_DOCUMENTS
+from ..common.progress import METRICS, draw, metrics, widen
 from ..qlora import cli as qlora
 from ..qlora.train import prepare_many
 from . import train
@@ -73,13 +76,16 @@ def show(run: Run, training: States, results: list[Result]) -> None:
 
 
 def plot(folder: Path, run: Run, results: list[Result]) -> Path:
-    """Draw the held-out loss over what varies first, a line for each combination of the others, and training losses."""
+    """Draw the held-out loss over what varies first, a line for each combination of the others; and losses by step.
+
+    Those are of the validations if there were several. Otherwise they are means of training losses.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     names, experiments, (first, *others) = run.options.names(), run.options.experiments(), run.options.values()
     best = min(range(len(results)), key=lambda i: results[i].loss)
-    figure = Figure(figsize=(11, 4.5), dpi=120)
+    figure = Figure(figsize=(11, 4.5), dpi=100)
     left, right = figure.subplots(1, 2)
     colour = lambda i, count: colormaps["viridis"](0.85 * i / max(1, count - 1))
     ticks = list(dict.fromkeys(of(one, first) for one in experiments))
@@ -92,19 +98,33 @@ def plot(folder: Path, run: Run, results: list[Result]) -> Path:
     at = ticks.index(of(experiments[best], first))
     left.plot([at], [results[best].loss], "o", markersize=13, markerfacecolor="none", markeredgecolor=BEST)
     left.set_xticks(range(len(ticks)), ticks)
-    left.set(xlabel=first, ylabel="held-out loss")
     left.set_title(f"best: {names[best]}, {results[best].loss:.3f}", loc="left", fontsize=10)
     if others:
         left.legend(frameon=False, fontsize=8)
-    steps = metrics(folder)
+    unit = " (nats a token)" if run.options.objective in ON_DOCUMENTS else ""
+    label, x, losses = by_step(metrics(folder))
     for i, name in enumerate(names):
         style = {"color": BEST, "lw": 2.2} if i == best else {"color": colour(i, len(names)), "lw": 1}
-        right.plot([s["step"] + 1 for s in steps], [s["losses"][i] for s in steps], label=name, **style)
-    right.set(xlabel="step", ylabel="training loss")
+        right.plot(x, [many[i] for many in losses], label=name, marker="o" if len(x) < 20 else "", ms=3, **style)
+    widen(left, [result.loss for result in results])
+    widen(right, [loss for many in losses for loss in many])
+    left.set(xlabel=first, ylabel=f"held-out loss{unit}")
+    right.set(xlabel="step", ylabel=f"{label}{unit}")
     right.legend(frameon=False, fontsize=7)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return draw(figure, folder / "sweep.png")
+
+
+def by_step(steps: Sequence[dict[str, Any]]) -> tuple[str, list[int], list[list[float]]]:
+    """Return a label, numbers of steps, and the losses of every experiment after them."""
+    held = [(s["step"] + 1, s["validations"]) for s in steps if s.get("validations") is not None]
+    if len(held) > 1:
+        return "held-out loss", [step for step, _ in held], [losses for _, losses in held]
+    size = max(1, len(steps) // 12)  # of the window: experiments see equal batches, whose losses vary more
+    windows = [steps[max(0, i - size + 1) : i + 1] for i in range(len(steps))]
+    means = [[sum(each) / len(each) for each in zip(*(s["losses"] for s in w), strict=True)] for w in windows]
+    return f"training loss, mean of {size} steps", [s["step"] + 1 for s in steps], means
 
 
 def prepare(options: Options) -> bool:

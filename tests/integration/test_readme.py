@@ -1,5 +1,6 @@
 """README and docs keep their promises: commands are as CI runs them, every block of code runs, every link leads on."""
 
+import importlib
 import os
 import re
 import shlex
@@ -16,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 MAIN = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/python -m examples.qlora"
 TESTS = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
 PROGRAM_LINES = 30
+PACKAGES = ("examples", "fquant", "models", "shard", "tests")
+PICTURES = {f"training_{name}.png": f"{name}.png" for name in ("loss", "evaluation", "sweep")}  # page: program
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
@@ -50,13 +53,14 @@ def test_commands_are_possible(capsys):
     assert "--steps" in help and "--out" in help
 
 
-def run(command, folder):
-    """Run it from the repository's root, as a reader would; it leaves nothing behind."""
-    before = {p.name for p in ROOT.glob("[!.]*")}
-    env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+def run(command, folder, seconds=120):
+    """Run it as a reader would from the repository's root, but in ``folder``, which has links to the packages."""
+    for name in PACKAGES:
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {p.name for p in ROOT.glob("[!.]*")} == before
     return ran.stdout
 
 
@@ -68,24 +72,55 @@ for path in sys.argv[1:]:
 """
 
 
+def programs(page, folder):
+    """Write the page's Python blocks to files."""
+    paths = []
+    for i, program in enumerate(blocks(page, "python")):
+        assert len(program.splitlines()) <= PROGRAM_LINES, page
+        paths.append(folder / f"{Path(page).stem}_{i}.py")
+        paths[-1].write_text(program)
+    return [str(path) for path in paths]
+
+
 def test_every_program_runs(tmp_path):
     """Each block on its own, as a file; one process runs all of them, because importing torch takes seconds."""
-    paths = []
-    for page in PAGES:
-        for i, program in enumerate(blocks(page, "python")):
-            assert len(program.splitlines()) <= PROGRAM_LINES, page
-            paths.append(tmp_path / f"{Path(page).stem}_{i}.py")
-            paths[-1].write_text(program)
+    paths = [path for page in PAGES for path in programs(page, tmp_path)]
     assert len(paths) >= len(PAGES) - 1  # of all pages only that on benchmarks has none
-    run([sys.executable, "-c", RUN_ALL, *map(str, paths)], tmp_path)
+    run([sys.executable, "-c", RUN_ALL, *paths], tmp_path)
+
+
+COMMANDS = {page: found for page in PAGES if (found := [c for c in commands(page) if c not in (MAIN, TESTS)])}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for page in PAGES for c in commands(page) if c not in (MAIN, TESTS)])
-def test_every_command_runs(command, tmp_path):
-    program, *args = shlex.split(command)
-    assert program == "python"
-    assert run([sys.executable, *args], tmp_path)
+@pytest.mark.parametrize("page", COMMANDS)
+def test_every_command_runs(page, tmp_path):
+    """Those of a page one after another in one folder, because one reads what another wrote; first its programs."""
+    run([sys.executable, "-c", RUN_ALL, *programs(page, tmp_path)], tmp_path)
+    for command in COMMANDS[page]:
+        program, *args = shlex.split(command)
+        assert program == "python"
+        assert run([sys.executable, *args], tmp_path, seconds=600)
+    for name in re.findall(r"!\[[^\]]*\]\(images/([\w.]+)\)", (ROOT / page).read_text("utf-8")):
+        assert any(tmp_path.glob(f"*/{PICTURES[name]}")), name
+
+
+def test_commands_have_known_options(capsys):
+    """Each option of a command, and of those in a sentence, is one of its program."""
+    found = {c for page in PAGES for c in commands(page) if c not in (MAIN, TESTS)}
+    found |= {c for page in PAGES for c in re.findall(r"`python -m (examples\.\w+[^`]*)`", (ROOT / page).read_text())}
+    used = {}
+    for command in found:
+        words = command.removeprefix("python -m ").split()
+        used.setdefault(words[0], set()).update(word.split("=")[0] for word in words if word.startswith("--"))
+    assert {"examples.qlora", "examples.evaluate", "examples.merge", "examples.export"} <= used.keys()
+    for name, options in used.items():
+        is_folder = (ROOT / name.replace(".", "/")).is_dir()
+        with pytest.raises(SystemExit) as exit:
+            importlib.import_module(f"{name}.cli" if is_folder else name).main(["--help"])
+        help = capsys.readouterr().out
+        assert exit.value.code == 0
+        assert options <= set(re.findall(r"(?<![\w-])--[\w-]+", help)), name
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,6 +11,7 @@ from examples.common.progress import METRICS, Report, lines, metrics
 class Step:
     step: int
     loss: float
+    validation: float | None = None
 
 
 def told(x):
@@ -26,15 +27,22 @@ def run(folder, steps, total, done=0, first=True):
 
 def test_every_step_is_written_and_a_tenth_is_told(tmp_path, capsys):
     run(tmp_path, range(40), 40)
-    assert metrics(tmp_path) == [{"step": i, "loss": i / 2} for i in range(40)]
+    assert metrics(tmp_path) == [{"step": i, "loss": i / 2, "validation": None} for i in range(40)]
     printed = capsys.readouterr().out.splitlines()
     assert printed == [f"step {i:4d}/40  loss {(i - 1) / 2:.1f}" for i in range(4, 41, 4)] + ["it is done"]
+
+
+def test_every_validation_is_printed(tmp_path, capsys):
+    with Report(tmp_path, True, 40, 0, told) as shown:
+        shown.step(Step(1, 0.5, 2.5))
+        shown.step(Step(2, 1.0))
+    assert capsys.readouterr().out == "step    2/40  loss 0.5\n"
 
 
 def test_a_line_is_there_as_soon_as_its_step(tmp_path):
     with Report(tmp_path, True, 3, 0, told) as shown:
         shown.step(Step(0, 1.0))
-        assert lines(tmp_path) == ['{"step": 0, "loss": 1.0}\n']
+        assert lines(tmp_path) == ['{"step": 0, "loss": 1.0, "validation": null}\n']
 
 
 def test_what_is_resumed_keeps_what_was_done_and_no_more(tmp_path):

@@ -1,10 +1,11 @@
 """--show-data of examples.qlora: rows as a person and as a program reads them, before anything is trained."""
 
 import json
+import re
 
 import pytest
 
-from examples.data import dataset
+from examples.data import dataset, show
 from examples.data import tokenizer as tokenizers
 from examples.qlora import cli
 
@@ -48,6 +49,15 @@ def test_rows_are_printed_before_training(model, chats, tmp_path, capsys, monkey
     assert cli.main(args) == 0
     printed = capsys.readouterr().out
     assert "row 0: " in printed and "of 32 tokens count" in printed and "What is two" in printed
+    assert f"⟦Four.{tokenizers.text(model).variables['eos_token']}⟧" in printed.replace("\n", "")  # without colours
+
+
+def test_colours_or_brackets(model, chats):
+    rows = dataset.read(dataset.split(dataset.prepare(chats, model, 32, template="zephyr"), 2)[0])
+    plain, marked = (show.text(rows, tokenizers.read(model), 2, bracketed) for bracketed in (False, True))
+    assert "⟦" not in plain.plain and marked.plain.replace("⟦", "").replace("⟧", "") == plain.plain
+    coloured = [plain.plain[span.start : span.end] for span in plain.spans if span.style == show.COUNTS]
+    assert "".join(re.findall("⟦(.*?)⟧", marked.plain, re.DOTALL)) == "".join(coloured)
 
 
 REFUSED = {

@@ -9,6 +9,7 @@ import torch
 
 from examples.common.progress import metrics
 from examples.qlora import cli as qlora
+from examples.qlora import measure
 from examples.qlora import train as alone
 from examples.sweep import cli, train
 from examples.sweep.options import Options
@@ -115,6 +116,21 @@ def test_a_run_writes_everything(model, text, tmp_path, capsys):
         best, its = (peft.load(out / where / "adapter", hf.path_of) for where in ("best", name))
         assert all(map(torch.equal, tree.leaves(best), tree.leaves(its)))
     assert int(safetensors.load(out / "state.safetensors").done) == 4
+
+
+def validated(options):
+    """Return the held-out losses of every experiment before its first step, and the number of traces of a loss."""
+    begun = alone.start_many(options.experiments())
+    losses = [measure.mean_loss(run, run.local, state.adapters) for run, state in begun]
+    return losses, len(begun[0][0].evaluate.traced)
+
+
+def test_experiments_share_the_traces_of_validation(model, text):
+    """One for each rank and size of a batch; one for each experiment would be more than jit allows."""
+    values = {"vary": ("lr=1e-2,2e-2,3e-2", "rank=1,2"), "dtype": "f32", "holdout": 6, "mesh": "fsdp=1"}
+    options = Options(model=model, data=text, **SMALL | values)
+    ((losses, traces),) = ranks.run(1, validated, options, timeout=200)
+    assert losses == pytest.approx([losses[0]] * 6) and traces == 2 * 2
 
 
 def command(args):
