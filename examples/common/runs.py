@@ -103,6 +103,14 @@ class Options:
         return values
 
 
+def _publish_nothing(run: Any, state: Any, folder: Path) -> None:
+    pass
+
+
+def _without_validation(run: Any, state: Any) -> dict[str, Any]:
+    return {"validation": math.nan}
+
+
 class Program(NamedTuple):
     """The functions of a program that trains; all but ``prepare`` run on each rank, ``publish``, ``show`` on the first.
 
@@ -118,9 +126,9 @@ class Program(NamedTuple):
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
-    publish: Callable[..., None] = lambda run, state, folder: None  # writes what is of use without the state
+    publish: Callable[..., None] = _publish_nothing  # writes what is of use without the state
     # run, state -> fields of the step's figures, "validation" among them: the loss of held-out data, in nats a token
-    validate: Callable[..., dict[str, Any]] = lambda run, state: {"validation": math.nan}
+    validate: Callable[..., dict[str, Any]] = _without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from examples.common import checkpoints, runs
 from examples.common.progress import metrics
 from examples.qlora import cli, options
+from examples.sweep import cli as sweep
 from examples.vqvae import cli as vqvae
 from examples.vqvae import train
 from examples.vqvae.options import Options
@@ -98,6 +100,12 @@ def test_the_first_free_folder(tmp_path):
         found = runs.free_folder(None, wanted)
         assert found == tmp_path / name
         found.mkdir()
+
+
+@pytest.mark.parametrize("program", [cli.PROGRAM, vqvae.PROGRAM, sweep.PROGRAM], ids=lambda program: program.name)
+def test_processes_can_be_started_with_it(program):
+    """Several local ranks are spawned, which pickles the program."""
+    assert pickle.loads(pickle.dumps(program)) == program
 
 
 def start(*args):
