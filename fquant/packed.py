@@ -39,6 +39,7 @@ from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
 from .kernels import packed_ops
+from .kernels.dispatch import empty
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .tree import expect, node, static
@@ -151,7 +152,7 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
     like = w.like
     count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
     # Made before any piece: results of pieces between their temporaries would leave holes in the heap.
-    whole = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tree.leaves(quantize(like, format.plain))]
+    whole = [empty(t.shape, t.dtype) for t in tree.leaves(quantize(like, format.plain))]
     for i in range(0, count, step):
         some = slice(i, min(i + step, count))
         try:

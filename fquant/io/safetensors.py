@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..kernels.dispatch import empty
 from ..lazy import Lazy
 from ..tree import at, expect
 from . import tree_json
@@ -106,7 +107,7 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
             expect(fits, f"{got}, wanted rows within 0:{shape[0]} and no step")
             start += first * math.prod(shape[1:]) * entry.dtype.itemsize
             shape = (last - first, *shape[1:])
-        out = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        out = empty(shape, entry.dtype)
         left = _bytes(out)
         with header.path.open("rb", buffering=0) as file:
             file.seek(start)

@@ -6,7 +6,7 @@ one warning, unless the variable names it.
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -77,6 +77,18 @@ def settle() -> None:
     """Choose the backend of the calls of :func:`direct` that follow."""
     if prepared := _prepared():
         prepared.settle()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate as ``torch.empty`` on the CPU, for a weight: one of 4 MiB or more in pages of 2 MiB if there are such.
+
+    Fewer pages make it a few hundredths faster to read, once a token.
+    """
+    if isinstance(_load("cpu"), ModuleType):
+        from .cpu import library
+
+        return library.empty(*shape, dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 @cache

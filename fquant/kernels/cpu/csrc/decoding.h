@@ -22,6 +22,10 @@ INLINE void NAME(slot_scores)(const Cached *c, int64_t start, int64_t n, const f
     for (int64_t s = 0; s < n; s++) {
         int64_t at = start + s * c->kv * c->e;
         Lanes sums[ABREAST_HEADS] = {0};
+        for (int64_t i = 0; i < c->e * size_of(dtype); i += 64) { /* values are read next */
+            __builtin_prefetch((const char *)c->k + (at + 16 * c->kv * c->e) * size_of(dtype) + i);
+            __builtin_prefetch((const char *)c->v + at * size_of(dtype) + i);
+        }
         for (int64_t i = 0; i < c->e; i += LANES) {
             Lanes k = NAME(widened)(c->k, at + i, c->e - i, dtype);
             UNROLLED(r, ABREAST_HEADS) sums[r] = FMA(k, *(const Lanes *)(q + r * wide + i), sums[r]);
