@@ -8,7 +8,6 @@ only if the whole chat begins with both texts. Qwen3's template, for example, wr
 thought that it writes in the last one: there only the last turn counts, and the others are reported as skipped.
 """
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,8 +37,7 @@ def chat(template: Template, messages: list[Message], first: int = 0, prompt: bo
     ``values`` are further variables of the template, such as tools. Raises ValueError or jinja2.TemplateError.
     """
     messages = normal(messages, template.takes_parts)
-    given = json.dumps([messages, values], ensure_ascii=False)
-    if template.special.search(given):
+    if template.is_special_in([messages, values]):
         messages, values = template.mark(messages), template.mark(values)
     whole = template.text(messages, prompt, **values)
     if prompt:
