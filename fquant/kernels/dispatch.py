@@ -49,20 +49,20 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
-def direct(op: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+def direct(op: Any, given: tuple[Any, Any] | None = None) -> Callable[..., Any] | None:
     """Return the function that computes ``op`` without torch's dispatcher, or None if it is not an op of ours.
 
-    It gives the same bits. Tensors in ``args`` and ``kwargs`` have the shapes, strides and dtypes of those of all
-    calls, so that they are described to C once (``cpu/prepared.py``). Its caller guarantees four things. The call has
-    been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their memory.
-    No mode or transform has to see the call. :func:`settle` was called before. While a profiler runs, calls go through
-    torch.
+    It gives the same bits. ``given`` are positional and named arguments with the shapes, strides and dtypes of those
+    of all calls, so that they are described to C once (``cpu/prepared.py``). Its caller guarantees four things. The
+    call has been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their
+    memory. No mode or transform has to see the call. :func:`settle` was called before. While a profiler runs, calls go
+    through torch.
     """
     function = DIRECT.get(op.name()) if isinstance(op, torch._ops.OpOverload) else None
     if function is None:
         return None
     prepared = _prepared()
-    quick = prepared.prepare(op.name(), args, kwargs) if prepared else None
+    quick = prepared.prepare(op.name(), *given) if prepared and given is not None else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.autograd._profiler_enabled():

@@ -99,6 +99,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
                 i: Any = item.args[1]
                 with new.inserting_after(call):
                     copies[item] = results[i] or new.call_function(operator.getitem, (call, remaining.index(i)))
+                copies[item].meta = item.meta
         elif node not in copies:
             arguments = [copies[argument] for argument in node.all_input_nodes]
             known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
@@ -121,8 +122,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
 
     for node in new.nodes:
         if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
-            given = map_arg((node.args, node.kwargs), like)
-            node.target = dispatch.direct(node.target, *given) or node.target
+            is_known = all(like(argument) is not None for argument in node.all_input_nodes)
+            given = map_arg((node.args, node.kwargs), like) if is_known else None
+            node.target = dispatch.direct(node.target, given) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})

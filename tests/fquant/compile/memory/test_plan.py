@@ -81,6 +81,23 @@ def test_ours_are_called_without_torch_unless_a_profiler_is_there():
     assert {"fquant::pointwise", "fquant::matmul", "fquant::rms_norm"} <= {one.key for one in seen.key_averages()}
 
 
+def test_a_result_that_is_returned_is_read_by_a_prepared_call():
+    """One result of a program is allocated for the caller, another is planned, and a later program reads both."""
+
+    def f(x):
+        a = x * 2 + 1
+        total = (a * a).sum(-1, keepdim=True)
+        return a, a * total - total * 3
+
+    x, captured = randn(8, 8), jit(f)
+    assert equal(captured(x), f(x))
+    module = placed(captured).module
+    ours = [n for n in module.graph.nodes if "pointwise" in str(getattr(n.target, "__name__", ""))]
+    read = [argument for node in ours for argument in node.all_input_nodes if argument.op == "call_function"]
+    assert len(ours) >= 2 and read and all("val" in argument.meta for argument in read)
+    assert equal(captured(x + 1), f(x + 1))
+
+
 def test_what_is_returned_is_the_caller_s():
     @jit
     def f(x, w):

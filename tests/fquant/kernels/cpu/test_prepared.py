@@ -56,7 +56,7 @@ def test_bits(monkeypatch, name, make):
         made = [made] if isinstance(made, torch.Tensor) else list(made)
         return made, {f"out{i}": torch.full_like(t, float("nan")).contiguous() for i, t in enumerate(made)}
 
-    call = dispatch.direct(packet.out, make(1), call_with(make(1))[1])
+    call = dispatch.direct(packet.out, (make(1), call_with(make(1))[1]))
     assert call is not None
     quick = prepared.prepare(f"fquant::{name}.out", make(1), call_with(make(1))[1])
     assert (quick is not None) == ((name, make) in PREPARED.values())
@@ -73,7 +73,7 @@ def test_programs(monkeypatch):
     read = lambda i: [randn(3, 1, 8, seed=i).bfloat16(), randn(5, 8, seed=i + 1).bfloat16()]
     make = lambda i: (read(i), torch.empty(3, 5, 8, dtype=torch.bfloat16))
     given = (read(0), [make(0)[1]], PROGRAM)
-    call = dispatch.direct(pointwise.OP, given, {})
+    call = dispatch.direct(pointwise.OP, (given, {}))
     assert call is not None and prepared.prepare("fquant::pointwise", given, {}) is not None
     for i, backend in enumerate(("cpu", "reference", "cpu")):
         monkeypatch.setenv(VARIABLE, backend)
