@@ -52,9 +52,9 @@ def is_lazy(t: Tensor) -> bool:
 def direct(op: Any, given: tuple[Any, Any] | None = None) -> Callable[..., Any] | None:
     """Return the function that computes ``op`` without torch's dispatcher, or None if it is not an op of ours.
 
-    It gives the same bits. ``given`` are positional and named arguments with the shapes, strides and dtypes of those
-    of all calls, so that they are described to C once (``cpu/prepared.py``). Its caller guarantees four things. The
-    call has been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their
+    It gives the same bits. ``given`` are positional and named arguments. Those of every call have their shapes,
+    strides and dtypes, so C receives them once (``cpu/prepared.py``). Its caller guarantees four things. The call
+    has been checked, for instance when it was traced. All tensors are plain CPU tensors whose values are in their
     memory. No mode or transform has to see the call. :func:`settle` was called before. While a profiler runs, calls go
     through torch.
     """
