@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,7 +24,7 @@ from fquant.communication import Comm, identity
 from . import bundle, sharded_embedding, vocab_parallel
 from .bundle import Bundle
 from .collectives import all_gather
-from .device_mesh import position
+from .device_mesh import device_of, position
 from .rules import Rules, check_rules
 from .transport.host import arrived, fetch
 
@@ -52,7 +51,7 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     group = mesh.get_group(rules.block) if split else None
     ranks = group.size() if group else 1
     wrap = partial(remat, order=order) if recompute else identity
-    device = torch.device(mesh.device_type)
+    device = device_of(mesh)
 
     def near(x: Any) -> Bundle:
         _check(x, ranks)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HOST = torch.device("cpu")
+from fquant.device import HOST
+
 GIB = 2**30
 
 

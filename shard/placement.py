@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fquant import lazy, tree
+from fquant.device import HOST
 from fquant.lazy import Lazy
 
 from . import agree, bundle, host_memory
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather
-from .device_mesh import position
-from .host_memory import HOST
+from .device_mesh import device_of, position
 from .rules import Dims, Rules, check_dims, check_rules, join, offloaded
 
 PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
@@ -112,7 +112,7 @@ def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: Devi
 
 
 def _zeros(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    return torch.zeros(nbytes, dtype=torch.uint8, device=HOST)
 
 
 def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], nbytes: int) -> DTensor:
@@ -168,7 +168,7 @@ def collect(x: Any) -> Any:
         if not isinstance(b.bytes, DTensor):
             raise ValueError("collect got a local bundle; wanted the placed tree, before shard.local")
         mesh = b.bytes.device_mesh
-        whole = b.bytes.to_local().to(mesh.device_type)
+        whole = b.bytes.to_local().to(device_of(mesh))
         for axis, placement in enumerate(b.bytes.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
                 whole = all_gather(whole, mesh.get_group(axis))
@@ -187,7 +187,7 @@ def _bytes_of_root(what: str, x: Any, path: str, layout: Layout) -> Tensor:
 
     def own() -> Tensor:
         if dist.get_rank():
-            return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+            return torch.empty(layout.size, dtype=torch.uint8, device=HOST)
         if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
             fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
             raise ValueError(f"{fault}; read it there")
@@ -240,7 +240,7 @@ def _read_turn(turn: list[_Leaf]) -> Pieces:
     for owner, leaf in enumerate(turn):
         begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
         for offset in range(begin, end, PIECE):
-            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device="cpu")
+            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=HOST)
             if owner == rank and own is not None:
                 piece = own[offset - begin :][: piece.numel()]
             dist.broadcast(piece, owner)

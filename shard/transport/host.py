@@ -31,7 +31,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..host_memory import HOST, pinned
+from fquant.device import HOST
+
+from ..host_memory import pinned
 
 
 class _Copy(NamedTuple):
