@@ -54,7 +54,8 @@ def _fetch(host: Tensor, device: torch.device) -> Tensor:
         raise ValueError(
             f"fetch: {tuple(host.shape)} of {host.dtype} is in pageable memory; wanted pinned memory, as place gives it"
         )
-    return _issue(host, torch.empty_like(host, device=device), device)
+    result = torch.empty_like(host, device=device)
+    return _issue(host, result, result.device)  # which has a number
 
 
 def _stash(x: Tensor) -> Tensor:
@@ -71,8 +72,7 @@ def _issue(source: Tensor, result: Tensor, device: torch.device) -> Tensor:
         result.copy_(source)
         copy = _Copy(source, result, device)
     else:
-        device = source.device if source.device.type == device.type else result.device  # with its index
-        stream, event = _stream(device, source.device.type == HOST.type), torch.cuda.Event()
+        stream, event = _stream(device, result.device == device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             result.copy_(source, non_blocking=True)
