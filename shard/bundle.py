@@ -63,10 +63,17 @@ class Layout:
 
 @node
 class Bundle(Loadable):
-    """A block as bytes: u8[size] whole, u8[size / ranks] on each rank, or at rest a DTensor of these."""
+    """A block as bytes: u8[size] whole, u8[size / ranks] on each rank, or at rest a DTensor of these.
+
+    Those of an ``offloaded`` block are in the host's memory, and are fetched to the device of the mesh.
+    """
 
     bytes: Tensor
     layout: Layout = static()
+    offloaded: bool = static(default=False)
+
+
+tree.add_later_fields(Bundle, "offloaded")
 
 
 def plan(block: Any, ranks: int) -> Layout:

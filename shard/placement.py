@@ -4,8 +4,9 @@
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
 Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
-second tree of a pair, what is trained, is small and replicated. Both are on the device of the mesh from then on. All
-ranks first compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
+second tree of a pair, what is trained, is small and replicated. Both are on the device of the mesh from then on. Only
+an offloaded block is in the host's memory, and no step has it on the device for longer than it uses it. All ranks first
+compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
 
 * Tensors, on the host or on the mesh's device: those of rank 0 count, and are sent to all, with one broadcast for each
   block. Other ranks may hold meta tensors; if they hold real ones, these must be equal.
@@ -26,16 +27,17 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fquant import lazy, tree
 from fquant.device import HOST
 from fquant.lazy import Lazy
 
-from . import agree, bundle
+from . import agree, bundle, host_memory
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather
 from .device_mesh import device_of, position
-from .rules import Dims, Rules, check_dims, check_rules, join
+from .rules import Dims, Rules, check_dims, check_rules, join, offloaded
 
 PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
 
@@ -69,7 +71,9 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
 
     agree.same("place", agree.attempt("place", arguments))
     layouts, part, ranks = _layouts(base, dims, rules, mesh)
-    parts = {path: torch.zeros(it.size // ranks, dtype=torch.uint8, device=device) for path, it in layouts.items()}
+    on_host = offloaded(rules, layouts)
+    agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
+    parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
     pieces = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
     for path, offset, sent in pieces(base, layouts, device):
         begin = part * parts[path].numel() - offset  # of this rank's part in the piece
@@ -78,19 +82,22 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
             parts[path][low - begin : high - begin] = sent[low:high]
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
-    placed = {path: DTensor.from_local(parts[path], mesh, placements, run_check=False) for path in layouts}
-    out = _with_bundles(base, placed, layouts)
+    placed = {path: _dtensor(parts[path], mesh, placements, layouts[path].size) for path in layouts}
+    out = _with_bundles(base, placed, layouts, on_host)
     return (out, *(replicate(each, mesh) for each in beside)) if isinstance(params, tuple) else out
 
 
 def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
     """Return ``local(place(params, dims, rules, mesh))`` in meta tensors, without communication or reading.
 
-    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
+    Blocks that are offloaded from a device are tensors of the host, of which no page is touched. ``params`` are
+    tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
     """
     layouts, _, ranks = _layouts(params, dims, rules, mesh)
-    parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
-    return _with_bundles(params, parts, layouts)
+    on_host = offloaded(rules, layouts)
+    device = lambda path: HOST if path in on_host and mesh.device_type != HOST.type else "meta"  # never touched there
+    parts = {p: torch.empty(it.size // ranks, dtype=torch.uint8, device=device(p)) for p, it in layouts.items()}
+    return _with_bundles(params, parts, layouts, on_host)
 
 
 def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int, int]:
@@ -102,10 +109,29 @@ def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[d
     return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
 
 
-def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout]) -> Any:
+def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return memory of zeros for this rank's part of every block; that of offloaded blocks is pinned for a device."""
+    device = device_of(mesh)
+    pins = on_host if device != HOST else set()
+
+    def new(path: str, nbytes: int) -> Tensor:
+        if path in pins:
+            return host_memory.pinned(nbytes).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    return {path: new(path, it.size // ranks) for path, it in layouts.items()}
+
+
+def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], nbytes: int) -> DTensor:
+    """Return the DTensor u8[nbytes] with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
+    meta = TensorMeta(torch.Size([nbytes]), (1,), part.dtype)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout], on_host: set[str]) -> Any:
     """Return ``params`` with a Bundle in place of every block."""
     chosen = {id(tree.get(params, path)) for path in layouts}
-    bundled = lambda path, _: Bundle(parts[path], layouts[path])
+    bundled = lambda path, _: Bundle(parts[path], layouts[path], path in on_host)
     return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
 
@@ -153,7 +179,8 @@ def collect(x: Any) -> Any:
     def one(b: Bundle) -> Any:
         if not isinstance(b.bytes, DTensor):
             raise ValueError("collect got a local bundle; wanted the placed tree, before shard.local")
-        mesh, whole = b.bytes.device_mesh, b.bytes.to_local()
+        mesh = b.bytes.device_mesh
+        whole = b.bytes.to_local().to(device_of(mesh))
         for axis, placement in enumerate(b.bytes.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
                 whole = all_gather(whole, mesh.get_group(axis))
