@@ -37,6 +37,7 @@ from torch import Tensor
 from . import lazy, tree
 from .autodiff import is_mapped
 from .communication import Loadable
+from .device import HOST
 from .format import Format
 from .kernels import packed_ops
 from .kernels.dispatch import empty
@@ -45,7 +46,8 @@ from .lazy import Lazy
 from .quantizers import additive_quantization, round_to_nearest, tiny_blocks
 from .tree import expect, node, static
 
-PIECE = 1 << 20  # bytes of the rows that are read at a time
+PIECE = 1 << 20  # bytes of the rows that are read at a time to the host
+LARGE_PIECE = 64 << 20  # and to a device, where a small op takes as long as its launch
 LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 
@@ -152,9 +154,9 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
     """Quantise a Lazy matrix that reads rows, a few at a time, to the same bytes."""
     assert w.rows is not None
     like = w.like
-    count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
+    count, step = like.shape[0], max(1, (PIECE if w.device == HOST else LARGE_PIECE) // max(1, like[:1].nbytes))
     # Made before any piece: results of pieces between their temporaries would leave holes in the heap.
-    whole = [empty(t.shape, t.dtype) for t in tree.leaves(quantize(like, format.plain))]
+    whole = [empty(t.shape, t.dtype, w.device) for t in tree.leaves(quantize(like, format.plain))]
     for i in range(0, count, step):
         some = slice(i, min(i + step, count))
         try:

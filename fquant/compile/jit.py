@@ -41,6 +41,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
 from ..autodiff import is_dual
+from ..device import HOST
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards
 from .closure import Closure, may_change
@@ -186,7 +187,7 @@ def jit(
             module = torch.compile(captured.module, backend=backend, fullgraph=True)
             traced[key] = dataclasses.replace(captured, module=module)
             return replay(traced[key], tensors)
-        if allocator.reuses_memory() and all(t.device.type == "cpu" for t in tensors):
+        if allocator.reuses_memory() and all(t.device == HOST for t in tensors):
             captured = captured.laid_out()
             allocator.enable_reuse()
             allocator.release()  # what the trace has freed

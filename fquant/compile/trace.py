@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
+from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import Fake
 from .memory import allocator, plan
@@ -135,7 +136,7 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     if t.is_meta and not isinstance(t, FakeTensor):
         with mode:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=HOST)
     return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..device import HOST
 from . import reference
 
 VARIABLE = "FQUANT_KERNELS"
@@ -79,16 +80,16 @@ def settle() -> None:
         prepared.settle()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate as ``torch.empty`` on the CPU, for a weight: one of 4 MiB or more in pages of 2 MiB if there are such.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """Allocate as ``torch.empty``, for a weight; on the host one of 4 MiB or more in pages of 2 MiB if there are such.
 
     Fewer pages make it a few hundredths faster to read, once a token.
     """
-    if isinstance(_load("cpu"), ModuleType):
+    if device == HOST and isinstance(_load("cpu"), ModuleType):
         from .cpu import library
 
         return library.empty(*shape, dtype=dtype)
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @cache
@@ -99,6 +100,11 @@ def _prepared() -> Any:
     from .cpu import prepared
 
     return prepared
+
+
+def computes_in_c() -> bool:
+    """Return True if tensors of the host are computed by the C library."""
+    return os.environ.get(VARIABLE, "cpu").partition(":")[0] == "cpu" and backend("cpu")[0] == "cpu"
 
 
 def backend(device: str) -> tuple[str, ModuleType]:
