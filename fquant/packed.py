@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from . import additive_quantization, lazy, round_to_nearest, tiny_blocks, tree
+from . import lazy, tree
 from .autodiff import is_mapped
 from .communication import Loadable
 from .format import Format
@@ -42,6 +42,7 @@ from .kernels import packed_ops
 from .kernels.dispatch import empty, has_no_values
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
+from .quantizers import additive_quantization, round_to_nearest, tiny_blocks
 from .tree import expect, node, static
 
 PIECE = 1 << 20  # bytes of the rows that are read at a time
@@ -94,8 +95,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
     Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
     vector unless the format is flat, and for importance that does not fit. Raises ValueError for values that would
-    decode to infinity in their dtype, and for a format whose table has no recipe; :mod:`fquant.round_to_nearest` has
-    those of integers, E2M1 and E4M3. Values below 1.2e-38, the least normal float32, may become zeros.
+    decode to infinity in their dtype, and for a format whose table has no recipe. The recipes of integers, E2M1 and
+    E4M3 are in :mod:`fquant.quantizers.round_to_nearest`. Values below 1.2e-38, the least normal float32, may become
+    zeros.
     """
     if isinstance(w, Lazy):
         each = partial(quantize, format=format, importance=importance)

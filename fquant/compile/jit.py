@@ -41,13 +41,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
 from ..autodiff import is_dual
+from ..device import HOST
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards
 from .closure import Closure, may_change
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
-from .retarget import HOST, device_of
+from .retarget import device_of
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
 MAX_TRACES = 8  # of one function, by default

@@ -27,10 +27,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 
+from ..device import HOST
 from . import graph as graphs
 from .fake_tensor import META, Fake
 
-HOST = torch.device("cpu")
 _aten = torch.ops.aten
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read Python values
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
+from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
 from .fake_tensor import META, Fake
 from .memory import allocator, plan
@@ -30,7 +31,7 @@ from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, simplify
-from .retarget import HOST, Constants, check_autocast, retarget, stand_ins, with_index
+from .retarget import Constants, check_autocast, retarget, stand_ins, with_index
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 

@@ -15,9 +15,9 @@ bitsandbytes' blocks run over the flattened weight. If the block size divides th
 and the buffers are reshaped only. Otherwise blocks straddle rows, and the result is flat: its rows cannot be sharded.
 
 A Packed that :func:`fquant.quantize` made has the bytes that bitsandbytes makes on the CPU, but for 8-bit rows below
-float16's normal range (``fquant.tiny_blocks``). Decoded values are equal to the bit, with two exceptions, both of
-bitsandbytes' CPU kernels. bf16 values below 1.2e-38 become 0 there. FP4's second zero has either sign there, by the
-width, and is +0 here. In eval mode its layer multiplies with scales in bfloat16, which is another product.
+float16's normal range (``fquant.quantizers.tiny_blocks``). Decoded values are equal to the bit, with two exceptions,
+both of bitsandbytes' CPU kernels. bf16 values below 1.2e-38 become 0 there. FP4's second zero has either sign there, by
+the width, and is +0 here. In eval mode its layer multiplies with scales in bfloat16, which is another product.
 """
 
 import json

@@ -10,10 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fquant", "shard", "models", "examples")
 OURS = (*PACKAGES, "tests")
-GROUND = ("tree", "lazy", "communication", "activation_checkpoint", "compile")  # what shard may import of fquant
+# What shard may import of fquant.
+GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile")
 COMPILE_FACE = ("Captured", "Pass", "all_gather_text", "flops", "graph", "liveness")  # and of the compiler
-COMPILE = ("compile", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
-PASSES = ("compile.graph", "compile.liveness", "compile.passes", "kernels", "tree")  # and its passes
+COMPILE = ("compile", "device", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
+PASSES = ("compile.graph", "compile.liveness", "compile.passes", "device", "kernels", "tree")  # and its passes
 MOST_FILES = 16  # Python files in a folder
 MAY_IMPORT = {
     "fquant": {"fquant"},

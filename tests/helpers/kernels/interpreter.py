@@ -52,9 +52,21 @@ def run(module, name, params):
     getattr(importlib.import_module(module), name).body(**params)
 
 
+def count_scalars(interpreter):
+    """Let scalars bound loops: Triton 3.6 converts their arrays of one element to int, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 def start():
     """Check the pointers of kernels from now on, and return the kernels and their devices."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    count_scalars(interpreter)
     call, builder, bounds = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder, []
 
     def called(self, *args, **options):

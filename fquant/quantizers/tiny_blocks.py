@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .format import Format, num_blocks
-from .kernels import packed_ops, reference
-from .kernels.dispatch import has_no_values
+from ..format import Format, num_blocks
+from ..kernels import packed_ops, reference
+from ..kernels.dispatch import has_no_values
 
 CHUNK = 1 << 20  # elements encoded at a time
 LEAST_HALF = 2.0**-14  # the least float16 with all bits

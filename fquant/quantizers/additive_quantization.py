@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import random
-from .format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
-from .kernels.dispatch import has_no_values
-from .kernels.ops.nearest import nearest
+from .. import random
+from ..format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
+from ..kernels.dispatch import has_no_values
+from ..kernels.ops.nearest import nearest
 
 ITERATIONS = 10  # of k-means
 ROUNDS = 3  # of all stages together
