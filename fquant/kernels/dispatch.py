@@ -50,6 +50,14 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
+def has_no_values(t: Tensor) -> bool:
+    """Return True for a tensor of the device meta, but for those that stand in for others in a trace."""
+    return t.is_meta and torch._C._get_dispatch_mode(_FAKE) is None  # type: ignore[attr-defined]
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+
+
 def direct(op: Any, given: tuple[Any, Any] | None = None) -> Callable[..., Any] | None:
     """Return the function that computes ``op`` without torch's dispatcher, or None if it is not an op of ours.
 

@@ -18,6 +18,7 @@ from ..adapted.nodes import Ia3, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
 from ..device import HOST
 from ..grouped_products import full_shape
+from ..kernels.dispatch import has_no_values
 from ..lazy import Lazy
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms
@@ -52,7 +53,7 @@ def init(
             many = [] if shared else many
             own, shape = random.fold(key, path), (*many, rank, width)
             a = random.kaiming_uniform(own, shape, width) if init == "kaiming" else random.normal(own, shape) / rank
-            if dora and (isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w))):
+            if dora and (isinstance(w, Lazy) or any(map(has_no_values, tree.leaves(w)))):
                 raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
             magnitude = square_norms(w).sqrt().to(dtype) if dora else None
             a = a.to(_device(w, a.device), dtype)
