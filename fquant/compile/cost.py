@@ -12,6 +12,7 @@ The step is captured as ``jit`` captures it. One walk over its graph gives
 * *Bytes read and written* by every node but views, as if there were no cache and no fusion.
 * *Collectives* by op and group: their number, their payload (the whole gathered or summed buffer), and the bytes that
   one rank sends when each goes around a ring.
+* *Transfers* between the device and the host, in bytes, and the host's memory that they need at once.
 """
 
 import dataclasses
@@ -64,6 +65,9 @@ class Cost:
     read: int
     written: int
     collectives: tuple[Collective, ...]
+    fetched: int = 0  # bytes from the host to the device
+    stashed: int = 0  # and back
+    host: int = 0  # bytes of the host: arguments that are fetched, and what is stashed
 
 
 def cost(
@@ -91,7 +95,8 @@ def of(captured: trace.Captured) -> Cost:
     working = [node for node in calls if not graph.is_view(node)]
     peak, placeholders = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
     paths = dict(zip(placeholders, captured.paths, strict=True))
-    arguments = {storage: nbytes for node in placeholders for storage, nbytes in graph.sizes(node).items()}
+    near = graph.storages_on_device(g)
+    arguments = {s: nbytes for node in placeholders for s, nbytes in graph.sizes(node).items() if s in near}
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),
@@ -102,7 +107,14 @@ def of(captured: trace.Captured) -> Cost:
         read=sum(graph.nbytes(t) for node in working for near in node.all_input_nodes for t in graph.tensors(near)),
         written=sum(graph.nbytes(t) for node in working for t in graph.tensors(node)),
         collectives=_collectives(calls),
+        fetched=_transferred(calls, "fetch"),
+        stashed=_transferred(calls, "stash"),
+        host=liveness.peak_on_host(g),
     )
+
+
+def _transferred(calls: list[Node], kind: str) -> int:
+    return sum(graph.nbytes(t) for node in calls if graph.transfer(node) == kind for t in graph.tensors(node))
 
 
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:

@@ -167,7 +167,7 @@ def _out_variant(node: Node) -> Any:
 
 def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
     """Return the slots of the results of each node that can be planned, and the bytes of all."""
-    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
+    calls = [node for node in graph.nodes if graphs.is_issue(node) or graphs.is_wait(node)]
     in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
     external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
     last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
