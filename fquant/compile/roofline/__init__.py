@@ -7,10 +7,11 @@ predict.py    the time of a graph, with collectives and copies beside it, and it
 
 from .devices import DEVICES, Device, Shares, measured, of
 from .predict import Prediction, Spent, limit, predict, walk
-from .work import KINDS, Work, scratch, seconds, traffic, work
+from .work import ELEMENTWISE, KINDS, Work, scratch, seconds, traffic, work
 
 __all__ = [
     "DEVICES",
+    "ELEMENTWISE",
     "KINDS",
     "Device",
     "Prediction",
