@@ -3,20 +3,22 @@
     base = shard.place(params, decoder.dims(cfg), rules, mesh)
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
-Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. Those of
-an offloaded block are in the host's memory, and no step has them on the device for longer than it uses them. The
-second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
-Parameters come from one of two sources, and the bytes are the same:
+Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
+second tree of a pair, what is trained, is small and replicated. Both are on the device of the mesh from then on. Only
+an offloaded block is in the host's memory, and no step has it on the device for longer than it uses it. All ranks first
+compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
 
-* Tensors: those of rank 0 count, and are sent to all, with one broadcast for each block. Other ranks may hold meta
-  tensors; if they hold real ones, these must be equal.
+* Tensors, on the host or on the mesh's device: those of rank 0 count, and are sent to all, with one broadcast for each
+  block. Other ranks may hold meta tensors; if they hold real ones, these must be equal.
 * Lazy leaves, opened on every rank from the same files: exactly one rank reads, and quantises, each. Its packed bytes
-  are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
+  are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more. Lazy leaves that are
+  opened for the mesh's device are quantised there (``hf.lazy(folder, device=shard.device_of(mesh))``).
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +54,15 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     compared by repr, and of a dataclass field by field.
 
     Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
-    only some leaves of a tree are Lazy; or if a rank fails to read.
+    only some leaves of a tree are Lazy; or if a rank fails to read. So it does for a tree with tensors on several
+    devices, or on one that is neither the host nor the mesh's.
     """
     base, *beside = params if isinstance(params, tuple) else (params,)
+    device = device_of(mesh)
 
     def arguments() -> dict[str, str]:
+        for tree_ in (base, *beside):
+            _check_devices(tree_, device)
         facts = {"rules": repr(rules), "mesh": repr(tuple(mesh.shape))} | agree.fields("config", config)
         facts |= agree.fingerprint(base)
         for i, tree_ in enumerate(beside):
@@ -69,7 +75,7 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
     parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
     pieces = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
-    for path, offset, sent in pieces(base, layouts):
+    for path, offset, sent in pieces(base, layouts, device):
         begin = part * parts[path].numel() - offset  # of this rank's part in the piece
         low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
         if low < high:
@@ -78,7 +84,7 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
     placed = {path: _dtensor(parts[path], mesh, placements, layouts[path].size) for path in layouts}
     out = _with_bundles(base, placed, layouts, on_host)
-    return (out, *map(replicate, beside)) if isinstance(params, tuple) else out
+    return (out, *(replicate(each, mesh) for each in beside)) if isinstance(params, tuple) else out
 
 
 def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
@@ -105,14 +111,15 @@ def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[d
 
 def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: DeviceMesh) -> dict[str, Tensor]:
     """Return memory of zeros for this rank's part of every block; that of offloaded blocks is pinned for a device."""
-    pins = on_host if mesh.device_type != HOST.type else set()
-    sizes = {path: it.size // ranks for path, it in layouts.items()}
-    new = lambda path: host_memory.pinned(sizes[path]).zero_() if path in pins else _zeros(sizes[path])
-    return {path: new(path) for path in layouts}
+    device = device_of(mesh)
+    pins = on_host if device != HOST else set()
 
+    def new(path: str, nbytes: int) -> Tensor:
+        if path in pins:
+            return host_memory.pinned(nbytes).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-def _zeros(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=HOST)
+    return {path: new(path, it.size // ranks) for path, it in layouts.items()}
 
 
 def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], nbytes: int) -> DTensor:
@@ -128,16 +135,21 @@ def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, L
     return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
 
-def replicate(x: Any) -> Any:
-    """Return rank 0's tree ``x`` on every rank, with one broadcast of all tensors. Other ranks may hold meta tensors.
+def replicate(x: Any, mesh: DeviceMesh) -> Any:
+    """Return rank 0's tree ``x`` on the mesh's device of every rank, with one broadcast of all tensors.
 
-    It is called outside of steps and has no backward. On one device: a copy.
+    Other ranks may hold meta tensors. It is called outside of steps and has no backward. On one device: a copy.
 
-    Raises ValueError on every rank if the trees differ in more than their values.
+    Raises ValueError on every rank if the trees differ in more than their values, or hold tensors of several devices.
     """
-    agree.same("replicate", agree.attempt("replicate", lambda: agree.fingerprint(x, content=False)))
+
+    def arguments() -> dict[str, str]:
+        _check_devices(x, device_of(mesh))
+        return agree.fingerprint(x, content=False)
+
+    agree.same("replicate", agree.attempt("replicate", arguments))
     layout = bundle.plan(x, 1)
-    whole = _bytes_of_root("replicate", x, "", layout)
+    whole = _bytes_of_root("replicate", x, "", layout, device_of(mesh))
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
@@ -177,21 +189,41 @@ def collect(x: Any) -> Any:
     return _map_bundles(one, x)
 
 
-def _send(base: Any, layouts: dict[str, Layout]) -> Pieces:
+def _check_devices(x: Any, wanted: torch.device) -> None:
+    """Raise ValueError unless the tensors of ``x`` are all on the host, or all on the device ``wanted``.
+
+    Meta tensors and Lazy leaves have no place yet.
+    """
+    found: dict[torch.device, str] = {}
+    for path, t in tree.items(x):
+        if isinstance(t, Tensor) and not t.is_meta:
+            found.setdefault(t.device, path or "(root)")
+    fix = f"move the tree by tree.map(lambda t: t.to({str(wanted)!r}), x)"
+    if len(found) > 1:
+        (one, at), (other, there), *_ = found.items()
+        raise ValueError(f"{there}: got a tensor on {other} beside {at} on {one}; wanted one device in a tree; {fix}")
+    for device, at in found.items():
+        if device not in (HOST, wanted):
+            places = " or ".join(dict.fromkeys([str(wanted), str(HOST)]))
+            raise ValueError(f"{at}: got a tensor on {device}; wanted {places}; {fix}")
+
+
+def _send(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
     """Broadcast rank 0's bytes, a block at a time."""
-    return ((path, 0, _bytes_of_root("place", tree.get(base, path), path, it)) for path, it in layouts.items())
+    send = partial(_bytes_of_root, "place", device=device)
+    return ((path, 0, send(tree.get(base, path), path, it)) for path, it in layouts.items())
 
 
-def _bytes_of_root(what: str, x: Any, path: str, layout: Layout) -> Tensor:
-    """Return the bytes of rank 0's ``x`` on every rank."""
+def _bytes_of_root(what: str, x: Any, path: str, layout: Layout, device: torch.device) -> Tensor:
+    """Return the bytes of rank 0's ``x`` on the ``device`` of every rank."""
 
     def own() -> Tensor:
         if dist.get_rank():
-            return torch.empty(layout.size, dtype=torch.uint8, device=HOST)
+            return torch.empty(layout.size, dtype=torch.uint8, device=device)
         if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
             fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
             raise ValueError(f"{fault}; read it there")
-        return bundle.write(x, layout)
+        return bundle.write(x, layout, device)
 
     whole = agree.attempt(what, own)
     if layout.size:
@@ -208,7 +240,7 @@ class _Leaf(NamedTuple):
     buffers: tuple[Buffer, ...]
 
 
-def _read(base: Any, layouts: dict[str, Layout]) -> Pieces:
+def _read(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
     """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
     world, leaves = dist.get_world_size(), list[_Leaf]()
     for block, layout in layouts.items():
@@ -217,11 +249,11 @@ def _read(base: Any, layouts: dict[str, Layout]) -> Pieces:
             count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
             leaves.append(_Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count))))
     for start in range(0, len(leaves), world):
-        yield from _read_turn(leaves[start : start + world])  # a call of its own, so that it releases all it held
+        yield from _read_turn(leaves[start : start + world], device)  # a call of its own, to release all it held
 
 
-def _read_turn(turn: list[_Leaf]) -> Pieces:
-    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one."""
+def _read_turn(turn: list[_Leaf], device: torch.device) -> Pieces:
+    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one, from device to device."""
     rank = dist.get_rank()
 
     def read() -> Tensor | None:
@@ -240,9 +272,9 @@ def _read_turn(turn: list[_Leaf]) -> Pieces:
     for owner, leaf in enumerate(turn):
         begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
         for offset in range(begin, end, PIECE):
-            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=HOST)
+            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=device)
             if owner == rank and own is not None:
-                piece = own[offset - begin :][: piece.numel()]
+                piece = own[offset - begin :][: piece.numel()].to(device)
             dist.broadcast(piece, owner)
             yield leaf.block, offset, piece
 
@@ -256,7 +288,7 @@ def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
     if len(leaves) == 1:
         return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
     shifted = tuple(replace(buffer, offset=buffer.offset - first) for buffer in buffers)
-    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end))
+    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end), leaves[0].device)
 
 
 def _map_bundles(f: Any, x: Any) -> Any:

@@ -127,10 +127,15 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     return tuple(
         Collective(
             name, group, ranks, len(sizes), sum(sizes),
-            sum(_RING.get(name, 1) * size * (ranks - 1) // ranks for size in sizes),
+            sum(ring(name, size, ranks) for size in sizes),
         )
         for (name, group, ranks), sizes in found.items()
     )  # fmt: skip
+
+
+def ring(name: str, payload: int, ranks: int) -> int:
+    """Return the bytes that one of ``ranks`` sends when the collective ``name`` goes around a ring."""
+    return _RING.get(name, 1) * payload * (ranks - 1) // ranks
 
 
 def flops(node: Node) -> int:
