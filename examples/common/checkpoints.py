@@ -21,6 +21,7 @@ from fquant.io import safetensors
 from fquant.tree import expect
 from shard import agree
 
+from . import devices
 from .progress import lines
 
 RUN, STATE, BEST = "run.json", "state.safetensors", "best.json"
@@ -46,7 +47,10 @@ def save(folder: Path, state: Any, done: int, keep: int, publish: Publish) -> No
 
 
 def load(folder: Path, like: Any) -> Any:
-    """Return the last state of a run; raise ValueError on every rank if its structure is not ``like``'s."""
+    """Return the last state of a run on the device of ``like``.
+
+    Raises ValueError on every rank if its structure is not that of ``like``.
+    """
 
     def read() -> Any:
         state = safetensors.load(folder / STATE)
@@ -54,7 +58,7 @@ def load(folder: Path, like: Any) -> Any:
         expect(tree.structure(state) == tree.structure(like), fault)
         return state
 
-    return agree.attempt("resume", read)
+    return devices.to(agree.attempt("resume", read), tree.leaves(like)[0].device)
 
 
 def step_folder(folder: Path, done: int) -> Path:

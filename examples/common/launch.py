@@ -5,7 +5,6 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -54,18 +53,3 @@ def _story(failures: dict[int, ProcessFailure]) -> str:
 def local_ranks() -> int:
     """Return the number of ranks that share this machine, by torchrun's environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def resident() -> int:
-    """Return the bytes of memory resident in this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory() -> int:
-    """Return the bytes that one rank may still take: this machine's free memory, within its cgroup, over its ranks."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
-    return max(0, free) // local_ranks()
