@@ -195,7 +195,7 @@ def main(options: Options) -> None:
     params = tree.map(lambda t: t.to(torch.bfloat16), params)
     write_tokenizer(options.out, tokenizer)
     hf.save(options.out, CONFIG, params, extra={"bos_token_id": 0, "eos_token_id": 0})
-    params = to(hf.load(options.out)[1], device)
+    _, params = hf.load(options.out, device=device)
     console.print(f"saved to {options.out}, held out in bfloat16: {evaluate(params, *test):.4f}", soft_wrap=True)
     for prompt in ("json.dumps(", "Return the "):
         console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)

@@ -20,8 +20,7 @@ import tyro
 
 from fquant import tree
 from fquant.device import HOST, parse
-
-from . import launch
+from shard import host_memory
 
 DeviceName = Annotated[
     str, tyro.conf.arg(metavar="DEVICE", help="Compute on cpu, cuda or cuda:N; auto: cuda where torch can use it.")
@@ -87,10 +86,10 @@ def name(device: str) -> str:
 
 
 def to(x: Any, device: torch.device) -> Any:
-    """Return the tree ``x`` of tensors on the host, copied to ``device`` without waiting for it."""
+    """Return the tree ``x`` with the tensors of the host copied to ``device``, without waiting for it."""
     if device == HOST:
         return x
-    return tree.map(lambda t: t.pin_memory().to(device, non_blocking=True), x)
+    return tree.map(lambda t: t.pin_memory().to(device, non_blocking=True) if t.device == HOST else t, x)
 
 
 def memory(device: torch.device) -> Memory:
@@ -111,15 +110,5 @@ def memory_text(used: int, held: int) -> str:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that one rank may still take: free on its CUDA device, or its share of the host's.
-
-    Of the host that is the memory that is free within the cgroup, over the ranks of the machine.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
-    return max(0, free) // launch.local_ranks()
+    """Return the bytes that one rank may still take: free on its CUDA device, or its share of the host's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory.available_memory()

@@ -48,8 +48,3 @@ def _story(failures: dict[int, ProcessFailure]) -> str:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     message = str(first.message).strip().splitlines()
     return f"rank {rank} (pid {first.pid}) failed with exit status {first.exitcode}: {message[-1] if message else ''}"
-
-
-def local_ranks() -> int:
-    """Return the number of ranks that share this machine, by torchrun's environment."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

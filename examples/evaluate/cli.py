@@ -106,7 +106,7 @@ def main(args: list[str] | None = None) -> int:
 def evaluate(options: Options, console: Console) -> list[Figures]:
     """Return the figures of every format, without an adapter and with each."""
     device = parse(options.device)
-    cfg, dense = hf.lazy(options.model)
+    cfg, dense = hf.lazy(options.model, device)
     formats = {name: parse_format(name, None) for name in options.formats}
     for fmt in formats.values():
         check(cfg, fmt, options.seq, options.model)
@@ -129,7 +129,7 @@ def evaluate(options: Options, console: Console) -> list[Figures]:
         for variant in variants:
             progress.update(shown, description=f"{variant.format_name} {Path(variant.adapter_name).name}".strip())
             step, dtype = partial(progress.advance, shown), DTYPES[options.dtype]
-            found.append(measure(cfg, dense, variant, text, task, options.batch, dtype, step, device))
+            found.append(measure(cfg, dense, variant, text, task, options.batch, dtype, step))
     return found
 
 

@@ -82,10 +82,10 @@ def losses(
 
 def measure(
     cfg: Config, dense: Any, variant: Variant, text: Rows | None, task: choices.Task | None, batch: int,
-    dtype: torch.dtype, done: Callable[[], None], device: torch.device,
+    dtype: torch.dtype, done: Callable[[], None],
 ) -> Figures:  # fmt: skip
-    """Read and pack the base for ``device``, and return its figures on the rows of a text and of a task."""
-    base = tree.map(lambda t: t.to(device), lazy.read(quantised(dense, variant.format)))
+    """Read and pack the base, and return its figures on the rows of a text and of a task."""
+    base = lazy.read(quantised(dense, variant.format))
     perplexity, found = None, (None, None)
     if text is not None:
         nats = losses(cfg, base, variant.adapters, text, batch, dtype, done).sum()

@@ -138,7 +138,7 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     stop = prompts.stop_tokens(settings)
     if left := prompts.unapplied(settings):
         console.print(f"[yellow]not applied[/] of generation_config.json: {', '.join(left)}", highlight=False)
-    cfg, found = hf.lazy(options.model)
+    cfg, found = hf.lazy(options.model, device)
     text = data_tokenizer.text(options.model, options.chat_template)
     tokenizer = text.tokenizer()
     texts = encoded(options, text, tokenizer)
@@ -148,7 +148,7 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     for at, adapter in zip(options.adapter, adapters, strict=True):
         with tree.at(str(at)):
             lora.attach(found, adapter)  # a fault before the weights are read
-    params = read(quantised(found, parse_format(options.format, options.block)), device, console)
+    params = read(quantised(found, parse_format(options.format, options.block)), console)
     if len(adapters) == 1:
         params = lora.attach(params, adapters[0])
     names = [str(at) for at in options.adapter] or [None]
@@ -196,14 +196,14 @@ def encoded(options: Options, text: data_tokenizer.Text, tokenizer: Tokenizer) -
     return found
 
 
-def read(lazy: Any, device: torch.device, console: Console) -> Any:
-    """Read the tree ``lazy`` to ``device``, with a bar on a terminal."""
+def read(lazy: Any, console: Console) -> Any:
+    """Read the tree ``lazy``, with a bar on a terminal."""
     with bar(console, console.is_terminal) as progress:
         leaves = [leaf for leaf in tree.leaves(lazy) if isinstance(leaf, Lazy)]
         task = progress.add_task("reading the model", total=len(leaves))
 
         def leaf(_: str, x: Any) -> Any:
-            out = to(x.read() if isinstance(x, Lazy) else x, device)
+            out = x.read() if isinstance(x, Lazy) else x
             progress.advance(task)
             return out
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fquant import lazy, tree
+from fquant.compile import roofline
 from fquant.device import HOST, parse
 from models import hf
 
@@ -66,11 +67,12 @@ def peaks(options: Options, count: int = 1) -> Callable[[Checkpoint, Axes], Peak
     base = lazy.like(quantised(found, fmt))
     more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
     taught = teacher.find(options, cfg, found)
+    card = None if (device := parse(options.device)) == HOST else roofline.of(device)
 
     def peak(mode: Checkpoint, axes: Axes) -> Peak:
         rows = count * options.answers() * -(-options.batch // math.prod(axes.values()))
         job = pricing.Job(cfg, fmt, targets, options.rank, rows, options.seq, checkpoint=mode, **more)
-        price = pricing.price(job, axes)
+        price = pricing.price(job, axes, device=card)
         held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
         return Peak(price.peak + held, price.base + held)
 

@@ -17,13 +17,15 @@ from torch import Tensor
 import shard
 from fquant import jit, lora, random, tree
 from fquant.compile import all_gather_text
+from fquant.device import HOST
 from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
 from models.config import Config
 from shard import agree
 from shard.device_mesh import device_of
+from shard.host_memory import local_ranks
 
-from ..common import checkpoints, devices, launch, objectives, training_step
+from ..common import checkpoints, devices, objectives, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
@@ -81,16 +83,19 @@ class Step:
     validation: float | None = None  # nats a token of held-out rows, after the step
 
 
-def prepare(options: Options, note: Note | None = None, progress: Progress | None = None) -> Work:
+def prepare(
+    options: Options, note: Note | None = None, progress: Progress | None = None, device: torch.device = HOST
+) -> Work:
     """Open and check everything that ``options`` name, and tokenise the data; a ValueError names the fault.
 
-    ``note`` is called with each line that a person should know about the data.
+    ``note`` is called with each line that a person should know about the data. Weights will be read to ``device``; the
+    process that starts the ranks uses none.
     """
-    cfg, dense = hf.lazy(options.model)
+    cfg, dense = hf.lazy(options.model, device)
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
-    taught = teacher.find(options, cfg, dense)
+    taught = teacher.find(options, cfg, dense, device)
     begun = adapters.start(options, cfg, packed, options.seed)
     train, held = options.rows(options.model, note, progress, KINDS[options.objective])
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
@@ -111,16 +116,17 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     """Start runs over one base, which the first of ``many`` names; they differ in data, adapters and optimisers."""
     options = many[0]
     axes = options.axes()
-    torch.set_num_threads(usable_cores(launch.local_ranks()))
+    torch.set_num_threads(usable_cores(local_ranks()))
     try:
         mode, fault = choose_checkpoint(options, axes, len(many)), None
     except ValueError as error:  # of this rank alone perhaps: the others wait in the mesh
         mode, fault = MODES[-1], error
     mesh = shard.mesh(options.device, dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    device = device_of(mesh)
     agree.attempt("start", lambda: _raise(fault))
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
-    works = agree.attempt("prepare", lambda: prepare_many(many))
+    works = agree.attempt("prepare", lambda: prepare_many(many, device=device))
     for work in works:
         facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
         agree.same("start", facts)
@@ -133,7 +139,8 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         for its in works
     ]  # fmt: skip
     first, setup = works[0], setups[0]
-    begun = agree.attempt("norms", lambda: [adapters.beside(w.options, w.adapters, w.packed) for w in works])
+    beside = lambda w: adapters.beside(w.options, devices.to(w.adapters, device), w.packed)
+    begun = agree.attempt("norms", lambda: [beside(w) for w in works])
     placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
     taught = None
     if first.teacher is not None:
@@ -164,7 +171,9 @@ def minimised(work: Work) -> objectives.Objective:
     return dataclasses.replace(work.options.minimised(), teacher=cfg)
 
 
-def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Progress | None = None) -> list[Work]:
+def prepare_many(
+    many: Sequence[Options], note: Note | None = None, progress: Progress | None = None, device: torch.device = HOST
+) -> list[Work]:
     """Return the input of runs over one base; data that several name are read once."""
     works: list[Work] = []
     for options in many:
@@ -172,7 +181,7 @@ def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Pr
             options = dataclasses.replace(options, steps=works[0].options.steps, epochs=None)
         same = next((w for w in works if w.options.sources() == options.sources()), None)
         if same is None:
-            works.append(prepare(options, note, progress))
+            works.append(prepare(options, note, progress, device))
             continue
         begun = adapters.start(options, same.cfg, same.packed, options.seed)
         resolved = options.resolved(len(same.train.rows), same.parameters)

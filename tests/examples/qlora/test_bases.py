@@ -70,7 +70,9 @@ def test_a_folder_that_is_quantised_is_the_base(model, quantised_folder, text, t
         assert all(x.equal(y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
     jobs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting.pricing, "price", lambda job, axes: jobs.append(job) or SimpleNamespace(peak=0, base=0))
+        patch.setattr(
+            fitting.pricing, "price", lambda job, axes, device: jobs.append(job) or SimpleNamespace(peak=0, base=0)
+        )
         for options in both:
             fitting.choose_checkpoint(options, {"fsdp": 1})
     a, b = (tree.items(job.base, is_leaf=lambda x: isinstance(x, Packed)) for job in jobs)

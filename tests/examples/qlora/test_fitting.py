@@ -8,6 +8,7 @@ import torch
 
 from examples.qlora import fitting
 from examples.qlora.options import Options
+from fquant.compile.roofline import DEVICES
 from tests.helpers.model_folders import tiny_model
 
 GIB = 2**30
@@ -23,12 +24,13 @@ def rank(monkeypatch):
     """A rank on a CUDA device with ``free`` GiB; the base takes ``base``, and a mode so much beside it."""
 
     def pretend(free, base, beside):
-        def price(job, axes):
+        def price(job, axes, device):
             held = base / axes.get("fsdp", 1)
             return SimpleNamespace(peak=int((held + beside[job.checkpoint]) * GIB), base=int(held * GIB))
 
         monkeypatch.setattr(fitting, "parse", torch.device)
         monkeypatch.setattr(fitting.pricing, "price", price)
+        monkeypatch.setattr(fitting.roofline, "of", lambda device: DEVICES["h100"])
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(80 * GIB)))
 
     return pretend

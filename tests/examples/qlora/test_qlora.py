@@ -202,7 +202,9 @@ def test_a_folder_that_is_quantised_is_trained(model, text, tmp_path):
 def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
     options = Options(model=model, seq=32, batch=4, rank=4)
     peaks = dict(none=300, selective=200, full=100)
-    monkeypatch.setattr(fitting.pricing, "price", lambda job, axes: SimpleNamespace(peak=peaks[job.checkpoint], base=0))
+    monkeypatch.setattr(
+        fitting.pricing, "price", lambda job, axes, device: SimpleNamespace(peak=peaks[job.checkpoint], base=0)
+    )
     for room, mode in ((400, "none"), (300, "selective"), (150, "full"), (0, "full")):
         monkeypatch.setattr(fitting.devices, "available_memory", lambda device, room=room: room)
         assert fitting.choose_checkpoint(options, {"fsdp": 2}) == mode
