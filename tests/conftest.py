@@ -21,7 +21,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device", default="cpu", help="what the tests of the fixture `device` run on: cpu, cuda or cuda:N"
+    )
+
+
 def pytest_configure(config):
+    if config.getoption("device") != "cpu":
+        from fquant.device import parse
+
+        try:
+            parse(config.getoption("device"))
+        except ValueError as error:
+            raise pytest.UsageError(f"--{error}") from None
     if config.getoption("dist") == "no":  # this process runs tests, and does not only hand them out
         import hypothesis
         import torch
@@ -71,6 +84,14 @@ def group(path):
 
 def pytest_xdist_make_scheduler(config, log):
     return LoadGroups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device of ``--device``: inputs are made there, and oracles computed on the host or in float64."""
+    from fquant.device import parse
+
+    return parse(request.config.getoption("device"))
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ def choose_checkpoint(options: Options, axes: Axes, count: int = 1) -> Checkpoin
         return modes[0]
     peak = peaks(options, count)
     room = int(ROOM * devices.available_memory(device))
-    found = next((mode for mode in modes if mode == last or peak(mode, axes).total <= room), None)
-    if found is None:
-        raise ValueError(_too_big(options, peak, axes, modes[-1], room, device))
-    return found
+    for mode in modes:
+        if mode == last or peak(mode, axes).total <= room:
+            return mode
+    raise ValueError(_too_big(options, peak, axes, modes[-1], room, device))
 
 
 @dataclasses.dataclass(frozen=True)
