@@ -21,17 +21,18 @@ from fquant.lazy import Lazy
 from .bundle import raw
 
 T = TypeVar("T")
+Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
 
 
-def same(what: str, facts: Mapping[str, str]) -> None:
+def same(what: str, facts: Mapping[str, str], gather: Gather = all_gather_text) -> None:
     """Check that all ranks have the same ``facts`` (name -> short text); an empty text agrees with every other.
 
     Raises ValueError on every rank, naming the first difference and the ranks that have it.
     """
     mine = json.dumps(dict(facts))
-    if len(set(all_gather_text(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
+    if len(set(gather(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
         return
-    tables = [json.loads(text) for text in all_gather_text(mine)]
+    tables = [json.loads(text) for text in gather(mine)]
     for name in dict.fromkeys(name for table in tables for name in table):
         seen: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
@@ -44,7 +45,7 @@ def same(what: str, facts: Mapping[str, str]) -> None:
             raise ValueError(f"{what}: ranks disagree on {name}: {shown}; start every rank with the same")
 
 
-def attempt(what: str, f: Callable[[], T]) -> T:
+def attempt(what: str, f: Callable[[], T], gather: Gather = all_gather_text) -> T:
     """Return ``f()``, which uses no collectives; if it fails on any rank, raise on every rank.
 
     A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors.
@@ -55,7 +56,7 @@ def attempt(what: str, f: Callable[[], T]) -> T:
         result = f()
     except Exception as caught:  # of any kind, because the other ranks wait to learn of it
         error = caught
-    texts = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
+    texts = gather("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:

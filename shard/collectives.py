@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant.compile import graph
+from fquant.device import HOST
 
 from .transport import gloo
 from .transport.gloo import resolve
@@ -104,7 +105,7 @@ class _Collective(torch.autograd.Function):
         x, over = x.contiguous(), resolve(group)
         if name in ("all_reduce", "exit"):
             out = _ops.all_reduce(x, "sum", group)
-        elif x.device.type == "cpu" and over._get_backend(x.device).name() == "gloo":
+        elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
             out = getattr(gloo, name)(x, over.size(), group)
         elif name == "all_gather":
             out = _ops.all_gather_into_tensor(x, over.size(), group)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fquant import tree
 
 from .collectives import all_reduce
-from .device_mesh import Axes, groups, position
+from .device_mesh import Axes, device_of, groups, position
 from .rules import Rules
 
 _ops = torch.ops._c10d_functional
@@ -48,9 +48,9 @@ def rows(n: int | Tensor, mesh: DeviceMesh, axes: Axes) -> tuple[Tensor, Tensor]
     instead.
     """
     index, parts = position(mesh, axes)
-    here = torch.arange(parts, device=mesh.device_type) == index
+    here = torch.arange(parts, device=n.device if isinstance(n, Tensor) else device_of(mesh)) == index
     each = psum(torch.where(here, n, 0), mesh, axes)
-    return each[:index].sum(), each.sum()
+    return each.narrow(0, 0, index).sum(), each.sum()
 
 
 def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:

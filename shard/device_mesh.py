@@ -1,12 +1,17 @@
 """The device mesh: ranks in a grid with named axes, and the process group that they communicate over.
 
-    mesh = shard.mesh(dp=2, fsdp=4)                      # 8 ranks; every axis may be 1
+    mesh = shard.mesh(dp=2, fsdp=4)                      # 8 ranks on the host; every axis may be 1
+    mesh = shard.mesh(device="cuda", fsdp=8)             # a CUDA device for each rank of a machine
     with shard.abstract_mesh(fsdp=512) as mesh: ...      # as its first rank sees it, in this process alone
 
 ``dp`` replicates weights and splits the batch. ``fsdp`` splits the bytes of weights, and the batch too. The result is
-torch's DeviceMesh. ``mesh`` starts the process group unless it runs already, and adds five things to torch:
+torch's DeviceMesh. Tensors of the host travel over gloo and those of a CUDA device over NCCL. What ranks say about
+themselves travels over gloo on every mesh, so that a check neither waits for the device nor makes the device wait.
+
+``mesh`` starts the process group unless it runs already, and adds six things to torch:
 
 * A collective that does not complete fails after 60 seconds along every axis, not after torch's default 30 minutes.
+* Ranks compare their devices before there is a group, because NCCL waits for a rank that has none, or shares one.
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
 * The store is prefixed with torchrun's restart count. Otherwise restarted workers find gloo addresses of dead ones.
 * ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
@@ -28,51 +33,65 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fquant.device import HOST, parse
+
 from . import agree
 
 Axes = str | tuple[str, ...]  # the name of one axis, or the names of some, the first of which is the outermost
 AXES = ("dp", "fsdp")
 TIMEOUT = timedelta(seconds=60)
+BACKENDS = "cpu:gloo,cuda:nccl"  # of the group of a mesh of CUDA devices
 SETTLE = 0.1  # seconds that an exit gives to gloo's threads, which need microseconds
 
 
-def mesh(timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
+def mesh(device: str | torch.device = HOST, timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
     """Return the ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
 
-    Axes left out have size 1. Ranks compute on the CPU and communicate over gloo. Raises ValueError on every rank for
-    an unknown axis, for sizes whose product is not the number of processes, and if ranks have different sizes.
+    Axes left out have size 1. ``device`` is what :func:`fquant.device.parse` accepts; a CUDA device becomes the current
+    one of the process.
+
+    Raises ValueError on every rank: for a device that some rank cannot have, for an unknown axis, and for sizes whose
+    product is not the number of processes. So it does if ranks have different sizes or types of devices.
     """
-    _start(timeout)
+    found = _start(device, timeout)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
-    agree.same("mesh", {"axes": shown or "no axes"})
+    agree.same("mesh", {"axes": shown or "no axes", "device": found.type})
     sizes, world = check_axes(axes), dist.get_world_size()
     if (ranks := math.prod(sizes)) != world:
         got = f"mesh {shown.replace(' ', '') or '(no axes)'} has {ranks} ranks, and this job has {world}"
         raise ValueError(f"{got}; wanted sizes that multiply to {world}, such as fsdp={world}")
-    return _grid(sizes, timeout)
+    return _grid(sizes, found.type, timeout)
 
 
 @contextmanager
-def abstract_mesh(**axes: int) -> Iterator[DeviceMesh]:
+def abstract_mesh(device: str | torch.device = HOST, **axes: int) -> Iterator[DeviceMesh]:
     """Open the mesh of ``axes``, of any size, as its first rank sees it, in this process alone; use it to trace steps.
 
-    Its groups are torch's fake ones, whose collectives do nothing. They end with the block. Raises ValueError for an
-    unknown axis, RuntimeError if a process group runs already.
+    Its groups are torch's fake ones, whose collectives do nothing. They end with the block. The ``device`` need not be
+    there. Raises ValueError for an unknown axis, RuntimeError if a process group runs already.
     """
     sizes = check_axes(axes)
     if dist.is_initialized():
         raise RuntimeError("abstract_mesh: this process has a process group already; use shard.close() first")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        yield _grid(sizes, TIMEOUT)
+        yield _grid(sizes, torch.device(device).type, TIMEOUT)
     finally:
         dist.destroy_process_group()
 
 
-def _grid(sizes: tuple[int, ...], timeout: timedelta) -> DeviceMesh:
-    grid = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which this rank of ``mesh`` computes; of an abstract mesh, the one of its first rank."""
+    if mesh.device_type == HOST.type:
+        return HOST
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return torch.device(mesh.device_type, index)
+
+
+def _grid(sizes: tuple[int, ...], device_type: str, timeout: timedelta) -> DeviceMesh:
+    grid = torch.arange(math.prod(sizes), device=HOST).reshape(sizes)
     along = [_groups_along(grid, dim, timeout) for dim in range(len(sizes))]
-    return DeviceMesh.from_group(along, "cpu", mesh=grid, mesh_dim_names=AXES)
+    return DeviceMesh.from_group(along, device_type, mesh=grid, mesh_dim_names=AXES)
 
 
 def _groups_along(grid: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -96,27 +115,66 @@ def check_axes(axes: dict[str, int]) -> tuple[int, ...]:
     return tuple(axes.get(name, 1) for name in AXES)
 
 
-def _start(timeout: timedelta) -> None:
-    """Start the process group of torchrun's environment, or a group of one without it, unless one runs."""
+def _start(device: str | torch.device, timeout: timedelta) -> torch.device:
+    """Start the process group of torchrun's environment, or a group of one without it, unless one runs.
+
+    Returns this rank's device, which is the process's current one from then on.
+    """
     _settle_at_exit()
     if dist.is_initialized():
-        return
+        _check_backend(HOST, "gloo")
+        return agree.attempt("mesh", lambda: _use_beside(parse(device)))
     rank, world, store = int(os.environ.get("RANK", 0)), 1, dist.HashStore()
     if "RANK" in os.environ:
         world, host, port = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
         store = dist.PrefixStore(f"fquant/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    every = functools.partial(_gather_text, store, rank, world)
+    found = agree.attempt("mesh", lambda: parse(device), every)
+    agree.same("mesh", {"device": found.type}, every)
+    backend = "gloo" if _use(found) == HOST else BACKENDS
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return found
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make ``device`` the current one, on which NCCL and torch's kernels run, and return it."""
+    if device != HOST:
+        torch.cuda.set_device(device)
+    return device
+
+
+def _use_beside(device: torch.device) -> torch.device:
+    """Make ``device`` the current one, if the process group that runs already communicates over NCCL there."""
+    if device != HOST:
+        _check_backend(device, "nccl")
+    return _use(device)
+
+
+def _check_backend(device: torch.device, backend: str) -> None:
+    running = dist.get_backend_config()
+    if f"{device.type}:{backend}" not in running.split(","):
+        got = f"mesh: the process group that runs already is {running}; wanted {backend} for {device}"
+        raise ValueError(f"{got}; start it as {BACKENDS}, or let shard.mesh start it")
+
+
+def _gather_text(store: dist.Store, rank: int, ranks: int, text: str) -> list[str]:
+    """Gather ``text`` of every rank through the store of a job that has no process group yet."""
+    call = store.add(f"texts/{rank}", 1)
+    store.set(f"text/{call}/{rank}", text)
+    return [each.decode() for each in store.multi_get([f"text/{call}/{other}" for other in range(ranks)])]
 
 
 _settle_at_exit = functools.cache(lambda: atexit.register(time.sleep, SETTLE))
 
 
 def close() -> None:
-    """Wait for all ranks, then end the process group, if one runs."""
+    """Wait for this rank's device and for all ranks, then end the process group, if one runs."""
     if dist.is_initialized():
-        dist.barrier()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        dist.group.WORLD._get_backend(HOST).barrier().wait()  # type: ignore[union-attr]
         dist.destroy_process_group()
 
 

@@ -14,13 +14,13 @@ the function. Not detected are a collective outside of any capture, and two func
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..device import HOST
 from . import graph
 
 
@@ -86,9 +86,7 @@ def _digest(text: str) -> int:
 
 def _gather(mine: list[int], dtype: torch.dtype) -> list[list[int]]:
     """Gather the numbers of every rank, by rank; each has the same count."""
-    world: Any = dist.group.WORLD
-    device = min(world._device_types, key=lambda device: device.type != "cpu")  # NCCL has none on the CPU
-    t = torch.tensor(mine, dtype=dtype, device=device)
+    t = torch.tensor(mine, dtype=dtype, device=HOST)
     out = [torch.empty_like(t) for _ in range(dist.get_world_size())]
     dist.all_gather(out, t)
     return [each.tolist() for each in out]

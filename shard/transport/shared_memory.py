@@ -36,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
+from fquant.device import HOST
+
 MAX_SLOTS = 255  # their numbers are bytes
 MAX_PENDING = 2  # publications that were not waited for
 _MESSAGE = 4096  # bytes of a message, at most
@@ -192,7 +194,7 @@ def _rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]
     It returns None on every rank if one cannot take part: one on another machine, without Linux, in a container with a
     network of its own, or at a limit on open files.
     """
-    rank, seconds = group.rank(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    rank, seconds = group.rank(), group._get_backend(HOST).options._timeout.total_seconds()
     name, secret = secrets.randbits(_BITS), secrets.randbits(_BITS)
     listener, file = _listen(name, rank, group.size())
     addresses = _exchange([name, secret, int(listener is not None)], group)
@@ -271,7 +273,7 @@ def _close(sockets: Iterable[socket.socket | None], file: int) -> None:
 
 def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Return the numbers of every rank, by rank."""
-    t = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    t = torch.tensor(numbers, dtype=torch.int64, device=HOST)
     out = [torch.empty_like(t) for _ in range(group.size())]
     dist.all_gather(out, t, group=group)
     return [each.tolist() for each in out]

@@ -5,14 +5,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shard
+from shard import device_mesh
 from shard.device_mesh import AXES, groups
 from tests.helpers import ranks
 
@@ -109,6 +113,86 @@ def test_ranks_given_different_axes_all_raise(other):
         assert caught.value.failures[rank].message == (
             f"mesh: ranks disagree on axes: rank 0 has fsdp=2; rank 1 has {shown}; start every rank with the same"
         )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", torch.device("cuda")], ids=str)
+def test_abstract_mesh_of_a_device_that_need_not_be_there(device):
+    kind = torch.device(device).type
+    with shard.abstract_mesh(device=device, dp=2, fsdp=3) as mesh:
+        assert (mesh.device_type, shard.device_of(mesh)) == (kind, torch.device("cpu" if kind == "cpu" else "cuda:0"))
+        with nullcontext() if kind == "cpu" else FakeTensorMode(), torch.no_grad():
+            t = torch.ones(2, device=shard.device_of(mesh))
+            assert shard.all_gather(t, mesh.get_group("fsdp")).shape == (6,)
+            first, total = shard.rows(2, mesh, "fsdp")
+            assert first.device == total.device == t.device
+
+
+def starts(file, counts, device):
+    """Start a mesh on machines that have ``counts[rank]`` CUDA devices; return the error, the backend, the device."""
+    rank, world, backends, current = dist.get_rank(), dist.get_world_size(), [], []
+    dist.destroy_process_group()
+    env = {"MASTER_ADDR": "none", "MASTER_PORT": "0", "RANK": str(rank), "WORLD_SIZE": str(world)}
+    own = [other for other in range(world) if counts[other] == counts[rank]]  # ranks of one machine
+    env |= {"LOCAL_RANK": str(own.index(rank)), "LOCAL_WORLD_SIZE": str(len(own))}
+    with (
+        mock.patch.dict(os.environ, env),
+        mock.patch.object(torch.backends.cuda, "is_built", lambda: True),
+        mock.patch.object(torch.cuda, "is_available", lambda: counts[rank] > 0),
+        mock.patch.object(torch.cuda, "device_count", lambda: counts[rank]),
+        mock.patch.object(torch.cuda, "set_device", current.append),
+        mock.patch.object(dist, "TCPStore", lambda *args, **kwargs: dist.FileStore(file, world)),
+        mock.patch.object(dist, "init_process_group", lambda backend, **kwargs: backends.append(backend)),
+    ):
+        try:
+            found = device_mesh._start(device if isinstance(device, str) else device[rank], timedelta(seconds=20))
+        except ValueError as error:
+            return str(error), backends, current
+    return found, backends, current
+
+
+TWO = "device: got 2 local ranks for 1 CUDA device; use at most 1 a machine"
+NONE = f"device: got cuda, but torch {torch.__version__} finds no device"
+
+
+@pytest.mark.parametrize(
+    ("counts", "device", "wanted"),
+    [
+        ([2, 2], "cuda", [torch.device("cuda:0"), torch.device("cuda:1")]),
+        ([8, 4], "auto", [torch.device("cuda:0"), torch.device("cuda:0")]),
+        ([4, 2], "cuda:1", [torch.device("cuda:1"), torch.device("cuda:1")]),
+        ([4, 4], [torch.device("cuda:0"), torch.device("cuda:1")], [torch.device("cuda:0"), torch.device("cuda:1")]),
+        ([1, 1], "cuda", [TWO, TWO]),
+        ([4, 4], "cuda:1", ["device: got cuda:1 for 2 local ranks; wanted a device for each; use cuda"] * 2),
+        ([1, 0], "cuda", [f"mesh failed on rank 1: ValueError: {NONE}", NONE]),
+        ([1, 0], "auto", ["mesh: ranks disagree on device: rank 0 has cuda; rank 1 has cpu; start every rank"] * 2),
+    ],
+    ids=str,
+)
+def test_ranks_agree_on_devices_before_there_is_a_group(tmp_path, counts, device, wanted):
+    got = ranks.run(2, starts, str(tmp_path / "store"), counts, device)
+    for (found, backends, current), want in zip(got, wanted, strict=True):
+        if isinstance(want, str):
+            assert found.startswith(want) and "\n" not in found and backends == current == []
+        else:
+            assert (found, backends, current) == (want, ["cpu:gloo,cuda:nccl"], [want])
+
+
+def on_a_running_group(devices):
+    with (
+        mock.patch.object(torch.backends.cuda, "is_built", lambda: True),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 2),
+    ):
+        shard.mesh(device=devices[dist.get_rank()], fsdp=2)
+
+
+def test_a_group_that_runs_already_needs_a_backend_for_the_device():
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, on_a_running_group, ["cuda", "cpu"], timeout=10)
+    first, second = (caught.value.failures[rank].message for rank in range(2))
+    assert first.startswith("mesh: the process group that runs already is ")
+    assert first.endswith("; wanted nccl for cuda:0; start it as cpu:gloo,cuda:nccl, or let shard.mesh start it")
+    assert second == f"mesh failed on rank 0: ValueError: {first}"
 
 
 def seconds(group):

@@ -34,7 +34,7 @@ from fquant import lazy, quantize, tree
 from fquant.format import FORMATS, Format
 from fquant.kernels import packed_ops
 from fquant.lazy import Lazy
-from fquant.round_to_nearest import encode as round_to_nearest
+from fquant.quantizers.round_to_nearest import encode as round_to_nearest
 from models import decoder, hf
 from models.config import Config
 from models.export import dense

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .format import E2M1, E4M3, Format, num_blocks
-from .tree import expect
+from ..format import E2M1, E4M3, Format, num_blocks
+from ..tree import expect
 
 CHUNK = 1 << 20  # elements quantised at a time, which bounds the memory beside the weight
 LEAST_POWER = -126

@@ -1,4 +1,4 @@
-"""Tests of fquant.round_to_nearest: codes, scales and zero points equal torchao's, and errors are bounded."""
+"""Tests of round to nearest: codes, scales and zero points equal torchao's, and errors are bounded."""
 
 from dataclasses import replace
 
@@ -136,7 +136,7 @@ def test_extreme_blocks(format):
 def test_stacks_meta_and_chunks(format, monkeypatch):
     w = weight(2, 6, 200)
     whole = quantize(w, format)
-    monkeypatch.setattr("fquant.round_to_nearest.CHUNK", 300)
+    monkeypatch.setattr("fquant.quantizers.round_to_nearest.CHUNK", 300)
     assert all(map(alike, tree.leaves(quantize(w, format)), tree.leaves(whole)))
     each = [quantize(x, format) for x in w]
     stacked = tree.map(lambda *t: torch.stack(t), *each)

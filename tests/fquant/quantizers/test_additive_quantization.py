@@ -1,4 +1,4 @@
-"""Tests of fquant.additive_quantization: scales, search and means against float64, importance, errors."""
+"""Tests of fquant.quantizers.additive_quantization: scales, search and means against float64, importance, errors."""
 
 import itertools
 from dataclasses import replace
@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from fquant import additive_quantization, random, tree
+from fquant import random, tree
 from fquant.format import AQ_2X8, AQ_3X8, NF4, Vectors
 from fquant.kernels.additive_codebooks import look_up
 from fquant.lazy import Lazy
 from fquant.packed import Packed, dequantize, quantize
+from fquant.quantizers import additive_quantization
 from tests.helpers.formats import alike
 
 ONE = replace(AQ_2X8, name="one", vectors=Vectors(4, 1))

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import random
-from .format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
-from .kernels.ops.nearest import nearest
+from .. import random
+from ..format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
+from ..kernels.dispatch import has_no_values
+from ..kernels.ops.nearest import nearest
 
 ITERATIONS = 10  # of k-means
 ROUNDS = 3  # of all stages together
@@ -67,7 +68,7 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     sizes = format.vectors
     assert sizes is not None
     total = len(rows) * -(-rows.shape[-1] // sizes.dim)
-    if rows.is_meta:
+    if has_no_values(rows):
         codes = rows.new_empty(len(rows), num_bytes(format, rows.shape[-1]), dtype=torch.uint8)
         return codes, rows.new_empty(sizes.stages * CODES * sizes.dim, dtype=torch.float32)
     text = format.text

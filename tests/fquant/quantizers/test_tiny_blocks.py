@@ -1,4 +1,4 @@
-"""Tests of fquant.tiny_blocks: bytes of bitsandbytes at the ends of the range, and the round trip of every format."""
+"""Tests of tiny blocks: bytes of bitsandbytes at the ends of the range, and the round trip of every format."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ import torch
 from fquant import dequantize, quantize, random
 from fquant.format import DYNAMIC8, FORMATS, FP4, INT8, NF4, NF4_DQ
 from fquant.io import bnb as ours
-from fquant.tiny_blocks import encode
+from fquant.quantizers.tiny_blocks import encode
 from tests.helpers.arrays import same_bits
 
 FP4_DQ = replace(FP4, name="fp4_dq", scale=DYNAMIC8)
