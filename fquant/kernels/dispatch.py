@@ -130,6 +130,28 @@ def _backend(forced: str | None, device: str) -> tuple[str, ModuleType]:
     return name, module
 
 
+def runs_programs(device: str) -> bool:
+    """Return True if elementwise programs are one kernel each on ``device``, and so worth making.
+
+    No card is asked for: a graph for CUDA is the same on a machine without one, if Triton is installed.
+    """
+    return _runs_programs(os.environ.get(VARIABLE), device)
+
+
+@cache
+def _runs_programs(forced: str | None, device: str) -> bool:
+    name = BY_DEVICE.get(device, "reference") if forced is None else forced.partition(":")[0]
+    if name == "cpu":
+        return device == "cpu" and _backend(forced, device)[0] == "cpu"
+    if name != "triton":
+        return False
+    try:
+        from . import triton
+    except ImportError:
+        return False
+    return device in triton.DEVICES
+
+
 @cache
 def _load(name: str) -> ModuleType | str:
     """Return the module of a backend, or the reason why it is not available."""
