@@ -1,8 +1,8 @@
 """Lowering of graph nodes to steps of a pointwise program (``fquant/kernels/ops/pointwise.py``).
 
-A node is a step only if a program returns its bits. So it is an operation of torch that IEEE 754 defines, or our own
-op, with dtypes and arguments for which the step means the same, on a device whose backend has programs. Torch computes
-such operations in float32 too, and rounds once, on CPUs and on CUDA. The two differ in numbers that are no tensors:
+A node is a step only if a program returns its bits. It is our own op, or an operation of torch that IEEE 754 defines.
+Its dtypes and arguments mean the same to the step, and the backend of its device has programs. Torch computes such
+operations in float32 too, and rounds once, on CPUs and on CUDA. The two differ in numbers that are no tensors:
 
     x + 0.1    of a narrow x: the CPU rounds the number to the dtype of x first, CUDA does not
     x / 0.1    CUDA multiplies by the reciprocal, in a precision that depends on torch's version; a step if all agree
