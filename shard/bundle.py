@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fquant import tree
 from fquant.communication import Loadable
+from fquant.device import HOST
 from fquant.tree import node, static
 
 ALIGN = 64
@@ -62,10 +63,17 @@ class Layout:
 
 @node
 class Bundle(Loadable):
-    """A block as bytes: u8[size] whole, u8[size / ranks] on each rank, or at rest a DTensor of these."""
+    """A block as bytes: u8[size] whole, u8[size / ranks] on each rank, or at rest a DTensor of these.
+
+    Those of an ``offloaded`` block are in the host's memory, and are fetched to the device of the mesh.
+    """
 
     bytes: Tensor
     layout: Layout = static()
+    offloaded: bool = static(default=False)
+
+
+tree.add_later_fields(Bundle, "offloaded")
 
 
 def plan(block: Any, ranks: int) -> Layout:
@@ -77,9 +85,9 @@ def plan(block: Any, ranks: int) -> Layout:
     return Layout(tree.structure(block), tuple(buffers), _align(offset, ALIGN * ranks))
 
 
-def write(block: Any, layout: Layout) -> Tensor:
-    """Return the bytes u8[size] of ``block``; padding is zero."""
-    out = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
+def write(block: Any, layout: Layout, device: torch.device = HOST) -> Tensor:
+    """Return the bytes u8[size] of ``block``, whose tensors may be on other devices; padding is zero."""
+    out = torch.zeros(layout.size, dtype=torch.uint8, device=device)
     for buffer, t in zip(layout.buffers, tree.leaves(block), strict=True):
         out[buffer.offset : buffer.end] = raw(t)
     return out

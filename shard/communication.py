@@ -3,12 +3,14 @@
     comm = shard.comm(mesh, rules, tokens=512)
     logits = decoder.forward(params, tokens, cfg, comm)
 
-``open`` gathers a block's bytes in one all-gather. ``wrap`` recomputes a block in the backward, so that gathered bytes
-are not kept but gathered again; a captured step need not recompute (shard/passes/regather.py). ``pick`` brings the rows
-of an embedding, and ``cut`` the tokens to the rows of a head, if these are fewer bytes than the table. Code that
-computes logits gathers the head, once if it is the embedding too. With ``deduplicate_gathers`` the rows come on top.
+``open`` gathers a block's bytes in one all-gather; those of an offloaded block are fetched from the host first.
+``wrap`` recomputes a block in the backward, so that gathered bytes are not kept but gathered again; a captured step
+need not recompute (shard/passes/regather.py). ``pick`` brings the rows of an embedding, and ``cut`` the tokens to the
+rows of a head, if these are fewer bytes than the table. Code that computes logits gathers the head, once if it is the
+embedding too. With ``deduplicate_gathers`` the rows come on top.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +24,9 @@ from fquant.communication import Comm, identity
 from . import bundle, sharded_embedding, vocab_parallel
 from .bundle import Bundle
 from .collectives import all_gather
-from .device_mesh import position
+from .device_mesh import device_of, position
 from .rules import Rules, check_rules
+from .transport.host import arrived, fetch
 
 
 def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None) -> Comm:
@@ -48,21 +51,26 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     group = mesh.get_group(rules.block) if split else None
     ranks = group.size() if group else 1
     wrap = partial(remat, order=order) if recompute else identity
+    device = device_of(mesh)
+
+    def near(x: Any) -> Bundle:
+        _check(x, ranks)
+        return replace(x, bytes=arrived(fetch(x.bytes, device)), offloaded=False) if x.offloaded else x
 
     def open(x: Any) -> Any:
-        _check(x, ranks)
+        x = near(x)
         return bundle.read(all_gather(x.bytes, group) if group else x.bytes, x.layout)
 
     if group is None or tokens is None:
         return Comm(open=open, wrap=wrap)
 
     def pick(x: Any, ids: Tensor) -> Any:
-        _check(x, ranks)
+        x = near(x)
         is_less = sharded_embedding.is_less(x.layout, ranks, tokens)
         return sharded_embedding.rows(x, ids, group, tokens) if is_less else open(x)
 
     def cut(x: Any, rows: Tensor, path: str) -> Any:
-        _check(x, ranks)
+        x = near(x)
         is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
 

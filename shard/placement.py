@@ -4,18 +4,21 @@
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
 Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
-second tree of a pair, what is trained, is small and replicated. All ranks first compare their arguments (agree.py).
-Parameters come from one of two sources, and the bytes are the same:
+second tree of a pair, what is trained, is small and replicated. Both are on the device of the mesh from then on. Only
+an offloaded block is in the host's memory, and no step has it on the device for longer than it uses it. All ranks first
+compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
 
-* Tensors: those of rank 0 count, and are sent to all, with one broadcast for each block. Other ranks may hold meta
-  tensors; if they hold real ones, these must be equal.
+* Tensors, on the host or on the mesh's device: those of rank 0 count, and are sent to all, with one broadcast for each
+  block. Other ranks may hold meta tensors; if they hold real ones, these must be equal.
 * Lazy leaves, opened on every rank from the same files: exactly one rank reads, and quantises, each. Its packed bytes
-  are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more.
+  are sent in pieces of 16 MiB. A rank holds its part of the model and one tensor, never more. Lazy leaves that are
+  opened for the mesh's device are quantised there (``hf.lazy(folder, device=shard.device_of(mesh))``).
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +27,17 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fquant import lazy, tree
+from fquant.device import HOST
 from fquant.lazy import Lazy
 
-from . import agree, bundle
+from . import agree, bundle, host_memory
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather
-from .device_mesh import position
-from .rules import Dims, Rules, check_dims, check_rules, join
+from .device_mesh import device_of, position
+from .rules import Dims, Rules, check_dims, check_rules, join, offloaded
 
 PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
 
@@ -49,11 +54,15 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     compared by repr, and of a dataclass field by field.
 
     Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
-    only some leaves of a tree are Lazy; or if a rank fails to read.
+    only some leaves of a tree are Lazy; or if a rank fails to read. So it does for a tree with tensors on several
+    devices, or on one that is neither the host nor the mesh's.
     """
     base, *beside = params if isinstance(params, tuple) else (params,)
+    device = device_of(mesh)
 
     def arguments() -> dict[str, str]:
+        for tree_ in (base, *beside):
+            _check_devices(tree_, device)
         facts = {"rules": repr(rules), "mesh": repr(tuple(mesh.shape))} | agree.fields("config", config)
         facts |= agree.fingerprint(base)
         for i, tree_ in enumerate(beside):
@@ -62,28 +71,33 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
 
     agree.same("place", agree.attempt("place", arguments))
     layouts, part, ranks = _layouts(base, dims, rules, mesh)
-    parts = {path: torch.zeros(it.size // ranks, dtype=torch.uint8, device="cpu") for path, it in layouts.items()}
+    on_host = offloaded(rules, layouts)
+    agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
+    parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
     pieces = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
-    for path, offset, sent in pieces(base, layouts):
+    for path, offset, sent in pieces(base, layouts, device):
         begin = part * parts[path].numel() - offset  # of this rank's part in the piece
         low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
         if low < high:
             parts[path][low - begin : high - begin] = sent[low:high]
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
-    placed = {path: DTensor.from_local(parts[path], mesh, placements, run_check=False) for path in layouts}
-    out = _with_bundles(base, placed, layouts)
-    return (out, *map(replicate, beside)) if isinstance(params, tuple) else out
+    placed = {path: _dtensor(parts[path], mesh, placements, layouts[path].size) for path in layouts}
+    out = _with_bundles(base, placed, layouts, on_host)
+    return (out, *(replicate(each, mesh) for each in beside)) if isinstance(params, tuple) else out
 
 
 def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
     """Return ``local(place(params, dims, rules, mesh))`` in meta tensors, without communication or reading.
 
-    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
+    Blocks that are offloaded from a device are tensors of the host, of which no page is touched. ``params`` are
+    tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
     """
     layouts, _, ranks = _layouts(params, dims, rules, mesh)
-    parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
-    return _with_bundles(params, parts, layouts)
+    on_host = offloaded(rules, layouts)
+    device = lambda path: HOST if path in on_host and mesh.device_type != HOST.type else "meta"  # never touched there
+    parts = {p: torch.empty(it.size // ranks, dtype=torch.uint8, device=device(p)) for p, it in layouts.items()}
+    return _with_bundles(params, parts, layouts, on_host)
 
 
 def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int, int]:
@@ -95,23 +109,47 @@ def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[d
     return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
 
 
-def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout]) -> Any:
+def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return memory of zeros for this rank's part of every block; that of offloaded blocks is pinned for a device."""
+    device = device_of(mesh)
+    pins = on_host if device != HOST else set()
+
+    def new(path: str, nbytes: int) -> Tensor:
+        if path in pins:
+            return host_memory.pinned(nbytes).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    return {path: new(path, it.size // ranks) for path, it in layouts.items()}
+
+
+def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], nbytes: int) -> DTensor:
+    """Return the DTensor u8[nbytes] with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
+    meta = TensorMeta(torch.Size([nbytes]), (1,), part.dtype)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout], on_host: set[str]) -> Any:
     """Return ``params`` with a Bundle in place of every block."""
     chosen = {id(tree.get(params, path)) for path in layouts}
-    bundled = lambda path, _: Bundle(parts[path], layouts[path])
+    bundled = lambda path, _: Bundle(parts[path], layouts[path], path in on_host)
     return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
 
-def replicate(x: Any) -> Any:
-    """Return rank 0's tree ``x`` on every rank, with one broadcast of all tensors. Other ranks may hold meta tensors.
+def replicate(x: Any, mesh: DeviceMesh) -> Any:
+    """Return rank 0's tree ``x`` on the mesh's device of every rank, with one broadcast of all tensors.
 
-    It is called outside of steps and has no backward. On one device: a copy.
+    Other ranks may hold meta tensors. It is called outside of steps and has no backward. On one device: a copy.
 
-    Raises ValueError on every rank if the trees differ in more than their values.
+    Raises ValueError on every rank if the trees differ in more than their values, or hold tensors of several devices.
     """
-    agree.same("replicate", agree.attempt("replicate", lambda: agree.fingerprint(x, content=False)))
+
+    def arguments() -> dict[str, str]:
+        _check_devices(x, device_of(mesh))
+        return agree.fingerprint(x, content=False)
+
+    agree.same("replicate", agree.attempt("replicate", arguments))
     layout = bundle.plan(x, 1)
-    whole = _bytes_of_root("replicate", x, "", layout)
+    whole = _bytes_of_root("replicate", x, "", layout, device_of(mesh))
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
@@ -141,7 +179,8 @@ def collect(x: Any) -> Any:
     def one(b: Bundle) -> Any:
         if not isinstance(b.bytes, DTensor):
             raise ValueError("collect got a local bundle; wanted the placed tree, before shard.local")
-        mesh, whole = b.bytes.device_mesh, b.bytes.to_local()
+        mesh = b.bytes.device_mesh
+        whole = b.bytes.to_local().to(device_of(mesh))
         for axis, placement in enumerate(b.bytes.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
                 whole = all_gather(whole, mesh.get_group(axis))
@@ -150,21 +189,41 @@ def collect(x: Any) -> Any:
     return _map_bundles(one, x)
 
 
-def _send(base: Any, layouts: dict[str, Layout]) -> Pieces:
+def _check_devices(x: Any, wanted: torch.device) -> None:
+    """Raise ValueError unless the tensors of ``x`` are all on the host, or all on the device ``wanted``.
+
+    Meta tensors and Lazy leaves have no place yet.
+    """
+    found: dict[torch.device, str] = {}
+    for path, t in tree.items(x):
+        if isinstance(t, Tensor) and not t.is_meta:
+            found.setdefault(t.device, path or "(root)")
+    fix = f"move the tree by tree.map(lambda t: t.to({str(wanted)!r}), x)"
+    if len(found) > 1:
+        (one, at), (other, there), *_ = found.items()
+        raise ValueError(f"{there}: got a tensor on {other} beside {at} on {one}; wanted one device in a tree; {fix}")
+    for device, at in found.items():
+        if device not in (HOST, wanted):
+            places = " or ".join(dict.fromkeys([str(wanted), str(HOST)]))
+            raise ValueError(f"{at}: got a tensor on {device}; wanted {places}; {fix}")
+
+
+def _send(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
     """Broadcast rank 0's bytes, a block at a time."""
-    return ((path, 0, _bytes_of_root("place", tree.get(base, path), path, it)) for path, it in layouts.items())
+    send = partial(_bytes_of_root, "place", device=device)
+    return ((path, 0, send(tree.get(base, path), path, it)) for path, it in layouts.items())
 
 
-def _bytes_of_root(what: str, x: Any, path: str, layout: Layout) -> Tensor:
-    """Return the bytes of rank 0's ``x`` on every rank."""
+def _bytes_of_root(what: str, x: Any, path: str, layout: Layout, device: torch.device) -> Tensor:
+    """Return the bytes of rank 0's ``x`` on the ``device`` of every rank."""
 
     def own() -> Tensor:
         if dist.get_rank():
-            return torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+            return torch.empty(layout.size, dtype=torch.uint8, device=device)
         if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
             fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
             raise ValueError(f"{fault}; read it there")
-        return bundle.write(x, layout)
+        return bundle.write(x, layout, device)
 
     whole = agree.attempt(what, own)
     if layout.size:
@@ -181,7 +240,7 @@ class _Leaf(NamedTuple):
     buffers: tuple[Buffer, ...]
 
 
-def _read(base: Any, layouts: dict[str, Layout]) -> Pieces:
+def _read(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
     """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
     world, leaves = dist.get_world_size(), list[_Leaf]()
     for block, layout in layouts.items():
@@ -190,11 +249,11 @@ def _read(base: Any, layouts: dict[str, Layout]) -> Pieces:
             count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
             leaves.append(_Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count))))
     for start in range(0, len(leaves), world):
-        yield from _read_turn(leaves[start : start + world])  # a call of its own, so that it releases all it held
+        yield from _read_turn(leaves[start : start + world], device)  # a call of its own, to release all it held
 
 
-def _read_turn(turn: list[_Leaf]) -> Pieces:
-    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one."""
+def _read_turn(turn: list[_Leaf], device: torch.device) -> Pieces:
+    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one, from device to device."""
     rank = dist.get_rank()
 
     def read() -> Tensor | None:
@@ -213,9 +272,9 @@ def _read_turn(turn: list[_Leaf]) -> Pieces:
     for owner, leaf in enumerate(turn):
         begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
         for offset in range(begin, end, PIECE):
-            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device="cpu")
+            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=device)
             if owner == rank and own is not None:
-                piece = own[offset - begin :][: piece.numel()]
+                piece = own[offset - begin :][: piece.numel()].to(device)
             dist.broadcast(piece, owner)
             yield leaf.block, offset, piece
 
@@ -229,7 +288,7 @@ def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
     if len(leaves) == 1:
         return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
     shifted = tuple(replace(buffer, offset=buffer.offset - first) for buffer in buffers)
-    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end))
+    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end), leaves[0].device)
 
 
 def _map_bundles(f: Any, x: Any) -> Any:

@@ -6,11 +6,17 @@ strategy for all models:
     Rules()                                     # dp and fsdp split the batch, fsdp splits the blocks
     Rules("dp")                                 # dp alone splits the batch
     Rules(block=None)                           # every rank holds every block whole
+    Rules(offload="block", resident="embed")    # blocks are in the host's memory, but the embedding
+
+A block that is *offloaded* is in the host's pinned memory at rest. A step fetches it, uses it and forgets it, as it
+does with bytes of other ranks. Blocks that match ``resident`` stay on the device: a table that is fetched whole for a
+few rows costs the link more than its memory is worth.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,16 +29,29 @@ Dims = dict[str, dict[str, str]]  # path of a block -> path in it -> names of th
 
 @dataclass(frozen=True)
 class Rules:
-    """The axes that split the ``batch``, kept as a tuple, and the axis that splits the bytes of each ``block``."""
+    """The axes that split the ``batch``, kept as a tuple, and the axis that splits the bytes of each ``block``.
+
+    With ``offload`` "block" the host has the blocks, except those whose whole path matches ``resident``.
+    """
 
     batch: Axes = ("dp", "fsdp")
     block: str | None = "fsdp"
+    offload: Literal["block"] | None = None
+    resident: str | None = None  # a regular expression
 
     def __post_init__(self) -> None:
         with tree.at("rule batch"):
             object.__setattr__(self, "batch", as_axes(self.batch))
         if self.block is not None and not isinstance(self.block, str):
             raise TypeError(f"rule block: got {self.block!r}; wanted one axis, such as 'fsdp', or None")
+        if self.offload not in ("block", None):
+            raise ValueError(f"rule offload: got {self.offload!r}; wanted 'block', or None to keep all on the device")
+        if self.resident is not None and self.offload is None:
+            raise ValueError(f"rule resident: got {self.resident!r}, and offload is None; add offload='block'")
+        try:
+            re.compile(self.resident or "")
+        except re.error as error:
+            raise ValueError(f"rule resident: {self.resident!r} is no regular expression: {error}") from None
 
 
 def check_rules(rules: Rules, mesh: DeviceMesh) -> None:
@@ -40,6 +59,16 @@ def check_rules(rules: Rules, mesh: DeviceMesh) -> None:
     for rule, axes in (("batch", rules.batch), ("block", () if rules.block is None else rules.block)):
         with tree.at(f"rule {rule}"):
             as_axes(axes, mesh)
+
+
+def offloaded(rules: Rules, blocks: Collection[str]) -> set[str]:
+    """Return those of ``blocks``, which are paths, that the host has; raise ValueError if ``resident`` matches none."""
+    if rules.offload is None:
+        return set()
+    kept = set() if rules.resident is None else {path for path in blocks if re.fullmatch(rules.resident, path)}
+    if rules.resident is not None and not kept:
+        raise ValueError(f"rule resident: no block matches {rules.resident!r}; the blocks are {_some(blocks)}")
+    return set(blocks) - kept
 
 
 def check_dims(dims: Dims, params: Any) -> None:

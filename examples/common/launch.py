@@ -14,8 +14,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fquant.kernels.cpu import usable_cores
+from shard.host_memory import available_memory, local_ranks
 
-__all__ = ["RankFailed", "Stopped", "local", "record"]
+__all__ = ["RankFailed", "Stopped", "available_memory", "local", "local_ranks", "record", "resident"]
 
 
 class RankFailed(RuntimeError):
@@ -51,21 +52,6 @@ def _story(failures: dict[int, ProcessFailure]) -> str:
     return f"rank {rank} (pid {first.pid}) failed with exit status {first.exitcode}: {message[-1] if message else ''}"
 
 
-def local_ranks() -> int:
-    """Return the number of ranks that share this machine, by torchrun's environment."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def resident() -> int:
     """Return the bytes of memory resident in this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory() -> int:
-    """Return the bytes that one rank may still take: this machine's free memory, within its cgroup, over its ranks."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
-    return max(0, free) // local_ranks()

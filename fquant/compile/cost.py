@@ -12,6 +12,7 @@ The step is captured as ``jit`` captures it. One walk over its graph gives
 * *Bytes read and written* by every node but views, as if there were no cache and no fusion.
 * *Collectives* by op and group: their number, their payload (the whole gathered or summed buffer), and the bytes that
   one rank sends when each goes around a ring.
+* *Transfers* between the device and the host, in bytes, and the host's memory that they need at once.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ..device import HOST
 from . import collective_check, graph, liveness, trace
 from .passes.donate import written_over
 
@@ -64,6 +66,9 @@ class Cost:
     read: int
     written: int
     collectives: tuple[Collective, ...]
+    fetched: int = 0  # bytes from the host to the device
+    stashed: int = 0  # and back
+    host: int = 0  # bytes of the host: arguments that are fetched, and what is stashed
 
 
 def cost(
@@ -73,15 +78,18 @@ def cost(
     passes: Sequence[graph.Pass] = (),
     recompute: bool = True,
     fuse: bool = True,
+    device: torch.device | str = HOST,
     **kwargs: Any,
 ) -> Cost:
     """Return the cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
 
-    Tensors may be real, fake or of the device meta. Raises the errors of a capture.
+    Tensors may be real, fake or of the device meta. The cost is that on ``device``, wherever they are, and whether the
+    machine has such a device or not. Raises the errors of a capture.
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
     call = functools.partial(trace.apply, fn)
-    return of(trace.trace(call, bound, written_over(bound, donate), passes, recompute, fuse))
+    donated, on = written_over(bound, donate), torch.device(device)
+    return of(trace.trace(call, bound, donated, passes, recompute, fuse, device=on))
 
 
 def of(captured: trace.Captured) -> Cost:
@@ -91,7 +99,8 @@ def of(captured: trace.Captured) -> Cost:
     working = [node for node in calls if not graph.is_view(node)]
     peak, placeholders = liveness.peak(g), [node for node in g.nodes if node.op == "placeholder"]
     paths = dict(zip(placeholders, captured.paths, strict=True))
-    arguments = {storage: nbytes for node in placeholders for storage, nbytes in graph.sizes(node).items()}
+    near = graph.storages_on_device(g)
+    arguments = {s: nbytes for node in placeholders for s, nbytes in graph.sizes(node).items() if s in near}
     holding = [Held(paths.get(by, str(by.target)), graph.sizes(by)[storage]) for storage, by in peak.holding.items()]
     return Cost(
         nodes=len(calls),
@@ -102,7 +111,14 @@ def of(captured: trace.Captured) -> Cost:
         read=sum(graph.nbytes(t) for node in working for near in node.all_input_nodes for t in graph.tensors(near)),
         written=sum(graph.nbytes(t) for node in working for t in graph.tensors(node)),
         collectives=_collectives(calls),
+        fetched=_transferred(calls, "fetch"),
+        stashed=_transferred(calls, "stash"),
+        host=liveness.peak_on_host(g),
     )
+
+
+def _transferred(calls: list[Node], kind: str) -> int:
+    return sum(graph.nbytes(t) for node in calls if graph.transfer(node) == kind for t in graph.tensors(node))
 
 
 def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
@@ -115,10 +131,15 @@ def _collectives(calls: list[Node]) -> tuple[Collective, ...]:
     return tuple(
         Collective(
             name, group, ranks, len(sizes), sum(sizes),
-            sum(_RING.get(name, 1) * size * (ranks - 1) // ranks for size in sizes),
+            sum(ring(name, size, ranks) for size in sizes),
         )
         for (name, group, ranks), sizes in found.items()
     )  # fmt: skip
+
+
+def ring(name: str, payload: int, ranks: int) -> int:
+    """Return the bytes that one of ``ranks`` sends when the collective ``name`` goes around a ring."""
+    return _RING.get(name, 1) * payload * (ranks - 1) // ranks
 
 
 def flops(node: Node) -> int:

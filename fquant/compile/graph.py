@@ -4,7 +4,8 @@ A node's ``meta["val"]`` is a fake tensor, or a list of them. Two nodes share me
 a storage, as a view and its base do. Nothing here runs an op.
 
 A collective is two nodes, one that issues it and one that waits for it. Between them it is in flight, and reads the
-inputs of the first while other nodes run. So a wait counts as a reader of these inputs.
+inputs of the first while other nodes run. So a wait counts as a reader of these inputs. A *transfer*, between a device
+and the host, is two nodes too.
 """
 
 import operator
@@ -22,6 +23,8 @@ Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs 
 
 _FUNCTIONAL = "_c10d_functional."
 _WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
+_ARRIVED = "fquant.arrived.default"  # of shard.transport.host, as the transfers
+_TRANSFERS = {"fquant.fetch.default": "fetch", "fquant.stash.default": "stash"}
 _COLLECTIVES = {  # those whose op has another name
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
     _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
@@ -78,18 +81,30 @@ def sizes(node: Node) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
 
 
+def storages_on_device(graph: Graph) -> set[int]:
+    """Return the storages in the memory of the graph's device, which is the host if no tensor is elsewhere."""
+    found = {t.untyped_storage()._cdata: t.is_cpu for node in graph.nodes for t in tensors(node)}
+    return {storage for storage, on_host in found.items() if not on_host} or set(found)
+
+
+def storages_offloaded(graph: Graph) -> set[int]:
+    """Return the storages of the host that fetches read and stashes make."""
+    fetched = (node.all_input_nodes[0] for node in graph.nodes if transfer(node) == "fetch")
+    return all_storages((*fetched, *(node for node in graph.nodes if transfer(node) == "stash")))
+
+
 def nbytes(t: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 
 def is_wait(node: Node) -> bool:
-    """Return True if a node waits for a functional collective."""
-    return str(node.target) == _WAIT
+    """Return True if a node waits for a functional collective or for a transfer."""
+    return str(node.target) in (_WAIT, _ARRIVED)
 
 
 def read_nodes(node: Node) -> list[Node]:
-    """Return the nodes whose memory a node reads; a wait reads the inputs of its collective too."""
+    """Return the nodes whose memory a node reads; a wait reads the inputs of its collective or transfer too."""
     if not is_wait(node):
         return node.all_input_nodes
     (issued,) = node.all_input_nodes
@@ -108,6 +123,16 @@ def issued(target: object) -> str | None:
     if op.startswith(_FUNCTIONAL) and str(target) != _WAIT:
         return _COLLECTIVES.get(op, op.removeprefix(_FUNCTIONAL))
     return _COLLECTIVES.get(op)
+
+
+def transfer(node: Node) -> str | None:
+    """Return the transfer that a node issues, "fetch" to a device or "stash" to the host; None if it issues none."""
+    return _TRANSFERS.get(str(node.target))
+
+
+def is_issue(node: Node) -> bool:
+    """Return True if a node issues a collective or a transfer, whose result is in flight until it is waited for."""
+    return collective(node) is not None or transfer(node) is not None
 
 
 def is_view(node: Node) -> bool:

@@ -2,14 +2,15 @@
 
 A storage is live from the node that makes it to the last node that reads, views or returns it. Inputs of the graph are
 live throughout, because the caller holds them. A collective reads its inputs until it is waited for (``graph.py``).
+Storages on the graph's device count; those that the host has beside it are another memory.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch.fx import Graph, Node
 
-from .graph import all_storages, read_nodes, sizes
+from .graph import all_storages, read_nodes, sizes, storages_offloaded, storages_on_device
 
 
 def last_uses(graph: Graph) -> dict[int, int]:
@@ -20,12 +21,16 @@ def last_uses(graph: Graph) -> dict[int, int]:
     return last
 
 
-def walk_memory(graph: Graph) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
-    """Yield each node in order, the bytes live while it runs, and their makers by storage, which the walk changes."""
+def walk_memory(graph: Graph, among: Collection[int] | None = None) -> Iterator[tuple[Node, int, Mapping[int, Node]]]:
+    """Yield each node in order, the bytes live while it runs, and their makers by storage, which the walk changes.
+
+    The storages ``among`` count, by default those on the graph's device.
+    """
+    among = storages_on_device(graph) if among is None else among
     last, live, size, total = last_uses(graph), dict[int, Node](), dict[int, int](), 0
     for place, node in enumerate(graph.nodes):
         for storage, nbytes in sizes(node).items():
-            if storage not in live:
+            if storage in among and storage not in live:
                 live[storage], size[storage] = node, nbytes
                 total += nbytes
         yield node, total, live
@@ -44,10 +49,15 @@ class Peak:
     holding: dict[int, Node]
 
 
-def peak(graph: Graph) -> Peak:
+def peak(graph: Graph, among: Collection[int] | None = None) -> Peak:
     """Return the first point of :func:`walk_memory` at which the most bytes are live."""
     found = Peak(0, 0, {})
-    for place, (_, total, live) in enumerate(walk_memory(graph)):
+    for place, (_, total, live) in enumerate(walk_memory(graph, among)):
         if total > found.nbytes:
             found = Peak(place, total, dict(live))
     return found
+
+
+def peak_on_host(graph: Graph) -> int:
+    """Return the most bytes of the host that are live at once in what is fetched and stashed."""
+    return max((total for _, total, _ in walk_memory(graph, storages_offloaded(graph))), default=0)

@@ -49,7 +49,7 @@ class DeduplicateGathers:
             held[i:k] = [n + first.nbytes for n in held[i:k]]
             graph.replace_uses(second.wait, result[i])
             result = [result[i] if wait is second.wait else wait for wait in result]
-            for node in (second.wait, second.issue, *reversed(second.chain)):
+            for node in reversed(second.nodes):
                 if not node.users:
                     g.erase_node(node)
 

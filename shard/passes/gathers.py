@@ -1,7 +1,9 @@
 """The gathers of a graph, as its passes see them.
 
-A gather of an argument is a chain of nodes: the argument (``source``), views and copies of it (``chain``), the node
-that issues the collective (``issue``), and the node that waits for it (``wait``).
+A gather brings an argument. It is a chain of nodes: the argument (``source``), views and copies of it (``chain``), the
+node that issues the collective (``issue``), and the node that waits for it (``wait``). An argument on the host is
+brought to the device by a fetch, which is a gather too. If ranks have parts of it, the fetch and an all-gather follow
+each other: two *stages* of one gather.
 """
 
 from collections.abc import Callable
@@ -18,19 +20,12 @@ _KNOWN = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single", "br
 
 
 @dataclass(frozen=True)
-class Gather:
-    """A gather of an argument; see the module's docstring."""
+class Stage:
+    """One issue and its wait, and the views and copies that lead to it."""
 
-    source: Node
     chain: tuple[Node, ...]
     issue: Node
     wait: Node
-
-    @property
-    def key(self) -> object:
-        """Equal for gathers with equal results, unless their source is written between."""
-        form = lambda node: (node.target, str([x for x in node.args if not isinstance(x, Node)]), str(node.kwargs))
-        return self.source, *map(form, (*self.chain, self.issue))
 
     @property
     def nbytes(self) -> int:
@@ -38,24 +33,67 @@ class Gather:
         new = [node for node in (*self.chain, self.issue) if not graph.is_view(node)]
         return sum(graph.nbytes(t) for node in new for t in graph.tensors(node))
 
+
+@dataclass(frozen=True)
+class Gather:
+    """A gather of an argument; see the module's docstring."""
+
+    source: Node
+    stages: tuple[Stage, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of all stages, in order."""
+        return tuple(node for stage in self.stages for node in (*stage.chain, stage.issue, stage.wait))
+
+    @property
+    def issue(self) -> Node:
+        """The issue of the first stage."""
+        return self.stages[0].issue
+
+    @property
+    def wait(self) -> Node:
+        """The wait of the last stage, which has the result."""
+        return self.stages[-1].wait
+
+    @property
+    def key(self) -> object:
+        """Equal for gathers with equal results, unless their source is written between."""
+        form = lambda node: (node.target, str([x for x in node.args if not isinstance(x, Node)]), str(node.kwargs))
+        return self.source, *map(form, self.nodes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that issuing all stages takes."""
+        return sum(stage.nbytes for stage in self.stages)
+
     @property
     def reads(self) -> set[int]:
         """The memory that must not be written between issue and wait."""
-        return graph.all_storages((self.source, *self.chain))
+        return graph.all_storages((self.source, *self.nodes[:-2]))
 
 
 def gathers(g: Graph) -> list[Gather]:
-    """Return the gathers of arguments, in the order of their waits.
+    """Return the gathers and fetches of arguments, in the order of their waits.
 
     Raises ValueError for a collective that shard does not use, and for a gather without a wait of its own.
     """
-    found = {}
+    found = dict[Node, Gather]()
     for node in g.nodes:
-        if collective_name(node) == "all_gather":
-            wait, (source, chain) = wait_of(node), origin(node)
-            if source.op == "placeholder":
-                found[wait] = Gather(source, chain, node, wait)
+        if collective_name(node) != "all_gather" and graph.transfer(node) != "fetch":
+            continue
+        wait, (source, chain) = wait_of(node), origin(node)
+        if source.op == "placeholder":
+            found[wait] = Gather(source, (Stage(chain, node, wait),))
+        elif chain and chain[0] in found and graph.transfer(source) == "fetch" and _is_alone(chain):
+            first = found.pop(chain[0])
+            found[wait] = Gather(first.source, (*first.stages, Stage(chain[1:], node, wait)))
     return [found[node] for node in g.nodes if node in found]
+
+
+def _is_alone(chain: tuple[Node, ...]) -> bool:
+    """Return True if every node of a chain is used once."""
+    return all(len(node.users) == 1 for node in chain)
 
 
 def collective_name(node: Node) -> str | None:
@@ -67,16 +105,20 @@ def collective_name(node: Node) -> str | None:
 
 
 def wait_of(issue: Node) -> Node:
-    """Return the wait for a collective; raise ValueError if it has another user."""
+    """Return the wait for a collective or a transfer; raise ValueError if it has another user."""
     users = list(issue.users)
     if len(users) != 1 or not graph.is_wait(users[0]):
         names = ", ".join(str(user.target) for user in users) or "nothing"
-        raise ValueError(f"{issue.name}: is used by {names}; wanted a wait_tensor of its own and nothing else")
+        raise ValueError(f"{issue.name}: is used by {names}; wanted a {_wait_name(issue)} of its own and nothing else")
     return users[0]
 
 
+def _wait_name(issue: Node) -> str:
+    return "wait_tensor" if graph.transfer(issue) is None else "wait (arrived)"
+
+
 def origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the origin of the input of a collective, and the views and copies from there to it, in order."""
+    """Return the origin of the input of a collective, and the views, waits and copies from there to it, in order."""
     (node,), chain = issue.all_input_nodes, []
     while len(node.all_input_nodes) == 1 and (graph.is_view(node) or node.target in _COPIES):
         chain.insert(0, node)
@@ -94,7 +136,7 @@ def positions(g: Graph) -> tuple[dict[Node, int], Callable[[set[int], int, int],
     return at, lambda memory, low, high: any(low < i < high and memory & written for i, written in writers)
 
 
-def check_budget(name: str, budget: int | None) -> None:
+def check_budget(name: str, budget: int | None, option: str = "budget") -> None:
     """Raise ValueError unless ``budget`` is a number of bytes or None."""
     if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"{name}: budget is {budget!r}; wanted bytes, or None for no bound")
+        raise ValueError(f"{name}: {option} is {budget!r}; wanted bytes, or None for no bound")

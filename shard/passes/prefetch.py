@@ -2,21 +2,26 @@
 
 As traced, a block is gathered where it begins and waited for at once, so nothing overlaps with it. This pass costs the
 memory of the gathers under way: one issued before wait i holds its memory while blocks i, i+1 ... compute.
+
+A block that is fetched from the host and then gathered from all ranks has two stages. While a block computes, the next
+is gathered, and the one after that is fetched.
 """
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from .gathers import check_budget, gathers, positions
+from .gathers import Gather, check_budget, gathers, positions
 
 
 @dataclass(frozen=True)
 class PrefetchGathers:
     """Issue gathers ahead, so that up to ``depth`` are under way while a block computes.
 
-    Gather k is issued before the wait for gather k - depth. Gathers keep their order. ``budget`` bounds the bytes that
+    Gather k is issued before the wait for gather k - depth, and a fetch that it needs before k - 2·depth. Gathers keep
+    their order. ``budget`` bounds the bytes that
     prefetching holds at any time; None is no bound. A gather that does not fit is issued as early as it fits. Depth
     counts gathers, and some blocks have two, such as a final norm with a tied head.
 
@@ -35,22 +40,33 @@ class PrefetchGathers:
         found, (at, written) = gathers(g), positions(g)
         waits = [at[x.wait] for x in found]
         early = [0] * len(found)  # bytes held by early issue, from wait i to the next
-        previous = 0  # the wait before which the previous gather is issued
+        previous = dict[int, int]()  # by stages to come: the wait before which the previous gather's is issued
         for k, x in enumerate(found):
-            issued = at[x.issue]
-            traced = bisect.bisect(waits, issued)  # the first wait after its issue, which is its own as traced
-            for target in range(max(previous, k - self.depth), traced):
-                fits = self.budget is None or max(early[target:traced]) + x.nbytes <= self.budget
-                if fits and not written(x.reads, waits[target], issued):
-                    break
-            else:
-                target = traced
-            for node in (*x.chain, x.issue) if target < traced else ():
-                if at[node] > waits[target]:
+            issued, size, targets = at[x.issue], x.nbytes, list[int]()
+            end = bisect.bisect(waits, issued)  # the first wait after its issue, which is its own as traced
+            traced = end
+            for ahead, stage in enumerate(reversed(x.stages), 1):
+                for target in range(max(previous.get(ahead, 0), k - self.depth * ahead), end):
+                    fits = self.budget is None or max(early[target:end]) + size <= self.budget
+                    if fits and not written(x.reads, waits[target], issued):
+                        break
+                else:
+                    target = end
+                early[target:end] = [held + size for held in early[target:end]]
+                previous[ahead] = end = target
+                size -= stage.nbytes  # the stages before it may be issued earlier still
+                targets.insert(0, target)
+            for node, target in _with_targets(x, targets):
+                if target < traced and at[node] > waits[target]:
                     found[target].wait.prepend(node)
                     at[node] = waits[target]
-            early[target:traced] = [held + x.nbytes for held in early[target:traced]]
-            previous = target
+
+
+def _with_targets(x: Gather, targets: list[int]) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes of a gather but its last wait, each with the target of its stage; a wait is of the next stage."""
+    for i, (stage, target) in enumerate(zip(x.stages, targets, strict=True)):
+        for node in (*(before.wait for before in x.stages[i - 1 : i]), *stage.chain, stage.issue):
+            yield node, target
 
 
 prefetch_gathers = PrefetchGathers

@@ -42,7 +42,7 @@ def _regather(g: Graph) -> None:
 def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
     """Return the nodes that read or view the result of each gather, in order, by its memory."""
     uses: dict[int, list[Node]] = {storage: [] for storage in graph.all_storages(x.wait for x in found)}
-    own = {node for x in found for node in (x.issue, x.wait)}
+    own = {node for x in found for node in x.nodes}
     for node in g.nodes:
         if node not in own and node.op != "output":
             for storage in graph.all_storages(node.all_input_nodes) & uses.keys():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fquant.compile import Captured, flops, graph
 
@@ -13,10 +13,10 @@ from .gathers import collective_name, origin, wait_of
 
 @dataclass(frozen=True)
 class Row:
-    """One collective of a schedule. Positions count the calls of the graph from 0."""
+    """One collective or transfer of a schedule. Positions count the calls of the graph from 0."""
 
-    name: str  # all_gather, all_reduce, reduce_scatter ...
-    axis: str  # of the mesh, or the name of the group without a mesh
+    name: str  # all_gather, all_reduce, reduce_scatter ..., or fetch or stash
+    axis: str  # of the mesh, or the name of the group without a mesh; "host" of a transfer
     of: str  # the path of the argument that is sent, its name in a graph without paths, or "" for a computed value
     nbytes: int  # of the whole gathered or summed buffer
     issued: int
@@ -26,7 +26,7 @@ class Row:
 
 
 def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
-    """Return the collectives of a captured step, in the order in which they are issued.
+    """Return the collectives and transfers of a captured step, in the order in which they are issued.
 
     Raises ValueError for a collective that shard does not use, and for one without a wait of its own.
     """
@@ -41,14 +41,21 @@ def schedule(x: Captured | Graph, mesh: DeviceMesh | None = None) -> list[Row]:
         used = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1]
         axes = {str(world.group_name): "*".join(used)} | {str(mesh.get_group(name).group_name): name for name in used}
     for node in calls:
-        if (name := collective_name(node)) is None:
+        transfer = graph.transfer(node)
+        if (name := transfer or collective_name(node)) is None:
             continue
-        wait, group = wait_of(node), str(node.args[-1])
-        between = [n for n in calls[at[node] + 1 : at[wait]] if not graph.is_view(n) and collective_name(n) is None]
+        wait, group = wait_of(node), "host" if transfer else str(node.args[-1])
+        between = [n for n in calls[at[node] + 1 : at[wait]] if not graph.is_view(n) and not graph.is_issue(n)]
         size = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
-        source, work = path.get(origin(node)[0], ""), sum(map(flops, between))
+        source, work = path.get(_argument(node), ""), sum(map(flops, between))
         rows.append(Row(name, axes.get(group, group), source, size, at[node], at[wait], len(between), work))
     return rows
+
+
+def _argument(node: Node) -> Node:
+    """Return the origin of a collective's or transfer's input, through the fetch if it was fetched."""
+    found, _ = origin(node)
+    return _argument(found) if graph.transfer(found) == "fetch" else found
 
 
 def schedule_text(rows: list[Row]) -> str:

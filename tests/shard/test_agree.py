@@ -225,7 +225,7 @@ def test_adapters_on_some_ranks_only():
 
 
 def replicated_odd():
-    shard.replicate({"m": torch.zeros(2 + dist.get_rank())})
+    shard.replicate({"m": torch.zeros(2 + dist.get_rank())}, shard.mesh(fsdp=dist.get_world_size()))
 
 
 def test_replicate_compares_outlines():

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import grad, jvp, vmap
 
@@ -139,6 +141,32 @@ def test_a_block_is_viewed_out_of_one_gathered_buffer(axes):
         assert found == [(True, 1, True, True, int(axes.get("fsdp", 1) > 1))] * 4
 
 
+def on_devices(per_rank):
+    """Place a tree whose tensors are on the devices that rank has for "a", "b" and the adapters; the first are fake."""
+    mesh = shard.mesh(fsdp=dist.get_world_size())
+    with torch.no_grad(), FakeTensorMode() if dist.get_rank() == 0 else nullcontext():
+        a, b, c = (torch.empty(2, 2, device=device) for device in per_rank[dist.get_rank()])
+    shard.place(({"a": a, "b": b}, {"c": c}), {"": {"a": "x y", "b": "x y"}}, shard.Rules(), mesh)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (("cpu", "cuda:0", "cpu"), "b: got a tensor on cuda:0 beside a on cpu; wanted one device in a tree"),
+        (("cuda:0", "cuda:1", "cpu"), "b: got a tensor on cuda:1 beside a on cuda:0; wanted one device in a tree"),
+        (("cuda:0", "cuda:0", "cpu"), "a: got a tensor on cuda:0; wanted cpu"),
+        (("cpu", "cpu", "cuda:0"), "c: got a tensor on cuda:0; wanted cpu"),
+    ],
+    ids=str,
+)
+def test_mixed_devices_are_refused_on_every_rank(devices, message):
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, on_devices, [devices, ("meta", "meta", "meta")], timeout=10)
+    first, second = (caught.value.failures[rank].message for rank in range(2))
+    assert first == f"{message}; move the tree by tree.map(lambda t: t.to('cpu'), x)"
+    assert second == f"place failed on rank 0: ValueError: {first}"
+
+
 def beside(meta):
     base, mesh = {"w": torch.ones(4, 6)}, shard.mesh(fsdp=dist.get_world_size())
     adapters = lora.init(base, "w", rank=2, key=0, dora=True, dtype=torch.bfloat16)
@@ -147,7 +175,7 @@ def beside(meta):
         base, adapters = outline((base, adapters))
     placed, got = shard.place((base, adapters), {"": {"w": "out in"}}, shard.Rules(), mesh)
     empty = shard.place((base, {}), {"": {"w": "out in"}}, shard.Rules(), mesh)[1]
-    again = shard.replicate({"seed": torch.tensor(dist.get_rank() + 5)})
+    again = shard.replicate({"seed": torch.tensor(dist.get_rank() + 5)}, mesh)
     return (
         same_bits(got, wanted),
         same_bits(shard.collect(placed), {"w": torch.ones(4, 6)}),

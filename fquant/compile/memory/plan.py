@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from ...device import HOST
 from ...kernels import dispatch
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
@@ -167,7 +168,7 @@ def _out_variant(node: Node) -> Any:
 
 def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
     """Return the slots of the results of each node that can be planned, and the bytes of all."""
-    calls = [node for node in graph.nodes if graphs.collective(node) or graphs.is_wait(node)]
+    calls = [node for node in graph.nodes if graphs.is_issue(node) or graphs.is_wait(node)]
     in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
     external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
     last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
@@ -193,7 +194,7 @@ def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], in
     The largest span is assigned first, each to the smallest gap that is large enough.
     """
     order = sorted(range(len(spans)), key=lambda i: (-spans[i][2], spans[i][0]))
-    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device="cpu"), [0] * len(spans), 0
+    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device=HOST), [0] * len(spans), 0
     for count, i in enumerate(order):
         first, last, nbytes = spans[i]
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -205,7 +206,7 @@ def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], in
         room = torch.where(gaps >= size, gaps, torch.iinfo(torch.int64).max)
         best = int(room.argmin()) if (gaps >= size).any() else -1  # behind all others
         offsets[i] = int(gap_starts[best])
-        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device="cpu")
+        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device=HOST)
         total = max(total, offsets[i] + size)
     return offsets, total
 

@@ -153,7 +153,7 @@ class _PeakReduction:
 
     def _may_delay(self, reader: Node, storage: int, behind: int) -> bool:
         """Return True if a node may run later without holding more for that than the bytes of ``storage``."""
-        if not isinstance(reader.target, torch._ops.OpOverload) or graphs.collective(reader) or graphs.is_wait(reader):
+        if not isinstance(reader.target, torch._ops.OpOverload) or graphs.is_issue(reader) or graphs.is_wait(reader):
             return False
         memory = graphs.all_storages((reader, *reader.all_input_nodes))
         if memory & self.written or any(self.place[user] < behind for user in reader.users):

@@ -35,7 +35,7 @@ def simplify(graph: Graph) -> None:
             graph.erase_node(node)
         elif isinstance(fill, int | float):
             replace_with_full(graph, node, fill)
-        elif graphs.is_wait(node) and graphs.collective(node.all_input_nodes[0]):
+        elif graphs.is_wait(node) and graphs.is_issue(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _deduplicate_views(graph)
     graph.eliminate_dead_code()
@@ -45,7 +45,7 @@ def _deduplicate_views(graph: Graph) -> None:
     """Make each view, by storage, offset, shape and strides, once until its memory is written."""
     known = dict[int, dict[object, Node]]()  # by storage
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "placeholder") or (node.op == "call_function" and graphs.collective(node)):
+        if node.op not in ("call_function", "placeholder") or graphs.is_issue(node):
             continue  # a result in flight must not be viewed
         if node.op == "call_function" and node.target is not operator.getitem:
             declared = isinstance(node.target, torch._ops.OpOverload)

@@ -41,7 +41,7 @@ def evaluate(book, x):
 def own_seeds(here):
     """Start ranks with codes of their own, and broadcast those of rank 0."""
     book = book_of(here.rank)
-    book = book if here.mesh is None else shard.replicate(book)
+    book = book if here.mesh is None else shard.replicate(book, here.mesh)
     for i in range(3):
         book = learn(here, book, mine(here, batch(i)), i)
     return book
@@ -53,7 +53,7 @@ def loaded_on_rank_0(here):
     if here.rank == 0:
         book = vq.kmeans(book, batch(5), random.key(1))
         book = replace(book, counts=torch.where(torch.arange(K) < 5, 0.0, book.counts))
-    book = book if here.mesh is None else shard.replicate(book)
+    book = book if here.mesh is None else shard.replicate(book, here.mesh)
     return learn(here, book, mine(here, batch(0)))
 
 

@@ -1,0 +1,164 @@
+"""Devices as figures: what a device computes, moves and sends in a second, and the share of it that kernels reach.
+
+The makers' peaks are dense products with float32 sums, and bytes in one direction, half of NVLink's advertised figure.
+Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X). Sources are NVIDIA's data sheets, its white papers
+on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
+
+No kernel reaches a peak. The shares of it are those of an H100, and other cards are assumed to reach the same:
+
+    products    0.72 of 989 TFLOP/s: bfloat16 products of a decoder's sizes; 8192 cubed reached 0.81 (and 0.80 on an H200)
+    attention   0.55 of 989 TFLOP/s: published, for rows of thousands of tokens
+    memory      0.85 of 3.35 TB/s: elementwise chains; a copy reached 0.90 (and 0.90 of 4.8 TB/s on an H200)
+    links       0.80 of NVLink and 0.86 of PCIe: published, for messages of many MB
+
+``LAUNCH`` and ``LATENCY`` are estimates: a kernel of a recorded CUDA graph, and a collective of few bytes.
+
+A device without an entry is measured once a process (:func:`measured`): a product in float32 and in bfloat16, an
+attention, a copy and a call. Its figures are then what was reached, and the shares are 1.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...kernels.ops.attention import attention
+
+MIB = 2**20
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # of 16 lanes
+LAUNCH, LATENCY = 2e-6, 20e-6
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a device's peaks that kernels reach; attention's is of the peak of products."""
+
+    products: float = 0.72
+    attention: float = 0.55
+    memory: float = 0.85
+    link: float = 0.80
+    host: float = 0.86
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks of a device, a second: FLOPs in bf16 or f16, in f32 and in 8 bits, and bytes of its memory and links.
+
+    ``card`` is its name as torch has it, and ``type`` the type of torch's device.
+    """
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float
+    flops: float
+    link: float  # to a neighbour
+    flops_f32: float  # without TF32
+    flops_8bit: float
+    host: float  # to the host's memory
+    cache: int  # bytes of the last level
+    card: str = ""
+    share: Shares = field(default=Shares())
+    launch: float = LAUNCH  # seconds between two kernels
+    latency: float = LATENCY  # of a collective or a copy
+    type: str = "cuda"
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Return the peak of products of ``dtype``; float64 counts as float32, which is faster on many cards."""
+        if dtype.itemsize == 1:
+            return self.flops_8bit
+        return self.flops if dtype.itemsize == 2 else self.flops_f32
+
+
+_CARDS = (
+    Device("b200", 183359 * MIB, 8.0e12, 2250e12, 900e9, 75e12, 4500e12, PCIE5, 126 * MIB, "NVIDIA B200"),
+    Device("h200", 143771 * MIB, 4.8e12, 989e12, 450e9, 67e12, 1979e12, PCIE5, 50 * MIB, "NVIDIA H200"),
+    Device("h100", 81559 * MIB, 3.35e12, 989e12, 450e9, 67e12, 1979e12, PCIE5, 50 * MIB, "NVIDIA H100 80GB HBM3"),
+    Device("a100-80", 81920 * MIB, 2.039e12, 312e12, 300e9, 19.5e12, 624e12, PCIE4, 40 * MIB, "NVIDIA A100-SXM4-80GB"),
+    Device("a100-40", 40960 * MIB, 1.555e12, 312e12, 300e9, 19.5e12, 624e12, PCIE4, 40 * MIB, "NVIDIA A100-SXM4-40GB"),
+    Device("l40s", 46068 * MIB, 864e9, 362e12, PCIE4, 91.6e12, 733e12, PCIE4, 96 * MIB, "NVIDIA L40S"),
+    Device("a10", 23028 * MIB, 600e9, 125e12, PCIE4, 31.2e12, 250e12, PCIE4, 6 * MIB, "NVIDIA A10"),
+    Device("l4", 23034 * MIB, 300e9, 121e12, PCIE3, 30.3e12, 242e12, PCIE3, 48 * MIB, "NVIDIA L4"),
+    Device(
+        "rtx5090", 32607 * MIB, 1.792e12, 209.5e12, PCIE5, 104.8e12, 419e12, PCIE5, 96 * MIB, "NVIDIA GeForce RTX 5090"
+    ),
+    Device(
+        "rtx4090", 24564 * MIB, 1.008e12, 165.2e12, PCIE4, 82.6e12, 330.3e12, PCIE4, 72 * MIB, "NVIDIA GeForce RTX 4090"
+    ),
+    Device("rtx3090", 24576 * MIB, 936e9, 71e12, PCIE4, 35.6e12, 284e12, PCIE4, 6 * MIB, "NVIDIA GeForce RTX 3090"),
+    Device(
+        "mi300x", 196592 * MIB, 5.3e12, 1307e12, 448e9, 163.4e12, 2615e12, PCIE5, 256 * MIB, "AMD Instinct MI300X"
+    ),
+)  # fmt: skip
+DEVICES: dict[str, Device] = {device.name: device for device in _CARDS}
+
+
+def of(device: torch.device) -> Device:
+    """Return the entry of the card that ``device`` is, or its measured figures if it has none."""
+    module = torch.get_device_module(device)
+    card = module.get_device_name(device) if hasattr(module, "get_device_name") else ""
+    return next((x for x in DEVICES.values() if x.card == card), None) or measured(device)
+
+
+@functools.cache
+def measured(device: torch.device) -> Device:
+    """Return the figures of ``device`` as reached in half a second, the best of several runs.
+
+    On the host, the threads of this process count, and a rank sends to another through memory: two copies a byte.
+    """
+    small = torch.ones(1, device=device)
+    launch = _seconds(lambda: small + small, device)
+    copy = _bytes_copied(device)
+    f32, bf16 = _flops(torch.float32, device), _flops(torch.bfloat16, device)
+    memory = getattr(torch.get_device_module(device), "get_device_properties", None)
+    share = Shares(1.0, _attention(device) / bf16, 1.0, 1.0, 1.0)
+    return Device(
+        device.type, memory(device).total_memory if memory and device.type == "cuda" else _host_memory(), copy, bf16,
+        copy / 4, f32, bf16, copy / 2, 0, "", share, launch, launch, device.type,
+    )  # fmt: skip
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _seconds(f: Callable[[], Any], device: torch.device, most: float = 0.03) -> float:
+    """Return the least seconds of a call of ``f``, of those that fit into ``most``, after one that is not counted."""
+    synchronize = torch.get_device_module(device).synchronize
+    best, end = float("inf"), time.perf_counter() + most
+    while best == float("inf") or time.perf_counter() < end:
+        f()
+        synchronize()
+        start = time.perf_counter()
+        f()
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOPs a second of products of squares, which grow until one takes some milliseconds."""
+    size = 512
+    while True:
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        seconds = _seconds(lambda a=a: a @ a, device)
+        if seconds > 5e-3 or size == 16384:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def _bytes_copied(device: torch.device) -> float:
+    """Return the bytes a second that a copy reads and writes, of more than fit into a cache."""
+    a = torch.ones(128 * MIB, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / _seconds(lambda: b.copy_(a), device)
+
+
+def _attention(device: torch.device) -> float:
+    """Return the FLOPs a second of causal attention, with the half that is computed counted."""
+    q = torch.ones(1, 8, 1024, 64, dtype=torch.bfloat16, device=device)
+    *_, t, e = q.shape
+    return 2 * 2 * q.shape[1] * e * (t * (t + 1) // 2) / _seconds(lambda: attention(q, q, q), device)

@@ -1,0 +1,180 @@
+"""The work of a node: what it computes, moves and sends, by kind.
+
+A node is one piece of work or two. A product with a packed weight of more than ``FEW`` rows decodes the weight to a slab
+of ``SLAB`` bytes at a time, and multiplies with it. Up to ``FEW`` rows one kernel reads the packed bytes and decodes in
+registers (fquant/kernels/triton). A slab that the last cache holds, with a fifth to spare, moves no memory. On the host
+pieces stay in a nearer cache.
+
+A product with a side of at most ``THIN`` is a *thin* one: those with adapters, which move more than they compute.
+
+*Bytes moved* are those of a node's arguments and results, each once. An op that picks rows of a table reads as many
+bytes as it writes. To decode a value takes ``INSTRUCTIONS`` of a lane, which computes 2 FLOPs in float32 by each.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .. import collective_check, graph
+from ..cost import flops, ring
+from .devices import Device
+
+FEW, SLAB, THIN, INSTRUCTIONS = 64, 32 << 20, 128, 10
+HOST = "cpu"  # the type of its device
+
+PRODUCT, THIN_PRODUCT, DECODE, ATTENTION = "product", "thin product", "decode", "attention"
+LOSS, NORM, ELEMENTWISE, LAUNCH, COLLECTIVE, COPY = (
+    "loss", "norm", "elementwise", "launch", "collective", "copy",
+)  # fmt: skip
+KINDS = (PRODUCT, THIN_PRODUCT, DECODE, ATTENTION, NORM, ELEMENTWISE, LOSS, LAUNCH, COLLECTIVE, COPY)
+
+_TRANSFERS = {"fquant.fetch.default": "fetch", "fquant.stash.default": "stash"}
+_PACKED = ("fquant.matmul", "fquant.matmul_t", "fquant.grouped_matmul", "fquant.grouped_matmul_t")
+_TABLES = ("aten.embedding", "aten.index", "aten.index_select", "aten.gather")
+_ATTENTION = ("fquant.attention", "fquant.cached_attention", "aten._scaled_dot_product", "aten._flash_attention")
+_NAMED = {"fquant.nll": LOSS, "fquant.rms_norm": NORM, "aten.native_layer_norm": NORM}  # by the beginning of a name
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs of products of ``dtype``, values decoded, bytes moved in memory, and bytes sent over a link."""
+
+    kind: str
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+    decoded: int = 0
+    moved: int = 0
+    sent: int = 0
+    launches: int = 1
+
+    def computing(self, device: Device) -> float:
+        """Return the seconds of its products alone, at the rate that they reach."""
+        share = device.share.attention if self.kind == ATTENTION else device.share.products
+        return self.flops / (device.rate(self.dtype) * share)
+
+    def seconds(self, device: Device) -> float:
+        """Return the seconds of the longest of arithmetic, memory and link, without launches."""
+        if self.kind in (COLLECTIVE, COPY):
+            link = device.link * device.share.link if self.kind == COLLECTIVE else device.host * device.share.host
+            return self.sent / link + (device.latency if self.sent else 0.0)
+        decoding = self.decoded * INSTRUCTIONS / (device.flops_f32 / 2)
+        return max(self.computing(device), decoding, self.moved / (device.bandwidth * device.share.memory))
+
+
+def seconds(node: Node, device: Device) -> float:
+    """Return the seconds that a node takes on ``device`` by itself, launches included; a view takes none."""
+    return sum(part.seconds(device) + part.launches * device.launch for part in work(node, device))
+
+
+def work(node: Node, device: Device) -> tuple[Work, ...]:
+    """Return the work of a node of a captured graph on ``device``; () of a view, an argument and a wait."""
+    if node.op != "call_function" or graph.is_wait(node) or graph.is_view(node):
+        return ()
+    if (name := graph.collective(node)) is not None:
+        return (_collective(name, node),)
+    if transfer(node) is not None:
+        return (Work(COPY, sent=_nbytes(graph.tensors(node)), launches=0),)
+    name, counted = str(getattr(node.target, "overloadpacket", node.target)), flops(node)
+    moved = sum(traffic(node))
+    if name in _PACKED:
+        return _packed(node, counted, device)
+    if name.startswith(_ATTENTION):
+        return (Work(ATTENTION, counted, _dtype(node), moved=moved),)
+    if counted:
+        kind = THIN_PRODUCT if _thinnest(node) <= THIN else PRODUCT
+        return (Work(kind, counted, _dtype(node), moved=moved),)
+    kind = next((kind for start, kind in _NAMED.items() if name.startswith(start)), ELEMENTWISE)
+    return (Work(kind, moved=moved),)
+
+
+def transfer(node: Node) -> str | None:
+    """Return the copy that a node issues, "fetch" to a device or "stash" to the host; None if it issues none."""
+    return _TRANSFERS.get(str(node.target))
+
+
+def traffic(node: Node) -> tuple[int, int]:
+    """Return the bytes that a node reads and writes; what is written in place counts as read only if it is read."""
+    made, written = _nbytes(graph.tensors(node)), graph.written_storages(node)
+    inputs = {t.untyped_storage()._cdata: t for near in node.all_input_nodes for t in graph.tensors(near)}
+    over = _nbytes(t for storage, t in inputs.items() if storage in written)
+    returned = graph.storages(node) & written
+    name = str(getattr(node.target, "overloadpacket", node.target))
+    if name in _TABLES:
+        indices = _nbytes(t for near in node.all_input_nodes[1:] for t in graph.tensors(near))
+        return made + indices, made
+    reads = node.args[0] if name == "fquant.pointwise" else node.args[1:] if name == "aten.copy_" else None
+    nodes = node.all_input_nodes if reads is None else list(dict.fromkeys(_nodes(reads)))
+    read = _nbytes(t for near in nodes for t in graph.tensors(near))
+    return read, over if returned else made + over
+
+
+def scratch(node: Node, device: Device) -> int:
+    """Return the bytes that a node's kernels take while it runs, beside its arguments and results.
+
+    That is the slab of a product with a packed weight. On the host kernels have a few pages of their own.
+    """
+    return max((SLAB for part in work(node, device) if part.kind == DECODE and device.type != HOST), default=0)
+
+
+def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
+    """Return one kernel for few rows, else a decode and a product by slabs."""
+    x, buffers, shape = _arguments(node)
+    weights, dtype = 1, x.dtype
+    for size in shape:
+        weights *= size
+    groups = buffers[0].shape[0] if "grouped" in str(node.target) and len(shape) == 2 else 1
+    packed, moved = _nbytes(buffers), _nbytes([x, *graph.tensors(node)])
+    rows = x.numel() // x.shape[-1]
+    if rows <= FEW:
+        return (Work(PRODUCT, counted, dtype, weights, packed + moved),)
+    dense, on_host = groups * weights * dtype.itemsize, device.type == HOST
+    moves = 0 if on_host or 4 * device.cache >= 5 * SLAB else dense
+    slabs = 1 if on_host else -(-dense // SLAB)
+    again = (slabs - 1) * graph.nbytes(x)  # each slab meets all of x
+    return (
+        Work(DECODE, decoded=groups * weights, moved=packed + moves, launches=slabs),
+        Work(PRODUCT, counted, dtype, moved=moved + again + moves, launches=slabs),
+    )
+
+
+def _collective(name: str, node: Node) -> Work:
+    """Return the bytes that one rank sends when a collective goes around a ring."""
+    ranks = collective_check.ranks(node)
+    whole = max(graph.nbytes(t) for near in (node, *node.all_input_nodes) for t in graph.tensors(near))
+    return Work(COLLECTIVE, sent=ring(name, whole, ranks), launches=0)
+
+
+def _arguments(node: Node) -> tuple[Tensor, list[Tensor], list[int]]:
+    """Return x, the buffers and the shape of the weight of a packed product."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    buffers: Any = given["buffers"]
+    first: Any = node.args[0]
+    return first.meta["val"], [b.meta["val"] for b in buffers], given["shape"]  # type: ignore[return-value]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return next(t.dtype for near in node.all_input_nodes for t in graph.tensors(near))
+
+
+def _thinnest(node: Node) -> int:
+    """Return the shortest of the last two dims of a product's arguments and result."""
+    found = [t for near in (node, *node.all_input_nodes) for t in graph.tensors(near) if t.ndim >= 2]
+    return min((size for t in found for size in t.shape[-2:]), default=1)
+
+
+def _nodes(x: Any) -> Iterable[Node]:
+    if isinstance(x, Node):
+        yield x
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from _nodes(each)
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, those of a broadcast one once."""
+    return sum(min(graph.nbytes(t), t.untyped_storage().nbytes()) for t in tensors)
