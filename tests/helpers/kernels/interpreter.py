@@ -70,7 +70,8 @@ def start():
     call, builder, bounds = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder, []
 
     def called(self, *args, **options):
-        some = [getattr(t, "base", t) for t in args]  # of a descriptor, its tensor
+        every = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
+        some = [getattr(t, "base", t) for t in every]  # of a descriptor, its tensor
         some = [t for t in some if isinstance(t, torch.Tensor) and t.numel()]
         bounds[:] = [(t.data_ptr(), t[tuple(n - 1 for n in t.shape)].data_ptr() + t.itemsize) for t in some]
         return call(self, *args, **options)
