@@ -49,10 +49,10 @@ class Peak:
     holding: dict[int, Node]
 
 
-def peak(graph: Graph) -> Peak:
+def peak(graph: Graph, among: Collection[int] | None = None) -> Peak:
     """Return the first point of :func:`walk_memory` at which the most bytes are live."""
     found = Peak(0, 0, {})
-    for place, (_, total, live) in enumerate(walk_memory(graph)):
+    for place, (_, total, live) in enumerate(walk_memory(graph, among)):
         if total > found.nbytes:
             found = Peak(place, total, dict(live))
     return found

@@ -136,7 +136,7 @@ def positions(g: Graph) -> tuple[dict[Node, int], Callable[[set[int], int, int],
     return at, lambda memory, low, high: any(low < i < high and memory & written for i, written in writers)
 
 
-def check_budget(name: str, budget: int | None) -> None:
+def check_budget(name: str, budget: int | None, option: str = "budget") -> None:
     """Raise ValueError unless ``budget`` is a number of bytes or None."""
     if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"{name}: budget is {budget!r}; wanted bytes, or None for no bound")
+        raise ValueError(f"{name}: {option} is {budget!r}; wanted bytes, or None for no bound")

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fquant import tree
-from fquant.compile import graph
+from fquant.compile import graph, liveness
 
 OPS = torch.ops._c10d_functional
 WAIT, GATHER = OPS.wait_tensor.default, OPS.all_gather_into_tensor.default
@@ -60,3 +60,22 @@ def written_under_way(captured):
         if any(graph.written_storages(node) & graph.storages(given) for node in nodes[place[name] : place[wait]]):
             return True
     return False
+
+
+def flights(captured):
+    """Return (issue, wait, bytes) of every transfer and gather, in order of issue."""
+    nodes = [node for node in captured.module.graph.nodes if graph.is_issue(node)]
+    return [(node, next(iter(node.users)), graph.nbytes(node.meta["val"])) for node in nodes]
+
+
+def check_order(captured):
+    """Check that each copy is issued before its wait, that no node writes its input between, and that memory counts."""
+    g = captured.module.graph
+    at = {node: i for i, node in enumerate(g.nodes)}
+    alive = [set(live) for _, _, live in liveness.walk_memory(g)]
+    for issue, wait, _ in flights(captured):
+        assert at[issue] < at[wait]
+        given = graph.all_storages(issue.all_input_nodes)
+        for node in list(g.nodes)[at[issue] : at[wait]]:
+            assert not graph.written_storages(node) & given
+            assert graph.storages(issue) | given <= alive[at[node]]

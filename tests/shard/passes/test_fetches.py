@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shard
-from fquant.compile import graph, liveness
+from fquant.compile import liveness
 from fquant.compile.trace import trace
 from fquant.device import HOST
 from shard.passes.deduplicate import deduplicate_gathers
@@ -19,7 +19,7 @@ from shard.transport.host import arrived, fetch
 from tests.helpers import ranks
 from tests.helpers.live_memory import Peak
 from tests.helpers.qlora_step import equal
-from tests.helpers.sharding.schedules import passed, places, run
+from tests.helpers.sharding.schedules import check_order, flights, passed, places, run
 
 pytestmark = pytest.mark.xdist_group("ranks")
 X = torch.arange(16.0).reshape(4, 4) / 16
@@ -42,12 +42,6 @@ def layers(x, **w):
 
 def four():
     return {"x": X} | {f"w{i}": torch.sin(X + i) for i in range(4)}
-
-
-def flights(captured):
-    """Return (issue, wait, bytes) of every fetch and gather, in order of issue."""
-    nodes = [n for n in captured.module.graph.nodes if graph.is_issue(n)]
-    return [(n, next(iter(n.users)), graph.nbytes(n.meta["val"])) for n in nodes]
 
 
 def ordered():
@@ -110,19 +104,6 @@ def program(draw):
     return f
 
 
-def check_order(captured, seed):
-    """Check that each copy is issued before its wait, that no node writes its input between, and that memory counts."""
-    g = captured.module.graph
-    at = {node: i for i, node in enumerate(g.nodes)}
-    alive = [set(live) for _, _, live in liveness.walk_memory(g)]
-    for issue, wait, _ in flights(captured):
-        assert at[issue] < at[wait], seed
-        given = graph.all_storages(issue.all_input_nodes)
-        for node in list(g.nodes)[at[issue] : at[wait]]:
-            assert not graph.written_storages(node) & given, seed
-            assert graph.storages(issue) | given <= alive[at[node]], seed
-
-
 def early(captured, plain):
     """Return the maximum bytes of fetches and gathers that are issued earlier than in ``plain``."""
     was, now = places(plain), places(captured)
@@ -147,7 +128,7 @@ def random_programs(count):
             scheduled = passed(plain, *passes)
             given = [t.clone() for t in args]
             assert equal((scheduled(*given), given), wanted), seed
-            check_order(scheduled, seed)
+            check_order(scheduled)
             joined += len(flights(plain)) > len(flights(scheduled))
         ahead = passed(plain, prefetch_gathers(depth, budget))
         assert budget is None or early(ahead, plain) <= budget, seed
@@ -159,5 +140,5 @@ def random_programs(count):
 
 
 def test_any_program():
-    ((moved, joined),) = ranks.run(1, random_programs, 120)
-    assert moved > 30 and joined > 30
+    ((moved, joined),) = ranks.run(1, random_programs, 60)
+    assert moved > 15 and joined > 15
