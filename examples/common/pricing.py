@@ -114,11 +114,12 @@ def price(
 
 def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:
     """Return every figure of a step as ``job`` has it, by name; none is derived from another. Times are in seconds."""
-    with shard.abstract_mesh(HOST, **axes) as mesh:
+    on = torch.device(device.type) if device else HOST
+    with shard.abstract_mesh(on, **axes) as mesh:
         args = arguments(job, mesh)
         options = args["setup"].capture()
         donated = written_over(args, options.pop("donate"))
-        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options)
+        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options, device=on)
         phases = _phases(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
         found = cost_of(captured)
         out: Figures = {("flops",): found.flops}
