@@ -2,8 +2,8 @@
 
     price(job, {"fsdp": 8}, device=DEVICES["h100"])    # a Price: bytes by kind, FLOPs, bytes moved and sent, seconds
 
-``training_step.train_step`` is traced whole on meta tensors over an abstract mesh, as the device runs it, and its graph
-is read (fquant.compile.cost for bytes, fquant.compile.roofline for seconds).
+``training_step.train_step`` is traced whole on meta tensors over an abstract mesh, as the device runs it. Bytes are
+read off its graph (fquant.compile.cost), and so are seconds (fquant.compile.roofline).
 
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
 of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind.
@@ -29,6 +29,7 @@ from fquant.compile.cost import Collective, ring
 from fquant.compile.cost import of as cost_of
 from fquant.compile.passes.donate import written_over
 from fquant.compile.roofline import Device, Prediction
+from fquant.device import HOST
 from fquant.format import Format
 from models import decoder
 from models.config import Config
@@ -113,11 +114,12 @@ def price(
 
 def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:
     """Return every figure of a step as ``job`` has it, by name; none is derived from another. Times are in seconds."""
-    with shard.abstract_mesh(**axes) as mesh:
+    on = torch.device(device.type) if device else HOST
+    with shard.abstract_mesh(on, **axes) as mesh:
         args = arguments(job, mesh)
         options = args["setup"].capture()
         donated = written_over(args, options.pop("donate"))
-        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options)
+        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options, device=on)
         phases = _phases(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
         found = cost_of(captured)
         out: Figures = {("flops",): found.flops}
@@ -184,9 +186,7 @@ def _seconds(captured: trace.Captured, phases: Mapping[Node, str], device: Devic
 def _memory(captured: trace.Captured, phases: Mapping[Node, str], device: Device | None) -> Figures:
     """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
-    paths = dict(
-        zip(captured.module.graph.nodes, captured.paths, strict=False)
-    )  # of the placeholders, which come first
+    paths = dict(zip(captured.module.graph.nodes, captured.paths, strict=False))  # of placeholders, which come first
     size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":

@@ -104,7 +104,7 @@ def kinds(rows: list[Row]) -> Table:
 def by_kind(x: Row) -> Mapping[str, float]:
     """Return the seconds of every kind, 0 of those that a step does not have."""
     assert x.price.predicted is not None
-    return dict.fromkeys(TIME, 0.0) | x.price.predicted.by_kind
+    return dict.fromkeys(TIME, 0.0) | dict(x.price.predicted.by_kind)
 
 
 def table(title: str, *names: str) -> Table:

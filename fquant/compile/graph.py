@@ -107,9 +107,13 @@ def read_nodes(node: Node) -> list[Node]:
     """Return the nodes whose memory a node reads; a wait reads the inputs of its collective or transfer too."""
     if not is_wait(node):
         return node.all_input_nodes
-    (issued,) = node.all_input_nodes
-    issue = issued.all_input_nodes[0] if issued.target is operator.getitem else issued
-    return [issued, *issue.all_input_nodes]
+    return [*node.all_input_nodes, *issue_of(node).all_input_nodes]
+
+
+def issue_of(wait: Node) -> Node:
+    """Return the node that issued the collective or transfer that ``wait`` waits for."""
+    (issued,) = wait.all_input_nodes
+    return issued.all_input_nodes[0] if issued.target is operator.getitem else issued
 
 
 def collective(node: Node) -> str | None:

@@ -1,13 +1,15 @@
-"""Roofline: the time of a captured graph on a device, from what each node computes and moves (Williams et al. 2009).
+"""The time of a captured graph on a device, by the roofline of each node.
 
-devices.py    peaks of cards, the shares of them that kernels reach, and measured figures of any other device
-work.py       what a node computes, moves and sends, by kind
-predict.py    the time of a graph, with collectives and copies beside it, and its limit
+    devices.py       peaks of cards, and the shares of them that kernels reach
+    nodes.py         what a node computes, moves and sends, by kind
+    prediction.py    the time of a graph, with collectives beside it, and its limit
+
+A roofline is the longer of two times: arithmetic, and memory traffic (Williams, Waterman and Patterson 2009).
 """
 
 from .devices import DEVICES, Device, Shares, measured, of
-from .predict import Prediction, Spent, limit, predict, walk
-from .work import ELEMENTWISE, KINDS, Work, scratch, seconds, traffic, work
+from .nodes import ELEMENTWISE, KINDS, Work, scratch, seconds, traffic, work
+from .prediction import Prediction, Spent, limit, predict, walk
 
 __all__ = [
     "DEVICES",

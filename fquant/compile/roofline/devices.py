@@ -6,9 +6,9 @@ on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
 
 No kernel reaches a peak. The shares of it are those of an H100, and other cards are assumed to reach the same:
 
-    products    0.72 of 989 TFLOP/s: bfloat16 products of a decoder's sizes; 8192 cubed reached 0.81 (and 0.80 on an H200)
+    products    0.72 of 989 TFLOP/s: bfloat16 products of a decoder's sizes; 8192 cubed reached 0.81, on an H200 0.80
     attention   0.55 of 989 TFLOP/s: published, for rows of thousands of tokens
-    memory      0.85 of 3.35 TB/s: elementwise chains; a copy reached 0.90 (and 0.90 of 4.8 TB/s on an H200)
+    memory      0.85 of 3.35 TB/s: elementwise chains; a copy reached 0.90, on an H200 0.90 of 4.8 TB/s
     links       0.80 of NVLink and 0.86 of PCIe: published, for messages of many MB
 
 ``LAUNCH`` and ``LATENCY`` are estimates: a kernel of a recorded CUDA graph, and a collective of few bytes.

@@ -1,7 +1,7 @@
 """The work of a node: what it computes, moves and sends, by kind.
 
-A node is one piece of work or two. A product with a packed weight of more than ``FEW`` rows decodes the weight to a slab
-of ``SLAB`` bytes at a time, and multiplies with it. Up to ``FEW`` rows one kernel reads the packed bytes and decodes in
+A node is one piece of work or two. A product of more than ``FEW`` rows decodes a packed weight to ``SLAB`` bytes at a
+time, and multiplies with this slab. Up to ``FEW`` rows one kernel reads the packed bytes and decodes in
 registers (fquant/kernels/triton). A slab that the last cache holds, with a fifth to spare, moves no memory. On the host
 pieces stay in a nearer cache.
 
@@ -32,7 +32,6 @@ LOSS, NORM, ELEMENTWISE, LAUNCH, COLLECTIVE, COPY = (
 )  # fmt: skip
 KINDS = (PRODUCT, THIN_PRODUCT, DECODE, ATTENTION, NORM, ELEMENTWISE, LOSS, LAUNCH, COLLECTIVE, COPY)
 
-_TRANSFERS = {"fquant.fetch.default": "fetch", "fquant.stash.default": "stash"}
 _PACKED = ("fquant.matmul", "fquant.matmul_t", "fquant.grouped_matmul", "fquant.grouped_matmul_t")
 _TABLES = ("aten.embedding", "aten.index", "aten.index_select", "aten.gather")
 _ATTENTION = ("fquant.attention", "fquant.cached_attention", "aten._scaled_dot_product", "aten._flash_attention")
@@ -76,7 +75,7 @@ def work(node: Node, device: Device) -> tuple[Work, ...]:
         return ()
     if (name := graph.collective(node)) is not None:
         return (_collective(name, node),)
-    if transfer(node) is not None:
+    if graph.transfer(node) is not None:
         return (Work(COPY, sent=_nbytes(graph.tensors(node)), launches=0),)
     name, counted = str(getattr(node.target, "overloadpacket", node.target)), flops(node)
     moved = sum(traffic(node))
@@ -89,11 +88,6 @@ def work(node: Node, device: Device) -> tuple[Work, ...]:
         return (Work(kind, counted, _dtype(node), moved=moved),)
     kind = next((kind for start, kind in _NAMED.items() if name.startswith(start)), ELEMENTWISE)
     return (Work(kind, moved=moved),)
-
-
-def transfer(node: Node) -> str | None:
-    """Return the copy that a node issues, "fetch" to a device or "stash" to the host; None if it issues none."""
-    return _TRANSFERS.get(str(node.target))
 
 
 def traffic(node: Node) -> tuple[int, int]:

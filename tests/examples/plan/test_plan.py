@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 
 import shard
-from examples import plan
 from examples.common import command_line, pricing, training_step
 from examples.common.command_line import axes_in
-from examples.common.pricing import Job, Price, price
+from examples.common.pricing import Job, price
 from examples.data import dataset as data
-from examples.plan import DEVICES, bound
+from examples.plan import cli as plan
+from examples.plan import tables
+from examples.plan.cli import bound
 from examples.qlora import measure, train
 from examples.qlora.options import Options
 from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
+from fquant.compile.roofline import DEVICES
 from models import decoder
 from models.config import Config
 from models.hf.config import to_hf
@@ -209,7 +211,7 @@ def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F
     price = json.loads(capsys.readouterr().out)["price"]
     sent = sum(c["sent"] for c in price["collectives"])
     assert (sent > 0) == (size > 1)
-    planned = sum(price[kind] for kind in plan.KINDS)
+    planned = sum(price[kind] for kind in tables.MEMORY)
     for wire, measured, predicted in found:
         assert wire == sent
         assert abs(predicted - measured) <= 0.1 * measured and abs(planned - measured) <= 0.1 * measured
@@ -247,17 +249,22 @@ def test_rows(folder, capsys, alone, meshes):
     for x, mesh in zip(found, meshes, strict=True):
         axes = axes_in(mesh)
         assert (x["mesh"], x["ranks"], x["fits"]) == (mesh, math.prod(axes.values()), True)
-        want = price(job, axes)
+        want = price(job, axes, device=DEVICES["l4"])
         assert x["price"] == json.loads(json.dumps(dataclasses.asdict(want)))
         least = bound(DEVICES["l4"], want.flops, want.read + want.written, want.sent)
         assert x["bound"] == dataclasses.asdict(least)
-        assert x["tokens_per_second"] == pytest.approx(64 * x["ranks"] / max(x["bound"].values()))
+        tokens = 64 * x["ranks"]
+        assert want.predicted is not None
+        assert (x["seconds"], x["share"]) == (want.predicted.seconds, want.predicted.share)
+        assert x["tokens_per_second"] == pytest.approx(tokens / x["seconds"])
+        assert x["tokens_per_second_limit"] == pytest.approx(tokens / want.predicted.limit)
+        assert x["tokens_per_second_bound"] == pytest.approx(tokens / max(x["bound"].values()))
 
 
 @pytest.mark.slow
 def test_what_fits(folder, capsys, alone):
     (x,) = run(capsys, "--model", folder, "--device", "l4")
-    peak = sum(x["price"][kind] for kind in plan.KINDS)
+    peak = sum(x["price"][kind] for kind in tables.MEMORY)
     there = DEVICES["l4"].memory
     for reserve, fits in (((there - peak) / 2**30 - 1e-6, True), ((there - peak) / 2**30 + 1e-6, False)):
         assert run(capsys, "--model", folder, "--device", "l4", "--reserve", reserve)[0]["fits"] == fits
@@ -276,9 +283,9 @@ def test_bound():
 
 
 def test_bar_is_the_device():
-    p = Price(6 << 30, 1 << 30, 2 << 30, 3 << 30, 4 << 30, "head", 0, 0, 0, ())
-    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 24)).plain.count("█") == plan.WIDTH * 16 // 24
-    assert plan.bar(p, dataclasses.replace(DEVICES["l4"], memory=2**30 * 8)).plain == "█" * plan.WIDTH
+    parts = dict(zip(tables.MEMORY.values(), (6, 1, 2, 3, 4), strict=True))
+    assert tables.bar(parts, 24).plain.count("█") == tables.WIDTH * 16 // 24
+    assert tables.bar(parts, 8).plain == "█" * tables.WIDTH
 
 
 BAD = {
@@ -287,6 +294,7 @@ BAD = {
     "--mesh fsdp=2 tp=2": "mesh axis 'tp' is unknown; wanted some of dp, fsdp",
     "--mesh fsdp=0": "size 0",
     "--device h300": "--device h300 is unknown; wanted one of b200, h200",
+    "--plot nowhere/x.png": "--plot nowhere/x.png: its folder does not exist; make it",
     "--targets q,z": "--targets: 'z' is no weight",
     "--block 48": "block is 48",
     "--block 128": "layers.0.q: dim 1 = 64 is not a multiple of nf4_dq's block 128; use --block 64",

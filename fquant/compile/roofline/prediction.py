@@ -3,7 +3,7 @@
     found = predict(captured.module.graph, DEVICES["h100"])
     found.seconds, found.share, found.by_kind
 
-Each node takes the longest of arithmetic and memory (work.py), and nodes run one after another. A collective or a copy
+Each node takes the longest of arithmetic and memory (nodes.py), and nodes run one after another. A collective or a copy
 runs beside them from its issue to its wait, on a stream of its own for each of three: collectives, copies to the
 device, and copies to the host. The wait takes what is left then, which is *exposed*. ``serial`` is the time without
 such overlap.
@@ -15,7 +15,6 @@ Not counted: waves of thread blocks that leave multiprocessors idle, contention 
 that sink under load.
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from torch.fx import Graph, Node
 
 from .. import graph as graphs
 from .devices import Device
-from .work import ATTENTION, COLLECTIVE, COPY, LAUNCH, PRODUCT, THIN_PRODUCT, Work, transfer, work
+from .nodes import ATTENTION, COLLECTIVE, COPY, LAUNCH, PRODUCT, THIN_PRODUCT, Work, work
 
 COMPUTED = (PRODUCT, THIN_PRODUCT, ATTENTION)  # of which the limit is the sum
 
@@ -79,14 +78,14 @@ def walk(graph: Graph, device: Device) -> Iterator[Spent]:
     now, free, done = 0.0, dict[str, float](), dict[Node, tuple[str, float]]()
     for node in graph.nodes:
         if graphs.is_wait(node):
-            kind, end = done.pop(_issue(node), (COLLECTIVE, now))
+            kind, end = done.pop(graphs.issue_of(node), (COLLECTIVE, now))
             exposed, now = max(0.0, end - now), max(now, end)
             yield Spent(node, kind, exposed)
             continue
         for part in work(node, device):
             seconds = part.seconds(device)
             if part.kind in (COLLECTIVE, COPY):
-                stream = transfer(node) or part.kind
+                stream = graphs.transfer(node) or part.kind
                 free[stream] = max(now, free.get(stream, 0.0)) + seconds
                 done[node] = part.kind, free[stream]
                 yield Spent(node, part.kind, 0.0, serial=seconds)
@@ -98,12 +97,6 @@ def walk(graph: Graph, device: Device) -> Iterator[Spent]:
     for node, (kind, end) in done.items():  # a stash that nothing waits for
         yield Spent(node, kind, max(0.0, end - now))
         now = max(now, end)
-
-
-def _issue(wait: Node) -> Node:
-    """Return the node that issued what ``wait`` waits for."""
-    (issued,) = wait.all_input_nodes
-    return issued.all_input_nodes[0] if issued.target is operator.getitem else issued
 
 
 def _limit(part: Work, device: Device) -> float:

@@ -1,0 +1,142 @@
+"""The work of nodes equals what is counted by hand: FLOPs, bytes, decoded values, slabs and launches."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fquant import NF4, linear, quantize, tree
+from fquant.compile.roofline import DEVICES, Work, scratch, seconds, traffic, work
+from fquant.compile.roofline.nodes import (
+    ATTENTION,
+    COPY,
+    DECODE,
+    ELEMENTWISE,
+    FEW,
+    LOSS,
+    NORM,
+    PRODUCT,
+    SLAB,
+    THIN_PRODUCT,
+)
+from fquant.compile.trace import trace
+from fquant.device import HOST
+from fquant.kernels.ops.attention import attention
+from fquant.kernels.ops.nll import nll
+from fquant.kernels.ops.norm import rms_norm
+from shard.transport.host import arrived, fetch
+from tests.helpers.arrays import named
+
+H100, L4 = DEVICES["h100"], DEVICES["l4"]
+CPU = dataclasses.replace(H100, type=HOST.type)
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def meta(*shape, dtype=F32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def nodes(f, *args):
+    """Return the calls of a captured graph that are work."""
+    captured = trace(lambda args: f(*args), args)
+    return [node for node in captured.module.graph.nodes if work(node, H100)]
+
+
+def only(f, *args):
+    (node,) = nodes(f, *args)
+    return node
+
+
+def ids(n):
+    return torch.empty(n, dtype=torch.int64, device="meta")
+
+
+def rounded(*shape):
+    return meta(*shape, dtype=BF16)
+
+
+A, B, C, R = 256, 512, 1024, 16  # sides
+SQUARE, BIG, LOW = A * A, A * B, 2 * A * B * R  # elements, elements, FLOPs
+THIN = 4 * (BIG + B * R + A * R)  # bytes
+ROWS = 2 * 4 * 7 * 64 + 8 * 7  # bytes of seven rows, read and written, and of their numbers
+CASES = {
+    "product": (torch.mm, (meta(A, B), meta(B, C)), Work(PRODUCT, 2 * A * B * C, F32, moved=4 * (BIG + B * C + A * C))),
+    "bf16": (torch.mm, (rounded(A, B), rounded(B, A)), Work(PRODUCT, 2 * BIG * A, BF16, moved=2 * (2 * BIG + SQUARE))),
+    "thin": (torch.mm, (meta(A, B), meta(B, R)), Work(THIN_PRODUCT, LOW, F32, moved=THIN)),
+    "its gradient": (lambda g, x: g.mT @ x, (meta(A, R), meta(A, B)), Work(THIN_PRODUCT, LOW, F32, moved=THIN)),
+    "sine": (torch.sin, (meta(100, 50),), Work(ELEMENTWISE, moved=2 * 4 * 5000)),
+    "broadcast": (lambda x: x.expand(100, 50).sin(), (meta(50),), Work(ELEMENTWISE, moved=4 * (50 + 5000))),
+    "chain": (lambda x, y: (x + y) * x - 1.0, (meta(100, 50), meta(100, 50)), Work(ELEMENTWISE, moved=3 * 4 * 5000)),
+    "rows of a table": (lambda w, i: w[i], (meta(1000, 64), ids(7)), Work(ELEMENTWISE, moved=ROWS)),
+    "embedding": (lambda w, i: F.embedding(i, w), (meta(1000, 64), ids(7)), Work(ELEMENTWISE, moved=ROWS)),
+    "attention": (
+        lambda q, k: attention(q, k, k)[0],
+        (rounded(1, 4, 8, 16), rounded(1, 2, 8, 16)),
+        Work(ATTENTION, 4 * 4 * 16 * 36, BF16, moved=2 * (512 + 256 + 512) + 4 * 32),
+    ),
+    "norm": (lambda x, w: rms_norm(x, w, 1e-5)[0], (meta(8, 16), meta(16)), Work(NORM, moved=4 * (256 + 16 + 8))),
+    "loss": (lambda x, t: nll(x, t, -100), (meta(8, 16), ids(8)), Work(LOSS, moved=4 * 128 + 8 * 8 + 4 * 8)),
+    "fetch": (lambda x: arrived(fetch(x, HOST)), (meta(100),), Work(COPY, sent=400, launches=0)),
+}
+
+
+@named("name", CASES)
+def test_counted_by_hand(name):
+    f, args, wanted = CASES[name]
+    node = only(f, *args)
+    assert work(node, H100) == (wanted,)
+    assert seconds(node, H100) == wanted.seconds(H100) + wanted.launches * H100.launch
+
+
+def test_views_and_arguments_take_nothing():
+    captured = trace(lambda x: x.mT[:5].reshape(5, -1), meta(10, 20))
+    assert [node for node in captured.module.graph.nodes if work(node, H100) and node.op != "call_function"] == []
+    assert seconds(next(iter(captured.module.graph.nodes)), H100) == 0
+
+
+def test_what_is_written_over_is_written():
+    captured = trace(lambda args: tree.map(lambda m, g: 0.9 * m + g, *args), ({"a": meta(100)}, {"a": meta(100)}))
+    free = [traffic(n) for n in captured.module.graph.nodes if work(n, H100)]
+    given = ({"a": meta(100)}, {"a": meta(100)})
+    over = trace(lambda args: tree.map(lambda m, g: 0.9 * m + g, *args), given, {id(given[0]["a"])})
+    kept = [traffic(n) for n in over.module.graph.nodes if work(n, H100)]
+    assert free == kept == [(800, 400)]
+
+
+# --- packed weights ---------------------------------------------------------------------------------------------------
+
+OUT, WIDTH = 16384, 4096  # 128 MiB in bf16: four slabs
+NUM = OUT * WIDTH
+CODES = NUM // 2 + NUM // 64 * 4
+
+
+def product(rows):
+    """Return the node of a product with a packed weight."""
+    w = tree.map(lambda t: t.to("meta"), quantize(torch.zeros(64, 64, dtype=BF16), NF4))
+    codes, scale = meta(OUT, WIDTH // 2, dtype=torch.uint8), meta(OUT, WIDTH // 64)
+    w = dataclasses.replace(w, codes=codes, scale=scale, shape=(OUT, WIDTH))
+    return only(linear, meta(rows, WIDTH, dtype=BF16), w)
+
+
+def test_few_rows_read_packed_bytes():
+    moved = CODES + 2 * FEW * (OUT + WIDTH)
+    assert work(product(FEW), H100) == (Work(PRODUCT, 2 * FEW * NUM, BF16, NUM, moved),)
+    assert scratch(product(FEW), H100) == 0
+
+
+@pytest.mark.parametrize(("device", "moves", "slabs"), [(H100, 0, 4), (L4, 2 * NUM, 4), (CPU, 0, 1)], ids=str)
+def test_many_rows_decode_a_slab(device, moves, slabs):
+    """The L4 here has too little cache for a slab."""
+    device = dataclasses.replace(device, cache=32 << 20) if device is L4 else device
+    node, x = product(1000), 2 * 1000 * WIDTH
+    decode, multiply = work(node, device)
+    assert decode == Work(DECODE, decoded=NUM, moved=CODES + moves, launches=slabs)
+    moved = x * slabs + 2 * 1000 * OUT + moves
+    assert multiply == Work(PRODUCT, 2 * 1000 * NUM, BF16, moved=moved, launches=slabs)
+    assert scratch(node, device) == (SLAB if device is not CPU else 0)
+
+
+def test_rows_and_slabs_are_those_of_the_kernels():
+    gemm = pytest.importorskip("fquant.kernels.triton.gemm", exc_type=ImportError)
+    assert (FEW, SLAB) == (gemm.FEW, gemm.TILE)
