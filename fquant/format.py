@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .device import HOST
 from .tree import at, expect, value
 
 CODES = 256  # vectors in a stage: the code of a vector is a byte
@@ -137,7 +138,7 @@ def _dynamic_map() -> tuple[float, ...]:
     """Return the signed dynamic map: each decade of 1e-6 .. 1 has twice as many values as the one before."""
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device=HOST)
         middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
         values += middles.tolist() + (-middles).tolist()
     return tuple(sorted(values))
@@ -159,7 +160,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def _e4m3() -> tuple[float, ...]:
     """Return the value of each byte of torch.float8_e4m3fn; 0x7f and 0xff are NaN."""
-    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(256, dtype=torch.uint8, device=HOST)
     return _with_one_nan(codes.view(torch.float8_e4m3fn).double().tolist())
 
 

@@ -1,7 +1,7 @@
 """Lazy leaves: tensors or nodes that have not been read yet.
 
-Verbs pass over a Lazy, an opaque leaf: quantising one gives a Lazy that reads and quantises. So a model that does not
-fit on any device is quantised, placed and sharded one tensor at a time.
+Verbs pass over a Lazy, an opaque leaf: quantising one gives a Lazy that reads and quantises, on the device to which it
+reads. So a model that does not fit on any device is quantised, placed and sharded one tensor at a time.
 """
 
 import hashlib
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from . import tree
+from .device import HOST
 
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A tensor or node that ``read()`` loads; ``like`` is the same with meta tensors.
+    """A tensor or node that ``read()`` loads to ``device``; ``like`` is the same with meta tensors.
 
     ``stamp()`` is a short text that identifies the content of the source; ranks that read parts of it compare it.
     ``rows(slice)`` reads some rows of a tensor; with it ``quantize`` needs memory of a few rows beside its result.
@@ -28,6 +29,7 @@ class Lazy:
     stamp: Callable[[], str] = str
     rows: Callable[[slice], Any] | None = None
     parts: "tuple[Lazy, ...]" = ()
+    device: torch.device = HOST
 
 
 def map(f: Callable[[Any], Any], x: Lazy) -> Lazy:
@@ -56,7 +58,7 @@ def stack(parts: Sequence[Lazy]) -> Lazy:
         return out
 
     like = tree.map(lambda t: t.new_empty(len(parts), *t.shape), first)
-    return Lazy(read, like, lambda: _stamp(parts), parts=tuple(parts))
+    return Lazy(read, like, lambda: _stamp(parts), parts=tuple(parts), device=parts[0].device)
 
 
 def concatenate(parts: Sequence[Lazy], join: Callable[[list[Any]], Any] = torch.cat) -> Lazy:
@@ -70,7 +72,8 @@ def concatenate(parts: Sequence[Lazy], join: Callable[[list[Any]], Any] = torch.
     if len(kinds) != 1:
         raise ValueError(f"tensors of rows have {sorted(repr(kind) for kind in kinds)}, want one dtype and width")
     like = join([part.like for part in parts])
-    return Lazy(lambda: join([part.read() for part in parts]), like, lambda: _stamp(parts))
+    read = lambda: join([part.read() for part in parts])
+    return Lazy(read, like, lambda: _stamp(parts), device=parts[0].device)
 
 
 def _stamp(parts: Sequence[Lazy]) -> str:

@@ -37,15 +37,17 @@ from torch import Tensor
 from . import lazy, tree
 from .autodiff import is_mapped
 from .communication import Loadable
+from .device import HOST
 from .format import Format
 from .kernels import packed_ops
-from .kernels.dispatch import empty
+from .kernels.dispatch import empty, has_no_values
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
 from .quantizers import additive_quantization, round_to_nearest, tiny_blocks
 from .tree import expect, node, static
 
-PIECE = 1 << 20  # bytes of the rows that are read at a time
+PIECE = 1 << 20  # bytes of the rows that are read at a time to the host
+LARGE_PIECE = 64 << 20  # and to a device, where a small op takes as long as its launch
 LARGEST_SUM = 64.0  # of learned vectors, and more than that of a table without values
 
 
@@ -152,9 +154,9 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
     """Quantise a Lazy matrix that reads rows, a few at a time, to the same bytes."""
     assert w.rows is not None
     like = w.like
-    count, step = like.shape[0], max(1, PIECE // max(1, like[:1].nbytes))
+    count, step = like.shape[0], max(1, (PIECE if w.device == HOST else LARGE_PIECE) // max(1, like[:1].nbytes))
     # Made before any piece: results of pieces between their temporaries would leave holes in the heap.
-    whole = [empty(t.shape, t.dtype) for t in tree.leaves(quantize(like, format.plain))]
+    whole = [empty(t.shape, t.dtype, w.device) for t in tree.leaves(quantize(like, format.plain))]
     for i in range(0, count, step):
         some = slice(i, min(i + step, count))
         try:
@@ -173,7 +175,7 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
 def _mean(w: Tensor) -> Tensor:
     """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32."""
     mean = w.float().mean()
-    return mean if mean.is_meta or bool(mean.isfinite()) else w.double().mean().float()
+    return mean if has_no_values(mean) or bool(mean.isfinite()) else w.double().mean().float()
 
 
 def _check_range(p: Packed, scale: float) -> None:
@@ -204,7 +206,7 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
 
 
 def _decoded(scale: Packed) -> Tensor:
-    return scale.codes.new_empty(scale.shape, dtype=torch.float32) if scale.codes.is_meta else dequantize(scale)
+    return scale.codes.new_empty(scale.shape, dtype=torch.float32) if has_no_values(scale.codes) else dequantize(scale)
 
 
 @overload
@@ -240,13 +242,13 @@ def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
     fits = shape in (wanted, wanted[-1:]) and importance.is_floating_point() and importance.device == w.device
     got = f"importance: got {_name(importance.dtype)} {shape} on {importance.device}"
     expect(fits, f"{got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
-    fits = importance.is_meta or bool((importance.isfinite() & (importance >= 0)).all() & (importance > 0).any())
+    fits = has_no_values(importance) or bool((importance.isfinite() & (importance >= 0)).all() & (importance > 0).any())
     expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
 def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float:
     """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite."""
-    if absmax.is_meta:
+    if has_no_values(absmax):
         return 0.0
     if math.isfinite(top := float(absmax.max())):  # NaN exceeds all: one pass, because small ops take long to start
         return top

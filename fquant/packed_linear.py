@@ -23,6 +23,7 @@ from .adapted.merge_aware import StraightThrough
 from .adapted.nodes import Adapted, Lora, Scaled, scaling
 from .autodiff import to_front
 from .communication import LookedUpRows
+from .device import HOST
 from .kernels import dispatch, packed_ops
 from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
@@ -175,7 +176,7 @@ def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
 def _has_few_rows(x: Tensor, w: Tensor) -> bool:
     """Return True for few rows and a large weight on a CPU without derivatives, for which torch is slow."""
     rows = math.prod(x.shape[:-1])
-    if not (0 < rows <= FEW_ROWS and w.numel() >= LARGE and x.dtype is w.dtype and x.device.type == "cpu"):
+    if not (0 < rows <= FEW_ROWS and w.numel() >= LARGE and x.dtype is w.dtype and x.device == HOST):
         return False
     recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     return not (recorded or _is_transformed()) and w.shape[1] % 64 == 0
@@ -283,7 +284,7 @@ def _check_tokens(tokens: Tensor, shape: tuple[int, ...]) -> None:
         raise TypeError(f"embedding got tokens of {got}; wanted int64 or int32, use tokens.long()")
     if len(shape) != 2:
         raise ValueError(f"embedding got a weight of shape {shape}; wanted [vocab dim]")
-    if tokens.device.type == "cpu" and dispatch.is_direct(tokens) and tokens.numel():
+    if tokens.device == HOST and dispatch.is_direct(tokens) and tokens.numel():
         least, most = (int(t) for t in tokens.aminmax())
         wrong = least if least < 0 else most
         if not 0 <= wrong < shape[0]:

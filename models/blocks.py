@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fquant.autodiff import is_mapped, layers
+from fquant.device import HOST
 
 from .reference_gradient import at_least_float32
 from .swiglu import gated
@@ -94,6 +95,6 @@ def check_range(name: str, ids: Tensor, size: int, ignore: int | None = None) ->
 
 def _is_readable(t: Tensor) -> bool:
     """Return True if the values of ``t`` can be read at no cost and without entering a graph."""
-    if t.device.type != "cpu" or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+    if t.device != HOST or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return not is_mapped(t) and type([*layers(t)][-1]) is Tensor

@@ -1,15 +1,15 @@
 """The cost of one training step on one rank of a mesh, found without weights and without the mesh.
 
-    price(job, {"fsdp": 8})     # a Price: bytes by kind, FLOPs, bytes moved and sent
+    price(job, {"fsdp": 8}, device=DEVICES["h100"])    # a Price: bytes by kind, FLOPs, bytes moved and sent, seconds
 
-``training_step.train_step`` is traced whole on meta tensors over an abstract mesh, and its graph is read
-(fquant.compile.cost).
+``training_step.train_step`` is traced whole on meta tensors over an abstract mesh, as the device runs it, and its graph
+is read (fquant.compile.cost for bytes, fquant.compile.roofline for seconds).
 
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
-of each phase and op is extrapolated, and the highest is the peak of the step.
+of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind.
 
-*Left out* are the libraries' own memory and the scratch memory of kernels. The trace is for the CPU, where attention is
-one op. A node that reads a few rows of a table, an embedding say, counts as if it read the whole table.
+*Counted* as memory are all tensors of the graph, and on a GPU the slab that a packed weight is decoded to. *Left out*
+are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan.
 """
 
 import dataclasses
@@ -24,10 +24,11 @@ from torch.fx import Node
 
 import shard
 from fquant import lora, optim
-from fquant.compile import graph, liveness, trace
-from fquant.compile.cost import Collective
+from fquant.compile import graph, liveness, roofline, trace
+from fquant.compile.cost import Collective, ring
 from fquant.compile.cost import of as cost_of
 from fquant.compile.passes.donate import written_over
+from fquant.compile.roofline import Device, Prediction
 from fquant.format import Format
 from models import decoder
 from models.config import Config
@@ -39,7 +40,9 @@ from .training_step import Checkpoint, Setup, initial, train_step
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
 
-Figures = dict[tuple[str, ...], int]
+UPDATE, OPTIMISER = "update", "optimiser"
+
+Figures = dict[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Price:
     read: int
     written: int
     collectives: tuple[Collective, ...]
+    predicted: Prediction | None = None  # seconds, on a device
 
     @property
     def peak(self) -> int:
@@ -89,12 +93,17 @@ class Price:
         return sum(c.sent for c in self.collectives)
 
 
-def price(job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: None) -> Price:
-    """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces."""
+def price(
+    job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: None, device: Device | None = None
+) -> Price:
+    """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces.
+
+    Seconds are those of a rank on ``device``. Without one, the step is that of the host, and no time is predicted.
+    """
     layers = job.cfg.num_layers
     found = []
     for size in (FEW, FEW + 1) if layers > FEW + 1 else (layers,):
-        found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes))
+        found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
         done()
     few, more = found[0], found[-1]
     if few.keys() != more.keys():
@@ -102,18 +111,19 @@ def price(job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: N
     return total({name: few[name] + (layers - FEW) * (more[name] - few[name]) for name in few})
 
 
-def figures(job: Job, axes: Mapping[str, int]) -> Figures:
-    """Return every figure of a step as ``job`` has it, by name; none is derived from another."""
+def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:
+    """Return every figure of a step as ``job`` has it, by name; none is derived from another. Times are in seconds."""
     with shard.abstract_mesh(**axes) as mesh:
         args = arguments(job, mesh)
         options = args["setup"].capture()
         donated = written_over(args, options.pop("donate"))
         captured = trace.trace(partial(trace.apply, train_step), args, donated, **options)
+        phases = _phases(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
         found = cost_of(captured)
-        out: Figures = {("flops",): found.flops, ("read",): found.read, ("written",): found.written}
+        out: Figures = {("flops",): found.flops}
         for c in found.collectives:
             out |= {(c.name, str(c.ranks), "count"): c.count, (c.name, str(c.ranks), "payload"): c.payload}
-    return out | _memory(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
+        return out | _traffic(captured) | _memory(captured, phases, device) | _seconds(captured, phases, device)
 
 
 def total(found: Figures) -> Price:
@@ -124,11 +134,12 @@ def total(found: Figures) -> Price:
     collectives = []
     for name, ranks, _ in (name for name in found if name[-1] == "count"):
         payload, n = found[name, ranks, "payload"], int(ranks)
-        sent = (2 if name == "all_reduce" else 1) * payload * (n - 1) // n
-        collectives.append(Collective(name, "", n, found[name, ranks, "count"], payload, sent))
+        collectives.append(Collective(name, "", n, found[name, ranks, "count"], payload, ring(name, payload, n)))
     counts = {name: found[name,] for name in ("flops", "read", "written")}
-    rest = peak - gathered - sum(kinds.values())
-    return Price(**kinds, **counts, gathered=gathered, activations=rest, phase=where[0], collectives=tuple(collectives))
+    kinds |= {"gathered": gathered, "activations": peak - gathered - sum(kinds.values())}
+    seconds = {name[1]: each for name, each in found.items() if name[0] == "seconds"}
+    predicted = Prediction(seconds, found["serial",], found["limit",]) if seconds else None
+    return Price(**kinds, **counts, phase=where[0], collectives=tuple(collectives), predicted=predicted)
 
 
 def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
@@ -150,34 +161,62 @@ def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
         }
 
 
-def _memory(captured: trace.Captured, leaves: int, num_layers: int) -> Figures:
+def _traffic(captured: trace.Captured) -> Figures:
+    """Return the bytes that all nodes but views read and write."""
+    nodes = captured.module.graph.nodes
+    working = [node for node in nodes if node.op == "call_function" and not graph.is_view(node)]
+    read, written = (sum(each) for each in zip(*map(roofline.traffic, working), strict=True))
+    return {("read",): read, ("written",): written}
+
+
+def _seconds(captured: trace.Captured, phases: Mapping[Node, str], device: Device | None) -> Figures:
+    """Return the seconds by kind, of which those of the update are the optimiser's, serial and at the limit."""
+    if device is None:
+        return {}
+    rename = lambda node, kind: OPTIMISER if kind == roofline.ELEMENTWISE and phases.get(node) == UPDATE else kind
+    found = roofline.predict(captured.module.graph, device, rename)
+    return {("seconds", kind): each for kind, each in found.by_kind.items()} | {
+        ("serial",): found.serial,
+        ("limit",): found.limit,
+    }
+
+
+def _memory(captured: trace.Captured, phases: Mapping[Node, str], device: Device | None) -> Figures:
     """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
-    nodes = list(captured.module.graph.nodes)
-    paths = dict(zip(nodes, captured.paths, strict=False))  # of the placeholders, which come first
-    phase, phases = "start", _phases(nodes, paths, leaves, num_layers)
+    paths = dict(zip(captured.module.graph.nodes, captured.paths, strict=False))  # of the placeholders, which come first
     size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":
             for kind, prefix in KINDS.items():
                 out[kind,] = size(alive, lambda by, prefix=prefix: paths.get(by, "").startswith(prefix))
             continue
-        phase = phases.get(node, phase)
-        where = (phase, str(node.target))
+        where = (phases[node], str(node.target))
+        now += roofline.scratch(node, device) if device else 0
         if now > out.get(("peak", *where), 0):
             out["peak", *where] = now
             out["gathered", *where] = size(alive, lambda by: graph.collective(by) == "all_gather")
     return out
 
 
-def _phases(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: int) -> dict[Node, str]:
+def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
+    """Return the phase of every node that is no argument."""
+    nodes, phase, out = list(captured.module.graph.nodes), "start", dict[Node, str]()
+    begin = _begin(nodes, dict(zip(nodes, captured.paths, strict=False)), leaves, num_layers)
+    for node in nodes:
+        if node.op != "placeholder":
+            out[node] = phase = begin.get(node, phase)
+    return out
+
+
+def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: int) -> dict[Node, str]:
     """Return the nodes that begin a phase: a layer begins when its bytes have arrived, in the forward and backward.
 
     The update begins with the reduction over ranks, which concatenates all gradients.
     """
     paths = dict(inputs)
     summed = next(n for n in nodes if n.target is torch.ops.aten.cat.default and len(n.all_input_nodes) > leaves)
-    out = {min(summed.all_input_nodes, key=nodes.index): "update"}
+    out = {min(summed.all_input_nodes, key=nodes.index): UPDATE}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}
     forward = True
     for node in nodes:

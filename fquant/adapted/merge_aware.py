@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .. import tree
 from ..autodiff import forward_mode, to_front
+from ..device import HOST
 from ..format import read
 from ..kernels import packed_ops
 from ..kernels.registry import register
@@ -86,7 +87,7 @@ def add_update(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
 
 def _rows(device: torch.device, width: int) -> int:
     """Return the number of rows of a piece; a GPU, which has to be kept busy, takes larger ones."""
-    return max(1, (PIECE if device.type == "cpu" else PIECE << 6) // max(1, width))
+    return max(1, (PIECE if device == HOST else PIECE << 6) // max(1, width))
 
 
 def pack_sum(base: Packed, a: Tensor, b: Tensor, s: float) -> Packed:

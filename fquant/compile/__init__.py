@@ -2,6 +2,7 @@
 
     jit.py          the cache of traces, and the call that a user makes
     trace.py        a function of trees as one torch.fx graph, on fake tensors
+    retarget.py     the graph on another device, on a machine with or without that
     guards.py       what a trace is valid for; closure.py and user_code.py: Python values that the function closes over
     fake_tensor.py  corrects torch's fake tensors; errors.py names the cause of a failed trace
     graph.py        what nodes read, write and share; liveness.py: how long memory is held

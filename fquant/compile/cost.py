@@ -25,6 +25,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ..device import HOST
 from . import collective_check, graph, liveness, trace
 from .passes.donate import written_over
 
@@ -77,15 +78,18 @@ def cost(
     passes: Sequence[graph.Pass] = (),
     recompute: bool = True,
     fuse: bool = True,
+    device: torch.device | str = HOST,
     **kwargs: Any,
 ) -> Cost:
     """Return the cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
 
-    Tensors may be real, fake or of the device meta. Raises the errors of a capture.
+    Tensors may be real, fake or of the device meta. The cost is that on ``device``, wherever they are, and whether the
+    machine has such a device or not. Raises the errors of a capture.
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
     call = functools.partial(trace.apply, fn)
-    return of(trace.trace(call, bound, written_over(bound, donate), passes, recompute, fuse))
+    donated, on = written_over(bound, donate), torch.device(device)
+    return of(trace.trace(call, bound, donated, passes, recompute, fuse, device=on))
 
 
 def of(captured: trace.Captured) -> Cost:

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from .. import tree
+from ..device import HOST
 from . import graph as graphs
 
 Donations = Mapping[int, str]  # positions of the tensors that results take over, and "a.w was donated to step(...)"
 _TAKEN = "and its memory holds a result now"
 _FAILED = "which failed after it may have written a result there"
 _FIX = "keep a copy (tree.map(torch.clone, x)) before the call, or do not donate it"
-_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
+_EMPTY = torch.empty(0, dtype=torch.float32, device=HOST)
 
 
 class Donated(Tensor):

@@ -28,8 +28,8 @@ _HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 
 
 @contextlib.contextmanager
-def translate_errors() -> Iterator[None]:
-    """Raise an error of tracing as a TypeError that names cause and place; raise any other error as it is.
+def translate_errors(device: torch.device) -> Iterator[None]:
+    """Raise an error of tracing for ``device`` as a TypeError that names cause and place; raise any other as it is.
 
     When the frames of such an error are freed, torch sets its dispatcher to the state within the trace, in which every
     later jvp fails. So the frames are cleared here, and the dispatcher's state is restored.
@@ -38,7 +38,7 @@ def translate_errors() -> Iterator[None]:
         try:
             yield
         except (AssertionError, RuntimeError) as error:
-            translated = _translated(error)
+            translated = _translated(error, device)
             if translated is None:
                 raise
             cause: BaseException | None = error
@@ -50,7 +50,7 @@ def translate_errors() -> Iterator[None]:
             raise translated from error
 
 
-def _translated(error: BaseException) -> TypeError | None:
+def _translated(error: BaseException, device: torch.device) -> TypeError | None:
     text, place = str(error), _where(error)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         called = _called(error)
@@ -66,8 +66,10 @@ def _translated(error: BaseException) -> TypeError | None:
     if "convert all Tensors to FakeTensors" in text or "is_inference() INTERNAL ASSERT" in text:  # inside a jvp
         return TypeError(_CLOSED.format(_closed_over(error)))
     # torch makes its zero tangents on the device meta, and all others on fake devices
-    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text)
-    return TypeError(_MAPPED.format(place)) if mixed and "meta" in text else None
+    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text) and "meta" in text
+    if mixed and device.type != "cpu":
+        return TypeError(_HOST.format(place, device))
+    return TypeError(_MAPPED.format(place)) if mixed else None
 
 
 def _called(error: BaseException) -> str:
@@ -156,6 +158,7 @@ _MAPPED = (
     "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
     "differentiate the mapped function instead: jvp of vmap"
 )
+_HOST = "jit: {} uses a tensor on the host beside those on {}; make it there, as in torch.arange(n, device=x.device)"
 _CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"
 _DRAWS = "jit: {} draws from a torch.Generator; use fquant.random, and pass a key"
 _ASKS = ("item", "tolist", "is_nonzero", "numpy")  # methods that a user calls for a value

@@ -8,6 +8,8 @@ torch describes the results of an op on fake tensors by a second implementation,
 
 Memory that is planned, viewed or written as the trace describes would then be wrong. The ops that are known to differ
 are corrected here. The first replay finds any others (validate.py).
+
+The mode also lets the device meta stand in for another device during a trace (retarget.py).
 """
 
 import functools
@@ -21,17 +23,27 @@ from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _aten = torch.ops.aten
+META = torch.device("meta")
 Kind = tuple[Sequence[int], torch.dtype]  # strides and dtype
 
 
 class Fake(FakeTensorMode):
-    """A FakeTensorMode that corrects the results of the ops in ``_RULES``."""
+    """A FakeTensorMode that corrects the results of the ops in ``_RULES``.
+
+    Tensors that a function asks for on a device of the type ``replaced`` are on the device meta.
+    """
+
+    def __init__(self, replaced: str | None = None) -> None:
+        super().__init__()
+        self.replaced = replaced
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.replaced is not None and (asked := (kwargs or {}).get("device")) is not None:
+            kwargs = kwargs | {"device": META} if asked.type == self.replaced else kwargs
         out = self._described(func, types, args, kwargs)
         if func in _VIEWS and isinstance(out, FakeTensor):  # torch takes a shortcut for a view in its own shape
             (t, *_) = args
-            strides = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").view(out.shape).stride()
+            strides = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).view(out.shape).stride()
             place = (t, out.shape, strides, t.storage_offset())
             return out if strides == out.stride() else super().dispatch(_aten.as_strided.default, types, place)
         if func not in _RULES or not isinstance(out, FakeTensor):
@@ -41,7 +53,7 @@ class Fake(FakeTensorMode):
         strides, dtype = _RULES[func](out, args)
         if tuple(strides) == out.stride() and dtype == out.dtype:
             return out
-        return FakeTensor(self, torch.empty_strided(out.shape, strides, dtype=dtype, device="meta"), out.device)
+        return FakeTensor(self, torch.empty_strided(out.shape, strides, dtype=dtype, device=META), out.device)
 
     def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return torch's description, without its cache where the cache takes different tensors for the same.
@@ -79,7 +91,7 @@ def _of_two(out: Tensor, args: Sequence[Any]) -> Kind:
     """Return the layout for two operands; a number counts as a tensor without dims."""
     if 1 not in out.shape and out.is_contiguous() and all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)):
         return out.stride(), out.dtype  # the common case, without allocations
-    number = torch.empty((), dtype=out.dtype, device=out.device)
+    number = torch.empty((), dtype=out.dtype, device=META)
     return _elementwise(out, [x if isinstance(x, Tensor) else number for x in args[:2]])
 
 
@@ -91,7 +103,7 @@ def _loss_gradient(out: Tensor, args: Sequence[Any], memory_format: Any = torch.
 _where = lambda out, args: _elementwise(out, args[1:], args[:1])
 _second_first = lambda out, args: _elementwise(out, args[1::-1])
 _like = lambda out, args: ((args[0] if _aten.is_non_overlapping_and_dense(args[0]) else out).stride(), out.dtype)
-_contiguous = lambda out, args: (torch.empty(out.shape, dtype=out.dtype, device="meta").stride(), out.dtype)
+_contiguous = lambda out, args: (torch.empty(out.shape, dtype=out.dtype, device=META).stride(), out.dtype)
 _loss = lambda out, args: (torch.empty_like(args[0]).stride() if out.dim() else (), args[0].dtype)  # reduced: no dims
 _OPS: dict[Callable[[Tensor, Sequence[Any]], Kind], str] = {  # by rule, the ops of torch.ops.aten
     _of_two: (

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..device import HOST
 from . import closure as closures
 from .closure import Closure, Value, freeze
 
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
 
 
 def is_plain(t: Tensor) -> bool:

@@ -41,12 +41,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
 from ..autodiff import is_dual
+from ..device import HOST
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards
 from .closure import Closure, may_change
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
+from .retarget import device_of
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
 MAX_TRACES = 8  # of one function, by default
@@ -179,14 +181,16 @@ def jit(
         guards.check(name, bound)
         if len(traced) == max_traces:
             raise RuntimeError(guards.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
-        captured = trace(functools.partial(apply, fn), bound, donated, passes, recompute, fuse and not compile, name)
+        device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
+        run, fuses = functools.partial(apply, fn), fuse and not compile
+        captured = trace(run, bound, donated, passes, recompute, fuses, name, device, host)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
             backend = "inductor" if compile is True else compile
             module = torch.compile(captured.module, backend=backend, fullgraph=True)
             traced[key] = dataclasses.replace(captured, module=module)
             return replay(traced[key], tensors)
-        if allocator.reuses_memory() and all(t.device.type == "cpu" for t in tensors):
+        if allocator.reuses_memory() and device == HOST:
             captured = captured.laid_out()
             allocator.enable_reuse()
             allocator.release()  # what the trace has freed

@@ -6,6 +6,7 @@ static leaves are constants of the trace.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,14 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
+from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
-from .fake_tensor import Fake
+from .fake_tensor import META, Fake
 from .memory import allocator, plan
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, simplify
+from .retarget import Constants, check_autocast, retarget, stand_ins, with_index
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
@@ -43,6 +46,7 @@ class Captured:
     leaves: tuple[Any, ...]  # of the result: _TENSOR for a tensor, any other leaf as it is
     collectives: tuple[str, ...]  # which every rank must have
     donations: donation.Donations
+    device: torch.device = HOST  # of its tensors
     placed: plan.MemoryPlan | None = None  # the graph with a memory plan
 
     def __call__(self, *tensors: Tensor, interpret: allocator.Interpret = lambda module: module) -> Any:
@@ -76,11 +80,14 @@ def trace(
     recompute: bool = True,
     fuse: bool = True,
     name: str = "a captured function",
+    device: torch.device = HOST,
+    host: Collection[int] = (),
 ) -> Captured:
-    """Trace ``f(args)`` into a graph of the tensors in the tree ``args``; nothing is computed.
+    """Trace ``f(args)`` into a graph of the tensors in the tree ``args`` on ``device``; nothing is computed.
 
-    The tensors may be real, fake or of the device meta. ``donate`` holds the ids of those that results may be written
-    over, which happens after ``passes``. ``name`` is the function's in later errors.
+    The tensors may be real, fake or of the device meta, and on any device. ``donate`` holds the ids of those that
+    results may be written over, which happens after ``passes``. ``name`` is the function's in later errors. ``host``
+    holds the ids of tensors that stay on the host if the device is another (``retarget.py``).
     """
     leaves, structure = tree.flatten(args)
     named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
@@ -93,16 +100,25 @@ def trace(
         result[:] = tree.flatten(out)
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
+    device = with_index(device)
     mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or Fake()
+    if device != HOST:
+        check_autocast(device)
+        mode = Fake(replaced=device.type)
     # A mode that counts ops must not count those of a trace; in inference mode torch 2.11's gradients are zero.
-    with _TRACING, errors.translate_errors(), _disable_current_modes():
+    with _TRACING, errors.translate_errors(device), _disable_current_modes():
         with torch.inference_mode(False), torch.enable_grad():
-            fakes = [_fake(t, mode) for _, t in named]
-            with mode:
+            if device == HOST:
+                fakes, constants = [_fake(t, mode) for _, t in named], contextlib.nullcontext()
+            else:
+                fakes, constants = stand_ins([t for _, t in named], META, mode, host), Constants(device)
+            with mode, constants:
                 module = make_fx(flat)(*fakes)
     errors.check_draws(module.graph)
     with _disable_current_modes():
         simplify(module.graph)
+        if device != HOST:
+            retarget(module, device)
         graph.run(module.graph, passes)
         graph.run(module.graph, (rematerialize,) if recompute else ())
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -115,7 +131,8 @@ def trace(
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
     paths = tuple(path for path, _ in named)
     donations = {i: f"{paths[i]} was donated to {name}(...)" for i, node in enumerate(placeholders) if node in taken}
-    return Captured(module, paths, out_structure, slots, collective_check.collectives(module.graph), donations)
+    communicates = collective_check.collectives(module.graph)
+    return Captured(module, paths, out_structure, slots, communicates, donations, device)
 
 
 def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:
@@ -135,7 +152,7 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     if t.is_meta and not isinstance(t, FakeTensor):
         with mode:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=HOST)
     return t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
 
 

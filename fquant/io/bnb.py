@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import HOST
 from ..format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ, Format, num_blocks
 from ..packed import FLOATS, Packed
 from ..tree import at, expect
@@ -41,7 +42,7 @@ _BESIDE = ("SCB", "weight_format")
 STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _sibling = lambda name, part: f"{name.rpartition('.')[0]}.{part}".lstrip(".")  # X.weight -> X.SCB
-_table = lambda format: torch.tensor(format.table, dtype=torch.float32, device="cpu")
+_table = lambda format: torch.tensor(format.table, dtype=torch.float32, device=HOST)
 _is_size = lambda x: type(x) is int and x > 0
 _RULES: dict[str, Rule] = {  # of the JSON beside quant_type
     "dtype": one_of(*_DTYPES),
@@ -98,7 +99,7 @@ def save(packed: Packed, name: str) -> dict[str, Tensor]:
             out |= {"absmax": nested.codes, "nested_absmax": nested.scale, "nested_quant_map": _table(DYNAMIC8)}
             state |= {"nested_blocksize": DYNAMIC8.block, "nested_dtype": "float32", "nested_offset": offset.item()}
         out["absmax"] = out["absmax"].reshape(-1)
-        out[_STATE + kinds[0]] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu")
+        out[_STATE + kinds[0]] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device=HOST)
         return {f"{name}.{part}".rstrip("."): t for part, t in out.items()}
 
 
@@ -151,7 +152,7 @@ def _save8(packed: Packed, name: str) -> dict[str, Tensor]:
     wanted = "bitsandbytes keeps 8-bit weights as int8 [out in] with one scale a row"
     expect(packed.format == INT8 and len(packed.shape) == packed.codes.ndim == 2, f"{wanted}; got {got}")
     assert isinstance(packed.scale, Tensor)
-    kind = torch.tensor(0, dtype=torch.uint8, device="cpu")
+    kind = torch.tensor(0, dtype=torch.uint8, device=HOST)
     return {name: packed.codes, _sibling(name, "SCB"): packed.scale.reshape(-1), _sibling(name, "weight_format"): kind}
 
 

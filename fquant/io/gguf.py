@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..device import HOST
 from ..tree import at, expect
 from .gguf_blocks import KINDS, check_width, decode
 
@@ -86,7 +87,7 @@ def read_bytes(header: Header, name: str, rows: slice = slice(None)) -> Tensor:
         width, count = nbytes_of(entry.kind, entry.shape[-1:]), math.prod(entry.shape[:-1])
         first, last, step = rows.indices(count)
         expect(step == 1 and first <= last, f"{name}: got rows {rows}; wanted a slice without step of {count} rows")
-        out = torch.empty((last - first, width), dtype=torch.uint8, device="cpu")
+        out = torch.empty((last - first, width), dtype=torch.uint8, device=HOST)
         left = out.view(-1).numpy().data
         with header.path.open("rb", buffering=0) as file:
             file.seek(entry.start + first * width)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..device import HOST
 from . import reference
 
 VARIABLE = "FQUANT_KERNELS"
@@ -49,6 +50,14 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
+def has_no_values(t: Tensor) -> bool:
+    """Return True for a tensor of the device meta, but for those that stand in for others in a trace."""
+    return t.is_meta and torch._C._get_dispatch_mode(_FAKE) is None  # type: ignore[attr-defined]
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+
+
 def direct(op: Any, given: tuple[Any, Any] | None = None) -> Callable[..., Any] | None:
     """Return the function that computes ``op`` without torch's dispatcher, or None if it is not an op of ours.
 
@@ -79,16 +88,16 @@ def settle() -> None:
         prepared.settle()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate as ``torch.empty`` on the CPU, for a weight: one of 4 MiB or more in pages of 2 MiB if there are such.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """Allocate as ``torch.empty``, for a weight; on the host one of 4 MiB or more in pages of 2 MiB if there are such.
 
     Fewer pages make it a few hundredths faster to read, once a token.
     """
-    if isinstance(_load("cpu"), ModuleType):
+    if device == HOST and isinstance(_load("cpu"), ModuleType):
         from .cpu import library
 
         return library.empty(*shape, dtype=dtype)
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @cache
@@ -99,6 +108,11 @@ def _prepared() -> Any:
     from .cpu import prepared
 
     return prepared
+
+
+def computes_in_c() -> bool:
+    """Return True if tensors of the host are computed by the C library."""
+    return os.environ.get(VARIABLE, "cpu").partition(":")[0] == "cpu" and backend("cpu")[0] == "cpu"
 
 
 def backend(device: str) -> tuple[str, ModuleType]:

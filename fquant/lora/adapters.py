@@ -16,7 +16,9 @@ from .. import random, tree
 from ..adapted.merge_aware import check
 from ..adapted.nodes import Ia3, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
+from ..device import HOST
 from ..grouped_products import full_shape
+from ..kernels.dispatch import has_no_values
 from ..lazy import Lazy
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms
@@ -34,9 +36,10 @@ def init(
     """Create an adapter with a zero update for every weight of ``base`` whose whole path matches ``targets``.
 
     ``a`` is "kaiming" (uniform in ±1/sqrt(in)) or "gaussian" (standard deviation 1/rank), and ``b`` is zero. Values
-    depend on ``key`` and the path alone, and are on the key's device. ``base`` may hold meta tensors or Lazy leaves,
-    except for ``dora``. A stack of weights [stack out in] gets an adapter for each, or one for all if ``shared``.
-    Raises ValueError if nothing matches, a match is not a weight [out in] or a stack, and for DoRA of a stack.
+    depend on ``key`` and the path alone: they are drawn on the key's device and moved to the weight's. ``base`` may
+    hold meta tensors, which have no device, or Lazy leaves, except for ``dora``. A stack of weights [stack out in]
+    gets an adapter for each, or one for all if ``shared``. Raises ValueError if nothing matches, a match is not a
+    weight [out in] or a stack, and for DoRA of a stack.
     """
     expect(init in ("kaiming", "gaussian"), f"init is {init!r}; wanted 'kaiming' or 'gaussian'")
     expect(rank >= 1, f"rank is {rank}; wanted at least 1")
@@ -50,11 +53,11 @@ def init(
             many = [] if shared else many
             own, shape = random.fold(key, path), (*many, rank, width)
             a = random.kaiming_uniform(own, shape, width) if init == "kaiming" else random.normal(own, shape) / rank
-            if dora and (isinstance(w, Lazy) or any(t.is_meta for t in tree.leaves(w))):
+            if dora and (isinstance(w, Lazy) or any(map(has_no_values, tree.leaves(w)))):
                 raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
             magnitude = square_norms(w).sqrt().to(dtype) if dora else None
-            b = a.new_zeros(*many, out, rank, dtype=dtype)
-            adapters[path] = Lora(a.to(dtype), b, magnitude, alpha, rank_stabilised, dropout)
+            a = a.to(_device(w, a.device), dtype)
+            adapters[path] = Lora(a, a.new_zeros(*many, out, rank), magnitude, alpha, rank_stabilised, dropout)
     return adapters
 
 
@@ -151,10 +154,16 @@ def init_ia3(base: Any, outputs: str, inputs: str = "", dtype: torch.dtype = tor
         for path, w in matching(base, targets) if targets else []:
             with tree.at(path):
                 size = _shape(w)[dim]
-                device = next((t.device for t in tree.leaves(w) if isinstance(t, Tensor)), "cpu")
-                ones = torch.ones(size, dtype=dtype, device="cpu" if device == torch.device("meta") else device)
+                ones = torch.ones(size, dtype=dtype, device=_device(w, HOST))
                 found[path] = replace(found.get(path, Ia3()), **{name: ones})
     return found
+
+
+def _device(w: Any, otherwise: torch.device) -> torch.device:
+    """Return the device of a weight, or of what a Lazy will read; ``otherwise`` that of a meta tensor."""
+    if isinstance(w, Lazy):
+        return w.device
+    return next((t.device for t in tree.leaves(w) if isinstance(t, Tensor) and not t.is_meta), otherwise)
 
 
 def stack(many: list[Adapters]) -> Adapters:

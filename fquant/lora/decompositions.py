@@ -164,7 +164,7 @@ def _largest(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _randomised(w: Tensor, rank: int, niter: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Truncate the SVD of the projection of ``w`` on the space of a few random combinations of its columns."""
     size = min(rank + 8, *w.shape)
-    q = torch.linalg.qr(w @ random.normal(key, (w.shape[1], size)).to(w.device))[0]  # [out size]
+    q = torch.linalg.qr(w @ random.normal(key.to(w.device), (w.shape[1], size)))[0]  # [out size]
     for _ in range(niter):
         q = torch.linalg.qr(w @ torch.linalg.qr(w.mT @ q)[0])[0]
     u, s, vh = torch.linalg.svd(q.mT @ w, full_matrices=False)

@@ -47,7 +47,7 @@ def dither(base: object, adapters: Adapters, key: int | Tensor = 0, strength: fl
 
 def _dithered(w: Packed, lora: Lora, key: Tensor, strength: float) -> Lora:
     a, dense = lora.a.float(), dequantize(w, torch.float32)
-    probe = random.normal(random.fold(key, "probe"), tuple(dense.shape)).to(dense.device)
+    probe = random.normal(random.fold(key, "probe").to(dense.device), tuple(dense.shape))
     probe = (dense + PROBE * dense.std() * probe).to(w.dtype)
     error = (dequantize(quantize(probe, w.format), torch.float32) - probe.float()).square().mean().sqrt()
     of_one = (a.square().sum(-2).mean()).sqrt() * scaling(lora)  # the size of s · b · a for b of size one

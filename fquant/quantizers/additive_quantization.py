@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from .. import random
 from ..format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
+from ..kernels.dispatch import has_no_values
 from ..kernels.ops.nearest import nearest
 
 ITERATIONS = 10  # of k-means
@@ -67,7 +68,7 @@ def learn(rows: Tensor, scale: Tensor, format: Format, importance: Tensor | None
     sizes = format.vectors
     assert sizes is not None
     total = len(rows) * -(-rows.shape[-1] // sizes.dim)
-    if rows.is_meta:
+    if has_no_values(rows):
         codes = rows.new_empty(len(rows), num_bytes(format, rows.shape[-1]), dtype=torch.uint8)
         return codes, rows.new_empty(sizes.stages * CODES * sizes.dim, dtype=torch.float32)
     text = format.text

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..format import Format, num_blocks
 from ..kernels import packed_ops, reference
+from ..kernels.dispatch import has_no_values
 
 CHUNK = 1 << 20  # elements encoded at a time
 LEAST_HALF = 2.0**-14  # the least float16 with all bits
@@ -28,7 +29,7 @@ def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Quantise ``rows`` f[rows width] to codes and absmax f32[rows blocks], as ``kernels.packed_ops.encode`` does."""
     codes, absmax = packed_ops.encode(rows, format)
     is_int8 = format.table is None
-    if absmax.is_meta or format.bits == 4 or (is_int8 and rows.dtype == torch.float16):
+    if has_no_values(absmax) or format.bits == 4 or (is_int8 and rows.dtype == torch.float16):
         return codes, absmax
     below = absmax < LEAST_HALF if is_int8 else absmax <= LEAST_DIVISOR
     affected = below.any(-1).nonzero()[:, 0]

@@ -25,6 +25,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from fquant import tree
+from fquant.device import HOST
 from fquant.format import INT8
 from fquant.lazy import Lazy
 from fquant.packed import Packed
@@ -151,7 +152,7 @@ def _tensors(path: str, name: str, leaf: Tensor | Packed, kind: Kind) -> dict[st
         codes, scale = _codes(leaf, kind)
     if kind.format != "pack-quantized":
         return {name: codes, f"{name}_scale": scale}
-    shape = torch.tensor(codes.shape, dtype=torch.int64, device="cpu")
+    shape = torch.tensor(codes.shape, dtype=torch.int64, device=HOST)
     return {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": shape}
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fquant.device import HOST
 from fquant.io import safetensors, tree_json
 from fquant.lazy import Lazy
 from fquant.tree import at, expect
@@ -86,7 +87,7 @@ def verify(file: Path, tensors: Mapping[str, Tensor | Lazy], count: int = 4, row
         t = source.read() if isinstance(source, Lazy) else source
         got = safetensors.read(header, name)
         t, got = t.reshape(max(1, t.shape[0] if t.dim() else 1), -1), got.reshape(max(1, len(t) if t.dim() else 1), -1)
-        some = torch.arange(0, len(t), -(-len(t) // rows), device="cpu")
+        some = torch.arange(0, len(t), -(-len(t) // rows), device=HOST)
         same = t.cpu()[some].contiguous().view(torch.uint8).equal(got[some].contiguous().view(torch.uint8))
         expect(same, f"{file}: {name} has other values than its source; remove the file and export again")
         compared += len(some)

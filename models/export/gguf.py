@@ -26,6 +26,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fquant import lazy
+from fquant.device import HOST
 from fquant.io import gguf, gguf_writer
 from fquant.lazy import Lazy
 from fquant.tree import expect
@@ -170,7 +171,7 @@ def rope_factors(cfg: Config) -> Tensor:
     """Return the numbers f32[head_dim / 2] by which llama.cpp divides the rotary frequencies of Llama 3.1."""
     scaling = cfg.rope_scaling
     assert scaling and scaling.low_freq_factor and scaling.high_freq_factor and scaling.original_max_position
-    even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device="cpu")
+    even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=HOST)
     turns = scaling.original_max_position / (2 * math.pi * cfg.rope_theta ** (even / cfg.head_dim))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = ((turns - low) / (high - low)).clamp(0, 1)

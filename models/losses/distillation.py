@@ -142,7 +142,7 @@ def _losses(static: _Static, heads: Sequence[Any], x: Tensor, y: Tensor, counted
     elif static.beta == 1:
         each = kl(s, t)
     else:
-        share = s.new_tensor(static.beta)
+        share = torch.full((), static.beta, dtype=s.dtype, device=s.device)
         m = torch.logaddexp(s + torch.log1p(-share), t + share.log())
         each = static.beta * kl(t, m) + (1 - static.beta) * kl(s, m)
     return torch.where(counted, each, 0)

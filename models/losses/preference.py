@@ -95,7 +95,8 @@ def _robust(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> 
 
 def _exo_pair(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
     z = beta * (chosen - rejected)
-    log_smoothing, log_rest = (z.new_tensor(s).log() for s in (smoothing, 1 - smoothing))
+    number = lambda s: torch.full((), s, dtype=z.dtype, device=z.device)
+    log_smoothing, log_rest = (number(s).log() for s in (smoothing, 1 - smoothing))
     of = lambda z, log_share: z.sigmoid() * (F.logsigmoid(z) - log_share)
     return of(z, log_rest) + of(-z, log_smoothing)
 

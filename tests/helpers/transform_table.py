@@ -46,7 +46,7 @@ def token_data(i):
 
 def wave(y):
     """A scalar with derivatives of every order, every element's different."""
-    return (y * torch.linspace(0.2, 1.5, y.numel(), dtype=y.dtype).reshape(y.shape)).sin().sum()
+    return (y * torch.linspace(0.2, 1.5, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)).sin().sum()
 
 
 def mlp(x, base, adapters):
@@ -175,9 +175,15 @@ def pushed(f):
     return lambda theta, v, *rest: jvp(lambda t: f(t, *rest), (theta,), (v,))[1]
 
 
-def cotangent():
+def cotangent(device="cpu"):
     """A weight for each of E examples."""
-    return torch.linspace(1, -0.5, E, dtype=torch.float64)
+    return torch.linspace(1, -0.5, E, dtype=torch.float64, device=device)
+
+
+def pulled(f, theta):
+    """The gradient of a weighted sum of E results."""
+    y, pull = vjp(f, theta)
+    return pull(cotangent(y.device))[0]
 
 
 def traced(g, *args):
@@ -208,7 +214,7 @@ TRANSFORMS = {
     "vmap_grad_grad": lambda f, t, v, w, x: vmap(grad(lambda s, b, d: dot(grad(f)(s, b, d), v)), (None, 0, 0))(
         t[0], stacked(w), stacked(x)
     ),
-    "vjp": lambda f, t, v, w, x: vjp(lambda s: vmap(f, (None, None, 0))(s, w[0], stacked(x)), t[0])[1](cotangent())[0],
+    "vjp": lambda f, t, v, w, x: pulled(lambda s: vmap(f, (None, None, 0))(s, w[0], stacked(x)), t[0]),
     "make_fx": lambda f, t, v, w, x: traced(grad(f), t[0], w[0], x[0]),
     "make_fx_vmap": lambda f, t, v, w, x: traced(vmap(grad(f), (None, None, 0)), t[0], w[0], stacked(x)),
     "compile": lambda f, t, v, w, x: compiled(grad(f), t[0], w[0], x[0]),

@@ -28,6 +28,8 @@ CODE_IN_DATA = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal"
 TREES = ("torch.utils._pytree", "torch.utils._cxx_pytree", "torch.utils.pytree", "optree")
 CALLS = ("eval", "exec", "__import__")
 BACKENDS = tuple(f"fquant/kernels/{name}" for name in ("reference/", "cpu/", "triton/", "additive_codebooks.py"))
+FOLLOW_DEVICES = ("fquant/", "shard/", "models/")  # which compute where their arguments are
+NAME_DEVICES = ("fquant/kernels/", "fquant/device.py")  # but these
 LONGEST = {"tests": 400}  # lines; tables of cases may be longer than code
 LONGEST_CODE = 300
 
@@ -95,6 +97,11 @@ def wrong_code(path: str, module: ast.Module) -> list[str]:
                 found.append(f"{path}:{at.lineno}: {name}")
         elif isinstance(at, ast.keyword) and at.arg == "allow_pickle":
             found.append(f"{path}:{at.value.lineno}: allow_pickle")
+        elif isinstance(at, ast.Constant) and at.value in ("cpu", "cpu:0"):
+            if path.startswith(FOLLOW_DEVICES) and not path.startswith(NAME_DEVICES):
+                found.append(
+                    f"{path}:{at.lineno}: {at.value!r}; follow the device of a tensor, or use fquant.device.HOST"
+                )
     return found
 
 
@@ -222,6 +229,9 @@ WRONG = {
     "torch.load": ("shard/a.py", "import torch\ntorch.load('x')", "a.py:3: torch.load"),
     "torch.save": ("shard/a.py", "from torch import save", "imports torch.save"),
     "numpy's pickle": ("shard/a.py", "numpy.load('x', allow_pickle=True)", "a.py:2: allow_pickle"),
+    "a device by name": ("shard/a.py", "t = torch.empty(2, device='cpu')", "a.py:2: 'cpu'; follow the device"),
+    "a comparison with its type": ("models/a.py", "b = t.device.type == 'cpu'", "a.py:2: 'cpu'; follow the device"),
+    "a device by number": ("fquant/io/a.py", "t.to('cpu:0')", "a.py:2: 'cpu:0'; follow the device"),
     "function without docstring": ("shard/a.py", "def f(): pass", "f has no docstring"),
     "op without docstring": ("fquant/kernels/ops/a.py", "def silu(x): pass", "silu has no docstring"),
     "function of a backend": ("fquant/kernels/cpu/a.py", "def load(): pass", "load has no docstring"),
@@ -241,6 +251,9 @@ RIGHT = {
     "methods of these names": ("models/a.py", "model.eval()\nsafetensors.torch.save_file(x)\ntorch_load = 1"),
     "names that only begin alike": ("fquant/a.py", "import sharded, models_of_mine, pickletools"),
     "op of a backend": ("fquant/kernels/cpu/a.py", "def silu(x): pass"),
+    "a device of a kernel": ("fquant/kernels/cpu/a.py", "t = torch.empty(2, device='cpu')"),
+    "a device of a program": ("examples/a.py", "device = 'cpu'"),
+    "a device as a value": ("fquant/a.py", "t = torch.empty(2, device=HOST)\nu = t.cpu()\n'cpus: cpu'"),
     "private functions": ("fquant/a.py", "def _f(): pass"),
     "tests": ("tests/a.py", "import pickle\ndef test_it(): pass"),
 }

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from ...device import HOST
 from ...kernels import dispatch
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
@@ -193,7 +194,7 @@ def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], in
     The largest span is assigned first, each to the smallest gap that is large enough.
     """
     order = sorted(range(len(spans)), key=lambda i: (-spans[i][2], spans[i][0]))
-    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device="cpu"), [0] * len(spans), 0
+    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device=HOST), [0] * len(spans), 0
     for count, i in enumerate(order):
         first, last, nbytes = spans[i]
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -205,7 +206,7 @@ def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], in
         room = torch.where(gaps >= size, gaps, torch.iinfo(torch.int64).max)
         best = int(room.argmin()) if (gaps >= size).any() else -1  # behind all others
         offsets[i] = int(gap_starts[best])
-        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device="cpu")
+        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device=HOST)
         total = max(total, offsets[i] + size)
     return offsets, total
 

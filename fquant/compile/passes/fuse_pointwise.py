@@ -14,14 +14,14 @@ The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have 
 """
 
 import operator
-import os
 import sys
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ...kernels.dispatch import VARIABLE, backend
+from ...device import HOST
+from ...kernels.dispatch import computes_in_c
 from ...kernels.ops.pointwise import OP
 from ...kernels.ops.pointwise_program import Program, Step
 from .. import graph as graphs
@@ -37,7 +37,7 @@ MAX_READS, MAX_STEPS = 16, 48  # of one program, so that its working set stays i
 
 def fuse_pointwise(graph: Graph) -> None:
     """Replace chains of elementwise nodes by one node each, if the C kernels are in use."""
-    if os.environ.get(VARIABLE, "cpu").partition(":")[0] != "cpu" or backend("cpu")[0] != "cpu":
+    if not computes_in_c():
         return
     canonicalize(graph)
     grouping = _Grouping(graph)
@@ -73,7 +73,7 @@ class _Grouping:
         self.writers = dict[int, _Group]()
         self.last = liveness.last_uses(graph)
         live = [nbytes for _, nbytes, _ in liveness.walk_memory(graph)]  # while each node runs
-        self.live = torch.tensor(live, dtype=torch.int64, device="cpu")
+        self.live = torch.tensor(live, dtype=torch.int64, device=HOST)
 
     def add(self, node: Node, place: int) -> None:
         """Join a node to the groups of its arguments or to a new one, and close the groups that must run before it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ...device import HOST
 from ...kernels.dispatch import is_lazy
 from ...kernels.ops.pointwise import ROTATE_HALF
 from ...kernels.ops.pointwise_program import DTYPES, Step
@@ -72,5 +73,5 @@ def constant_value(argument: Any) -> float | None:
         (t,) = graphs.tensors(argument)
         number = argument.args[argument.target is FULL]
         if isinstance(number, int | float) and t.dtype in FLOATS:
-            return float(torch.tensor(number, dtype=t.dtype, device="cpu"))
+            return float(torch.tensor(number, dtype=t.dtype, device=HOST))
     return None

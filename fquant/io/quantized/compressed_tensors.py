@@ -243,7 +243,7 @@ def _packed(
     bits, (out, width), words = scheme.bits, shape, tensors[f"{base}.weight_packed"]
     stated = tensors[f"{base}.weight_shape"].tolist()
     expect(stated == [out, width], f"{base}.weight_shape: got {stated}, wanted {[out, width]}; check the config")
-    g_idx, groups = tensors.get(f"{base}.weight_g_idx"), torch.arange(width, device="cpu")
+    g_idx, groups = tensors.get(f"{base}.weight_g_idx"), torch.arange(width, device=words.device)
     fault = f"{base}.weight_g_idx: inputs of a group are scattered (actorder group), which a Packed cannot hold"
     expect(
         g_idx is None or g_idx.long().equal(groups // (scheme.grid.columns or width)),

@@ -113,7 +113,8 @@ def buffers(
         fault = f"{qzeros}: zero point {int(zero[wrong][0]) if wrong.any() else 0}, wanted {2 ** (bits - 1)} by sym"
         fix = f"set checkpoint_format to gptq{'_v2' if method.version == 1 else ''}, or sym to false"
         expect(not wrong.any(), f"{fault}; {fix}")
-    groups = _groups(g_idx, tensors.get(g_idx), method.group or width, format, width)
+    device = tensors[scales].device
+    groups = _groups(g_idx, tensors.get(g_idx), method.group or width, format, width, device)
     codes = words_to_codes(tensors[qweight].T, bits, width)
     scale = finite(scales, tensors[scales]).T[:, groups].contiguous()
     return codes, scale, None if method.sym else zero.float().T[:, groups].contiguous()
@@ -128,10 +129,10 @@ def _zeros(words: Tensor, bits: int, out: int, version: int) -> Tensor:
     return (fields(words, bits, out) + 1) & (2**bits - 1)
 
 
-def _groups(name: str, g_idx: Tensor | None, group: int, format: Format, width: int) -> Tensor:
+def _groups(name: str, g_idx: Tensor | None, group: int, format: Format, width: int, device: torch.device) -> Tensor:
     """Return the group of each of our blocks, i64[blocks]."""
     block, count = format.block or width, num_blocks(format, width)
-    starts = torch.arange(count, device="cpu") * block
+    starts = torch.arange(count, device=device) * block
     if g_idx is None:
         return starts // group
     most = -(-width // group) - 1

@@ -3,13 +3,13 @@
     python -m examples.plan --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8 --device h100
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
+    python -m examples.plan --model DIR --device cpu             # this machine, measured for a second
 
-The step is traced, not estimated (examples/common/pricing.py). A time is a lower bound for the device: the longest of
-arithmetic, memory traffic and wire, as if they overlapped perfectly.
+The step is traced, not estimated (examples/common/pricing.py), as the device runs it. Two times are printed:
 
-A device is four figures a rank. Memory is the figure of ``nvidia-smi`` (``rocm-smi`` for the MI300X). Rates are the
-makers' peaks: dense bfloat16 with float32 sums, and bytes in one direction, half of NVLink's advertised figure. Sources
-are NVIDIA's data sheets, its white papers on GA102, AD102 and Blackwell, and AMD's data sheet of the MI300X.
+* *At least*: the longest of arithmetic, memory traffic and wire at the maker's peaks, as if they overlapped perfectly.
+* *Predicted*: every kernel at the rates that kernels reach, one after another, with what is brought ahead beside them
+  (fquant.compile.roofline). Of the *limit* it is the share that products and attention take of the predicted time.
 """
 
 import dataclasses
@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
 
 from fquant import lazy
+from fquant.compile.roofline import DEVICES, Device, measured
+from fquant.device import HOST
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
-from .common.command_line import (
+from ..common.command_line import (
     DTYPES,
     FormatName,
     axes_in,
@@ -43,40 +42,11 @@ from .common.command_line import (
     parse_targets,
     quantised,
 )  # fmt: skip
-from .common.pricing import Job, Price, price
-from .common.training_step import Checkpoint
+from ..common.pricing import Job, Price, price
+from ..common.training_step import Checkpoint
+from . import plot, tables
 
-GIB, MIB = 2**30, 2**20
-KINDS = {"base": "blue", "adapters": "magenta", "moments": "yellow", "gathered": "cyan", "activations": "green"}
-WIDTH = 48  # of a bar, in characters
-
-
-@dataclass(frozen=True)
-class Device:
-    """Bytes of memory, bytes a second from it, FLOPs a second, bytes a second to a neighbour."""
-
-    memory: int
-    bandwidth: float
-    flops: float
-    link: float
-
-
-PCIE4, PCIE5 = 32e9, 64e9  # of 16 lanes
-
-DEVICES: dict[str, Device] = {
-    "b200": Device(183359 * MIB, 8.0e12, 2250e12, 900e9),
-    "h200": Device(143771 * MIB, 4.8e12, 989e12, 450e9),
-    "h100": Device(81559 * MIB, 3.35e12, 989e12, 450e9),
-    "a100-80": Device(81920 * MIB, 2.039e12, 312e12, 300e9),
-    "a100-40": Device(40960 * MIB, 1.555e12, 312e12, 300e9),
-    "l40s": Device(46068 * MIB, 864e9, 362e12, PCIE4),
-    "a10": Device(23028 * MIB, 600e9, 125e12, PCIE4),
-    "l4": Device(23034 * MIB, 300e9, 121e12, PCIE4),
-    "rtx5090": Device(32607 * MIB, 1.792e12, 209.5e12, PCIE5),
-    "rtx4090": Device(24564 * MIB, 1.008e12, 165.2e12, PCIE4),
-    "rtx3090": Device(24576 * MIB, 936e9, 71e12, PCIE4),
-    "mi300x": Device(196592 * MIB, 5.3e12, 1307e12, 448e9),
-}
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -92,7 +62,8 @@ class Options:
     mesh: tuple[str, ...] = ("fsdp=1",)
     """One or more, as in fsdp=8 or dp=2,fsdp=4: dp replicates the base, fsdp splits it; a row each."""
     device: str = "h200"
-    """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x."""
+    """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x; cpu is
+    the one here, whose rates are measured."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 add 16 and 24 KiB of vectors to each weight."""
     block: int | None = None
@@ -118,6 +89,8 @@ class Options:
     """GB/s that a rank can send; default: the device's own link, which between machines the network replaces."""
     json: bool = False
     """Print a line of JSON for each mesh instead of tables."""
+    plot: Path | None = None
+    """Write the time and memory of each mesh as stacked bars to this PNG."""
 
     def job(self) -> Job:
         """Return the job to price; raise ValueError for options out of range."""
@@ -149,9 +122,9 @@ class Options:
 
     def hardware(self) -> Device:
         """Return the device, with the link of --link if given."""
-        if self.device not in DEVICES:
-            raise ValueError(f"--device {self.device} is unknown; wanted one of {', '.join(DEVICES)}")
-        device = DEVICES[self.device]
+        if self.device not in (*DEVICES, HOST.type):
+            raise ValueError(f"--device {self.device} is unknown; wanted one of {', '.join((*DEVICES, HOST.type))}")
+        device = DEVICES[self.device] if self.device in DEVICES else measured(HOST)
         if not 0 <= self.reserve * GIB < device.memory:
             raise ValueError(f"--reserve is {self.reserve}; wanted 0 to the {device.memory / GIB:.0f} GiB there are")
         if self.link is not None and not 0 < self.link < math.inf:
@@ -185,14 +158,29 @@ def bound(device: Device, flops: int, moved: int, sent: int) -> Bound:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one mesh."""
+    """The figures of one mesh; tokens are those of all ranks."""
 
     mesh: str
     ranks: int
     price: Price
     bound: Bound
     fits: bool
-    tokens_per_second: float  # of all ranks, upper bound
+    seconds: float  # predicted
+    share: float  # of the limit
+    tokens_per_second: float  # predicted
+    tokens_per_second_limit: float
+    tokens_per_second_bound: float
+
+
+def row(options: Options, device: Device, mesh: str, axes: dict[str, int], found: Price) -> Row:
+    """Return the figures of the mesh of ``axes`` for the price of a step on it."""
+    ranks, expected = math.prod(axes.values()), found.predicted
+    assert expected is not None
+    least = bound(device, found.flops, found.read + found.written, found.sent)
+    fits = found.peak + options.reserve * GIB <= device.memory
+    tokens = ranks * options.batch * options.accumulate * options.seq
+    speeds = tokens / expected.seconds, tokens / expected.limit, tokens / least.seconds
+    return Row(mesh, ranks, found, least, fits, expected.seconds, expected.share, *speeds)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -201,6 +189,8 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options("llama3-8b"), args, "python -m examples.plan")
         job, device = options.job(), options.hardware()
         meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
+        if options.plot is not None and not options.plot.parent.is_dir():
+            raise ValueError(f"--plot {options.plot}: its folder does not exist; make it")
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
@@ -211,75 +201,13 @@ def main(args: list[str] | None = None) -> int:
         task = progress.add_task("", total=2 * len(meshes), mesh="")
         for mesh, axes in meshes.items():
             progress.update(task, mesh=mesh)
-            found, ranks = price(job, axes, lambda: progress.advance(task)), math.prod(axes.values())
-            least = bound(device, found.flops, found.read + found.written, found.sent)
-            fits = found.peak + options.reserve * GIB <= device.memory
-            tokens = ranks * options.batch * options.accumulate * options.seq
-            rows.append(Row(mesh, ranks, found, least, fits, tokens / least.seconds))
+            found = price(job, axes, lambda: progress.advance(task), device)
+            rows.append(row(options, device, mesh, axes, found))
     if options.json:
         print(*(json.dumps(dataclasses.asdict(one)) for one in rows), sep="\n")
     else:
-        show(console, options, device, rows)
+        tables.show(console, options, device, rows)
+    if options.plot is not None:
+        plot.draw_rows(options.plot, f"{options.model} on {options.device}", device, rows)
     return 0
 
-
-def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
-    """Print three tables and an answer, 80 columns wide."""
-    kinds = (kind.replace("moments", "optimiser") for kind in KINDS)
-    memory = table("GiB of a rank at its peak", "mesh", *kinds, "peak")
-    for column, colour in zip(memory.columns[1:], KINDS.values(), strict=False):
-        column.style = colour
-    bars = table(f"Of the {device.memory / GIB:.1f} GiB of {options.device}", "mesh", "", "%", "")
-    names = ("TFLOP", "moved", "sent", "compute", "memory", "wire", "limit", "tokens/s")
-    time = table("A step of a rank, the seconds it takes at least, tokens of all", "mesh", *names)
-    for x in rows:
-        p, b = x.price, x.bound
-        memory.add_row(x.mesh, *(f"{getattr(p, kind) / GIB:.2f}" for kind in KINDS), f"{p.peak / GIB:.2f}")
-        verdict = Text("fits", "bold green") if x.fits else Text("too much", "bold red")
-        bars.add_row(x.mesh, bar(p, device), f"{100 * p.peak / device.memory:.0f}", verdict)
-        moved, sent = f"{(p.read + p.written) / 1e9:,.0f}", f"{p.sent / 1e9:,.1f}"
-        seconds = [f"{s:.3f}" for s in (b.compute, b.memory, b.wire)]
-        time.add_row(x.mesh, f"{p.flops / 1e12:,.0f}", moved, sent, *seconds, b.limit, f"{x.tokens_per_second:,.0f}")
-    console.print(
-        f"{options.model}, {options.format} base, rank {options.rank} adapters of {options.targets}\n"
-        f"{options.batch} x {options.seq} tokens a rank, {options.dtype} stream, {options.checkpoint} checkpointing\n",
-        highlight=False,
-    )
-    console.print(memory, bars, time, answer(options, rows), highlight=False)
-
-
-def table(title: str, *names: str) -> Table:
-    """Return an empty table; all columns but the first are numbers."""
-    words = names[0], "", "limit"
-    columns = (Column(name, justify="left" if name in words else "right", no_wrap=True) for name in names)
-    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-
-
-def bar(found: Price, device: Device) -> Text:
-    """Return the memory of the device as a bar: a stripe for each kind of tensor, dots for free memory."""
-    out, edge, used = Text(), 0, 0
-    for kind, colour in KINDS.items():
-        used += getattr(found, kind)
-        until = min(WIDTH, round(WIDTH * used / device.memory))
-        out.append("█" * (until - edge), colour)
-        edge = until
-    return out.append("·" * (WIDTH - edge), "dim")
-
-
-def answer(options: Options, rows: list[Row]) -> str:
-    """Return a sentence that names the smallest mesh that fits."""
-    fitting = [x for x in rows if x.fits]
-    if not fitting:
-        least = min(rows, key=lambda x: x.price.peak)
-        most = max(KINDS, key=lambda kind: getattr(least.price, kind))
-        fix = "use more fsdp" if most == "base" else "use a smaller --batch or --seq"
-        none = "None of these fits" if len(rows) > 1 else "It does not fit"
-        return f"{none}: {least.mesh} needs {least.price.peak / GIB:.2f} GiB a rank; {fix}"
-    best = min(fitting, key=lambda x: (x.ranks, x.bound.seconds))
-    found = "Smallest that fits" if len(rows) > 1 else "It fits"
-    memory = f"{best.price.peak / GIB:.2f} GiB a rank, at its peak in the {best.price.phase}"
-    return f"{found}: {best.mesh}, {best.ranks} x {options.device}; {memory}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Predict memory and time of a step before it runs: ``python -m examples.plan``."""

@@ -1,0 +1,5 @@
+"""Run ``python -m examples.plan``."""
+
+from .cli import main
+
+raise SystemExit(main())
