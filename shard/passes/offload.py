@@ -5,8 +5,8 @@ peak, the first layer's for the longest. The link to the host is idle meanwhile,
 pass stashes such tensors after the last use in the forward, and fetches them ahead of the first use in the backward. A
 copy has the bits of the tensor, and so has the step. (Rhu et al. 2016, "vDNN"; Beaumont et al. 2020 for the choice.)
 
-The link's time decides how much. A stash is waited for where the copy will be complete. A fetch is issued where
-it will arrive in time, by the seconds of the nodes between. Copies of one direction follow each other. Those that would not be
+The link's time decides how much. A stash is waited for where the copy will be complete. A fetch is issued where it will
+arrive in time, by the seconds of the nodes between. Copies of one direction follow each other. Those that would not be
 complete before the peak, or could only begin before it, are left out: they would make the step wait. Tensors are chosen
 by bytes times the seconds between their uses, as long as the link has time and the peak is above the goal. As the peak
 sinks it moves, and the pass looks again.
