@@ -27,10 +27,12 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor
 
 from fquant import jit, optim, random, tree
+from fquant.device import HOST, parse
 from fquant.io import safetensors
 from models import blocks, decoder, hf
 from models.config import Config
 
+from .common.devices import DeviceName, to
 from .common.progress import bar
 
 END = "<|endoftext|>"  # token 0: before every document, and so after every document
@@ -65,6 +67,7 @@ class Options:
     """one document in this many is held out"""
     seed: int = 0
     """of the initial weights and the order of documents"""
+    device: DeviceName = "auto"
     threads: int = 1
     """CPU threads"""
     every: int = 200
@@ -104,20 +107,21 @@ def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
 
 
 def pack(encoded: list[list[int]], seq: int) -> tuple[Tensor, Tensor]:
-    """Cut the stream of documents into tokens and segments, int64 ``[n seq+1]``; neighbours share one token."""
-    stream = torch.tensor([token for document in encoded for token in (0, *document)])
+    """Cut the stream of documents into tokens and segments, i64[n seq+1] on the host; neighbours share one token."""
+    stream = torch.tensor([token for document in encoded for token in (0, *document)], device=HOST)
     tokens = stream.unfold(0, seq + 1, seq)
     return tokens, (tokens == 0).cumsum(-1)
 
 
 def batches(encoded: list[list[int]], options: Options) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches without end; epoch e is packed in the order of key (seed, e)."""
+    """Yield batches without end, on the device; epoch e is packed in the order of key (seed, e)."""
+    device = parse(options.device)
     key = random.fold(random.key(options.seed), "documents")
     for epoch in itertools.count():
         order = random.permutation(random.fold(key, epoch), len(encoded)).tolist()
         tokens, segments = pack([encoded[i] for i in order], options.seq)
         for i in range(0, len(tokens) - options.batch + 1, options.batch):
-            yield tokens[i : i + options.batch], segments[i : i + options.batch]
+            yield to((tokens[i : i + options.batch], segments[i : i + options.batch]), device)
 
 
 def loss(params: Any, tokens: Tensor, segments: Tensor) -> Tensor:
@@ -135,7 +139,8 @@ def evaluate(params: Any, tokens: Tensor, segments: Tensor) -> float:
 
 def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Tensor) -> str:
     """Continue ``prompt`` by up to ``length`` tokens at temperature 0.8."""
-    tokens = torch.tensor([0, *tokenizer.encode(prompt).ids])
+    tokens = torch.tensor([0, *tokenizer.encode(prompt).ids], device=params.embed.device)
+    key = to(key, params.embed.device)
     for i in range(length):
         with torch.no_grad():
             logits = decoder.forward(params, tokens, CONFIG)[-1] / 0.8
@@ -149,6 +154,7 @@ def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Ten
 
 def main(options: Options) -> None:
     """Train and save the model and its tokenizer; raise ValueError for a folder in use or impossible options."""
+    device = parse(options.device)
     if options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: not empty, want a new folder; choose another")
     torch.set_num_threads(options.threads)
@@ -158,9 +164,10 @@ def main(options: Options) -> None:
     tokenizer = train_tokenizer(kept, CONFIG.vocab)
     encoded = [encoding.ids for encoding in tokenizer.encode_batch(kept)]
     test = pack([encoding.ids for encoding in tokenizer.encode_batch(texts[:: options.held_out])], options.seq)
+    test = to(test, device)
     console.print(f"{len(kept)} documents, {sum(map(len, encoded))} tokens; {test[0].numel()} held out", soft_wrap=True)
 
-    params = decoder.init(CONFIG, random.key(options.seed))
+    params = to(decoder.init(CONFIG, random.key(options.seed)), device)
     source = batches(encoded, options)
     # Captured, because eager torch.func.grad keeps every intermediate for a second derivative.
     step = jit(torch.func.grad_and_value(loss))
@@ -188,7 +195,7 @@ def main(options: Options) -> None:
     params = tree.map(lambda t: t.to(torch.bfloat16), params)
     write_tokenizer(options.out, tokenizer)
     hf.save(options.out, CONFIG, params, extra={"bos_token_id": 0, "eos_token_id": 0})
-    _, params = hf.load(options.out)
+    _, params = hf.load(options.out, device=device)
     console.print(f"saved to {options.out}, held out in bfloat16: {evaluate(params, *test):.4f}", soft_wrap=True)
     for prompt in ("json.dumps(", "Return the "):
         console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)

@@ -173,9 +173,15 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
 
 
 def _mean(w: Tensor) -> Tensor:
-    """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32."""
-    mean = w.float().mean()
-    return mean if has_no_values(mean) or bool(mean.isfinite()) else w.double().mean().float()
+    """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32.
+
+    It is taken on the host, because a device sums in another order, and codes would differ by the device.
+    """
+    if has_no_values(w):
+        return w.float().mean()
+    here = w.to(HOST)
+    mean = here.float().mean()
+    return (mean if bool(mean.isfinite()) else here.double().mean().float()).to(w.device)
 
 
 def _check_range(p: Packed, scale: float) -> None:

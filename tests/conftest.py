@@ -1,5 +1,8 @@
 """One thread a process (two xdist workers on two cores), no network, deterministic hypothesis, and who runs what.
 
+``--device cuda`` runs the tests that take the fixture ``device``, and no others: those of a GPU. The marker ``cuda`` is
+for tests that show nothing on the host.
+
 A worker takes whole files, so that what the tests of a file share is made once; files that name the same group,
 ``pytest.mark.xdist_group("ranks")``, go to one worker together, so that there is one pool of ranks. (xdist's own
 ``--dist loadgroup`` writes the group into the name of a test, which from pytest 9.2 on has no effect: its issue 1386.)
@@ -21,7 +24,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device", default="cpu", help="what the tests of the fixture `device` run on: cpu, cuda or cuda:N"
+    )
+
+
 def pytest_configure(config):
+    if config.getoption("device") != "cpu":
+        from fquant.device import parse
+
+        try:
+            parse(config.getoption("device"))
+        except ValueError as error:
+            raise pytest.UsageError(f"--{error}") from None
     if config.getoption("dist") == "no":  # this process runs tests, and does not only hand them out
         import hypothesis
         import torch
@@ -32,7 +48,17 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leave out what the device of ``--device`` has no use for, and mark the cases of full products as slow."""
+    on_host = config.getoption("device") == "cpu"
+    chosen = lambda item: not item.get_closest_marker("cuda") if on_host else "device" in item.fixturenames
+    if rest := [item for item in items if not chosen(item)]:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if chosen(item)]
+    mark_slow(items)
+
+
+def mark_slow(items):
     """Mark the cases of full products as slow, except those of a cover: of pairs, or of values if it is marked so."""
     tests = {}
     for item in items:
@@ -71,6 +97,14 @@ def group(path):
 
 def pytest_xdist_make_scheduler(config, log):
     return LoadGroups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device of ``--device``: inputs are made there, and oracles computed on the host or in float64."""
+    from fquant.device import parse
+
+    return parse(request.config.getoption("device"))
 
 
 @pytest.fixture

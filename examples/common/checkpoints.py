@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fquant import tree
 from fquant.io import safetensors
@@ -46,13 +47,17 @@ def save(folder: Path, state: Any, done: int, keep: int, publish: Publish) -> No
 
 
 def load(folder: Path, like: Any) -> Any:
-    """Return the last state of a run; raise ValueError on every rank if its structure is not ``like``'s."""
+    """Return the last state of a run, each tensor on the device of ``like``'s, and on the host if that is meta.
+
+    Raises ValueError on every rank if its structure is not ``like``'s.
+    """
+    there = lambda t, like: t.to(like.device) if isinstance(t, Tensor) and not like.is_meta else t
 
     def read() -> Any:
         state = safetensors.load(folder / STATE)
         fault = f"{folder / STATE}: holds another tree than this run's; resume with the release that wrote it"
         expect(tree.structure(state) == tree.structure(like), fault)
-        return state
+        return tree.map(there, state, like)
 
     return agree.attempt("resume", read)
 

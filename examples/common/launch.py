@@ -5,7 +5,6 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -14,9 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fquant.kernels.cpu import usable_cores
-from shard.host_memory import available_memory, local_ranks
 
-__all__ = ["RankFailed", "Stopped", "available_memory", "local", "local_ranks", "record", "resident"]
+__all__ = ["RankFailed", "Stopped", "local", "record"]
 
 
 class RankFailed(RuntimeError):
@@ -50,8 +48,3 @@ def _story(failures: dict[int, ProcessFailure]) -> str:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     message = str(first.message).strip().splitlines()
     return f"rank {rank} (pid {first.pid}) failed with exit status {first.exitcode}: {message[-1] if message else ''}"
-
-
-def resident() -> int:
-    """Return the bytes of memory resident in this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -184,7 +184,9 @@ def _seconds(captured: trace.Captured, phases: Mapping[Node, str], device: Devic
 def _memory(captured: trace.Captured, phases: Mapping[Node, str], device: Device | None) -> Figures:
     """Return the bytes of arguments by kind, and for every phase and op the peak and the gathered bytes in it."""
     out: Figures = {}
-    paths = dict(zip(captured.module.graph.nodes, captured.paths, strict=False))  # of the placeholders, which come first
+    paths = dict(
+        zip(captured.module.graph.nodes, captured.paths, strict=False)
+    )  # of the placeholders, which come first
     size = lambda alive, counts: sum(graph.sizes(by)[storage] for storage, by in alive.items() if counts(by))
     for node, now, alive in liveness.walk_memory(captured.module.graph):
         if node.op == "placeholder":

@@ -31,13 +31,13 @@ from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from shard import agree
 
-from . import checkpoints, launch, tracking
+from . import checkpoints, devices, launch, tracking
 from .checkpoints import RUN, STATE, Validation
 from .command_line import axes_in, check_least, command_line
 from .progress import Report
 
 RESULT = "result.json"
-FREE = ("out", "resume", "mesh", "show_data", "json")  # options that are not of the run itself
+FREE = ("out", "resume", "mesh", "device", "show_data", "json")  # options that are not of the run itself
 # Options that a resumed run may change: they change no step that is done.
 LATER = ("steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track")
 
@@ -46,10 +46,12 @@ class Options:
     """The options of a program that trains: the base of a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    ALONE: ClassVar[int]  # processes that the program starts without --mesh
+    ALONE: ClassVar[int]  # processes that the program starts on the host without --mesh
     LEAST: ClassVar[dict[str, int]]  # values of some options
     POSITIVE: ClassVar[tuple[str, ...]]  # options that are numbers above 0
     mesh: str | None
+    device: str
+    batch: int
     steps: int | None  # None until the data are known
     save_every: int
     out: Path | None
@@ -74,12 +76,12 @@ class Options:
             raise ValueError("--resume continues in its own folder; leave out --out")
 
     def axes(self, world: int | None = None) -> dict[str, int]:
-        """Return the mesh as axis -> size; without --mesh, fsdp over all processes.
+        """Return the mesh as axis -> size; without --mesh, fsdp over all processes, or over all CUDA devices.
 
         ``world`` is their number, None if this program starts them. Raises ValueError for a mesh of another size.
         """
         if self.mesh is None:
-            return {"fsdp": world or self.ALONE}
+            return {"fsdp": world or devices.num_ranks(self.device, self.ALONE, self.batch)}
         axes = axes_in(self.mesh)
         if world is not None and (ranks := math.prod(axes.values())) != world:
             fix = f"wanted sizes that multiply to {world}, such as fsdp={world}"
@@ -141,6 +143,7 @@ def command(program: Program, args: list[str] | None) -> int:
 
     The status is 0, 1 if a rank failed, or 2 for bad input, which one line names.
     """
+    is_own = False  # a fault of this rank alone
     try:
         options = parse(program.options, args, f"python -m examples.{program.name}")
         options.check()
@@ -149,13 +152,15 @@ def command(program: Program, args: list[str] | None) -> int:
         options = replace(options, mesh=",".join(f"{axis}={size}" for axis, size in axes.items()))
         if under_torchrun and options.out is None and options.resume is None:
             raise ValueError("under torchrun ranks cannot choose a folder each; give --out")
+        ranks = math.prod(axes.values())
+        if not under_torchrun:
+            devices.check_ranks(options.device, ranks)
         if options.resume is not None:
             _check_resumed(options.resume, options)
         if not under_torchrun and program.prepare(options):
             return 0
         if options.resume is None and os.environ.get("RANK", "0") == "0":
             options = replace(options, out=free_folder(options.out, f"runs/{program.name}"))
-        ranks = math.prod(axes.values())
         if under_torchrun or ranks == 1:
             fault = work(program, options)
         else:
@@ -165,19 +170,25 @@ def command(program: Program, args: list[str] | None) -> int:
             return 0
         status, message = 2, fault
     except ValueError as error:
-        status, message = 2, str(error)
+        status, message, is_own = 2, str(error), isinstance(error, devices.Refused)
     except launch.RankFailed as error:
         status, message = 1, str(error)
+    except torch.OutOfMemoryError as error:
+        status, message = 1, f"{str(error).partition('. ')[0]}; use a smaller --batch or --seq, or more fsdp"
     except (KeyboardInterrupt, launch.Stopped):
         status, message = 130, "stopped; continue with --resume and the folder of the run"
-    if os.environ.get("RANK", "0") == "0":
+    if is_own or os.environ.get("RANK", "0") == "0":
         print(f"{program.name}: {message}", file=sys.stderr)
     return status
 
 
 @launch.record
 def work(program: Program, options: Options) -> str | None:
-    """Run one rank; return a message if the input is at fault."""
+    """Run one rank; return a message if the input is at fault, which all ranks know.
+
+    Raises Refused for a device that this rank does not get, so that the others are stopped.
+    """
+    devices.begin(options.device)
     try:
         run, state = program.start(options)
         options, first, ranks = run.options, dist.get_rank() == 0, dist.get_world_size()
@@ -186,7 +197,7 @@ def work(program: Program, options: Options) -> str | None:
         figures = tracking.start(options.track if first else None, options.folder(), int(state.done), options.shared())
         total, done = options.steps or 0, int(state.done)
         with Report(options.folder(), first, total, done, program.summary, figures) as shown:
-            where = f"{ranks} rank{'s' * (ranks > 1)}, mesh {options.mesh}"
+            where = f"{ranks} rank{'s' * (ranks > 1)} on {devices.name(options.device)}, mesh {options.mesh}"
             shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
             state = train(program, run, state, history, shown)
             measured = program.measure(run, state, shown.say)
@@ -200,8 +211,8 @@ def work(program: Program, options: Options) -> str | None:
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> Any:
     """Take all steps, validate, and save what is trained; return the last state."""
     options = run.options
-    folder = options.folder()
-    while (done := int(state.done)) < options.steps and not checkpoints.is_over(history, options.patience):
+    folder, done = options.folder(), int(state.done)
+    while done < options.steps and not checkpoints.is_over(history, options.patience):
         state, step = program.take(run, state)
         if not math.isfinite(step.loss):
             raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
@@ -246,7 +257,8 @@ def restored(kind: type[T], path: Path) -> T:
 
 def announce(options: Options) -> None:
     """Make the folder and write run.json, on rank 0; raise on every rank if that fails."""
-    me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname()}
+    device = devices.name(options.device)
+    me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname(), "device": device}
     ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
     agree.attempt("start", lambda: write(options.folder() / RUN, content) if dist.get_rank() == 0 else None)

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from fquant.device import HOST
 from fquant.tree import at, expect
 
 from ..data.dataset import IGNORED, Rows
@@ -96,18 +97,18 @@ def task(questions: Sequence[Question], tokenizer: Tokenizer, begin: Sequence[in
             rows.append(([*begin, *ids], len(begin) + known))
             sizes.append(len(choice.strip().encode()))
     length = max(len(ids) for ids, _ in rows) - 1
-    tokens = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
+    tokens = torch.zeros(len(rows), length, dtype=torch.int64, device=HOST)
     targets = torch.full_like(tokens, IGNORED)
     for i, (ids, known) in enumerate(rows):
         tokens[i, : len(ids) - 1] = torch.tensor(ids[:-1])
         targets[i, known - 1 : len(ids) - 1] = torch.tensor(ids[known:])
     counts, answers = [len(one.choices) for one in questions], [one.answer for one in questions]
-    return Task(Rows(tokens, targets), counts, answers, torch.tensor(sizes, dtype=torch.float64, device="cpu"))
+    return Task(Rows(tokens, targets), counts, answers, torch.tensor(sizes, dtype=torch.float64, device=HOST))
 
 
 def accuracies(task: Task, scores: Tensor) -> tuple[float, float]:
     """Return the shares of right answers by ``scores`` f64[rows] of choices, and by scores over bytes."""
-    right = torch.zeros(2, dtype=torch.int64, device="cpu")
+    right = torch.zeros(2, dtype=torch.int64, device=HOST)
     for answer, own, size in zip(task.answers, scores.split(task.counts), task.sizes.split(task.counts), strict=True):
         right += torch.stack([own.argmax(), (own / size).argmax()]) == answer
     whole, by_bytes = (right / len(task.answers)).tolist()

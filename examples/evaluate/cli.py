@@ -22,6 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from fquant.device import parse
 from fquant.io import peft
 from fquant.io.safetensors import replacing
 from fquant.kernels.cpu import usable_cores
@@ -30,6 +31,7 @@ from models import hf
 from models.config import Config
 
 from ..common.command_line import DTYPES, FormatName, check, check_least, command_line, parse_format
+from ..common.devices import DeviceName, to
 from ..common.progress import bar, draw, widen
 from ..data import dataset, tokenizer
 from ..qlora.options import SHIPPED
@@ -62,6 +64,7 @@ class Options:
     """Rows at once."""
     dtype: Literal["bf16", "f32"] = "bf16"
     """Of the residual stream."""
+    device: DeviceName = "auto"
     out: Path | None = None
     """Folder for evaluation.png and evaluation.json; default: none is written."""
     json: bool = False
@@ -102,11 +105,12 @@ def main(args: list[str] | None = None) -> int:
 
 def evaluate(options: Options, console: Console) -> list[Figures]:
     """Return the figures of every format, without an adapter and with each."""
-    cfg, dense = hf.lazy(options.model)
+    device = parse(options.device)
+    cfg, dense = hf.lazy(options.model, device)
     formats = {name: parse_format(name, None) for name in options.formats}
     for fmt in formats.values():
         check(cfg, fmt, options.seq, options.model)
-    adapters: dict[str, Adapters] = {"": {}} | {str(at): opened(at, cfg) for at in options.adapters}
+    adapters: dict[str, Adapters] = {"": {}} | {str(at): to(opened(at, cfg), device) for at in options.adapters}
     its = tokenizer.text(options.model, options.chat_template)
     questions = choices.read(options.choices) if options.choices else None
     task = choices.task(questions, its.tokenizer(), its.begin, options.seq) if questions else None

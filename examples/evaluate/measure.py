@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from fquant import jit, lazy, lora, tree
+from fquant.device import HOST
 from fquant.format import Format
 from models import decoder
 from models.config import Config
 
 from ..common.command_line import quantised
+from ..common.devices import to
 from ..data.dataset import Rows
 from . import choices
 
@@ -54,7 +56,11 @@ def losses(
     dtype: torch.dtype,
     done: Callable[[], None],
 ) -> Tensor:
-    """Return the summed loss of each row in nats: f64[rows]; ``done()`` is called after each batch."""
+    """Return the summed loss of each row in nats, f64[rows] on the host; ``done()`` is called after each batch.
+
+    Rows are on the host, and are brought to the device of the base a batch at a time.
+    """
+    device = tree.leaves(base)[0].device
 
     def summed(adapters: Any, base: Any, rows: Rows) -> Tensor:
         params = lora.attach(base, tree.map(lambda t: t.to(dtype), adapters))
@@ -69,7 +75,7 @@ def losses(
     f, found = jit(summed), []
     for first in range(0, len(rows.tokens), batch):
         some = tree.map(lambda t, i=first: t[i : i + batch], rows)
-        found.append(f(adapters, base, some).double())
+        found.append(f(adapters, base, to(some, device)).double().to(HOST))
         done()
     return torch.cat(found)
 

@@ -25,12 +25,14 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from fquant import lora, random, tree
+from fquant.device import parse
 from fquant.io import peft
 from fquant.kernels.cpu.threads import usable_cores
 from fquant.lazy import Lazy
 from models import generate, hf
 
 from ..common.command_line import DTYPES, FormatName, check_least, command_line, parse_format, quantised
+from ..common.devices import DeviceName, to
 from ..common.progress import bar
 from ..data import tokenizer as data_tokenizer
 from . import prompts
@@ -70,6 +72,7 @@ class Options:
     """Elements that share a scale, instead of the format's own number."""
     dtype: str = "bf16"
     """Of the computation: bf16, f16 or f32."""
+    device: DeviceName = "auto"
     json: bool = False
     """Print one JSON object an answer, with text, tokens, prompt (its number) and adapter."""
 
@@ -129,17 +132,19 @@ def main(args: list[str] | None = None) -> int:
 
 def run(options: Options, console: Console, write: Callable[[str], Any]) -> list[Answer]:
     """Read the model, answer every prompt with every adapter, and ``write`` the answers; return them."""
+    device = parse(options.device)
     settings = prompts.settings(options.model)
     how = prompts.sampling(settings, asdict(options))
     stop = prompts.stop_tokens(settings)
     if left := prompts.unapplied(settings):
         console.print(f"[yellow]not applied[/] of generation_config.json: {', '.join(left)}", highlight=False)
-    cfg, found = hf.lazy(options.model)
+    cfg, found = hf.lazy(options.model, device)
     text = data_tokenizer.text(options.model, options.chat_template)
     tokenizer = text.tokenizer()
     texts = encoded(options, text, tokenizer)
     generate.check_request(texts, cfg, options.max_new_tokens)
-    adapters = [peft.load(at, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg)) for at in options.adapter]
+    names = partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg)
+    adapters = [to(peft.load(at, *names), device) for at in options.adapter]
     for at, adapter in zip(options.adapter, adapters, strict=True):
         with tree.at(str(at)):
             lora.attach(found, adapter)  # a fault before the weights are read
@@ -150,7 +155,7 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     requests = [(i, j) for i in range(len(texts)) for j in range(len(names))]
     own = None
     if len(adapters) > 1:
-        which = torch.tensor([j for _, j in requests], dtype=torch.int64, device="cpu")
+        which = torch.tensor([j for _, j in requests], dtype=torch.int64, device=device)
         own = generate.rows(lora.stack(generate.aligned(adapters)), which)
     batch = [texts[i] for i, _ in requests]
     timing = Timing(sum(map(len, batch)), len(batch))

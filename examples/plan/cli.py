@@ -210,4 +210,3 @@ def main(args: list[str] | None = None) -> int:
     if options.plot is not None:
         plot.draw_rows(options.plot, f"{options.model} on {options.device}", device, rows)
     return 0
-

@@ -33,7 +33,9 @@ def draw_rows(path: Path, title: str, device: Device, rows: list[Row]) -> Path:
     stack(left, meshes, times, TIME_COLOURS)
     stack(right, meshes, sizes, MEMORY_COLOURS)
     for i, x in enumerate(rows):
-        left.text(1e3 * x.seconds, i, f" {x.tokens_per_second:,.0f} tok/s, {100 * x.share:.0f} %", va="center", fontsize=8)
+        left.text(
+            1e3 * x.seconds, i, f" {x.tokens_per_second:,.0f} tok/s, {100 * x.share:.0f} %", va="center", fontsize=8
+        )
         right.text(x.price.peak / GIB, i, f" {x.price.peak / GIB:.1f}", va="center", fontsize=8)
     left.set(xlabel="predicted ms of a step; % of the limit", xlim=(0, 1.45e3 * max(x.seconds for x in rows)))
     right.set(xlabel=f"GiB of a rank at its peak, of {device.memory / GIB:.0f}")

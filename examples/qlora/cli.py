@@ -3,6 +3,7 @@
     python -m examples.qlora                                     # offline, on the model and data shipped here
     python -m examples.qlora --model DIR --data FILE --mesh dp=2,fsdp=2
     torchrun --nproc-per-node 4 -m examples.qlora --model DIR --data FILE
+    python -m examples.qlora --model DIR --device cuda           # a rank on each CUDA device
     python -m examples.qlora --resume runs/qlora                 # continue, to the bit
 
 Writes adapter/ for PEFT, loss.png and the files of every run (examples/common/runs.py) to a folder of its own. The
@@ -25,7 +26,7 @@ from fquant.io import peft
 from models import hf
 from models.export.folder import copy_companions
 
-from ..common import runs
+from ..common import devices, runs
 from ..common.model_folders import companions
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, bar, draw, metrics, widen
@@ -87,7 +88,7 @@ def title(run: Run) -> str:
 
 def summary(x: Step) -> str:
     """Return the figures of a step as one line."""
-    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
+    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", devices.memory_text(x.memory, x.held)
     held = "" if x.validation is None else f"  held-out {x.validation:.4f}"
     return f"loss {x.loss:.4f}{held}  lr {x.lr:.1e}  {speed}  {memory}"
 

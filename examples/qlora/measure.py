@@ -17,8 +17,9 @@ from fquant import lazy, lora, optim, tree
 from fquant.compile.cost import Cost, cost
 from models import decoder
 from models.config import Config
+from shard.device_mesh import device_of
 
-from ..common import objectives, training_step
+from ..common import devices, objectives, training_step
 from ..common.training_step import Setup, State
 from ..data import dataset as data
 from .adapters import merged as merged_base
@@ -126,10 +127,13 @@ def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None
     """
     if not isinstance(run.work.held, data.Rows):
         return judged(run, local, adapters)[0]
-    total, setup = torch.zeros(2, dtype=torch.float64, device="cpu"), forward_setup(setup or run.setup)
+    setup = forward_setup(setup or run.setup)
+    device = device_of(setup.mesh)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     taught = run.teacher if setup.objective.name == "distill" else None
     for rows in in_batches(run):
-        total += run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), setup, taught)
+        mine = devices.to(shard.share(rows, setup.mesh, setup.rules), device)
+        total += run.evaluate(adapters, local, mine, setup, taught)
     nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
     return float(nats / tokens)
 
@@ -141,12 +145,15 @@ def forward_setup(setup: Setup) -> Setup:
 
 def judged(run: Run, local: Any, adapters: lora.Adapters) -> tuple[float, float]:
     """Return the mean loss of the held-out preferences, and the share that is judged right."""
-    setup, total, num_rows = forward_setup(run.setup), torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    setup, num_rows = forward_setup(run.setup), 0
+    device = device_of(setup.mesh)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for rows in in_batches(run):
         rows = objectives.complete(setup.objective, rows)
         count, n = objectives.counts(setup.objective, rows), len(tree.leaves(rows)[0])
-        part = run.evaluate(adapters, local, shard.share(rows, setup.mesh, setup.rules), count, setup)
-        total += shard.psum(part, setup.mesh, setup.rules.batch) * torch.tensor([n, 1], device="cpu")
+        mine, count = devices.to((shard.share(rows, setup.mesh, setup.rules), count), device)
+        part = run.evaluate(adapters, local, mine, count, setup)
+        total += shard.psum(part, setup.mesh, setup.rules.batch) * torch.tensor([n, 1], device=device)
         num_rows += n
     loss, right = (total / num_rows).tolist()
     return loss, right

@@ -15,10 +15,12 @@ import torch
 import tyro
 
 from fquant import optim
+from fquant.device import HOST
 from models.losses import preference
 
 from ..common import objectives, runs
 from ..common.command_line import FormatName, parse_format
+from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint
 from ..data.options import DataOptions
@@ -52,7 +54,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     block: int | None = None
     """Weights that share a scale; default: the format's own, of int8, aq_2x8 and aq_3x8 a row."""
     mesh: str | None = None
-    """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or 2."""
+    """As in dp=1,fsdp=2: dp replicates the base, fsdp splits it; default: fsdp over all of torchrun's ranks, or over
+    all CUDA devices, or over 2 processes on the host."""
+    device: DeviceName = "auto"
     checkpoint: Checkpoint | None = None
     """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
     all; default: the fastest that is predicted to fit into memory."""
@@ -148,7 +152,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
             raise ValueError(
                 f"--teacher and --temperature are of --objective distill, and this is {self.objective}; leave them out"
             )
-        pair = torch.zeros(2, device="cpu")
+        pair = torch.zeros(2, device=HOST)
         if self.objective == "dpo":
             preference.dpo(pair, pair, self.minimised().beta, self.smoothing, self.kind, pair)
         if self.merge_aware and (self.dora or self.dropout):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fquant import lazy, tree
+from fquant.device import HOST
 from models import hf
 from models.config import Config
 
@@ -27,16 +28,17 @@ class Teacher(NamedTuple):
     weights: Any
 
 
-def find(options: Options, cfg: Config, dense: Any) -> Teacher | None:
+def find(options: Options, cfg: Config, dense: Any, device: torch.device = HOST) -> Teacher | None:
     """Return the teacher that ``options`` name, of a student of ``cfg``; None if the objective has none.
 
-    ``dense`` is the student before it is packed. Raises ValueError for a teacher of another tokenizer.
+    ``dense`` is the student before it is packed. Weights will be read to ``device``. Raises ValueError for a teacher of
+    another tokenizer.
     """
     if options.objective != "distill":
         return None
     if options.teacher is None:
         return Teacher(cfg, dense)
-    found, weights = hf.lazy(options.teacher)
+    found, weights = hf.lazy(options.teacher, device)
     check(found, None, options.seq, options.teacher)
     texts = [tokenizer.read(folder).get_vocab() for folder in (options.model, options.teacher)]
     if texts[0] != texts[1]:

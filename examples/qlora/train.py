@@ -6,7 +6,6 @@ sums, and a resumed run continues to the bit.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,25 +15,27 @@ import torch
 from torch import Tensor
 
 import shard
-from fquant import jit, lazy, lora, random, tree
+from fquant import jit, lora, random, tree
 from fquant.compile import all_gather_text
+from fquant.device import HOST
 from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
 from models.config import Config
 from shard import agree
+from shard.device_mesh import device_of
+from shard.host_memory import local_ranks
 
-from ..common import checkpoints, launch, objectives, pricing, training_step
+from ..common import checkpoints, devices, objectives, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
-from ..common.training_step import MODES, Checkpoint, Measured, Micro, Setup, State
+from ..common.training_step import MODES, Measured, Micro, Setup, State
 from ..data import dataset as data
 from ..data.options import Note
 from ..data.store import Progress
 from . import adapters, teacher
+from .fitting import choose_checkpoint
 from .options import Options
 from .teacher import Teacher
-
-ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,25 @@ class Step:
     grad_norm: float
     tokens: int  # targets in the global batch; of preferences, what the loss is divided by
     tokens_per_second: float  # of the rows of the batch
-    memory: int  # bytes resident on this rank
+    memory: int  # bytes of this rank (devices.Memory.used)
+    held: int  # bytes that this rank's allocator has for them
     wire: int  # bytes that one rank sent
     validation: float | None = None  # nats a token of held-out rows, after the step
 
 
-def prepare(options: Options, note: Note | None = None, progress: Progress | None = None) -> Work:
+def prepare(
+    options: Options, note: Note | None = None, progress: Progress | None = None, device: torch.device = HOST
+) -> Work:
     """Open and check everything that ``options`` name, and tokenise the data; a ValueError names the fault.
 
-    ``note`` is called with each line that a person should know about the data.
+    ``note`` is called with each line that a person should know about the data. Weights will be read to ``device``; the
+    process that starts the ranks uses none.
     """
-    cfg, dense = hf.lazy(options.model)
+    cfg, dense = hf.lazy(options.model, device)
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
-    taught = teacher.find(options, cfg, dense)
+    taught = teacher.find(options, cfg, dense, device)
     begun = adapters.start(options, cfg, packed, options.seed)
     train, held = options.rows(options.model, note, progress, KINDS[options.objective])
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
@@ -111,12 +116,17 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     """Start runs over one base, which the first of ``many`` names; they differ in data, adapters and optimisers."""
     options = many[0]
     axes = options.axes()
-    torch.set_num_threads(usable_cores(launch.local_ranks()))
-    mode = options.checkpoint or choose_checkpoint(options, axes, len(many))
-    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    torch.set_num_threads(usable_cores(local_ranks()))
+    try:
+        mode, fault = choose_checkpoint(options, axes, len(many)), None
+    except ValueError as error:  # of this rank alone perhaps: the others wait in the mesh
+        mode, fault = MODES[-1], error
+    mesh = shard.mesh(options.device, dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    device = device_of(mesh)
+    agree.attempt("start", lambda: _raise(fault))
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
-    works = agree.attempt("prepare", lambda: prepare_many(many))
+    works = agree.attempt("prepare", lambda: prepare_many(many, device=device))
     for work in works:
         facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
         agree.same("start", facts)
@@ -129,7 +139,8 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         for its in works
     ]  # fmt: skip
     first, setup = works[0], setups[0]
-    begun = agree.attempt("norms", lambda: [adapters.beside(w.options, w.adapters, w.packed) for w in works])
+    beside = lambda w: adapters.beside(w.options, devices.to(w.adapters, device), w.packed)
+    begun = agree.attempt("norms", lambda: [beside(w) for w in works])
     placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
     taught = None
     if first.teacher is not None:
@@ -149,13 +160,20 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     ]
 
 
+def _raise(fault: ValueError | None) -> None:
+    if fault is not None:
+        raise fault
+
+
 def minimised(work: Work) -> objectives.Objective:
     """Return what a step minimises."""
     cfg = work.teacher.cfg if work.teacher else None
     return dataclasses.replace(work.options.minimised(), teacher=cfg)
 
 
-def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Progress | None = None) -> list[Work]:
+def prepare_many(
+    many: Sequence[Options], note: Note | None = None, progress: Progress | None = None, device: torch.device = HOST
+) -> list[Work]:
     """Return the input of runs over one base; data that several name are read once."""
     works: list[Work] = []
     for options in many:
@@ -163,7 +181,7 @@ def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Pr
             options = dataclasses.replace(options, steps=works[0].options.steps, epochs=None)
         same = next((w for w in works if w.options.sources() == options.sources()), None)
         if same is None:
-            works.append(prepare(options, note, progress))
+            works.append(prepare(options, note, progress, device))
             continue
         begun = adapters.start(options, same.cfg, same.packed, options.seed)
         resolved = options.resolved(len(same.train.rows), same.parameters)
@@ -171,31 +189,13 @@ def prepare_many(many: Sequence[Options], note: Note | None = None, progress: Pr
     return works
 
 
-def choose_checkpoint(options: Options, axes: dict[str, int], count: int = 1) -> Checkpoint:
-    """Return the fastest checkpointing mode whose predicted peak fits into this rank's memory; else "full".
-
-    The weights of a teacher count, and its activations do not.
-
-    A step of ``count`` runs at once is priced as one of so many batches. Call it before the ranks meet, because the
-    step is priced on an abstract mesh.
-    """
-    cfg, found = hf.lazy(options.model)
-    fmt, names = parse_format(options.format, options.block), adapters.targets_in(options.targets, cfg)
-    targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
-    rows = count * options.answers() * -(-options.batch // math.prod(axes.values()))
-    sizes = options.rank, rows, options.seq
-    base = lazy.like(quantised(found, fmt))
-    job = pricing.Job(cfg, fmt, targets, *sizes, stream=DTYPES[options.dtype], accumulate=options.accumulate, base=base)
-    peak = lambda mode: pricing.price(dataclasses.replace(job, checkpoint=mode), axes).peak
-    taught = teacher.find(options, cfg, found)
-    held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
-    room = ROOM * launch.available_memory() - held
-    return next(mode for mode in MODES if mode == "full" or peak(mode) <= room)
-
-
 def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
-    """Return this rank's rows of every micro-batch of ``step``, and the counts of the global batch i64[...]."""
+    """Return this rank's rows of every micro-batch of ``step``, and the counts of the global batch i64[...].
+
+    They are on the device of the mesh.
+    """
     options, setup = run.options, run.setup
+    device = device_of(setup.mesh)
     batch = data.batch(run.work.train, step, options.batch * options.accumulate, options.seed)
     size = options.batch * options.accumulate
     keys = random.fold(random.fold(random.key(options.seed), step), torch.arange(size))  # one a row
@@ -206,10 +206,10 @@ def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
         rows = objectives.complete(setup.objective, rows)
         count = objectives.counts(setup.objective, rows)
         total = count if total is None else total + count
-        mine, row_keys = shard.share((rows, row_keys), setup.mesh, setup.rules)
+        mine, row_keys = devices.to(shard.share((rows, row_keys), setup.mesh, setup.rules), device)
         micros.append((mine, row_keys if options.dropout else None))
     assert total is not None
-    return tuple(micros), total
+    return tuple(micros), devices.to(total, device)
 
 
 def take(run: Run, state: State) -> tuple[State, Step]:
@@ -217,8 +217,8 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     began, step, options = time.perf_counter(), int(state.done), run.options
     micros, count = micro_batches(run, step)
     state, found = run.step(state, run.local, micros, count, run.setup, run.teacher)
-    value, norm, lr = found.loss.item(), found.grad_norm.item(), found.lr.item()
+    figures = found.loss, found.grad_norm, found.lr, count.max()
+    value, norm, lr, tokens = torch.stack([t.double() for t in figures]).tolist()  # one wait for the device
     through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
-    return state, Step(
-        step, value, lr, norm, int(count.max()), through, launch.resident(), training_step.sent(run.step)
-    )
+    memory = devices.memory(device_of(run.setup.mesh))
+    return state, Step(step, value, lr, norm, int(tokens), through, *memory, training_step.sent(run.step))

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..common import runs
+from ..common import devices, runs
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, draw, metrics, widen
 from ..qlora import cli as qlora
@@ -40,7 +40,7 @@ def title(run: Run) -> str:
 def summary(x: Step) -> str:
     """Return the figures of a step as one line."""
     held = "" if x.validations is None else f"  held-out {min(x.validations):.4f} to {max(x.validations):.4f}"
-    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", f"{x.memory / 2**20:.0f} MiB a rank"
+    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", devices.memory_text(x.memory, x.held)
     return f"loss {min(x.losses):.4f} to {max(x.losses):.4f}{held}  {speed}  {memory}"
 
 

@@ -24,8 +24,9 @@ from torch.func import grad_and_value, vmap
 
 from fquant import jit, tree
 from fquant.compile import all_gather_text
+from shard.device_mesh import device_of
 
-from ..common import checkpoints, launch, training_step
+from ..common import checkpoints, devices, training_step
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -61,7 +62,8 @@ class Step:
     losses: list[float]  # of each experiment, in nats a token
     rates: list[float]
     tokens_per_second: float  # of all experiments
-    memory: int  # bytes resident on this rank
+    memory: int  # bytes of this rank (devices.Memory.used)
+    held: int  # bytes that this rank's allocator has for them
     validation: float | None = None  # the lowest
     validations: list[float] | None = None
 
@@ -114,7 +116,7 @@ def start(options: Options) -> tuple[Run, States]:
     options = dataclasses.replace(options, steps=runs[0].options.steps, epochs=None)
     groups = equal_groups(runs, states)
     capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
-    training = States(states, torch.tensor(0, device="cpu"))
+    training = States(states, torch.tensor(0, device=device_of(runs[0].setup.mesh)))
     if options.resume is not None:
         training = checkpoints.load(options.folder(), training)
     return Run(options, runs, groups, jit(sweep_step, **capture)), training
@@ -148,12 +150,13 @@ def take(run: Run, training: States) -> tuple[States, Step]:
     micros, counts, setups = [m for m, _ in found], [c for _, c in found], [one.setup for one in run.runs]
     first = run.runs[0]
     states, measured = run.step(training.many, first.local, micros, counts, setups, run.groups, first.teacher)
-    losses = [one.loss.item() for one in measured]
+    figures = [one.loss for one in measured], [one.lr for one in measured]
+    losses, rates = torch.stack([torch.stack(each) for each in figures]).tolist()  # one wait for the device
     tokens = len(run.runs) * options.batch * options.accumulate * options.seq
     speed = tokens / (time.perf_counter() - began)
-    rates = [one.lr.item() for one in measured]
     worst = next((x for x in losses if not math.isfinite(x)), min(losses))
-    return States(states, training.done + 1), Step(step, worst, losses, rates, speed, launch.resident())
+    memory = devices.memory(device_of(first.setup.mesh))
+    return States(states, training.done + 1), Step(step, worst, losses, rates, speed, *memory)
 
 
 def validate(run: Run, training: States) -> dict[str, Any]:

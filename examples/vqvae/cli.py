@@ -3,6 +3,7 @@
     python -m examples.vqvae --quantiser fsq --codes 1000 --steps 4000        # default: a codebook of 512
     python -m examples.vqvae --mesh dp=2
     torchrun --nproc-per-node 4 -m examples.vqvae --out DIR
+    python -m examples.vqvae --device cpu                        # default: cuda, where torch can use it
     python -m examples.vqvae --resume runs/vqvae                 # continue, to the bit
 
 The photographs are those of scikit-image's wheel (pip install 'fquant[images]'); the middle fifth of each is held out.
@@ -19,9 +20,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
+from fquant.device import HOST
 from fquant.vq.composite.residual import Residual
+from shard.device_mesh import device_of
 
-from ..common import runs
+from ..common import devices, runs
 from ..common.progress import METRICS, draw, metrics
 from . import photographs, train
 from .options import Options
@@ -70,8 +73,8 @@ def reconstruction(folder: Path, run: Run, training: Training, books: Residual, 
     grid: Any = figure.subplots(3, len(run.photographs))
     for column, (name, photograph) in zip(grid.T, run.photographs.items(), strict=True):
         original = photographs.portrait(photograph, run.cfg.scale)[None]
-        _, *others = train.reconstructions(run, training, books, original)
-        for axes, image in zip(column, (original, *others), strict=True):
+        _, *others = train.reconstructions(run, training, books, devices.to(original, device_of(run.mesh)))
+        for axes, image in zip(column, (original, *(x.to(HOST) for x in others)), strict=True):
             axes.imshow(image[0].movedim(0, -1).clamp(0, 1).numpy(), interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from ..common import runs
+from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from .quantisers import Name
 
@@ -56,7 +57,8 @@ class Options(runs.Options):
     seed: int = 0
     """Seed of initial values and of the places of patches."""
     mesh: str | None = None
-    """As in dp=2 or fsdp=2, which both split a batch; default: all of torchrun's ranks, or 1."""
+    """As in dp=2 or fsdp=2, which both split a batch; default: all of torchrun's ranks, or all CUDA devices, or 1."""
+    device: DeviceName = "auto"
     out: Path | None = None
     """Empty folder to write to; default: the first free of runs/vqvae, runs/vqvae-2, ..."""
     save_every: int = 200

@@ -156,8 +156,10 @@ def usage(codes: Tensor, quantiser: Quantiser) -> Tensor:
     """Count the codes in ``codes`` i64[...], or [... layers] of several layers: f32[layers codes]."""
     each = codes.reshape(-1, quantiser.num_layers)
     known = each >= 0  # -1 is none
-    at = torch.where(known, each + torch.arange(quantiser.num_layers) * quantiser.num_codes, 0)
-    counts = torch.zeros(quantiser.num_layers * quantiser.num_codes).index_add(0, at.flatten(), known.float().flatten())
+    layers = torch.arange(quantiser.num_layers, device=codes.device)
+    at = torch.where(known, each + layers * quantiser.num_codes, 0)
+    counts = torch.zeros(quantiser.num_layers * quantiser.num_codes, device=codes.device)
+    counts = counts.index_add(0, at.flatten(), known.float().flatten())
     return counts.reshape(quantiser.num_layers, quantiser.num_codes)
 
 

@@ -19,13 +19,15 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import jit, optim, random, tree, vq
+from fquant.device import HOST
 from fquant.vq.composite import residual
 from fquant.vq.composite.residual import Residual
 from models import autoencoder
 from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
+from shard.device_mesh import device_of
 
-from ..common import checkpoints
+from ..common import checkpoints, devices
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -113,10 +115,12 @@ def start(options: Options) -> tuple[Run, Training]:
     if one fails or if they disagree.
     """
     axes, seed = options.axes(), random.key(options.seed)
-    mesh = shard.mesh(dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    mesh = shard.mesh(options.device, dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
+    device = device_of(mesh)
     cfg, images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
     agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"photographs": images}))
-    net, state = autoencoder.init(cfg, random.fold(seed, "autoencoder")), quantiser.state
+    net = autoencoder.init(cfg, random.fold(seed, "autoencoder"))  # on the host, so that devices begin alike
+    net, state = devices.to((net, quantiser.state), device)
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
     psum = partial(shard.psum, mesh=mesh, axes=shard.Rules().batch)
     schedule = optim.cosine(options.lr, options.steps + 1, warmup=options.steps // 20)
@@ -124,7 +128,7 @@ def start(options: Options) -> tuple[Run, Training]:
     step = jit(make_step(quantiser, opt, mesh, psum, photographs.variance(parts)), donate=("training",))
     positions = (options.patch // cfg.scale) ** 2
     run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
-    training = Training(net, state, opt.init(weights), torch.tensor(0))
+    training = Training(net, state, opt.init(weights), torch.tensor(0, device=device))
     if options.resume is not None:
         return run, checkpoints.load(options.folder(), training)
     if quantiser.learns:
@@ -132,18 +136,20 @@ def start(options: Options) -> tuple[Run, Training]:
         patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
         with torch.no_grad():
             latents = autoencoder.encode(net, patches)
-        state = quantisers.books_at_kmeans(state, latents, key, row_offset, psum)
+        state = quantisers.books_at_kmeans(state, latents, devices.to(key, device), row_offset, psum)
     return run, replace(training, quantiser=state)
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return this rank's share of ``size`` patches of ``key``, their numbers, and the offset of their latents.
 
-    The offset is that of a Book: the number of the first row, and the number of rows on all ranks.
+    The offset is that of a Book: the number of the first row, and the number of rows on all ranks. Patches are cut on
+    the host, and all three are on the device of the mesh.
     """
-    numbers = shard.share(torch.arange(size), run.mesh, shard.Rules())
+    numbers = shard.share(torch.arange(size, device=HOST), run.mesh, shard.Rules())
     images = photographs.patches(run.parts, random.fold(key, numbers), run.options.patch)
-    return images, numbers, (numbers[0] * run.positions, torch.tensor(size * run.positions))
+    row_offset = numbers[0] * run.positions, torch.tensor(size * run.positions, device=HOST)
+    return devices.to((images, numbers, row_offset), device_of(run.mesh))
 
 
 def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, psum: Any, variance: float) -> Any:
@@ -181,9 +187,12 @@ def make_step(quantiser: Quantiser, opt: optim.Optimizer, mesh: DeviceMesh, psum
 
 def take(run: Run, training: Training) -> tuple[Training, Step]:
     """Take one step."""
-    began, done, lr = time.perf_counter(), int(training.done), float(run.schedule(training.done))
+    began, done = time.perf_counter(), int(training.done)
+    lr = float(run.schedule(torch.tensor(done, device=HOST)))
     key = random.fold(random.fold(random.key(run.options.seed), "step"), done)
-    training, (value, mse, counts) = run.step(training, *batch(run, key, run.options.batch), key)
+    given = *batch(run, key, run.options.batch), devices.to(key, device_of(run.mesh))
+    training, measured = run.step(training, *given)
+    value, mse, counts = (t.to(HOST) for t in measured)
     figures = value.item(), psnr(mse), vq.perplexity(counts).tolist(), quantisers.share_used(counts)
     return training, Step(done, *figures, lr, run.options.batch / (time.perf_counter() - began))
 
@@ -194,16 +203,20 @@ def measure(run: Run, training: Training, say: Callable[[str], None]) -> tuple[R
     key = random.fold(random.key(run.options.seed), "pixels")
     patches, _, row_offset = batch(run, key, -(-BASELINE_ROWS * run.options.codes // run.positions))
     pixels = quantisers.blocks(patches, run.cfg.scale)
+    key = devices.to(key, pixels.device)
     books = residual.init_books(key, run.options.codes, pixels.shape[-1], run.quantiser.num_layers)
     books = quantisers.books_at_kmeans(books, pixels, key, row_offset, run.psum)
     tiles = shard.share(photographs.tiles(list(run.photographs.values()), run.options.patch), run.mesh, shard.Rules())
-    errors, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(run.quantiser.num_layers, run.options.codes)
-    for images in tiles.split(run.options.batch):
+    device = device_of(run.mesh)
+    errors = torch.zeros(3, dtype=torch.float64, device=device)
+    counts = torch.zeros(run.quantiser.num_layers, run.options.codes, device=device)
+    for images in devices.to(tiles, device).split(run.options.batch):
         codes, *each = reconstructions(run, training, books, images)
         each.append(images.mean((2, 3), keepdim=True))
         errors += torch.stack([(x.expand_as(images) - images).double().square().sum() for x in each])
         counts += quantisers.usage(codes, run.quantiser)
-    errors, counts, number = run.psum((errors, counts, torch.tensor(tiles.numel())))
+    errors, counts, number = run.psum((errors, counts, torch.tensor(tiles.numel(), device=device)))
+    counts = counts.to(HOST)
     bits = run.quantiser.num_layers * math.log2(run.options.codes) / run.cfg.scale**2
     ours, kmeans, mean = (psnr(error / number) for error in errors)
     result = Result(bits, ours, kmeans, mean, vq.perplexity(counts).tolist(), quantisers.share_used(counts))

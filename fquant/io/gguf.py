@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..device import HOST
 from ..tree import at, expect
+from . import staging
 from .gguf_blocks import KINDS, check_width, decode
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
@@ -88,12 +89,10 @@ def read_bytes(header: Header, name: str, rows: slice = slice(None)) -> Tensor:
         first, last, step = rows.indices(count)
         expect(step == 1 and first <= last, f"{name}: got rows {rows}; wanted a slice without step of {count} rows")
         out = torch.empty((last - first, width), dtype=torch.uint8, device=HOST)
-        left = out.view(-1).numpy().data
         with header.path.open("rb", buffering=0) as file:
             file.seek(entry.start + first * width)
-            while left and (got := file.readinto(left)):
-                left = left[got:]
-        expect(not left, f"{name}: got {len(left)} bytes too few; the file changed since it was opened")
+            lacking = staging.fill(out, file)
+        expect(not lacking, f"{name}: got {lacking} bytes too few; the file changed since it was opened")
         return out
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..device import HOST
 from ..kernels.spec import Spec, check
 from ..lazy import Lazy
 from ..lazy import like as like_of
@@ -73,8 +74,8 @@ def _buffers(at: str, leaf: Any, likes: Mapping[str, Tensor]) -> list[tuple[str,
     return out
 
 
-def lazy(path: str | Path) -> Any:
-    """Return the tree of a file with a Lazy for each tensor or Packed; read its header alone.
+def lazy(path: str | Path, device: torch.device = HOST) -> Any:
+    """Return the tree of a file with a Lazy for each tensor or Packed, that reads to ``device``; read its header alone.
 
     Raises ValueError for a file that holds no tree, and, with the path, for a Packed whose buffers contradict its
     shape.
@@ -91,8 +92,8 @@ def lazy(path: str | Path) -> Any:
                 check(Spec(like.format, like.shape, like.dtype), buffers(like))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {error}; write the file again") from None
-        read = lambda: tree.map_with_path(lambda name, _: safetensors.read(found, _join(at, name)), like)
+        read = lambda: tree.map_with_path(lambda name, _: safetensors.read(found, _join(at, name), device=device), like)
         stamp = lambda: " ".join(safetensors.stamp(found, _join(at, name)) for name in tree.paths(like))
-        return Lazy(read, like, stamp)
+        return Lazy(read, like, stamp, device=device)
 
     return tree.map_with_path(leaf, tree_json.decode(found.metadata[safetensors.TREE], meta), is_leaf=_is_leaf)

@@ -25,10 +25,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..device import HOST
 from ..kernels.dispatch import empty
 from ..lazy import Lazy
 from ..tree import at, expect
-from . import tree_json
+from . import staging, tree_json
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -88,8 +89,8 @@ def header(path: str | Path) -> Header:
     return Header(path, tensors, metadata)
 
 
-def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
-    """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 without step), to the CPU, and no other bytes.
+def read(header: Header, name: str, rows: slice | None = None, device: torch.device = HOST) -> Tensor:
+    """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 without step), to ``device``, and no other bytes.
 
     Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
     """
@@ -107,13 +108,12 @@ def read(header: Header, name: str, rows: slice | None = None) -> Tensor:
             expect(fits, f"{got}, wanted rows within 0:{shape[0]} and no step")
             start += first * math.prod(shape[1:]) * entry.dtype.itemsize
             shape = (last - first, *shape[1:])
-        out = empty(shape, entry.dtype)
-        left = _bytes(out)
+        _check_byte_order()
+        out = empty(shape, entry.dtype, device)
         with header.path.open("rb", buffering=0) as file:
             file.seek(start)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
-            expect(not left, f"{name}: got {len(left)} bytes too few; the file changed since it was opened")
+            lacking = staging.fill(out, file)
+            expect(not lacking, f"{name}: got {lacking} bytes too few; the file changed since it was opened")
         return out
 
 
@@ -145,7 +145,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
     head, order = layout(likes, metadata)
     with replacing(path) as file:
         file.write(head)
-        for name in order:  # one at a time on the CPU
+        for name in order:  # one at a time on the host
             t = tensors[name]
             t = t.read() if isinstance(t, Lazy) else t
             check_like(name, t, likes[name])
@@ -192,10 +192,10 @@ def save(path: str | Path, tree: Any) -> None:
         write(path, tensors, {"format": "pt", TREE: text})
 
 
-def load(path: str | Path) -> Any:
-    """Read the tree that :func:`save` wrote, to the CPU; raise ValueError for any other file."""
+def load(path: str | Path, device: torch.device = HOST) -> Any:
+    """Read the tree that :func:`save` wrote, to ``device``; raise ValueError for any other file."""
     found = tree_header(path)
-    return tree_json.decode(found.metadata[TREE], lambda name: read(found, name))
+    return tree_json.decode(found.metadata[TREE], lambda name: read(found, name, device=device))
 
 
 def tree_header(path: str | Path) -> Header:
@@ -280,7 +280,11 @@ def check_writable(name: str, tensor: Tensor, may_be_meta: bool = False) -> None
         expect(may_be_meta or not tensor.is_meta, "got a meta tensor, wanted one with values")
 
 
+def _check_byte_order() -> None:
+    expect(sys.byteorder == "little", "got a big-endian machine, wanted a little-endian one, as the data are")
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    expect(sys.byteorder == "little", "got a big-endian machine, wanted a little-endian one, as the data are")
+    _check_byte_order()
     return tensor.reshape(-1).view(torch.uint8).numpy().data

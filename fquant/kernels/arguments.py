@@ -1,6 +1,6 @@
 """Checks of arguments and results, and products with tiles of a weight, for all backends."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from .spec import FLOATS
 
 COMPUTED = (*FLOATS, torch.float64)  # dtypes that kernels compute with; float64 by the reference
+Kinds = tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -23,6 +24,27 @@ def widened(x: Tensor) -> Tensor:
 def dense_rows(x: Tensor) -> Tensor:
     """Return ``x`` with its last dim contiguous; rows may have gaps between them."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
+    """Return the dtype, the shape and the strides of each tensor."""
+    return tuple((t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+def merged(shape: Sequence[int], reads: Kinds) -> list[tuple[int, ...]]:
+    """Return ``shape``, and the strides of each of ``reads`` broadcast to it, with fewer dims.
+
+    Adjacent dims that are one dim in all memories are merged, and dims of size 1 are removed.
+    """
+    broadcast = [torch.empty_strided(*own, dtype=dtype, device="meta").expand(shape) for dtype, *own in reads]
+    dims = list[tuple[int, ...]]()  # the size, and the stride of each tensor
+    for size, *own in zip(shape, *(t.stride() for t in broadcast), strict=True):
+        if size == 1:
+            continue
+        if dims and list(dims[-1][1:]) == [size * stride for stride in own]:
+            size *= dims.pop()[0]
+        dims.append((size, *own))
+    return list(zip(*(dims or [(1,) * (1 + len(reads))]), strict=True))
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -110,11 +110,6 @@ def _prepared() -> Any:
     return prepared
 
 
-def computes_in_c() -> bool:
-    """Return True if tensors of the host are computed by the C library."""
-    return os.environ.get(VARIABLE, "cpu").partition(":")[0] == "cpu" and backend("cpu")[0] == "cpu"
-
-
 def backend(device: str) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for tensors on ``device``.
 
@@ -142,6 +137,28 @@ def _backend(forced: str | None, device: str) -> tuple[str, ModuleType]:
     if device not in getattr(module, "DEVICES", (device,)):
         raise ValueError(f"{VARIABLE} is {forced!r}, but the tensors are on {device}; unset it or move them")
     return name, module
+
+
+def runs_programs(device: str) -> bool:
+    """Return True if elementwise programs are one kernel each on ``device``, and so worth making.
+
+    No card is asked for: a graph for CUDA is the same on a machine without one, if Triton is installed.
+    """
+    return _runs_programs(os.environ.get(VARIABLE), device)
+
+
+@cache
+def _runs_programs(forced: str | None, device: str) -> bool:
+    name = BY_DEVICE.get(device, "reference") if forced is None else forced.partition(":")[0]
+    if name == "cpu":
+        return device == "cpu" and _backend(forced, device)[0] == "cpu"
+    if name != "triton":
+        return False
+    try:
+        from . import triton
+    except ImportError:
+        return False
+    return device in triton.DEVICES
 
 
 @cache

@@ -2,6 +2,7 @@
 
     cfg, params = hf.lazy(folder)      # every leaf a fquant.lazy.Lazy; config and headers read, no weights
     cfg, params = hf.load(folder)      # every leaf a tensor
+    cfg, params = hf.lazy(folder, device=device)      # what is read, and quantised then, is on the device
     hf.save(folder, cfg, params)
     hf.save(folder, cfg, lora.merge(base, adapters), dequantize=torch.bfloat16)
     hf.save_packed(folder, cfg, packed)                    # a tree of Packed as it is; hf.lazy reads it

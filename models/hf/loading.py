@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fquant import lazy as lazies
 from fquant import tree
+from fquant.device import HOST
 from fquant.io import safetensors
 from fquant.lazy import Lazy
 from fquant.packed import Packed
@@ -27,19 +28,20 @@ HEAD = "lm_head.weight"  # some versions of transformers save it beside an embed
 CHUNK = 16 << 20  # bytes that are compared at a time
 
 
-def lazy(folder: str | Path) -> tuple[Config, Any]:
+def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[Config, Any]:
     """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights.
 
+    Leaves read to ``device``, so ``quantize`` of a leaf quantises there, with memory of one tensor beside the results.
     A quantised weight of any method of ``fquant.io.quantized`` is a Lazy that reads a Packed.
     """
     folder = Path(folder)
     if (folder / packed.PACKED).exists():
-        return packed.lazy(folder)
+        return packed.lazy(folder, device)
     cfg = read_config(folder)
     found = headers(folder)
     names = {path: stacks.stored_names(path, cfg, found) for path in tree.paths(decoder.shapes(cfg))}
     wanted = dict.fromkeys(name for of_leaf in names.values() for name in stacks.flat(of_leaf))
-    its = Quantized.of(folder, found)
+    its = Quantized.of(folder, found, device)
     parts = {name: its.names(name) if its else () for name in wanted}
     if missing := [name for name in wanted if not parts[name] and name not in found]:
         fix = f"want the {len(wanted)} that {CONFIG} asks for; correct the config or fetch the checkpoint again"
@@ -72,33 +74,34 @@ def lazy(folder: str | Path) -> tuple[Config, Any]:
         if entry.dtype not in FLOATS:
             fix = "want floats, or a quantization_config in the config that says what it is"
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, {fix}")
-        rows, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        rows = partial(safetensors.read, header, name, device=device)
+        stamp = partial(safetensors.stamp, header, name)
         read: Callable[[], Tensor] = rows
         if path == "embed" and cfg.tied and HEAD in found:
-            read = partial(_read_tied, header, found[HEAD])
-        return Lazy(read, like.to(entry.dtype), stamp, rows if read is rows else None)
+            read = partial(_read_tied, header, found[HEAD], device)
+        return Lazy(read, like.to(entry.dtype), stamp, rows if read is rows else None, device=device)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 
 
-def _read_tied(header: safetensors.Header, head: safetensors.Header) -> Tensor:
+def _read_tied(header: safetensors.Header, head: safetensors.Header, device: torch.device) -> Tensor:
     """Read the embedding; raise ValueError if the file has another head, which transformers would use."""
-    embed = safetensors.read(header, name := tensor_name("embed"))
+    embed = safetensors.read(header, name := tensor_name("embed"), device=device)
     rows, entry = max(1, CHUNK // max(1, embed.nbytes // len(embed))), head.tensors[HEAD]
     alike = (entry.shape, entry.dtype) == (tuple(embed.shape), embed.dtype)
     for start in range(0, len(embed), rows):
         part = slice(start, min(start + rows, len(embed)))
-        if not alike or not safetensors.read(head, HEAD, part).equal(embed[part]):
+        if not alike or not safetensors.read(head, HEAD, part, device).equal(embed[part]):
             fix = "set tie_word_embeddings to false, or remove the tensor"
             raise ValueError(f"{HEAD} in {head.path} differs from {name}, to which the config ties it; {fix}")
     return embed
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, Any]:
-    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files.
+def load(folder: str | Path, dtype: torch.dtype | None = None, device: torch.device = HOST) -> tuple[Config, Any]:
+    """Return the config and the tree of tensors on ``device``, in ``dtype`` or, by default, in the dtypes of the files.
 
     Quantised weights are Packed, which decode to that dtype.
     """
-    cfg, params = lazy(folder)  # each tensor is cast as it is read, which halves the peak of memory
+    cfg, params = lazy(folder, device)  # each tensor is cast as it is read, which halves the peak of memory
     cast = lambda x: replace(x, dtype=dtype or x.dtype) if isinstance(x, Packed) else x.to(dtype=dtype)
     return cfg, tree.map_with_path(lambda _, leaf: cast(leaf.read()), params)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.device import HOST
 from fquant.grouped_products import full_shape
 from fquant.io import lazy_tree
 from fquant.lazy import Lazy
@@ -56,10 +58,13 @@ def save(
     write_json(folder / CONFIG, config)
 
 
-def lazy(folder: str | Path) -> tuple[Config, Any]:
-    """Return the config and the tree of Lazy leaves of a folder that :func:`save` wrote; read no weights."""
+def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[Config, Any]:
+    """Return the config and the tree of Lazy leaves of a folder that :func:`save` wrote; read no weights.
+
+    Leaves read to ``device``.
+    """
     folder = Path(folder)
-    cfg, params = read_config(folder), lazy_tree.lazy(folder / PACKED)
+    cfg, params = read_config(folder), lazy_tree.lazy(folder / PACKED, device)
     with tree.at(str(folder / PACKED)):
         check(cfg, params)
     return cfg, params

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fquant import tree
+from fquant.device import HOST
 from fquant.io import quantized, safetensors
 from fquant.lazy import Lazy
 from fquant.packed import Packed
@@ -21,15 +22,21 @@ EMBED = "model.embed_tokens.weight"  # has the model's dtype, where the config d
 
 @dataclass(frozen=True)
 class Quantized:
-    """A folder whose weights are quantised: the method, the model's dtype, and the header of each tensor."""
+    """A folder whose weights are quantised: the method, the model's dtype, the header of each tensor.
+
+    Weights are read to ``device``, where their bytes are rearranged.
+    """
 
     method: quantized.Method
     dtype: torch.dtype
     headers: Mapping[str, safetensors.Header]
     entries: Mapping[str, safetensors.Entry]
+    device: torch.device
 
     @classmethod
-    def of(cls, folder: Path, headers: Mapping[str, safetensors.Header]) -> "Quantized | None":
+    def of(
+        cls, folder: Path, headers: Mapping[str, safetensors.Header], device: torch.device = HOST
+    ) -> "Quantized | None":
         """Return what a folder's config says of its weights; None if they are not quantised."""
         if (found := read_method(folder)) is None:
             return None
@@ -37,7 +44,7 @@ class Quantized:
         entries = {name: header.tensors[name] for name, header in headers.items()}
         if dtype is None:
             dtype = entries[EMBED].dtype if EMBED in entries else torch.float32
-        return cls(method, dtype, headers, entries)
+        return cls(method, dtype, headers, entries, device)
 
     def names(self, weight: str) -> tuple[str, ...]:
         """Return the names of the tensors that make up ``weight``; () if it is dense."""
@@ -59,9 +66,9 @@ class Quantized:
             like = quantized.like(self.method, weight, self.entries, shape, dtype)
 
         def read() -> Packed:
-            tensors = {name: safetensors.read(self.headers[name], name) for name in parts}
+            tensors = {name: safetensors.read(self.headers[name], name, device=self.device) for name in parts}
             with tree.at(str(path)):
                 return quantized.load(self.method, weight, tensors, shape, dtype)
 
         stamp = lambda: " ".join(safetensors.stamp(self.headers[name], name) for name in parts)
-        return Lazy(read, like, stamp)
+        return Lazy(read, like, stamp, device=self.device)

@@ -69,7 +69,7 @@ def tensors(path: str, cfg: Config, leaf: Lazy, dtype: torch.dtype | None = None
     empty = lambda shape: torch.empty(shape, dtype=out, device="meta")
     if isinstance(names, str):
         turn = (lambda t: t.mT.contiguous()) if is_transposed(path, cfg) else (lambda t: t)
-        return {names: Lazy(lambda: turn(_dense(leaf.read(), out)), turn(empty(shape)))}
+        return {names: Lazy(lambda: turn(_dense(leaf.read(), out)), turn(empty(shape)), device=leaf.device)}
 
     def rows(e: int, part: slice) -> Tensor:
         if leaf.parts:
@@ -82,7 +82,8 @@ def tensors(path: str, cfg: Config, leaf: Lazy, dtype: torch.dtype | None = None
         size = shape[1] // len(group)
         for i, name in enumerate(group):
             part = slice(i * size, (i + 1) * size)
-            found[name] = Lazy(lambda e=e, part=part: rows(e, part), empty((size, shape[2])))
+            read = lambda e=e, part=part: rows(e, part)
+            found[name] = Lazy(read, empty((size, shape[2])), device=leaf.device)
     return found
 
 

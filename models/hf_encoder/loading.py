@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fquant import tree
+from fquant.device import HOST
 from fquant.io import safetensors
 from fquant.lazy import Lazy
 
@@ -23,11 +24,12 @@ Found = dict[str, tuple[safetensors.Header, str]]  # name today -> header of its
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # numbers from 0, and zeros, in old files
 
 
-def lazy(folder: str | Path) -> tuple[EncoderConfig, Any]:
+def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[EncoderConfig, Any]:
     """Return the config and a tree of Lazy leaves in the dtypes of the files; read no weights.
 
-    The config has the heads that the file has, and must have those of its architecture. A bare encoder may lack its
-    pooler. Raises ValueError, by file and tensor, for anything that is missing, unknown, or of another shape.
+    Leaves read to ``device``. The config has the heads that the file has, and must have those of its architecture. A
+    bare encoder may lack its pooler. Raises ValueError, by file and tensor, for anything that is missing, unknown, or
+    of another shape.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -70,11 +72,12 @@ def lazy(folder: str | Path) -> tuple[EncoderConfig, Any]:
             raise ValueError(f"{name} in {header.path} has shape {entry.shape}, {fix}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} in {header.path} is {entry.dtype}, want floats; use the unquantised checkpoint")
-        read, stamp = partial(safetensors.read, header, name), partial(safetensors.stamp, header, name)
+        read = partial(safetensors.read, header, name, device=device)
+        stamp = partial(safetensors.stamp, header, name)
         for other, of in twice.items():
             if of == path:
-                read = partial(_read_twice, found[names[path]], found[other])
-        return Lazy(read, like.to(entry.dtype), stamp)
+                read = partial(_read_twice, found[names[path]], found[other], device)
+        return Lazy(read, like.to(entry.dtype), stamp, device=device)
 
     return cfg, tree.map_with_path(leaf, shapes(cfg))
 
@@ -89,16 +92,20 @@ def _modern(folder: Path, found: dict[str, safetensors.Header]) -> Found:
     return out
 
 
-def _read_twice(one: tuple[safetensors.Header, str], other: tuple[safetensors.Header, str]) -> Tensor:
+def _read_twice(
+    one: tuple[safetensors.Header, str], other: tuple[safetensors.Header, str], device: torch.device
+) -> Tensor:
     """Read a tensor that the folder holds twice; raise ValueError if the two differ."""
-    ours, copy = safetensors.read(*one), safetensors.read(*other)
+    ours, copy = (safetensors.read(header, name, device=device) for header, name in (one, other))
     if ours.dtype != copy.dtype or not ours.equal(copy):
         fix = "set tie_word_embeddings to false, or remove the tensor"
         raise ValueError(f"{other[1]} in {other[0].path} differs from {one[1]}, to which the config ties it; {fix}")
     return ours
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[EncoderConfig, Any]:
-    """Return the config and the tree of tensors, in ``dtype`` or, by default, in the dtypes of the files."""
-    cfg, params = lazy(folder)
+def load(
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device = HOST
+) -> tuple[EncoderConfig, Any]:
+    """Return the config and the tree of tensors on ``device``, in ``dtype`` or, by default, the dtypes of the files."""
+    cfg, params = lazy(folder, device)
     return cfg, tree.map_with_path(lambda _, leaf: leaf.read().to(dtype=dtype), params)

@@ -43,6 +43,25 @@ def test_quantising_by_rows_changes_no_byte(format, monkeypatch):
     assert got.rows is None
 
 
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_what_is_quantised_on_a_device_has_the_bytes_of_the_host(format, by_rows, device, monkeypatch):
+    """GPUs learn vectors in another order, so formats with these are not compared."""
+    monkeypatch.setattr(packed, "PIECE", 7 * 300 * 4)
+    monkeypatch.setattr(packed, "LARGE_PIECE", 11 * 300 * 4)
+    w = torch.randn(40, 300, generator=torch.Generator().manual_seed(2))
+    w[3] = w[20] = 0.0
+    w[5] *= 1e-30
+    there = w.to(device)
+    lazily = Lazy(lambda: there, w.to("meta"), rows=(lambda rows: there[rows]) if by_rows else None, device=device)
+    got, wanted = quantize(lazily, format), quantize(w, format)
+    assert got.device == device
+    read = got.read()
+    assert {leaf.device for leaf in tree.leaves(read)} == {device}
+    if device.type == "cpu" or not format.vectors:
+        assert all(map(same_bits, tree.leaves(tree.map(lambda t: t.cpu(), read)), tree.leaves(wanted)))
+
+
 def test_an_error_by_rows_names_the_row_of_the_whole(monkeypatch):
     monkeypatch.setattr(packed, "PIECE", 1000)
     w = W.repeat(5, 1)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ...kernels.dispatch import runs_programs
 from ...kernels.ops.pointwise import ROTATE_HALF
 from ...kernels.ops.pointwise_program import Step, is_turned
 from .. import graph as graphs
@@ -55,7 +56,7 @@ def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
     t = cat.meta["val"]
     if len(parts) != 2 or (*dim, *cat.kwargs.values())[:1] not in ((-1,), (t.ndim - 1,)):
         return None
-    if t.dtype not in FLOATS or not t.is_cpu or not t.is_contiguous() or t.numel() == 0:
+    if t.dtype not in FLOATS or not runs_programs(t.device.type) or not t.is_contiguous() or t.numel() == 0:
         return None
     negated = [part.target is _aten.neg.default for part in parts]
     if negated[0] == negated[1] or not is_turned(t.shape, half := t.shape[-1] // 2):

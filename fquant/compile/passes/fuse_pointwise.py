@@ -10,24 +10,25 @@ closed. Run later, a node holds its arguments longer, e.g. all the terms of a su
 rise. Because the rest of the graph does not count, equal layers fuse alike. By the same rules a group then joins a
 later one that reads the same tensors. The program that makes the new value of a donated argument also writes it.
 
-The pass applies on CPUs with the kernels of csrc/kernels.c; other devices have Inductor (``compile=True``).
+The pass applies to nodes on devices whose backend has programs (``dispatch.runs_programs``). All nodes of a group are
+on one device.
 """
 
 import operator
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from ...device import HOST
-from ...kernels.dispatch import computes_in_c
+from ...kernels.dispatch import runs_programs
 from ...kernels.ops.pointwise import OP
 from ...kernels.ops.pointwise_program import Program, Step
 from .. import graph as graphs
 from .. import liveness
 from .canonicalize import canonicalize, erase_unused
-from .pointwise_lowering import COPY, SQUARE, constant_value, step_of
+from .pointwise_lowering import COPY, constant_value, step_of, with_arguments
 
 NO_DEADLINE = sys.maxsize  # an index behind all nodes
 MEMORY_SLACK = 2**16  # bytes that a group may add to the most that is held nearby
@@ -36,8 +37,8 @@ MAX_READS, MAX_STEPS = 16, 48  # of one program, so that its working set stays i
 
 
 def fuse_pointwise(graph: Graph) -> None:
-    """Replace chains of elementwise nodes by one node each, if the C kernels are in use."""
-    if not computes_in_c():
+    """Replace chains of elementwise nodes by one node each, on devices that run programs."""
+    if not any(map(runs_programs, {t.device.type for node in graph.nodes for t in graphs.tensors(node)})):
         return
     canonicalize(graph)
     grouping = _Grouping(graph)
@@ -45,15 +46,27 @@ def fuse_pointwise(graph: Graph) -> None:
         grouping.add(node, place)
     for group in grouping.pair():
         reads = group.reads()
-        if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.shape:
+        if len(group.members) > 1 and reads and torch.broadcast_shapes(*map(graphs.shape, reads)) == group.kind.shape:
             _replace_with_program(graph, group.members, reads)
 
 
-class _Group:
-    """Nodes of one shape that are to run as one program."""
+class _Kind(NamedTuple):
+    """The shape and the device of the members of a group."""
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape, self.place = shape, 0  # the place is that of the last member
+    shape: torch.Size
+    device: torch.device
+
+
+def _kind_of(node: Node) -> _Kind:
+    t = graphs.tensors(node)[0]
+    return _Kind(t.shape, t.device)
+
+
+class _Group:
+    """Nodes of one shape and device that are to run as one program."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind, self.place = kind, 0  # the place is that of the last member
         self.members = dict[Node, Step | None]()  # None: a copy into a donated argument
         self.written = set[int]()  # storages that such copies write
         self.deadline = NO_DEADLINE  # the place of the first node that needs the group to have run
@@ -79,7 +92,7 @@ class _Grouping:
         """Join a node to the groups of its arguments or to a new one, and close the groups that must run before it."""
         step, arguments = step_of(node), graphs.read_nodes(node)
         near = list(dict.fromkeys(self.group_of[x] for x in arguments if x in self.group_of))
-        joined = [g for g in near if g.deadline == NO_DEADLINE and step and g.shape == graphs.shape(node)]
+        joined = [g for g in near if g.deadline == NO_DEADLINE and step and g.kind == _kind_of(node)]
         joined = [g for g in joined if self._may_defer(g, place)] if _may_join(node, joined) else []
         written = graphs.written_storages(node) if node.op == "call_function" else set()
         read = graphs.all_storages(arguments)
@@ -90,7 +103,7 @@ class _Grouping:
                 group.deadline = min(group.deadline, place)
         if step is None:
             return
-        group = self._merge(joined) if joined else _Group(graphs.shape(node))
+        group = self._merge(joined) if joined else _Group(_kind_of(node))
         group.members[node] = step if isinstance(step, Step) else None
         group.written |= written
         group.place = place
@@ -102,7 +115,7 @@ class _Grouping:
     def pair(self) -> list[_Group]:
         """Merge a group into a later one that reads the same tensors, which are then read once; return all in order."""
         readers = dict[Node, list[_Group]]()
-        full_reads = lambda group: [read for read in group.reads() if graphs.shape(read) == group.shape]
+        full_reads = lambda group: [read for read in group.reads() if graphs.shape(read) == group.kind.shape]
         groups = sorted(set(self.group_of.values()), key=lambda group: group.place)
         for group in groups:
             if group.written:
@@ -171,9 +184,7 @@ def _replace_with_program(graph: Graph, members: dict[Node, Step | None], reads:
             over.append(number[node])
             written.append(node.args[0])
             continue
-        args: Any = node.args if node.target is not SQUARE else (node.args[0],) * 2
-        constants = [constant_value(a) for a in args]
-        step = step._replace(args=tuple(number[a] if c is None else c for a, c in zip(args, constants, strict=True)))
+        step = with_arguments(node, step, number)
         next_number = len(reads) + len(steps)
         number[node] = known.setdefault(repr(step), next_number)  # by text: value 1 equals constant 1.0
         if number[node] == next_number:

@@ -106,7 +106,7 @@ def like(method: Method, weight: str, entries: Entries, shape: tuple[int, ...], 
 def load(
     method: Method, weight: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Packed:
-    """Return ``weight`` as a Packed that decodes to ``dtype``, from CPU ``tensors`` by name.
+    """Return ``weight`` as a Packed that decodes to ``dtype``, on the device of ``tensors`` by name.
 
     Raises ValueError as :func:`like`, and for values that no file of the method holds: scales or codes that are not
     finite, groups out of range, a state that contradicts the shape.

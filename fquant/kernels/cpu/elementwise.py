@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import Kinds, kinds_of, merged
 from ..ops.pointwise_program import OWN, Program, dtypes, parse
 from .library import DIMS, DTYPES, OPS, Long, Pointer, Pointwise, Read, Step, call, empty, result
 
@@ -55,24 +56,15 @@ class _Plan(NamedTuple):
     program: Pointwise | None
 
 
-_Kinds = tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]
-
-
-def kinds_of(read: Sequence[Tensor]) -> _Kinds:
-    """Return all that a plan depends on: the dtype, the shape and the strides of each tensor."""
-    return tuple((t.dtype, t.shape, t.stride()) for t in read)
-
-
 @lru_cache(maxsize=4096)
-def describe(text: str, reads: _Kinds) -> _Plan | None:
+def describe(text: str, reads: Kinds) -> _Plan | None:
     """Return the plan, or None for more dims than C takes; its key is text, because 0.0 and -0.0 are equal numbers."""
     program, shape = parse(text), torch.broadcast_shapes(*(shape for _, shape, _ in reads))
     kinds = dtypes([dtype for dtype, *_ in reads], program)
     new = tuple(kinds[i] for i in program.new)
     if not (total := math.prod(shape)):
         return _Plan(shape, new, None)
-    broadcast = [torch.empty_strided(*own, dtype=dtype, device="meta").expand(shape) for dtype, *own in reads]
-    sizes, *strides = _collapsed(shape, [t.stride() for t in broadcast])
+    sizes, *strides = merged(shape, reads)
     if len(sizes) > DIMS:
         return None
     whole = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
@@ -85,18 +77,6 @@ def describe(text: str, reads: _Kinds) -> _Plan | None:
     c_program = Pointwise(*addresses, len(steps), total, len(sizes), registers, (Long * DIMS)(*sizes))
     c_program.keep = steps, accesses
     return _Plan(shape, new, c_program)
-
-
-def _collapsed(shape: Sequence[int], strides: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the shape, and the strides of each tensor, with adjacent dims merged that are one dim in all memories."""
-    dims = list[tuple[int, ...]]()  # the size, and the stride of each tensor
-    for size, *own in zip(shape, *strides, strict=True):
-        if size == 1:
-            continue
-        if dims and list(dims[-1][1:]) == [size * stride for stride in own]:
-            size *= dims.pop()[0]
-        dims.append((size, *own))
-    return list(zip(*(dims or [(1,) * (1 + len(strides))]), strict=True))
 
 
 def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]:
@@ -125,15 +105,13 @@ def _steps(program: Program, reads: list[torch.dtype]) -> tuple[list[Step], int]
     for value in (*program.new, *program.over):
         if value < first and value not in held and (value not in last or value in program.over):
             add(value, "read", value)
-    for i, (op, dtype, args) in enumerate(program.steps):
+    for i, (op, _, args) in enumerate(program.steps):
         registers, spent = list[int](), list[int]()
         half = args[1] if op == "turn" else 0.0
         for value in args[: 1 if half else None]:
             if isinstance(value, float):
                 spent.append(take())
-                narrow = dtype if op in ("add", "sub") else torch.float32  # as torch rounds a number in such an op
-                rounded = float(torch.tensor(value, dtype=narrow, device="cpu"))
-                emit("constant", torch.float32, spent[-1], value=rounded)
+                emit("constant", torch.float32, spent[-1], value=value)
             elif value not in held:
                 add(value, "read", value)
             registers.append(spent[-1] if isinstance(value, float) else held[value])

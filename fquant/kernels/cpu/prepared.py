@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...format import read as read_format
+from ..arguments import kinds_of
 from ..dispatch import backend
 from ..spec import Spec
 from . import codec, elementwise
@@ -145,7 +146,7 @@ def _dense_matmul(x: Tensor, w: Tensor, *, out0: Tensor) -> Call | None:
 
 
 def _pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> Call | None:
-    plan = elementwise.describe(text, elementwise.kinds_of(read))
+    plan = elementwise.describe(text, kinds_of(read))
     if plan is None or plan.program is None or any(t.device.type != "cpu" for t in (*read, *write)):
         return None
     function, program = load().fquant_pointwise, ctypes.byref(plan.program)

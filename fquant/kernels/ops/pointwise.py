@@ -17,8 +17,8 @@ Every step is rounded to its dtype, so a chain gives the same bits as its steps 
 Rotary embeddings in torch end every chain in two views, a negation and a concatenation, so
 ``compile/passes/canonicalize.py`` puts ``turn`` into captured graphs: a step of a program, with the same bits.
 
-On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last. Elsewhere
-the reference, which defines the op, runs the steps one after another in torch.
+On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last; in Triton,
+in registers. Elsewhere the reference, which defines the op, runs the steps one after another in torch.
 """
 
 from collections.abc import Sequence

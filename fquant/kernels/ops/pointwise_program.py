@@ -6,6 +6,10 @@ Values are numbered: first the tensors that are read, then the result of each st
 that its result is rounded to, and its arguments: numbers of values, or constants in hexadecimal. The last two items
 list the values that become new tensors, and those that overwrite given tensors.
 
+A step computes in float32, where IEEE 754 defines its result, and rounds once. Its constants are numbers of float32.
+Where torch takes another number, or another operation for a number, depends on the device, and is known to the
+lowering alone (``compile/passes/pointwise_lowering.py``).
+
 All operations are elementwise except ``turn x h``, which is ``pointwise.turn`` in a last dim of 2|h|.
 """
 

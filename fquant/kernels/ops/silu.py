@@ -7,18 +7,19 @@ Torch's own has two disadvantages. Its exponentials differ between builds, but a
 the bits of the ops that it replaces. And its backward under torch.func is six steps that each round to the dtype of
 ``x``. Here it is a product with the derivative, which is rounded once.
 
-The reference defines both in torch. The C kernels compute in float32 and round once, to the dtype of ``x``. Before
-that, in units in the last place of float32,
+The reference defines both in torch. The kernels compute in float32 and round once, to the dtype of ``x``. Before that,
+in units in the last place of float32,
 
     silu               is within 4 units of the exact value
     silu_derivative    is within 5 units of s + |x| s (1 - s), the sizes of its two terms, which cancel near x = -1.28
 
 plus 2^-142 below x = -87, where the exponential is denormal. Infinities and NaN give the results of torch: silu(-inf)
 is NaN, and so is the derivative at both infinities. The bits of an element depend on that element only. They are the
-same on all instruction sets with fused multiply-adds; those of plain C may differ by a few units of float32.
+same on all instruction sets with fused multiply-adds and on CUDA; those of plain C, and of Triton's interpreter, may
+differ by a few units of float32.
 
-float64 and devices without a kernel, CUDA among them, take the reference. The ops have no derivatives; models/swiglu.py
-has an autograd Function of them.
+float64 and devices without a kernel take the reference. The ops have no derivatives; models/swiglu.py has an autograd
+Function of them.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""Elementwise programs in plain torch, step by step."""
+"""Elementwise programs in plain torch, step by step, each in float32 and rounded to its dtype."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,18 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
     program = parse(text)
     values, shape = list(read), torch.broadcast_shapes(*(t.shape for t in read))
     for op, dtype, args in program.steps:
-        given: list = [values[a] if isinstance(a, int) else a for a in args]
-        if op == "to":
+        if op == "turn":
+            values.append(turn(values[int(args[0])].to(dtype).expand(shape), args[1]))
+            continue
+        number = partial(torch.full, (), dtype=torch.float32, device=read[0].device)
+        given = [values[a] if isinstance(a, int) else number(a) for a in args]
+        if op in _OWN:
+            values.append(_OWN[op](given[0].to(dtype)))
+        elif op == "to":
             values.append(given[0].to(dtype))
-        elif op == "turn":
-            values.append(turn(given[0].to(dtype).expand(shape), given[1]))
         else:
-            cast = [a.to(dtype) if isinstance(a, Tensor) and a.dtype is not torch.bool else a for a in given]
-            values.append((_OWN.get(op) or getattr(torch, op))(*cast))
+            wide = [a if a.dtype is torch.bool else a.float() for a in given]
+            values.append(getattr(torch, op)(*wide).to(dtype))
     copies = [values[i].expand(shape).clone(memory_format=torch.contiguous_format) for i in program.new + program.over]
     for t, value in zip(write, copies[len(program.new) :], strict=True):
         t.copy_(value)

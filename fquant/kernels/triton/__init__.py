@@ -8,9 +8,11 @@ Triton's interpreter runs them on CPU tensors, thousands of times slower, so the
 import torch
 
 try:
-    # Inductor writes better kernels for programs and silu; attention has no kernel yet.
-    from ..reference import attention, attention_backward, pointwise, silu, silu_derivative
+    from .attention import attention
+    from .attention_backward import attention_backward
+    from .decoding import cached_attention
     from .dequantize import INTERPRETED, decode
+    from .elementwise import pointwise, silu, silu_derivative, turn
     from .gemm import matmul, matmul_t
     from .quantize import encode
     from .random_bits import bernoulli, bits, fold

@@ -36,6 +36,23 @@ def test_a_step_that_is_taken_again_keeps_one_state(tmp_path):
     assert states == {tmp_path.name: 30, "step-10": 10, "step-20": 20} and steps == [10, 20]
 
 
+def resumed(folder, device):
+    on = lambda t: t.to(device)
+    state = {"done": torch.tensor(3), "w": on(torch.ones(2)), "k": on(torch.arange(3))}
+    checkpoints.save(folder, state, 3, 1, lambda at: None)
+    found = checkpoints.load(folder, state | {"k": state["k"].to("meta")})
+    assert {name: t.device for name, t in found.items()} == {name: state[name].device for name in "done w".split()} | {
+        "k": torch.device("cpu")
+    }
+    assert all(torch.equal(found[name].cpu(), state[name].cpu()) for name in state)
+    assert safetensors.load(folder / checkpoints.STATE, device)["w"].device == state["w"].device
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_state_comes_back_to_its_devices(tmp_path, device):
+    ranks.run(1, resumed, tmp_path, device)
+
+
 LOSSES = {  # losses, the best so far at each, and over with a patience of 2
     "falls": ([3, 2, 1], [True, True, True], False),
     "rises": ([3, 2, 2.5, 2.25], [True, True, False, False], True),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from examples.qlora import cli, train
+from examples.qlora import cli, fitting, train
 from examples.qlora.options import Options
 from fquant import NF4_DQ, Packed, lazy, tree
 from models import decoder, hf
@@ -70,8 +70,10 @@ def test_a_folder_that_is_quantised_is_the_base(model, quantised_folder, text, t
         assert all(x.equal(y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
     jobs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.pricing, "price", lambda job, axes: jobs.append(job) or SimpleNamespace(peak=0))
+        patch.setattr(
+            fitting.pricing, "price", lambda job, axes, device: jobs.append(job) or SimpleNamespace(peak=0, base=0)
+        )
         for options in both:
-            train.choose_checkpoint(options, {"fsdp": 1})
+            fitting.choose_checkpoint(options, {"fsdp": 1})
     a, b = (tree.items(job.base, is_leaf=lambda x: isinstance(x, Packed)) for job in jobs)
     assert [(path, type(x), tree.nbytes(x)) for path, x in a] == [(path, type(x), tree.nbytes(x)) for path, x in b]

@@ -17,7 +17,7 @@ import pytest
 from examples import plan
 from examples.common import runs
 from examples.common.training_step import State
-from examples.qlora import cli, options, train
+from examples.qlora import cli, fitting, options
 from examples.qlora.options import Options
 from fquant import NF4_DQ, lora
 from fquant.format import FORMATS
@@ -202,10 +202,12 @@ def test_a_folder_that_is_quantised_is_trained(model, text, tmp_path):
 def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
     options = Options(model=model, seq=32, batch=4, rank=4)
     peaks = dict(none=300, selective=200, full=100)
-    monkeypatch.setattr(train.pricing, "price", lambda job, axes: SimpleNamespace(peak=peaks[job.checkpoint]))
+    monkeypatch.setattr(
+        fitting.pricing, "price", lambda job, axes, device: SimpleNamespace(peak=peaks[job.checkpoint], base=0)
+    )
     for room, mode in ((400, "none"), (300, "selective"), (150, "full"), (0, "full")):
-        monkeypatch.setattr(train.launch, "available_memory", lambda room=room: room)
-        assert train.choose_checkpoint(options, {"fsdp": 2}) == mode
+        monkeypatch.setattr(fitting.devices, "available_memory", lambda device, room=room: room)
+        assert fitting.choose_checkpoint(options, {"fsdp": 2}) == mode
 
 
 @together

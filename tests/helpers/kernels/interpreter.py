@@ -70,16 +70,18 @@ def start():
     call, builder, bounds = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder, []
 
     def called(self, *args, **options):
-        some = [t for t in args if isinstance(t, torch.Tensor) and t.numel()]
+        every = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
+        some = [getattr(t, "base", t) for t in every]  # of a descriptor, its tensor
+        some = [t for t in some if isinstance(t, torch.Tensor) and t.numel()]
         bounds[:] = [(t.data_ptr(), t[tuple(n - 1 for n in t.shape)].data_ptr() + t.itemsize) for t in some]
         return call(self, *args, **options)
 
     def watched(touch, mask):
-        def touched(self, pointers, *rest):
+        def touched(self, pointers, *rest, **named):
             at, size = pointers.data[rest[mask].data], pointers.get_element_ty().primitive_bitwidth // 8
             within = sum((low <= at) & (at + size <= high) for low, high in bounds)
             assert within.all(), "a kernel reads or writes beyond its tensors"
-            return touch(self, pointers, *rest)
+            return touch(self, pointers, *rest, **named)
 
         return touched
 

@@ -1,7 +1,6 @@
 """Elementwise programs on every instruction set: the bits of torch's operations, one after another."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,20 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fquant.compile.passes.pointwise_lowering import added_number
+from fquant.device import HOST
 from fquant.kernels import reference
 from fquant.kernels.cpu import elementwise
 from fquant.kernels.ops import silu
 from fquant.kernels.ops.pointwise import pointwise, turn
-from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Program, Step, parse
-from tests.helpers.formats import ISAS, alike, forced, shifted, strided
-from tests.helpers.kernels.pointwise import values
+from fquant.kernels.ops.pointwise_program import ARITY, OWN, Program, Step, parse
+from tests.helpers.formats import ISAS, alike, forced
+from tests.helpers.kernels.pointwise import FLOATS, NUMBERS, TORCHS, cases, values
 from tests.helpers.kernels.threads import num_threads
 
-FLOATS = tuple(DTYPES.values())
 BACKENDS = ("reference", *ISAS)
-TORCHS = tuple(op for op in ARITY if op not in (*OWN, "turn"))
 OPS = tuple(op for op in TORCHS if op not in ("to", "where"))
-NUMBERS = (0.0, -0.0, 1.0, 0.1, -3.7, 1e-5, 1e-30, 2.0**20)
 F32, BF16, F16 = FLOATS
 
 
@@ -40,7 +38,8 @@ def test_a_step_has_the_bits_of_torch(op, dtype, backend):
     cases = [(0,)] if ARITY[op] == 1 else [(0, 1), (1, 0), (0, 2), (2, 0), *((0, c) for c in NUMBERS)]
     with forced(backend):
         for args in cases:
-            got = pointwise([x, y, lone], [], Program((Step(op, dtype, args),), (3,), ()))
+            taken = [added_number(a, dtype, HOST) if op in ("add", "sub") and isinstance(a, float) else a for a in args]
+            got = pointwise([x, y, lone], [], Program((Step(op, dtype, tuple(taken)),), (3,), ()))
             wanted = of_torch(op, dtype, [[x, y, lone][a] if isinstance(a, int) else a for a in args])
             assert alike(got[0], wanted.expand(1501)), args
 
@@ -65,49 +64,6 @@ def test_where_chooses_by_a_mask(dtype, backend):
         both = Program((Step("where", dtype, (0, 1, 2)), Step("where", dtype, (0, 1, 0.5))), (3, 4), ())
         got = pointwise([mask, x, y], [], both)
     assert all(map(alike, got, (torch.where(mask, x, y), torch.where(mask, x, torch.tensor(0.5, dtype=dtype)))))
-
-
-@st.composite
-def programs(draw, reads, ops, width):
-    """Draw a program of steps of ``ops`` on ``reads`` values, the first a mask, with rows of ``width``."""
-    ops = (*ops, "turn") if width % 2 == 0 and PIECE % max(1, width) == 0 else ops
-    kinds, steps = [torch.bool, *(draw(st.sampled_from(FLOATS)) for _ in range(reads - 1))], []
-    for _ in range(draw(st.integers(0, 30))):
-        op, dtype = draw(st.sampled_from(ops)), draw(st.sampled_from(FLOATS))
-        fitting = [i for i, kind in enumerate(kinds) if kind == dtype or (dtype == F32 and kind in FLOATS)]
-        args = [draw(st.sampled_from(fitting)) if fitting else None for _ in range(ARITY[op])]
-        if op == "to":
-            args = [draw(st.integers(0, len(kinds) - 1))]
-        elif None in args:
-            continue
-        elif op == "where":
-            args[0] = 0
-        if op == "turn":
-            args[1] = draw(st.sampled_from((0.5, -0.5))) * width
-        elif ARITY[op] == 2 and draw(st.booleans()):
-            args[1] = draw(st.sampled_from(NUMBERS))
-        steps.append(Step(op, dtype, tuple(args)))
-        kinds.append(dtype)
-    wanted = st.lists(st.integers(1, len(kinds) - 1), max_size=4)
-    return kinds[:reads], kinds, Program(tuple(steps), tuple(draw(wanted)), tuple(draw(wanted)))
-
-
-PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)
-SIZES = st.sampled_from([1, 2, 3, 16, 31, 64, 512, 513, 1025]) | st.integers(0, 40)
-
-
-@st.composite
-def cases(draw, ops=TORCHS):
-    reads = draw(st.integers(2, 5))
-    shape = draw(st.lists(SIZES, max_size=4).filter(lambda s: math.prod(s) < 5000))
-    kinds, all_kinds, program = draw(programs(reads, ops, shape[-1] if shape else 1))
-    tensors = []
-    for i, kind in enumerate(kinds):
-        own = [1 if i > 1 and draw(st.integers(0, 3)) == 0 else size for size in shape]
-        own = own[draw(st.integers(0, len(own))) :] if i > 1 else own
-        x = values(math.prod(own), F32, i).to(kind).reshape(own)
-        tensors.append(draw(st.sampled_from(PLACES))(x))
-    return tensors, [all_kinds[i] for i in program.over], program
 
 
 @settings(deadline=None)

@@ -1,0 +1,97 @@
+"""The checkpointing mode of a run: the fastest whose step fits into the memory of a rank, priced before ranks meet.
+
+    choose_checkpoint(options, {"fsdp": 2})       # "none", "selective" or "full"
+
+On the host the last resort is "full": the system may have more memory than it says. A CUDA device has what it has, so a
+run that cannot fit ends here, before a weight is read, with a line that says what would.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fquant import lazy, tree
+from fquant.compile import roofline
+from fquant.device import HOST, parse
+from models import hf
+
+from ..common import devices, pricing
+from ..common.command_line import DTYPES, parse_format, quantised
+from ..common.training_step import MODES, Checkpoint
+from . import adapters, teacher
+from .options import Options
+
+ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
+GIB = 2**30
+RANKS = (2, 4, 8, 16, 32, 64)  # that are tried for a base that does not fit
+
+Axes = dict[str, int]
+
+
+def choose_checkpoint(options: Options, axes: Axes, count: int = 1) -> Checkpoint:
+    """Return the fastest checkpointing mode whose predicted peak fits into this rank's memory, or the one asked for.
+
+    A step of ``count`` runs at once is priced as one of so many batches. Call it before the ranks meet, because the
+    step is priced on an abstract mesh. Raises ValueError if nothing fits on a CUDA device.
+    """
+    device = parse(options.device)
+    modes: tuple[Checkpoint, ...] = MODES if options.checkpoint is None else (options.checkpoint,)
+    last = modes[-1] if device == HOST else None
+    if modes[0] == last:
+        return modes[0]
+    peak = peaks(options, count)
+    room = int(ROOM * devices.available_memory(device))
+    for mode in modes:
+        if mode == last or peak(mode, axes).total <= room:
+            return mode
+    raise ValueError(_too_big(options, peak, axes, modes[-1], room, device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The predicted bytes of a rank at its peak: of a step, and of all frozen weights among them."""
+
+    total: int
+    frozen: int
+
+
+def peaks(options: Options, count: int = 1) -> Callable[[Checkpoint, Axes], Peak]:
+    """Return a function from a mode and a mesh to the peak of a rank.
+
+    The weights of a teacher count, and its activations do not.
+    """
+    cfg, found = hf.lazy(options.model)
+    fmt, names = parse_format(options.format, options.block), adapters.targets_in(options.targets, cfg)
+    targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
+    base = lazy.like(quantised(found, fmt))
+    more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
+    taught = teacher.find(options, cfg, found)
+    card = None if (device := parse(options.device)) == HOST else roofline.of(device)
+
+    def peak(mode: Checkpoint, axes: Axes) -> Peak:
+        rows = count * options.answers() * -(-options.batch // math.prod(axes.values()))
+        job = pricing.Job(cfg, fmt, targets, options.rank, rows, options.seq, checkpoint=mode, **more)
+        price = pricing.price(job, axes, device=card)
+        held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
+        return Peak(price.peak + held, price.base + held)
+
+    return peak
+
+
+def _too_big(
+    options: Options, peak: Callable[[Checkpoint, Axes], Peak], axes: Axes, mode: Checkpoint, room: int, device: Any
+) -> str:
+    """Return what a step needs on ``axes``, and what would fit into ``room`` bytes of a rank."""
+    needs = peak(mode, axes)
+    got = f"--model {options.model}: a step needs {needs.total / GIB:.2f} GiB a rank"
+    fault = f"{got}, and {device} has {room / GIB:.2f} GiB for it"
+    if mode != "full" and peak("full", axes).total <= room:
+        return f"{fault}; use --checkpoint full"
+    if needs.frozen <= room / 2:
+        return f"{fault}; use a smaller --batch or --seq"
+    meshes = [axes | {"fsdp": n} for n in RANKS if n > axes.get("fsdp", 1)]
+    fits = next((mesh for mesh in meshes if peak("full", mesh).total <= room), None)
+    if fits is None:
+        return f"{fault}; use more fsdp, and a smaller --batch or --seq"
+    return f"{fault}; use --mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}"

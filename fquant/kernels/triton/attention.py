@@ -1,0 +1,92 @@
+"""Attention in Triton (Dao 2023, "FlashAttention-2"): a program has a tile of queries of one head.
+
+The queries stay in shared memory, their sums in registers. Keys and values come a tile at a time, ahead of their use.
+Of the scores only the maximum and the sum of a row are kept. When a larger maximum comes, the sums so far are scaled
+down. Which keys a program meets is in ``attention_tiles.py``.
+"""
+
+# pyright: reportInvalidTypeForm=false
+import torch
+from torch import Tensor
+
+from .. import reference
+from .dequantize import EXACT, narrow, on, tl, triton
+
+from .attention_tiles import (  # isort: skip
+    LN2, LOG2E, MOST_HEAD, Tiles, bounds_of_keys, by_tokens, exponents, factors, forward_tiles, head_of, load_runs, load_tile,
+    operand, padded, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+)  # fmt: skip
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: int | None = None, scale: float | None = None,
+    cap: float | None = None, causal: bool = True, sinks: Tensor | None = None, plan: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the op with another plan than that for q."""
+    b, h, t, e = q.shape
+    if e > MOST_HEAD:
+        return reference.attention(q, k, v, runs, window, scale, cap, causal, sinks)
+    y, lse = by_tokens(q), q.new_empty(b, h, t, dtype=torch.float32)
+    if not y.numel():
+        return y, lse
+    q, k, v = map(rows_apart, (q, k, v))
+    runs, sinks = (None if x is None else x.contiguous() for x in (runs, sinks))
+    plan, window = plan or forward_tiles(q), sees_all(window, t)
+    _, factor, limit = factors(scale, cap, e)
+    tma = reads_by_tma(plan, q, k, v)
+    operands = (operand(x, n, tma) for x, n in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+    tensors = y, lse, runs, spans(runs, plan.queries), sinks
+    strides = (n for x in (q, k, v, y) for n in x.stride()[:3])
+    sizes = t, h, h // k.shape[1], window, factor, limit
+    with on(q):
+        _forward[(b * h * triton.cdiv(t, plan.queries),)](
+            *operands, *tensors, *strides, *sizes, e, padded(e), plan.queries, plan.keys, causal, tma, num_warps=plan.warps,
+            num_stages=plan.stages, **EXACT,
+        )  # fmt: skip
+    return y, lse
+
+
+@triton.jit
+def _forward(
+    q, k, v, y, lse, runs, spans, sinks, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
+    t, heads, group, window, factor, limit, HEAD: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Compute y and lse of M queries; the last tiles, which see most, come first."""
+    tiles = tl.cdiv(t, M)
+    tile, bh = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h = bh // heads, bh % heads
+    kv = h // group
+    q, k, v = head_of(q, b, h, q_b, q_h, TMA), head_of(k, b, kv, k_b, k_h, TMA), head_of(v, b, kv, v_b, v_h, TMA)
+    if runs is not None:
+        runs += b.to(tl.int64) * t
+        spans += (b * tiles + tile) * 4
+    i = tile * M + tl.arange(0, M)
+    run_i = load_runs(runs, i, t)
+    begin, end, inner, outer = bounds_of_keys(spans, tile, t, window, M, N, CAUSAL)
+    qs = load_tile(q, b, h, tile * M, q_t, t, M, HEAD, E, TMA)
+    acc = tl.zeros([M, E], tl.float32)
+    if sinks is None:
+        most, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    else:
+        sink = tl.load(sinks + bh) * LOG2E
+        most = tl.zeros([M], tl.float32) + sink
+        total = tl.where(most == float("-inf"), 0.0, 1.0)
+    for j in range(begin, end, N):
+        keys = load_tile(k, b, kv, j, k_t, t, N, HEAD, E, TMA)
+        x, _ = exponents(product(qs, tl.trans(keys), None), factor, limit)
+        if (j < inner) | (j >= outer):
+            at = j + tl.arange(0, N)
+            run_j = load_runs(runs, at, t)
+            seen = visible(i[:, None], at[None, :], t, window, runs, run_i[:, None], run_j[None, :], CAUSAL)
+            x = tl.where(seen, x, float("-inf"))
+        new = tl.maximum(most, tl.max(x, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # finite, because it is subtracted
+        p = tl.exp2(x - base[:, None])
+        shrink = tl.exp2(most - base)
+        values = load_tile(v, b, kv, j, v_t, t, N, HEAD, E, TMA)
+        acc = product(narrow(p, values.dtype), values, acc * shrink[:, None])
+        most, total = new, total * shrink + tl.sum(p, 1)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    tl.store(lse + bh.to(tl.int64) * t + i, (base + tl.log2(total)) * LN2, mask=i < t)
+    store_rows(head_of(y, b, h, y_b, y_h, False), acc * (1.0 / total)[:, None], tile * M, y_t, t, M, HEAD, E)

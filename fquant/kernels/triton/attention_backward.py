@@ -1,0 +1,164 @@
+"""The gradients of attention in Triton: one pass over tiles of keys, and one over tiles of queries.
+
+With p = exp(score - lse) and delta = sum(g * y), the gradient of a score is p * (g·v - delta) (Dao et al. 2022,
+"FlashAttention", appendix B). A program of the first pass has the keys and values of a tile, and meets all queries that
+see them, of all heads of the group. So dk and dv are sums in registers, rounded once. A program of the second has a
+tile of queries, and meets their keys. No sum is made by atomic additions, so the bits are the same each time. Scores
+and their slopes are computed in both passes: 7 products instead of 5.
+"""
+
+# pyright: reportInvalidTypeForm=false
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .dequantize import EXACT, narrow, on, tl, triton, widen
+
+from .attention_tiles import (  # isort: skip
+    LOG2E, MOST_HEAD, Tiles, backward_tiles, bounds_of_keys, bounds_of_queries, by_tokens, exponents, factors, head_of,
+    load_runs, load_tile, operand, padded, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+)  # fmt: skip
+
+ROWS = 64  # of y and its gradient that a program multiplies
+
+
+def attention_backward(
+    g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
+    window: int | None = None, scale: float | None = None, cap: float | None = None, causal: bool = True,
+    plans: tuple[Tiles, Tiles] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the op with other plans than those for q: of keys and of queries."""
+    (b, h, t, e), kv = q.shape, k.shape[1]
+    if e > MOST_HEAD:
+        return reference.attention_backward(g, y, lse, q, k, v, runs, window, scale, cap, causal)
+    dq, dk, dv = map(by_tokens, (q, k, v))
+    if not dq.numel():
+        return dq, dk, dv
+    g, y, q, k, v = map(rows_apart, (g, y, q, k, v))
+    lse, runs = lse.contiguous(), None if runs is None else runs.contiguous()
+    by_keys, by_queries = plans or backward_tiles(q)
+    scale, factor, limit = factors(scale, cap, e)
+    delta = torch.empty_like(lse)
+    operands = lambda plan: _operands(plan, q, k, v, g)
+    strides = [n for x in (q, k, v, g) for n in x.stride()[:3]]
+    sizes = t, h, h // kv, sees_all(window, t), scale, factor, limit, e, padded(e)
+    with on(q):
+        _delta[(b * h * triton.cdiv(t, ROWS),)](
+            g, y, delta, *g.stride()[:3], *y.stride()[:3], t, h, e, padded(e), ROWS, num_warps=4, **EXACT
+        )
+        _of_keys[(b * kv * triton.cdiv(t, by_keys.keys),)](
+            *operands(by_keys), lse, delta, dk, dv, runs, spans(runs, by_keys.keys), *strides, *dk.stride()[:3], *sizes,
+            by_keys.queries, by_keys.keys, causal, reads_by_tma(by_keys, q, k, v, g), num_warps=by_keys.warps, num_stages=by_keys.stages, **EXACT,
+        )  # fmt: skip
+        _of_queries[(b * h * triton.cdiv(t, by_queries.queries),)](
+            *operands(by_queries), lse, delta, dq, runs, spans(runs, by_queries.queries), *strides, *dq.stride()[:3], *sizes,
+            by_queries.queries, by_queries.keys, causal, reads_by_tma(by_queries, q, k, v, g), num_warps=by_queries.warps, num_stages=by_queries.stages,
+            **EXACT,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _operands(plan: Tiles, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Any]:
+    tma, (queries, keys, *_) = reads_by_tma(plan, q, k, v, g), plan
+    return [operand(x, n, tma) for x, n in ((q, queries), (k, keys), (v, keys), (g, queries))]
+
+
+@triton.jit
+def _delta(
+    g, y, delta, g_b, g_h, g_t, y_b, y_h, y_t, t, heads, HEAD: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr
+):
+    """Compute the sums of g * y over the elements of ROWS rows."""
+    tiles = tl.cdiv(t, ROWS)
+    first, bh = tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles
+    b, h = bh // heads, bh % heads
+    gs = load_tile(head_of(g, b, h, g_b, g_h, False), b, h, first, g_t, t, ROWS, HEAD, E, False)
+    ys = load_tile(head_of(y, b, h, y_b, y_h, False), b, h, first, y_t, t, ROWS, HEAD, E, False)
+    i = first + tl.arange(0, ROWS)
+    tl.store(delta + bh.to(tl.int64) * t + i, tl.sum(widen(gs) * widen(ys), 1), mask=i < t)
+
+
+@triton.jit
+def _of_keys(
+    q, k, v, g, lse, delta, dk, dv, runs, spans, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    d_b, d_h, d_t, t, heads, group, window, scale, factor, limit, HEAD: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of N keys; the first tiles, which most queries see, come first."""
+    tiles, num_kv = tl.cdiv(t, N), heads // group
+    tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, kv = head // num_kv, head % num_kv
+    k, v = head_of(k, b, kv, k_b, k_h, TMA), head_of(v, b, kv, v_b, v_h, TMA)
+    if runs is not None:
+        runs += b.to(tl.int64) * t
+        spans += (b * tiles + tile) * 4
+    j = tile * N + tl.arange(0, N)
+    run_j = load_runs(runs, j, t)
+    begin, end, inner, outer = bounds_of_queries(spans, tile, t, window, N, M, CAUSAL)
+    keys = load_tile(k, b, kv, tile * N, k_t, t, N, HEAD, E, TMA)
+    values = load_tile(v, b, kv, tile * N, v_t, t, N, HEAD, E, TMA)
+    acc_k, acc_v = tl.zeros([N, E], tl.float32), tl.zeros([N, E], tl.float32)
+    for h in range(kv * group, kv * group + group):
+        qh, gh = head_of(q, b, h, q_b, q_h, TMA), head_of(g, b, h, g_b, g_h, TMA)
+        row = (b * heads + h).to(tl.int64) * t
+        for first in range(begin, end, M):
+            i = first + tl.arange(0, M)
+            qs = load_tile(qh, b, h, first, q_t, t, M, HEAD, E, TMA)
+            base = tl.load(lse + (row + i), mask=i < t, other=float("inf")) * LOG2E  # infinite, so that p is 0
+            x, bend = exponents(product(keys, tl.trans(qs), None), factor, limit)
+            if (first < inner) | (first >= outer):
+                run_i = load_runs(runs, i, t)
+                seen = visible(i[None, :], j[:, None], t, window, runs, run_i[None, :], run_j[:, None], CAUSAL)
+                x = tl.where(seen, x, float("-inf"))
+            p = tl.exp2(x - base[None, :])
+            gs = load_tile(gh, b, h, first, g_t, t, M, HEAD, E, TMA)
+            acc_v = product(narrow(p, gs.dtype), gs, acc_v)
+            level = tl.load(delta + (row + i), mask=i < t, other=0.0)
+            slope = p * (product(values, tl.trans(gs), None) - level[None, :])
+            if limit is not None:
+                slope = slope * (1.0 - bend * bend)
+            acc_k = product(narrow(slope, qs.dtype), qs, acc_k)
+    store_rows(head_of(dk, b, kv, d_b, d_h, False), acc_k * scale, tile * N, d_t, t, N, HEAD, E)
+    store_rows(head_of(dv, b, kv, d_b, d_h, False), acc_v, tile * N, d_t, t, N, HEAD, E)
+
+
+@triton.jit
+def _of_queries(
+    q, k, v, g, lse, delta, dq, runs, spans, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    d_b, d_h, d_t, t, heads, group, window, scale, factor, limit, HEAD: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of M queries, as :func:`attention._forward` visits their keys."""
+    tiles = tl.cdiv(t, M)
+    tile, bh = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h = bh // heads, bh % heads
+    kv = h // group
+    k, v = head_of(k, b, kv, k_b, k_h, TMA), head_of(v, b, kv, v_b, v_h, TMA)
+    if runs is not None:
+        runs += b.to(tl.int64) * t
+        spans += (b * tiles + tile) * 4
+    i = tile * M + tl.arange(0, M)
+    run_i = load_runs(runs, i, t)
+    begin, end, inner, outer = bounds_of_keys(spans, tile, t, window, M, N, CAUSAL)
+    qs = load_tile(head_of(q, b, h, q_b, q_h, TMA), b, h, tile * M, q_t, t, M, HEAD, E, TMA)
+    gs = load_tile(head_of(g, b, h, g_b, g_h, TMA), b, h, tile * M, g_t, t, M, HEAD, E, TMA)
+    row = bh.to(tl.int64) * t + i
+    base = tl.load(lse + row, mask=i < t, other=float("inf")) * LOG2E
+    level = tl.load(delta + row, mask=i < t, other=0.0)
+    acc = tl.zeros([M, E], tl.float32)
+    for first in range(begin, end, N):
+        keys = load_tile(k, b, kv, first, k_t, t, N, HEAD, E, TMA)
+        x, bend = exponents(product(qs, tl.trans(keys), None), factor, limit)
+        if (first < inner) | (first >= outer):
+            j = first + tl.arange(0, N)
+            run_j = load_runs(runs, j, t)
+            seen = visible(i[:, None], j[None, :], t, window, runs, run_i[:, None], run_j[None, :], CAUSAL)
+            x = tl.where(seen, x, float("-inf"))
+        p = tl.exp2(x - base[:, None])
+        values = load_tile(v, b, kv, first, v_t, t, N, HEAD, E, TMA)
+        slope = p * (product(gs, tl.trans(values), None) - level[:, None])
+        if limit is not None:
+            slope = slope * (1.0 - bend * bend)
+        acc = product(narrow(slope, keys.dtype), keys, acc)
+    store_rows(head_of(dq, b, h, d_b, d_h, False), acc * scale, tile * M, d_t, t, M, HEAD, E)
