@@ -6,12 +6,12 @@ from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, tr
 from .communication import comm
 from .data import max_local_rows, psum, reduce, rows, share
 from .device_mesh import abstract_mesh, close, device_of, mesh
-from .placement import abstract_local, collect, local, place, replicate
+from .placement import abstract_local, collect, local, on_host, place, replicate
 from .row_exchange import exchange_rows, local_range
 from .rules import Rules
 
 __all__ = [
     "Bundle", "Rules", "abstract_local", "abstract_mesh", "all_gather", "all_reduce", "close", "collect", "comm",
-    "device_of", "enter", "exchange_rows", "exit", "local", "local_range", "max_local_rows", "mesh", "passes", "place",
-    "psum", "reduce", "reduce_scatter", "replicate", "rows", "share", "traffic",
+    "device_of", "enter", "exchange_rows", "exit", "local", "local_range", "max_local_rows", "mesh", "on_host",
+    "passes", "place", "psum", "reduce", "reduce_scatter", "replicate", "rows", "share", "traffic",
 ]  # fmt: skip

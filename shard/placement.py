@@ -15,14 +15,11 @@ compare their arguments (agree.py). Parameters come from one of two sources, and
   opened for the mesh's device are quantised there (``hf.lazy(folder, device=shard.device_of(mesh))``).
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,17 +28,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fquant import lazy, tree
 from fquant.device import HOST
-from fquant.lazy import Lazy
 
-from . import agree, bundle, host_memory
-from .bundle import Buffer, Bundle, Layout
+from . import agree, bundle, host_memory, pieces
+from .bundle import Bundle, Layout
 from .collectives import all_gather
 from .device_mesh import device_of, position
-from .rules import Dims, Rules, check_dims, check_rules, join, offloaded
-
-PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
-
-Pieces = Iterator[tuple[str, int, Tensor]]  # block, offset in it, bytes
+from .rules import Dims, Rules, check_dims, check_rules, offloaded
 
 
 def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any = None) -> Any:
@@ -74,8 +66,7 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     on_host = offloaded(rules, layouts)
     agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
     parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
-    pieces = _read if any(isinstance(leaf, Lazy) for leaf in tree.leaves(base)) else _send
-    for path, offset, sent in pieces(base, layouts, device):
+    for path, offset, sent in pieces.of(base, layouts, device):
         begin = part * parts[path].numel() - offset  # of this rank's part in the piece
         low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
         if low < high:
@@ -90,14 +81,18 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
 def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
     """Return ``local(place(params, dims, rules, mesh))`` in meta tensors, without communication or reading.
 
-    Blocks that are offloaded from a device are tensors of the host, of which no page is touched. ``params`` are
-    tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
+    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
     """
     layouts, _, ranks = _layouts(params, dims, rules, mesh)
-    on_host = offloaded(rules, layouts)
-    device = lambda path: HOST if path in on_host and mesh.device_type != HOST.type else "meta"  # never touched there
-    parts = {p: torch.empty(it.size // ranks, dtype=torch.uint8, device=device(p)) for p, it in layouts.items()}
-    return _with_bundles(params, parts, layouts, on_host)
+    parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
+    return _with_bundles(params, parts, layouts, offloaded(rules, layouts))
+
+
+def on_host(x: Any) -> set[int]:
+    """Return the ids of the bytes of offloaded bundles in the tree ``x``, for a trace of meta tensors for a device."""
+    found = set[int]()
+    _map_bundles(lambda b: found.update({id(b.bytes)} if b.offloaded else ()), x)
+    return found
 
 
 def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int, int]:
@@ -149,7 +144,7 @@ def replicate(x: Any, mesh: DeviceMesh) -> Any:
 
     agree.same("replicate", agree.attempt("replicate", arguments))
     layout = bundle.plan(x, 1)
-    whole = _bytes_of_root("replicate", x, "", layout, device_of(mesh))
+    whole = pieces.of_root("replicate", x, "", layout, device_of(mesh))
     return tree.map(torch.clone, bundle.read(whole, layout))  # views of one buffer could not be donated
 
 
@@ -206,89 +201,6 @@ def _check_devices(x: Any, wanted: torch.device) -> None:
         if device not in (HOST, wanted):
             places = " or ".join(dict.fromkeys([str(wanted), str(HOST)]))
             raise ValueError(f"{at}: got a tensor on {device}; wanted {places}; {fix}")
-
-
-def _send(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
-    """Broadcast rank 0's bytes, a block at a time."""
-    send = partial(_bytes_of_root, "place", device=device)
-    return ((path, 0, send(tree.get(base, path), path, it)) for path, it in layouts.items())
-
-
-def _bytes_of_root(what: str, x: Any, path: str, layout: Layout, device: torch.device) -> Tensor:
-    """Return the bytes of rank 0's ``x`` on the ``device`` of every rank."""
-
-    def own() -> Tensor:
-        if dist.get_rank():
-            return torch.empty(layout.size, dtype=torch.uint8, device=device)
-        if meta := [join(path, name) for name, leaf in tree.items(x) if leaf.is_meta]:
-            fault = f"{meta[0]} is a meta tensor on rank 0, whose values are the ones that count"
-            raise ValueError(f"{fault}; read it there")
-        return bundle.write(x, layout, device)
-
-    whole = agree.attempt(what, own)
-    if layout.size:
-        dist.broadcast(whole, 0)
-    return whole
-
-
-class _Leaf(NamedTuple):
-    """A leaf of a block, and its buffers: one of a tensor, and of a Lazy leaf as many as it will have tensors."""
-
-    block: str
-    path: str
-    leaf: Any
-    buffers: tuple[Buffer, ...]
-
-
-def _read(base: Any, layouts: dict[str, Layout], device: torch.device) -> Pieces:
-    """Read every Lazy leaf on one rank and broadcast it; as many leaves are read at a time as there are ranks."""
-    world, leaves = dist.get_world_size(), list[_Leaf]()
-    for block, layout in layouts.items():
-        buffers = iter(layout.buffers)
-        for name, leaf in tree.items(tree.get(base, block)):
-            count = len(tree.leaves(leaf.like)) if isinstance(leaf, Lazy) else 1
-            leaves.append(_Leaf(block, join(block, name), leaf, tuple(itertools.islice(buffers, count))))
-    for start in range(0, len(leaves), world):
-        yield from _read_turn(leaves[start : start + world], device)  # a call of its own, to release all it held
-
-
-def _read_turn(turn: list[_Leaf], device: torch.device) -> Pieces:
-    """Read leaf ``i`` of ``turn`` on rank ``i``, then broadcast them one by one, from device to device."""
-    rank = dist.get_rank()
-
-    def read() -> Tensor | None:
-        if rank >= len(turn):
-            return None
-        mine = turn[rank]
-        if not isinstance(mine.leaf, Lazy):
-            raise ValueError(f"{mine.path}: a tensor among Lazy leaves; make it Lazy, or read all (fquant.lazy.read)")
-        with tree.at(mine.path):
-            try:
-                return _bytes_of(mine.leaf.read(), mine.buffers)
-            except OSError as error:
-                raise ValueError(f"cannot be read: {error}") from error
-
-    own = agree.attempt("place", read)
-    for owner, leaf in enumerate(turn):
-        begin, end = leaf.buffers[0].offset, leaf.buffers[-1].end
-        for offset in range(begin, end, PIECE):
-            piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=device)
-            if owner == rank and own is not None:
-                piece = own[offset - begin :][: piece.numel()].to(device)
-            dist.broadcast(piece, owner)
-            yield leaf.block, offset, piece
-
-
-def _bytes_of(x: Any, buffers: tuple[Buffer, ...]) -> Tensor:
-    """Return the bytes of ``x``, from the first of its first buffer to the last of its last."""
-    leaves, first = tree.leaves(x), buffers[0].offset
-    got, wanted = [(t.dtype, tuple(t.shape)) for t in leaves], [(b.dtype, b.shape) for b in buffers]
-    if got != wanted:
-        raise ValueError(f"read {got}; wanted {wanted} as announced")
-    if len(leaves) == 1:
-        return bundle.raw(leaves[0])  # not a copy, which would be a second tensor
-    shifted = tuple(replace(buffer, offset=buffer.offset - first) for buffer in buffers)
-    return bundle.write(x, Layout(tree.structure(x), shifted, shifted[-1].end), leaves[0].device)
 
 
 def _map_bundles(f: Any, x: Any) -> Any:

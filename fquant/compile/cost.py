@@ -17,7 +17,7 @@ The step is captured as ``jit`` captures it. One walk over its graph gives
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -79,17 +79,19 @@ def cost(
     recompute: bool = True,
     fuse: bool = True,
     device: torch.device | str = HOST,
+    host: Collection[int] = (),
     **kwargs: Any,
 ) -> Cost:
     """Return the cost of ``fn(*args, **kwargs)``, captured as :func:`fquant.jit` captures it with these options.
 
     Tensors may be real, fake or of the device meta. The cost is that on ``device``, wherever they are, and whether the
-    machine has such a device or not. Raises the errors of a capture.
+    machine has such a device or not. Tensors whose ids are in ``host`` stay on the host. Raises the errors of a
+    capture.
     """
     bound = trace.signature_of(fn).bind(*args, **kwargs).arguments
     call = functools.partial(trace.apply, fn)
     donated, on = written_over(bound, donate), torch.device(device)
-    return of(trace.trace(call, bound, donated, passes, recompute, fuse, device=on))
+    return of(trace.trace(call, bound, donated, passes, recompute, fuse, device=on, host=host))
 
 
 def of(captured: trace.Captured) -> Cost:

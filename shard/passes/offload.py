@@ -5,7 +5,7 @@ peak, the first layer's for the longest. The link to the host is idle meanwhile,
 pass stashes such tensors after the last use in the forward, and fetches them ahead of the first use in the backward. A
 copy has the bits of the tensor, and so has the step. (Rhu et al. 2016, "vDNN"; Beaumont et al. 2020 for the choice.)
 
-The link's time decides how much. A stash waits where the copy will be complete, and a fetch is issued where it will
+The link's time decides how much. A stash is waited for where the copy will be complete. A fetch is issued where it will
 arrive in time, by the seconds of the nodes between. Copies of one direction follow each other. Those that would not be
 complete before the peak, or could only begin before it, are left out: they would make the step wait. Tensors are chosen
 by bytes times the seconds between their uses, as long as the link has time and the peak is above the goal. As the peak
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from fquant.compile import flops, graph, liveness
+from fquant.compile import graph, liveness, roofline
 
 from ..transport.host import arrived, fetch, stash
 from .gathers import check_budget, wait_of
@@ -37,24 +37,16 @@ MAX_ROUNDS = 8  # because the peak moves as it sinks
 class OffloadActivations:
     """Stash activations of ``min_bytes`` or more until the peak has sunk by ``reduce`` bytes, or the link is busy.
 
-    ``flops`` and ``bandwidth`` are what the device computes and moves in a second, and ``link`` the bytes that it
-    exchanges with the host, in each direction. The defaults are those of an H100. ``reduce`` None is no bound.
-
-    Raises ValueError for bad numbers.
+    The seconds are those of ``device``. ``reduce`` None is no bound. Raises ValueError for bad numbers.
     """
 
     min_bytes: int = 1 << 20
     reduce: int | None = None
-    flops: float = 700e12
-    bandwidth: float = 3e12
-    link: float = 55e9
+    device: roofline.Device = roofline.DEVICES["h100"]
 
     def __post_init__(self) -> None:
         check_budget("offload_activations", self.reduce, "reduce")
         check_budget("offload_activations", self.min_bytes, "min_bytes")
-        for name in ("flops", "bandwidth", "link"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"offload_activations: {name} is {getattr(self, name)!r}; wanted a number above 0")
 
     def __call__(self, g: Graph) -> None:
         goal, before = None, math.inf
@@ -92,8 +84,8 @@ class _Held:
 class _Timeline:
     """The nodes of a graph by the second in which they begin, the tensors held over its peak, and copies under way."""
 
-    def __init__(self, g: Graph, peak: liveness.Peak, rates: OffloadActivations) -> None:
-        self.nodes, self.peak, self.rates = list(g.nodes), peak, rates
+    def __init__(self, g: Graph, peak: liveness.Peak, options: OffloadActivations) -> None:
+        self.nodes, self.peak, self.options = list(g.nodes), peak, options
         self.begins = [0.0, *itertools.accumulate(map(self._seconds, self.nodes))]
         at = {node: i for i, node in enumerate(self.nodes)}
         size = lambda node: sum(map(graph.nbytes, graph.tensors(node)))
@@ -104,11 +96,13 @@ class _Timeline:
         self.fixed |= graph.all_written_storages(g)
 
     def _seconds(self, node: Node) -> float:
-        """Return the seconds of a node, the longer of its arithmetic and its memory traffic."""
-        if node.op != "call_function" or graph.is_view(node) or graph.is_issue(node):
-            return 0.0
-        moved = sum(graph.nbytes(t) for n in (node, *node.all_input_nodes) for t in graph.tensors(n))
-        return max(flops(node) / self.rates.flops, moved / self.rates.bandwidth)
+        """Return the seconds of a node; collectives and transfers run beside others."""
+        return 0.0 if graph.is_issue(node) else roofline.seconds(node, self.options.device)
+
+    def _copying(self, nbytes: int) -> float:
+        """Return the seconds of a copy to the host or back."""
+        device = self.options.device
+        return nbytes / (device.host * device.share.host) + device.latency
 
     def choose(self, wanted: float) -> list[_Held]:
         """Return tensors of ``wanted`` bytes, or fewer if the link has no time, with the places of their copies."""
@@ -127,7 +121,7 @@ class _Timeline:
             storage: graph.sizes(maker)[storage]
             for storage, maker in self.peak.holding.items()
             if storage not in self.fixed and not graph.is_issue(maker)
-            if graph.sizes(maker)[storage] >= self.rates.min_bytes
+            if graph.sizes(maker)[storage] >= self.options.min_bytes
         }
         bases, used, in_flight = dict[int, Node](), dict[int, list[int]](), set[int]()
         for i, node in enumerate(self.nodes):
@@ -154,13 +148,13 @@ class _Timeline:
         copies = [(i, n, None) for i, n in self.stashes] + [(x.last + 1, x.nbytes, x) for x in chosen]
         free = 0.0
         for issue, nbytes, x in sorted(copies, key=lambda copy: copy[0]):
-            free = max(free, self.begins[issue]) + nbytes / self.rates.link
+            free = max(free, self.begins[issue]) + self._copying(nbytes)
             if x is not None:
                 stashed[x.storage] = bisect.bisect_left(self.begins, free)
         copies = [(i, n, None) for i, n in self.fetches] + [(x.first, x.nbytes, x) for x in chosen]
         free = math.inf
         for wait, nbytes, x in sorted(copies, key=lambda copy: -copy[0]):
-            free = min(free, self.begins[wait]) - nbytes / self.rates.link
+            free = min(free, self.begins[wait]) - self._copying(nbytes)
             if x is not None:
                 fetched[x.storage] = bisect.bisect_right(self.begins, free) - 1
         if max(stashed.values()) > self.peak.place or min(fetched.values()) <= self.peak.place:

@@ -12,7 +12,7 @@ PACKAGES = ("fquant", "shard", "models", "examples")
 OURS = (*PACKAGES, "tests")
 # What shard may import of fquant.
 GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile")
-COMPILE_FACE = ("Captured", "Pass", "all_gather_text", "flops", "graph", "liveness")  # and of the compiler
+COMPILE_FACE = ("Captured", "Pass", "all_gather_text", "flops", "graph", "liveness", "roofline")  # and of the compiler
 COMPILE = ("compile", "device", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
 PASSES = ("compile.graph", "compile.liveness", "compile.passes", "device", "kernels", "tree")  # and its passes
 MOST_FILES = 16  # Python files in a folder

@@ -8,15 +8,17 @@ import torch.distributed as dist
 from torch.func import grad, grad_and_value, vmap
 
 import shard
-from fquant import jit, lora, tree
+from fquant import cost, jit, lora, tree
 from fquant.compile.cost import of
 from fquant.compile.trace import trace
 from models import decoder
 from shard import host_memory
 from shard.passes.report import schedule
 from tests.helpers import ranks
+from tests.helpers.graphs.retargeted import on_fakes, traced
 from tests.helpers.live_memory import Peak
 from tests.helpers.qlora_step import CFG, equal, start, tokens_of
+from tests.helpers.sharding.schedules import check_order
 
 pytestmark = pytest.mark.xdist_group("ranks")
 RULES = {
@@ -183,3 +185,56 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert host_memory.local_ranks() == 4 and host_memory.available_memory() < alone / 2
     host_memory.check_room(0)
+
+
+# --- on a device, which need not be here ------------------------------------------------------------------------------
+
+
+def captured_for_cuda(world, rules, passes, recompute=True):
+    """Return a step captured for CUDA, the Cost of it, and its schedule."""
+    adapters, _, base = start()
+    with shard.abstract_mesh(device="cuda", fsdp=world) as mesh:
+        local = shard.abstract_local(base, decoder.dims(CFG), rules, mesh)
+        comm = shard.comm(mesh, rules, recompute=recompute)
+
+        def step(adapters, base, tokens):
+            loss = lambda adapters: decoder.loss(
+                lora.attach(base, adapters), tokens[:, :-1], tokens[:, 1:], CFG, comm, count=24.0
+            )
+            return grad_and_value(loss)(adapters)
+
+        captured = traced(step, adapters, local, tokens_of(0), passes=passes, host=shard.on_host(local))
+        on_fakes(captured.module)
+        check_order(captured)
+        return captured, of(captured), schedule(captured, mesh)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_peak_of_a_device_sinks(world):
+    """By the bytes of the base, but for those of blocks under way."""
+    passes = (shard.passes.prefetch_gathers(),)
+    _, near, _ = captured_for_cuda(world, shard.Rules(), passes)
+    for rules in RULES.values():
+        captured, far, rows = captured_for_cuda(world, rules, passes)
+        arguments = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+        on_host = [path for path, node in zip(captured.paths, arguments, strict=True) if node.meta["val"].is_cpu]
+        assert {path for path in on_host} == {row.of for row in rows if row.name == "fetch"}
+        assert near.arguments - far.arguments == far.host > 0 == near.host == near.fetched
+        largest = max(row.nbytes for row in rows if row.name == "fetch")
+        assert far.peak <= near.peak - far.host + 2 * largest
+        assert (near.flops, far.stashed) == (far.flops, 0)
+
+
+def test_memory_of_the_host_is_not_the_device_s():
+    """A cost on the host has both; on the device the blocks count only while they are there."""
+    adapters, _, base = start()
+    with shard.abstract_mesh(device="cuda") as mesh:
+        local = shard.abstract_local(base, decoder.dims(CFG), RULES["all"], mesh)
+        comm = shard.comm(mesh, RULES["all"])
+
+        def loss(base):
+            return sum(t.sum() for t in tree.leaves(comm.load(base.layers[0])))
+
+        block = local.layers[0].layout.size
+        found = cost(loss, local, device="cuda", host=shard.on_host(local))
+    assert found.arguments == 0 and block <= found.peak <= 2 * block + 1024 and found.fetched == block

@@ -130,7 +130,8 @@ def test_the_order_of_streams():
     with streams.patched():
         host._issue(X, y, CUDA)
         host._issue(y, z := torch.empty_like(y), CUDA)
-        arrived(z), arrived(y)
+        arrived(z)
+        arrived(y)
     assert streams.log == [
         "side 0", "side 0 waits for main", "copy", "record event 0",
         "side 0 waits for main", "copy", "record event 1",
