@@ -46,10 +46,10 @@ class FakeConstants(TorchFunctionMode):
 
 
 @contextmanager
-def astray(wanted: torch.device) -> Iterator[list[str]]:
-    """List what is made on another device than ``wanted``; those of meta are fake, which refuse to be mixed."""
+def astray(wanted: torch.device, fake: bool = False) -> Iterator[list[str]]:
+    """List what is made on another device than ``wanted``; ``fake`` tensors of meta refuse to be mixed with others."""
     with ExitStack() as stack:
-        if wanted == META:
+        if fake:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(FakeConstants())
         yield stack.enter_context(Astray(wanted)).found
