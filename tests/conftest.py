@@ -51,11 +51,17 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Leave out what the device of ``--device`` has no use for, and mark the cases of full products as slow."""
     on_host = config.getoption("device") == "cpu"
-    chosen = lambda item: not item.get_closest_marker("cuda") if on_host else "device" in item.fixturenames
+    takes_device = lambda item: "device" in item.fixturenames and "device" not in parameters(item)
+    chosen = lambda item: not item.get_closest_marker("cuda") if on_host else takes_device(item)
     if rest := [item for item in items if not chosen(item)]:
         config.hook.pytest_deselected(items=rest)
         items[:] = [item for item in items if chosen(item)]
     mark_slow(items)
+
+
+def parameters(item):
+    """The parameters of a case, by name."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def mark_slow(items):

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx import Graph
 
 from .. import tree
+from ..device import HOST
 from . import graph
 from .closure import content
 
@@ -67,7 +68,7 @@ def _translated(error: BaseException, device: torch.device) -> TypeError | None:
         return TypeError(_CLOSED.format(_closed_over(error)))
     # torch makes its zero tangents on the device meta, and all others on fake devices
     mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text) and "meta" in text
-    if mixed and device.type != "cpu":
+    if mixed and device != HOST:
         return TypeError(_HOST.format(place, device))
     return TypeError(_MAPPED.format(place)) if mixed else None
 

@@ -256,16 +256,18 @@ def decoded(verb, format):
     return [unpack(w, dtype) for w in arguments(verb, format)[2]]
 
 
-def check_transform(verb, format, transform):
+def check_transform(verb, format, transform, device):
+    """Compare a verb under a transform on ``device`` with the same of dense weights on the host."""
     f = VERBS[verb][0]
     *args, packed, data = arguments(verb, format)
+    there = tree.map(lambda t: t.to(device), (*args, packed, data))
     dense = decoded(verb, format)
     run = TRANSFORMS[transform]
     if message := REFUSED.get((verb, transform)):
         with pytest.raises(RuntimeError, match=message):
-            run(f, *args, packed, data)
+            run(f, *there)
         return
-    got = run(f, *args, packed, data)
+    got = run(f, *there)
     if verb.startswith("forward_remat"):
         f = forward(LOCAL)
     if verb.startswith("remat"):
@@ -274,4 +276,6 @@ def check_transform(verb, format, transform):
     assert tree.structure(got) == tree.structure(wanted)
     for (path, a), b in zip(tree.items(got), tree.leaves(wanted), strict=True):
         assert a.abs().max() > 0, path
+        assert a.device == device, path
+        a = a.cpu()
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item(), msg=lambda m, p=path: f"{p}: {m}")

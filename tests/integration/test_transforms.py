@@ -53,5 +53,5 @@ ROWS = [
 
 
 @pytest.mark.parametrize("verb, format, transform", ROWS)
-def test_transform(verb, format, transform):
-    check_transform(verb, format, transform)
+def test_transform(verb, format, transform, device):
+    check_transform(verb, format, transform, device)

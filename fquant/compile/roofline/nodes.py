@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ...device import HOST
 from .. import collective_check, graph
 from ..cost import flops, ring
 from .devices import Device
 
 FEW, SLAB, THIN, INSTRUCTIONS = 64, 32 << 20, 128, 10
-HOST = "cpu"  # the type of its device
 
 PRODUCT, THIN_PRODUCT, DECODE, ATTENTION = "product", "thin product", "decode", "attention"
 LOSS, NORM, ELEMENTWISE, LAUNCH, COLLECTIVE, COPY = (
@@ -111,7 +111,7 @@ def scratch(node: Node, device: Device) -> int:
 
     That is the slab of a product with a packed weight. On the host kernels have a few pages of their own.
     """
-    return max((SLAB for part in work(node, device) if part.kind == DECODE and device.type != HOST), default=0)
+    return max((SLAB for part in work(node, device) if part.kind == DECODE and device.type != HOST.type), default=0)
 
 
 def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
@@ -125,7 +125,7 @@ def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
     rows = x.numel() // x.shape[-1]
     if rows <= FEW:
         return (Work(PRODUCT, counted, dtype, weights, packed + moved),)
-    dense, on_host = groups * weights * dtype.itemsize, device.type == HOST
+    dense, on_host = groups * weights * dtype.itemsize, device.type == HOST.type
     moves = 0 if on_host or 4 * device.cache >= 5 * SLAB else dense
     slabs = 1 if on_host else -(-dense // SLAB)
     again = (slabs - 1) * graph.nbytes(x)  # each slab meets all of x

@@ -33,10 +33,10 @@ ROWS = [
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("verb, transform", ROWS)
-def test_captured_is_eager(verb, transform):
+def test_captured_is_eager(verb, transform, device):
     replays(
         partial(transform_table.TRANSFORMS[transform], transform_table.VERBS[verb][0]),
-        *transform_table.arguments(verb, NF4_DQ),
+        *tree.map(lambda t: t.to(device), transform_table.arguments(verb, NF4_DQ)),
     )
 
 

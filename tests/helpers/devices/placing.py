@@ -16,19 +16,16 @@ META = torch.device("meta")
 
 
 class Astray(TorchDispatchMode):
-    """Lists tensors of one dim or more that ops make on another device than ``wanted``; numbers may be anywhere.
+    """Lists tensors of one dim or more that ops make on another device than meta; numbers may be anywhere."""
 
-    Meta tensors have no memory. torch itself makes some, for tangents of zero.
-    """
-
-    def __init__(self, wanted: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.wanted, self.found = wanted, list[str]()
+        self.found = list[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for t in out if isinstance(out, list | tuple) else [out]:
-            if isinstance(t, Tensor) and t.ndim and t.device not in (self.wanted, META):
+            if isinstance(t, Tensor) and t.ndim and t.device != META:
                 self.found.append(f"{function} made {tuple(t.shape)} on {t.device}")
         return out
 
@@ -46,13 +43,13 @@ class FakeConstants(TorchFunctionMode):
 
 
 @contextmanager
-def astray(wanted: torch.device) -> Iterator[list[str]]:
-    """List what is made on another device than ``wanted``; those of meta are fake, which refuse to be mixed."""
+def astray(fake: bool) -> Iterator[list[str]]:
+    """List what is made on another device than meta; ``fake`` tensors of meta refuse to be mixed with others."""
     with ExitStack() as stack:
-        if wanted == META:
+        if fake:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(FakeConstants())
-        yield stack.enter_context(Astray(wanted)).found
+        yield stack.enter_context(Astray()).found
 
 
 def on(device: torch.device, x: Any) -> Any:
