@@ -7,8 +7,8 @@ A program computes on one device a process. On the host a machine starts as many
 starts one for each device. The device is no option of the run itself: a run goes on on another one.
 
 *Memory* of a rank is two figures, and they are not the same on all devices. On the host both are the bytes resident in
-the process. On a CUDA device ``used`` is the most that tensors took since the figure was last read, and ``held`` is
-what torch's allocator had taken from the device for them. The driver, its libraries and NCCL show in neither.
+the process. On a CUDA device ``used`` is the most that tensors took since the figure was last read. ``held`` is
+the most that torch's allocator took from the device for them. The driver, its libraries and NCCL show in neither.
 """
 
 import os

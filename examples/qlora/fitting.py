@@ -2,8 +2,8 @@
 
     choose_checkpoint(options, {"fsdp": 2})       # "none", "selective" or "full"
 
-On the host the last resort is "full": the system may have more memory than it says. A CUDA device has what it has, so a
-run that cannot fit ends here, before a weight is read, with a line that says what would.
+On the host the last resort is "full": the system may have more memory than it says. A CUDA device has no
+more than it says. So a run that cannot fit ends here, before a weight is read. Its error names what would fit.
 """
 
 import dataclasses

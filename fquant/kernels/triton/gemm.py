@@ -15,7 +15,7 @@ s if the tile stays in cache, 0.6e-12 s in memory, and to multiply it 2.5e-15 s 
 cache hold beside x and y. By estimate that takes 1.23 (512 rows) to 1.03 (4096) times as long as bf16's product. Tiles
 are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
 
-All these are estimates. tests/bench/gpu.py measures, and tries the ``CANDIDATES``.
+All these are estimates. tests/bench/gpu measures, and tries the ``CANDIDATES``.
 """
 
 # pyright: reportInvalidTypeForm=false

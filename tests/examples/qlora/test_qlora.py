@@ -14,9 +14,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from examples import plan
 from examples.common import runs
 from examples.common.training_step import State
+from examples.plan import cli as plan
 from examples.qlora import cli, fitting, options
 from examples.qlora.options import Options
 from fquant import NF4_DQ, lora

@@ -1,6 +1,7 @@
 """Check the kernels of a device against the reference on the CPU, on seeded random numbers.
 
-    check("cuda", seed=1)          # the number of comparisons by kind; AssertionError for the first wrong result
+    with exact(), poisoned():
+        check_formats("cuda", seed=1)      # the number of comparisons by kind; AssertionError for a wrong result
 
 Codes, decoded values and random draws must equal the reference in every bit. Other results have tolerances:
 
@@ -38,18 +39,16 @@ ROWS = (32768 + 9, 65536)  # logits, or what is normed, more than 2^31
 BF16 = torch.bfloat16
 
 
-def check(device: str, seed: int, big: tuple[int, int] = BIG) -> Counter[str]:
-    """Check all kernels; return the numbers of encodings, decodings, products, draws, losses and norms compared."""
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute torch's own products inside the block in full precision."""
     settings = torch.backends.cuda.matmul
-    exact = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = {name: getattr(settings, name) for name in exact}
+    names = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(settings, name) for name in names}
     try:
-        for name in exact:
+        for name in names:
             setattr(settings, name, False)
-        with poisoned():
-            counts = check_formats(device, seed) + check_products(device, seed) + check_draws(device, seed)
-            counts += check_losses(device, seed) + check_norms(device, seed)
-        return counts + check_big(device, seed, big)
+        yield
     finally:
         for name, value in before.items():
             setattr(settings, name, value)

@@ -1,0 +1,116 @@
+"""The GPU benchmark without a GPU: its options, its tables, and its measurements with the host standing in."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fquant.compile.roofline import DEVICES
+from fquant.device import HOST
+from tests.bench.gpu import lines, step, table, whole
+from tests.bench.gpu.__main__ import COMMANDS, main
+from tests.bench.gpu.lines import Item, Result, Session
+
+ROOT = Path(__file__).parents[3]
+H100 = DEVICES["h100"]
+TINY = table.Sizes(128, 128, (1, 3), ("nf4_dq",), 1)
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which would be measured")
+
+
+@pytest.mark.slow
+def test_help_as_a_user_asks_for_it():
+    for name in COMMANDS:
+        command = [sys.executable, "-m", "tests.bench.gpu", name, "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "--minutes" in done.stdout and "--out" in done.stdout, done.stderr
+
+
+@no_cuda
+@pytest.mark.parametrize("name", ["check", "table", "job", "profile", "mesh"])
+def test_without_a_device_nothing_is_measured(name, tmp_path, capsys):
+    assert main([name, "--out", str(tmp_path / "table.md")]) == 0
+    text = (tmp_path / "table.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert rows and all(lines.NO_DEVICE in row for row in rows) and "commit " in text
+    assert lines.NO_DEVICE in capsys.readouterr().out
+
+
+@no_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step", "large"])
+def test_the_plan_stands_without_a_device(name, tmp_path):
+    assert main([name, "--out", str(tmp_path / "table.md")]) == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "of the limit" in text and "GiB" in text and "failed" not in text
+
+
+BAD = {
+    "dim": (["table", "--out-dim", "100"], "--out-dim is 100; wanted a multiple of 128"),
+    "rows": (["table", "--rows", "1", "0"], "--rows has 0; wanted at least 1"),
+    "folder": (["mesh", "--out", "nowhere/a.md"], "--out nowhere/a.md: wanted a file, in a folder that exists"),
+    "minutes": (["job", "--minutes", "0"], "--minutes is 0.0; wanted a number above 0"),
+    "card": (["step", "--card", "gtx"], "--card gtx is unknown; wanted one of b200"),
+    "model": (["step", "--model", "gpt"], "--model gpt is unknown; wanted one of llama3-8b"),
+}
+
+
+@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD)
+def test_bad_option_is_refused(args, message, capsys):
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def fail():
+    raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+
+def test_a_line_that_fails_leaves_the_others(tmp_path, capsys):
+    items = [
+        Item("a", "1", lambda: Result("2", False)),
+        Item("b", measure=fail),
+        Item("c", predict=fail, measure=lambda: Result("3", True, {"peer": "4"})),
+    ]
+    found = lines.run("title", items, Session(HOST, out=tmp_path / "a.md"))
+    assert [line.measured for line in found] == ["2", "failed: RuntimeError: CUDA error: an illegal memory access", "3"]
+    assert [line.verdict for line in found] == ["missed", "missed", "met"] and lines.status(found) == 1
+    head = "|  | wanted | predicted | measured | peer | verdict |"
+    assert head in (tmp_path / "a.md").read_text() and "title" in capsys.readouterr().out
+
+
+def test_what_is_not_begun_says_why():
+    broken, over = Session(HOST, is_broken=True), Session(HOST, minutes=0)
+    assert lines.judged(Item("a"), broken).measured == lines.BROKEN
+    assert lines.judged(Item("a"), over).measured == lines.OVER
+    assert lines.judged(Item("a", minutes=3), Session(HOST, minutes=2)).measured == lines.OVER
+
+
+def test_kernels_with_the_host_standing_in():
+    found = [lines.judged(item, Session(HOST)) for item in table.items(TINY, HOST, H100)]
+    names = ["quantise nf4_dq", "dequantise nf4_dq", "linear-1 nf4_dq", "linear-3 nf4_dq", "attention"]
+    assert [line.name for line in found][:5] == names and len(found) == 9
+    assert not [line for line in found if "failed" in line.measured + line.predicted]
+    assert "of a copy" in found[1].measured and found[1].verdict in ("met", "missed")
+    assert "of bf16" in found[3].measured and "bf16" in found[3].beside and "torch" in found[4].beside
+
+
+@pytest.mark.parametrize("how", ["captured", "uncaptured"])
+def test_a_step_with_the_host_standing_in(how):
+    case = step.Case(whole.TINY, 2, 32)
+    found = step.measured(case, HOST, H100, how, 1e12, 1)
+    assert found.met is False and "of the limit" in found.measured
+
+
+def test_a_mesh_of_one_rank_with_the_host_standing_in():
+    assert whole.one_rank(HOST).met and whole.captured(HOST).met
+
+
+@pytest.mark.slow
+def test_two_ranks_with_the_host_standing_in():
+    assert whole.two_ranks(HOST).met
+
+
+def test_the_files_of_the_fixture_are_found():
+    assert all((ROOT / path).is_file() for path in whole.files())
