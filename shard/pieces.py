@@ -1,7 +1,7 @@
 """The bytes of a tree in pieces, each sent by the rank that has it to all ranks.
 
-Of tensors those of rank 0 count, and a block is a piece. Of Lazy leaves each is read on one rank and sent in pieces of
-16 MiB, so that a rank never holds more than one tensor beside what it keeps.
+Of tensors those of rank 0 count, and a block is a piece. A Lazy leaf is read on one rank and sent in pieces of 16 MiB.
+So a rank never holds more than one tensor beside what it keeps.
 """
 
 import itertools

@@ -182,7 +182,9 @@ def test_merge_followed_by_save_loads_in_transformers(source, adapters, tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         attached = decoder.forward(lora.attach(base, found), TOKENS, cfg)
-    assert (logits(model) - attached).abs().max() < 2e-5
+    got = logits(model)
+    rounding = (got - logits(model.double())).abs().max()
+    assert 0 < rounding and (got - attached).abs().max() < 4 * rounding
 
 
 def spoil(folder, **changes):

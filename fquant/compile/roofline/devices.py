@@ -109,7 +109,7 @@ def measured(device: torch.device) -> Device:
 
     On the host, the threads of this process count, and a rank sends to another through memory: two copies a byte.
     """
-    small = torch.ones(1, device=device)
+    small = torch.ones(1, dtype=torch.float32, device=device)
     launch = _seconds(lambda: small + small, device)
     copy = _bytes_copied(device)
     f32, bf16 = _flops(torch.float32, device), _flops(torch.bfloat16, device)

@@ -13,35 +13,34 @@ from .. import reference
 from .dequantize import EXACT, narrow, on, tl, triton
 
 from .attention_tiles import (  # isort: skip
-    LN2, LOG2E, MOST_HEAD, Tiles, bounds_of_keys, by_tokens, exponents, factors, forward_tiles, head_of, load_runs, load_tile,
-    operand, padded, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+    LN2, LOG2E, Plan, bounds_of_keys, by_tokens, exponents, factors, head_of, load_runs, load_tile, operand, padded,
+    plan_of, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
 )  # fmt: skip
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None, window: int | None = None, scale: float | None = None,
-    cap: float | None = None, causal: bool = True, sinks: Tensor | None = None, plan: Tiles | None = None,
+    cap: float | None = None, causal: bool = True, sinks: Tensor | None = None, plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the op with another plan than that for q."""
     b, h, t, e = q.shape
-    if e > MOST_HEAD:
+    plan = plan or plan_of(q)
+    if plan is None:
         return reference.attention(q, k, v, runs, window, scale, cap, causal, sinks)
     y, lse = by_tokens(q), q.new_empty(b, h, t, dtype=torch.float32)
     if not y.numel():
         return y, lse
     q, k, v = map(rows_apart, (q, k, v))
     runs, sinks = (None if x is None else x.contiguous() for x in (runs, sinks))
-    plan, window = plan or forward_tiles(q), sees_all(window, t)
-    _, factor, limit = factors(scale, cap, e)
-    tma = reads_by_tma(plan, q, k, v)
-    operands = (operand(x, n, tma) for x, n in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-    tensors = y, lse, runs, spans(runs, plan.queries), sinks
+    tiles, tma, (_, factor, limit) = plan.forward, reads_by_tma(plan, q, k, v), factors(scale, cap, e)
+    operands = (operand(x, n, tma) for x, n in ((q, tiles.queries), (k, tiles.keys), (v, tiles.keys)))
+    tensors = y, lse, runs, spans(runs, tiles.queries), sinks
     strides = (n for x in (q, k, v, y) for n in x.stride()[:3])
-    sizes = t, h, h // k.shape[1], window, factor, limit
+    sizes = t, h, h // k.shape[1], sees_all(window, t), factor, limit
     with on(q):
-        _forward[(b * h * triton.cdiv(t, plan.queries),)](
-            *operands, *tensors, *strides, *sizes, e, padded(e), plan.queries, plan.keys, causal, tma, num_warps=plan.warps,
-            num_stages=plan.stages, **EXACT,
+        _forward[(b * h * triton.cdiv(t, tiles.queries),)](
+            *operands, *tensors, *strides, *sizes, e, padded(e), tiles.queries, tiles.keys, causal, tma,
+            num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
         )  # fmt: skip
     return y, lse
 

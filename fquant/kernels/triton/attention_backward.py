@@ -1,15 +1,13 @@
 """The gradients of attention in Triton: one pass over tiles of keys, and one over tiles of queries.
 
 With p = exp(score - lse) and delta = sum(g * y), the gradient of a score is p * (g·v - delta) (Dao et al. 2022,
-"FlashAttention", appendix B). A program of the first pass has the keys and values of a tile, and meets all queries that
+"FlashAttention", appendix B). A program of the first pass has the keys and values of a tile. It meets all queries that
 see them, of all heads of the group. So dk and dv are sums in registers, rounded once. A program of the second has a
 tile of queries, and meets their keys. No sum is made by atomic additions, so the bits are the same each time. Scores
 and their slopes are computed in both passes: 7 products instead of 5.
 """
 
 # pyright: reportInvalidTypeForm=false
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,8 @@ from .. import reference
 from .dequantize import EXACT, narrow, on, tl, triton, widen
 
 from .attention_tiles import (  # isort: skip
-    LOG2E, MOST_HEAD, Tiles, backward_tiles, bounds_of_keys, bounds_of_queries, by_tokens, exponents, factors, head_of,
-    load_runs, load_tile, operand, padded, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+    LOG2E, Plan, bounds_of_keys, bounds_of_queries, by_tokens, exponents, factors, head_of, load_runs, load_tile,
+    operand, padded, plan_of, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
 )  # fmt: skip
 
 ROWS = 64  # of y and its gradient that a program multiplies
@@ -27,42 +25,37 @@ ROWS = 64  # of y and its gradient that a program multiplies
 def attention_backward(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None = None,
     window: int | None = None, scale: float | None = None, cap: float | None = None, causal: bool = True,
-    plans: tuple[Tiles, Tiles] | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the op with other plans than those for q: of keys and of queries."""
+    """Compute the op with another plan than that for q."""
     (b, h, t, e), kv = q.shape, k.shape[1]
-    if e > MOST_HEAD:
+    plan = plan or plan_of(q)
+    if plan is None:
         return reference.attention_backward(g, y, lse, q, k, v, runs, window, scale, cap, causal)
     dq, dk, dv = map(by_tokens, (q, k, v))
     if not dq.numel():
         return dq, dk, dv
     g, y, q, k, v = map(rows_apart, (g, y, q, k, v))
     lse, runs = lse.contiguous(), None if runs is None else runs.contiguous()
-    by_keys, by_queries = plans or backward_tiles(q)
-    scale, factor, limit = factors(scale, cap, e)
+    tma, (scale, factor, limit) = reads_by_tma(plan, q, k, v, g), factors(scale, cap, e)
     delta = torch.empty_like(lse)
-    operands = lambda plan: _operands(plan, q, k, v, g)
     strides = [n for x in (q, k, v, g) for n in x.stride()[:3]]
     sizes = t, h, h // kv, sees_all(window, t), scale, factor, limit, e, padded(e)
     with on(q):
         _delta[(b * h * triton.cdiv(t, ROWS),)](
             g, y, delta, *g.stride()[:3], *y.stride()[:3], t, h, e, padded(e), ROWS, num_warps=4, **EXACT
         )
-        _of_keys[(b * kv * triton.cdiv(t, by_keys.keys),)](
-            *operands(by_keys), lse, delta, dk, dv, runs, spans(runs, by_keys.keys), *strides, *dk.stride()[:3], *sizes,
-            by_keys.queries, by_keys.keys, causal, reads_by_tma(by_keys, q, k, v, g), num_warps=by_keys.warps, num_stages=by_keys.stages, **EXACT,
-        )  # fmt: skip
-        _of_queries[(b * h * triton.cdiv(t, by_queries.queries),)](
-            *operands(by_queries), lse, delta, dq, runs, spans(runs, by_queries.queries), *strides, *dq.stride()[:3], *sizes,
-            by_queries.queries, by_queries.keys, causal, reads_by_tma(by_queries, q, k, v, g), num_warps=by_queries.warps, num_stages=by_queries.stages,
-            **EXACT,
-        )  # fmt: skip
+        for kernel, tiles, heads, size, out in (
+            (_of_keys, plan.of_keys, kv, plan.of_keys.keys, (dk, dv)),
+            (_of_queries, plan.of_queries, h, plan.of_queries.queries, (dq,)),
+        ):
+            pairs = (q, tiles.queries), (k, tiles.keys), (v, tiles.keys), (g, tiles.queries)
+            kernel[(b * heads * triton.cdiv(t, size),)](
+                *(operand(x, n, tma) for x, n in pairs), lse, delta, *out, runs, spans(runs, size), *strides,
+                *out[0].stride()[:3], *sizes, tiles.queries, tiles.keys, causal, tma, num_warps=tiles.warps,
+                num_stages=tiles.stages, **EXACT,
+            )  # fmt: skip
     return dq, dk, dv
-
-
-def _operands(plan: Tiles, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Any]:
-    tma, (queries, keys, *_) = reads_by_tma(plan, q, k, v, g), plan
-    return [operand(x, n, tma) for x, n in ((q, queries), (k, keys), (v, keys), (g, queries))]
 
 
 @triton.jit

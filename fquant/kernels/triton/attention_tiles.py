@@ -1,9 +1,9 @@
 """Tiles of attention in Triton: their sizes, the tiles that documents leave, and the parts of all its kernels.
 
 A program multiplies a tile of queries with one tile of keys after another. Three facts bound the keys of a tile of
-queries: the last query (causal), the window of the first, and documents. ``spans`` finds for documents the first and
-last token that shares a document with a tile, on the device, because nothing may wait for the host. Documents need
-not be sorted. The numbers of a tile are compared as an interval, so unsorted ones only skip less.
+queries: the last query (causal), the window of the first, and documents. ``spans`` finds the
+first and the last token that share a document with a tile. It runs on the device, because nothing may wait for the
+host. Documents need not be sorted. The numbers of a tile are compared as an interval, so unsorted ones only skip less.
 
 Within these bounds, tiles that every query sees whole are multiplied without a mask. They come first, and then those at
 both ends in one loop. So the machine code has two loops of products, and the order of all sums is fixed.
@@ -16,7 +16,7 @@ subtracted after scaling, in a sum of its own: a fused product and sum would lea
 # pyright: reportInvalidTypeForm=false
 import math
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from .dequantize import INTERPRETED, narrow, on, tl, triton, widen
 TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 LOG2E = tl.constexpr(1 / math.log(2))
 LN2 = tl.constexpr(math.log(2))
-MOST_HEAD = 256  # elements of a head that fit; the reference takes larger ones
 MOST_APART = 1 << 22  # elements from a token to the next; 256 times that is an offset in a tile
 SCAN = 1024  # numbers of documents that are compared at a time
 
@@ -38,13 +37,58 @@ class Tiles(NamedTuple):
     keys: int  # likewise
     warps: int
     stages: int  # of the pipeline of loads
-    tma: bool = True  # loads by the tensor memory accelerator, where the GPU and the tensors' strides permit
 
 
-def reads_by_tma(plan: Tiles, *tensors: Tensor) -> bool:
+class Plan(NamedTuple):
+    """The sizes of the kernels of an attention and its gradients."""
+
+    forward: Tiles
+    of_keys: Tiles
+    of_queries: Tiles
+    tma: bool = True  # loads by the tensor memory accelerator, where the strides of tensors permit
+
+
+Table: TypeAlias = dict[int, Plan]  # by the largest head
+FLOAT32 = Plan(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2))
+PLANS: dict[int, Table] = {
+    80: {
+        64: Plan(Tiles(64, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 2), False),
+        128: Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2), False),
+        256: Plan(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), False),
+    },
+    90: {
+        64: Plan(Tiles(128, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+        128: Plan(Tiles(128, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
+        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 64, 8, 2)),
+    },
+    100: {
+        64: Plan(Tiles(128, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
+        128: Plan(Tiles(128, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
+        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 64, 8, 2)),
+    },
+}
+
+
+def plan_of(q: Tensor) -> Plan | None:
+    """Return the plan for ``q``, bf16, f16 or f32 [b h t e]; None if its heads are too large for these kernels."""
+    e, table = q.shape[3], {64: FLOAT32} if q.dtype is torch.float32 else PLANS[target(q)]
+    return next((plan for most, plan in table.items() if e <= most), None)
+
+
+def target(t: Tensor) -> int:
+    """Return the generation of the GPU that holds ``t``: 80, 90 or 100.
+
+    The first stands for all that have less shared memory, the second for Triton's interpreter as well.
+    """
+    if not t.is_cuda:
+        return 90
+    return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(t.device)[0], 80)
+
+
+def reads_by_tma(plan: Plan, *tensors: Tensor) -> bool:
     """Return True if the tensor memory accelerator is to load tiles of all ``tensors`` [b h t e]."""
     aligned = (n * t.itemsize % 16 == 0 and n > 0 for t in tensors for n in t.stride()[:3])
-    return plan.tma and all(t.data_ptr() % 16 == 0 for t in tensors) and all(aligned)
+    return plan.tma and all(t.data_ptr() % 16 == 0 and t.stride(3) == 1 for t in tensors) and all(aligned)
 
 
 def operand(t: Tensor, size: int, tma: bool) -> Any:
@@ -55,19 +99,8 @@ def operand(t: Tensor, size: int, tma: bool) -> Any:
 
 
 def rows_apart(t: Tensor) -> Tensor:
-    """Return ``t`` [b h t e] with the elements of a head contiguous, and tokens whose distance fits kernels' offsets."""
+    """Return ``t`` [b h t e] with contiguous heads, and tokens whose distance fits the kernels' offsets."""
     return t if t.stride(3) == 1 and 0 <= t.stride(2) < MOST_APART else t.contiguous()
-
-
-def target(t: Tensor) -> int:
-    """Return the kind of GPU that holds ``t``: 80, 90 or 100, or 89 for those with 100 KiB of shared memory a block.
-
-    Triton's interpreter, and compilation ahead of time, take the tiles of an H100 by default.
-    """
-    if not t.is_cuda:
-        return 90
-    major, minor = torch.cuda.get_device_capability(t.device)
-    return {(8, 0): 80, (9, 0): 90, (10, 0): 100, (10, 3): 100}.get((major, minor), 89)
 
 
 def by_tokens(t: Tensor) -> Tensor:
@@ -86,19 +119,11 @@ def sees_all(window: int | None, t: int) -> int | None:
     return window if window is not None and window < t else None
 
 
-def forward_tiles(q: Tensor) -> Tiles:
-    return Tiles(64, 64, 4, 2)
-
-
-def backward_tiles(q: Tensor) -> tuple[Tiles, Tiles]:
-    return Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
-
-
 def spans(runs: Tensor | None, size: int) -> Tensor | None:
     """Return bounds of tokens for each tile of ``size`` tokens: i32 [b tiles 4], or None without documents.
 
-    They are the first token that may share a document with the tile, the end of these, and the same of tokens that
-    surely share all of its documents. The latter span is empty for a tile of several documents.
+    The first two bound the tokens that may share a document with the tile. The others bound tokens that surely share
+    all of its documents, and there are none for a tile of several documents.
     """
     if runs is None:
         return None
@@ -224,8 +249,8 @@ def exponents(products, factor, limit):
 
 def factors(scale: float | None, cap: float | None, e: int) -> tuple[float, float, float | None]:
     """Return the scale of scores, the factor of products that :func:`exponents` take, and the limit after tanh."""
-    scale = e**-0.5 if scale is None else scale
-    return (scale, scale * LOG2E.value, None) if cap is None else (scale, scale / cap, cap * LOG2E.value)
+    factor = e**-0.5 if scale is None else scale
+    return (factor, factor * LOG2E.value, None) if cap is None else (factor, factor / cap, cap * LOG2E.value)
 
 
 @triton.jit
@@ -240,7 +265,7 @@ def tanh(x):
 
 @triton.jit
 def visible(i, j, t, window, runs, run_i, run_j, CAUSAL: tl.constexpr):
-    """Return a mask of keys j that queries i see; all numbers broadcast, and runs are compared unless ``runs`` is None."""
+    """Return a mask of keys j that queries i see, of numbers that broadcast; without ``runs`` they are all alike."""
     if CAUSAL:
         seen = j <= i
     else:

@@ -1,10 +1,10 @@
 """Attention to the slots of a cache in Triton, split over the slots (Dao et al. 2023, "Flash-Decoding").
 
-Bytes bound it: each key and value is read once, for all heads of its group, which are the rows of the product (at least
-16 on tensor cores). A batch of few sequences has few heads, so the slots of a head are dealt out to ``parts`` programs,
-one tile to each in turn. Any position thus keeps all of them busy. The number of parts follows from the shapes and the
-device, because the host does not know positions. Programs leave their sums in float32, and a second kernel adds them in
-a fixed order.
+Bytes bound it: each key and value is read once, for all heads of its group. These are the rows of the product, at
+least 16 on tensor cores. A batch of few sequences has few heads. So the slots of a head are dealt out to ``parts``
+programs, one tile to each in turn. Any position thus keeps all of them busy. The number of parts follows from the
+shapes and the device, because the host does not know positions. Programs leave their sums in float32, and a second
+kernel adds them in a fixed order.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .. import reference
 from ..arguments import dense_rows
-from .attention_tiles import LOG2E, MOST_HEAD, exponents, factors, padded, product
+from .attention_tiles import LOG2E, exponents, factors, padded, product
 from .dequantize import EXACT, narrow, on, tl, triton
 
+MOST_HEAD = 256  # elements of a head; the reference takes larger ones
 BLOCKS = 2  # programs that a multiprocessor should have
 PARTS = 64  # programs of a head, at most
 

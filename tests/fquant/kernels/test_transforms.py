@@ -242,7 +242,7 @@ REFERENCE_ROWS = [(verb, t) for verb in ("linear", "attach") for t in transform_
 
 
 @named("verb, transform", REFERENCE_ROWS)
-def test_transforms_on_the_reference(verb, transform):
+def test_transforms_on_the_reference(verb, transform, device):
     """The tests of the default backend pass on the reference."""
     with forced("reference"):
-        transform_table.check_transform(verb, NF4_DQ, transform)
+        transform_table.check_transform(verb, NF4_DQ, transform, device)

@@ -127,7 +127,7 @@ def _assembled(ptx: str, target: int, fused: bool) -> str:
         file.write(ptx)
         file.flush()
         arch = f"--gpu-name=sm_{target}{'a' if target >= 90 else ''}"
-        ptxas = _tool("ptxas_blackwell" if target >= 100 else "ptxas")
+        ptxas = import_module("triton.backends.nvidia.compiler").get_ptxas(target).path
         return _run(ptxas, "-v", *exact, arch, file.name, "-o", "/dev/null")
 
 

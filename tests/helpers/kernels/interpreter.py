@@ -52,6 +52,11 @@ def run(module, name, params):
     getattr(importlib.import_module(module), name).body(**params)
 
 
+def fuses():
+    """Return True if the interpreter rounds a fused product and sum once, as from version 3.9 on."""
+    return hasattr(importlib.import_module("triton.runtime.interpreter")._interpreter, "fma_fp32")
+
+
 def count_scalars(interpreter):
     """Let scalars bound loops: Triton 3.6 converts their arrays of one element to int, which NumPy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor

@@ -1,30 +1,27 @@
 """Pointwise fusion and reinplacing: the bits of the unfused graph, in fewer nodes and less memory."""
 
 import random as dice
-from functools import partial
 
 import pytest
 import torch
 from torch.func import grad_and_value, vmap
 
-from fquant import LOCAL, NF4_DQ, cost, jit, lora, optim, quantize, random, tree
+from fquant import cost, jit, optim, tree
 from fquant.compile import liveness
 from fquant.compile.passes.fuse_pointwise import MAX_STEPS
 from fquant.compile.trace import trace
 from fquant.kernels.ops.pointwise import OP
 from fquant.kernels.ops.pointwise_program import parse
 from fquant.kernels.ops.silu import silu, silu_derivative
-from models import blocks, decoder
-from models.config import Config
+from models import blocks
 from tests.helpers.arrays import equal, randn, same
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced
+from tests.helpers.graphs.bf16_step import OPT, start, step
 from tests.helpers.live_memory import Peak
 
 pytestmark = pytest.mark.usefixtures("twice")
 
-CFG = Config(vocab=64, dim=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, hidden=96)
-OPT = optim.adamw(1e-2)
 BF16 = torch.bfloat16
 
 
@@ -35,26 +32,6 @@ def programs(f, *args, **options):
     texts = [parse(str(node.args[2])) for node in calls if node.target is OP]
     others = [getattr(node.target, "_opname", "getitem") for node in calls if node.target is not OP]
     return texts, [name for name in others if name != "getitem"]
-
-
-def step(adapters, state, base, tokens):
-    """Run a QLoRA step in bf16 with AdamW."""
-
-    def loss(adapters):
-        params = lora.attach(base, tree.map(lambda t: t.to(BF16), adapters))
-        return decoder.loss(params, tokens[..., :-1], tokens[..., 1:], CFG, LOCAL)
-
-    grads, value = grad_and_value(loss)(adapters)
-    updates, state = OPT.update(grads, state, adapters)
-    return optim.apply_updates(adapters, updates), state, value
-
-
-def start():
-    params = decoder.init(CFG, random.key(0), BF16)
-    base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", partial(quantize, format=NF4_DQ), params)
-    adapters = lora.init(base, r"layers\.\d+\.(q|v|gate|down)", rank=2, alpha=4, key=1)
-    adapters = tree.map(lambda t: t + 0.01, adapters)
-    return adapters, OPT.init(adapters), base, random.permutation(random.key(3), 64)[:34].reshape(2, 17)
 
 
 @pytest.mark.parametrize("backend", slow_after(1, [*reversed(ISAS), "reference"]))

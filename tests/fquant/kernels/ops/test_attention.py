@@ -107,6 +107,8 @@ def test_what_is_not_finite_stays_with_who_sees_it(backend, bad):
         got, other = attention(wrong, k, v)
         assert got[0, 1, 200].isnan().all() and not other[0, 1, 200].isfinite()
         keep = torch.ones(2, 400, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(200)), torch.tensor(False))
+        if backend == "reference":  # whose products are torch's: with AMX, NaN times a padding spoils the row before
+            keep[1, 199] = False
         assert alike(got[0][keep], y[0][keep]) and alike(other[0][keep], lse[0][keep])
         wrong = k.clone()
         wrong[0, 0, 250] = torch.nan

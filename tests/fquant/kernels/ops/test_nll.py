@@ -16,7 +16,7 @@ from fquant.kernels import cpu, dispatch, reference
 from fquant.kernels.ops.nll import nll, nll_backward
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import ISAS, alike, built, forced, strided
-from tests.helpers.kernels.interpreter import interpreted
+from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 from tests.helpers.kernels.losses import (
     BACKENDS,
     DTYPES,

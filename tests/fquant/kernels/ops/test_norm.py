@@ -16,7 +16,7 @@ from fquant.kernels import cpu, reference
 from fquant.kernels.ops.norm import rms_norm, rms_norm_backward
 from tests.helpers.arrays import named
 from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
-from tests.helpers.kernels.interpreter import interpreted
+from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 from tests.helpers.kernels.losses import ROWS, spread
 from tests.helpers.kernels.norms import BACKENDS, DTYPES, EPSILON, PLACES, assert_backward, assert_scale, drawn, normed
 from tests.helpers.kernels.threads import num_threads

@@ -1,0 +1,34 @@
+"""A QLoRA step in bfloat16 of a small decoder, whose elementwise chains are fused."""
+
+from functools import partial
+
+import torch
+from torch.func import grad_and_value
+
+from fquant import LOCAL, NF4_DQ, lora, optim, quantize, random, tree
+from models import decoder
+from models.config import Config
+
+CFG = Config(vocab=64, dim=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, hidden=96)
+OPT = optim.adamw(1e-2)
+BF16 = torch.bfloat16
+
+
+def step(adapters, state, base, tokens):
+    """Run a QLoRA step in bf16 with AdamW."""
+
+    def loss(adapters):
+        params = lora.attach(base, tree.map(lambda t: t.to(BF16), adapters))
+        return decoder.loss(params, tokens[..., :-1], tokens[..., 1:], CFG, LOCAL)
+
+    grads, value = grad_and_value(loss)(adapters)
+    updates, state = OPT.update(grads, state, adapters)
+    return optim.apply_updates(adapters, updates), state, value
+
+
+def start():
+    params = decoder.init(CFG, random.key(0), BF16)
+    base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", partial(quantize, format=NF4_DQ), params)
+    adapters = lora.init(base, r"layers\.\d+\.(q|v|gate|down)", rank=2, alpha=4, key=1)
+    adapters = tree.map(lambda t: t + 0.01, adapters)
+    return adapters, OPT.init(adapters), base, random.permutation(random.key(3), 64)[:34].reshape(2, 17)
