@@ -131,6 +131,7 @@ def mapped():
     return equal(each(*near), each(far[0], far[1][1])), equal(stacked(*near), stacked(far[0], far[1][1]))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 cannot vmap view(dtype)")
 def test_under_vmap():
     assert ranks.run(1, mapped) == [(True, True)]
 
