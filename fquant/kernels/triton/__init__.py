@@ -10,8 +10,9 @@ import torch
 try:
     from .attention import attention
     from .attention_backward import attention_backward
+    from .codes import INTERPRETED
     from .decoding import cached_attention
-    from .dequantize import INTERPRETED, decode
+    from .dequantize import decode
     from .elementwise import pointwise, silu, silu_derivative, turn
     from .gemm import matmul, matmul_t
     from .quantize import encode

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .dequantize import EXACT, narrow, on, tl, triton
+from .codes import EXACT, narrow, on, tl, triton
 
 from .attention_tiles import (  # isort: skip
     LN2, LOG2E, Plan, bounds_of_keys, by_tokens, exponents, factors, head_of, load_runs, load_tile, operand, padded,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .dequantize import EXACT, narrow, on, tl, triton, widen
+from .codes import EXACT, narrow, on, tl, triton, widen
 
 from .attention_tiles import (  # isort: skip
     LOG2E, Plan, bounds_of_keys, bounds_of_queries, by_tokens, exponents, factors, head_of, load_runs, load_tile,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .dequantize import INTERPRETED, narrow, on, tl, triton, widen
+from .codes import INTERPRETED, narrow, on, tl, triton, widen
 
 TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 LOG2E = tl.constexpr(1 / math.log(2))

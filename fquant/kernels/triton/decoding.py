@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import reference
 from ..arguments import dense_rows
 from .attention_tiles import LOG2E, exponents, factors, padded, product
-from .dequantize import EXACT, narrow, on, tl, triton
+from .codes import EXACT, narrow, on, tl, triton
 
 MOST_HEAD = 256  # elements of a head; the reference takes larger ones
 BLOCKS = 2  # programs that a multiprocessor should have

@@ -1,64 +1,29 @@
-"""Dequantisation in Triton, and the description of a packed array for kernels.
-
-A kernel gets a packed array as :class:`Rows`: rows of *units* beside rows of scales. A unit is a 32-bit word of 8 or 4
-codes, or a byte if the rows are not aligned for words. Rows without gaps are one long row.
+"""Dequantisation in Triton.
 
 * A thread decodes two words, and stores 16 bytes of bf16 for each. From NF4 to bf16 an H200 has time for 20
   instructions an element (4.3 TB/s). The kernel has 8, or 10 with packed scales (counted, Triton 3.6 and 3.9 alike).
-* A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. For a load
-  from global memory Triton 3.6 first moves the codes to other threads.
-* Unpacking is ``tl.join`` of a word with itself shifted: codes come out in order, in registers of the same thread.
 * Scales that are packed themselves are decoded in the same pass, once a block.
 
-The results equal the reference to the bit: nothing is fused, denormals are not flushed, and float32 is rounded once to
-the array's dtype. Triton's interpreter truncates to bfloat16 and loses its denormals, so :func:`narrow` (there) and
-:func:`widen` (everywhere) use integers.
+The results equal the reference to the bit (codes.py).
 """
 
-# tl.constexpr is an annotation to Triton, and Any to a type checker:
 # pyright: reportInvalidTypeForm=false
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from importlib import import_module
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...format import Format, num_blocks
+from ...format import num_blocks
 from ..arguments import dense_rows
 from ..spec import Spec, scales, split
 
-triton: Any = import_module("triton")  # Any: Triton has no types for kernels or their calls
-tl: Any = import_module("triton.language")
+from .codes import (  # isort: skip
+    DTYPES, EXACT, MOST, Rows, constants, load, look_up, lookup, narrow, on, scaled, tensors, tl, triton, unpack, widen,
+    words,
+)  # fmt: skip
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-EXACT = {"enable_fp_fusion": False}
 TILE = 2048  # elements of a program: 16 for each thread of 4 warps
-MOST = 65535  # programs along the second axis of a grid
-
-
-class Rows(NamedTuple):
-    """A packed array as kernels read it; the dims of a stack are one dim, in front."""
-
-    codes: Tensor  # [stack rows units]: i32 of 8 or 4 codes each, or bytes of 2 or 1
-    scale: Tensor  # [stack rows blocks]: f32, or the codes u8 of packed scales
-    nested: tuple[Tensor, Tensor, Tensor] | None  # of packed scales: absmax f32[stack n], offset f32[stack], table
-    offset: Tensor | None  # f32[stack]
-    width: int  # elements in a row
-    format: Format
-    dtype: torch.dtype
-    pitch: int  # scales in a row of the whole array, which number packed scales
-    first: int = 0  # the number of the first scale here
-    zero: Tensor | None = None  # [stack rows blocks]: f32
-
-    @property
-    def per(self) -> int:
-        """Codes in a unit."""
-        return self.codes.itemsize * 8 // self.format.bits
 
 
 def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
@@ -120,27 +85,6 @@ def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
         _decode[grid](*tensors(w), out, *sizes, *constants(w), *chunks, num_warps=warps, **EXACT)
 
 
-def tensors(w: Rows) -> tuple[Any, ...]:
-    """Return the run-time arguments of every kernel: tensors, their strides, the numbers of the scales."""
-    absmax, mean, table = w.nested or (None, None, None)
-    strides = *w.codes.stride()[:2], *w.scale.stride()[:2], absmax.stride(0) if absmax is not None else 0
-    of_zero = w.zero.stride()[:2] if w.zero is not None else (0, 0)
-    values = lookup(w.format, w.codes.device)
-    return w.codes, w.scale, absmax, mean, table, w.offset, values, w.zero, *strides, *of_zero, w.pitch, w.first
-
-
-def constants(w: Rows) -> tuple[Any, ...]:
-    """Return the compile-time arguments: codes a unit, bits, block, block of packed scales, the array's dtype."""
-    nested = w.format.scale.block if w.nested and w.format.scale else 0
-    return w.per, w.format.bits, w.format.block or 0, nested, DTYPES[w.dtype]
-
-
-@lru_cache(maxsize=256)
-def lookup(format: Format, device: torch.device) -> Tensor | None:
-    """Return the table of ``format`` on ``device``."""
-    return None if format.table is None else torch.tensor(format.table, dtype=torch.float32, device=device)
-
-
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
     codes, format = buffers[0], spec.format
     return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
@@ -149,17 +93,6 @@ def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
 def _rounded_to(spec: Spec) -> torch.dtype:
     """Return the dtype of the array, or float32 for float64, which has the same values."""
     return spec.dtype if spec.dtype in DTYPES else torch.float32
-
-
-def on(t: Tensor) -> AbstractContextManager[Any]:
-    """Launch kernels on the device of ``t`` inside the context."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
-
-
-def words(t: Tensor) -> Tensor:
-    """Return bytes [stack rows bytes] as 32-bit words if they are aligned for it."""
-    numbers = t.shape[-1], *t.stride()[:-1], t.data_ptr(), t.storage_offset()
-    return t.view(torch.int32) if t.numel() and all(n % 4 == 0 for n in numbers) else t
 
 
 def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
@@ -175,75 +108,6 @@ def _joined(w: Rows, out: Tensor) -> tuple[Rows, Tensor]:
     pitch = scale.shape[2] if codes is not w.codes else w.pitch
     zero = zero[0] if zero else None
     return w._replace(codes=codes, scale=scale, width=out.shape[2], pitch=pitch, zero=zero), out
-
-
-@triton.jit
-def narrow(x, DTYPE: tl.constexpr):
-    """Round x f32 to DTYPE, to nearest even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(DTYPE)
-
-
-@triton.jit
-def widen(x):
-    """Return x in f32."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def unpack(units, PER: tl.constexpr, BITS: tl.constexpr):
-    """Return the codes of units [...] in order, i32 [... PER]; PER > 2 gives dims of 2 instead, two or three."""
-    if PER == 1:
-        return units.to(tl.int32)
-    elif PER == 2:
-        units = units.to(tl.int32)
-        return tl.join(units >> 4, units) & 15
-    else:
-        two = tl.join(units, units >> 16)
-        four = tl.join(two, two >> 8)
-        if BITS == 8:
-            return four & 255
-        else:
-            return tl.join(four >> 4, four) & 15
-
-
-@triton.jit
-def look_up(codes, table, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Return the values f32[COUNT] of COUNT codes of any shape."""
-    codes = tl.reshape(codes, [COUNT])
-    if table is None:
-        return ((codes << 24) >> 24).to(tl.float32)
-    else:
-        return tl.gather(tl.load(table + tl.arange(0, 1 << BITS)), codes, 0)
-
-
-@triton.jit
-def scaled(values, absmax, zero, offset, table):
-    """Subtract zero points from the values of codes, scale them by absmax, and add the offset of a centred array."""
-    if zero is not None:
-        values = values - zero
-    values = values * absmax
-    if table is None:
-        values = values * (1 / 127)
-    if offset is not None:
-        values = values + tl.load(offset)
-    return values
-
-
-@triton.jit
-def load(at, mask, EVEN: tl.constexpr):
-    """Load from ``at``, with 0 outside of the mask; EVEN says that the mask is all set."""
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=mask, other=0)
 
 
 @triton.jit

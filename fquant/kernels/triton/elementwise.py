@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..arguments import Kinds, kinds_of, merged
 from ..ops.pointwise_program import ARITY, OWN, Program, dtypes, parse
-from .dequantize import DTYPES, EXACT, narrow, on, tl, triton, widen
+from .codes import DTYPES, EXACT, narrow, on, tl, triton, widen
 
 WARPS, WIDEST = 4, 16  # of a program, and bytes of an access
 LONG = 2**31  # elements that 32-bit integers count

@@ -16,7 +16,7 @@ from ...format import Format, num_blocks, num_bytes
 from .. import reference
 from ..arguments import dense_rows
 from ..spec import code_dtype
-from .dequantize import EXACT, MOST, on, tl, triton, widen
+from .codes import EXACT, MOST, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program holds
 TINY = tl.constexpr(int(torch.tensor(reference.TINY, dtype=torch.float32, device="cpu").view(torch.int32)))  # its bits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .dequantize import EXACT, MOST, on, tl, triton
+from .codes import EXACT, MOST, on, tl, triton
 
 SIZE = 512  # counters, or keys, that a program takes
 PARITY, FOLDED = tl.constexpr(reference.PARITY), tl.constexpr(reference.FOLDED)

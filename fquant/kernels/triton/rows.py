@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import dense_rows
-from .dequantize import narrow, on, tl, triton, widen
+from .codes import narrow, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program handles at a time
 

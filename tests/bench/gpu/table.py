@@ -32,6 +32,7 @@ AT_MOST = {"linear-16": 0.5} | dict.fromkeys(
     (f"{name}-{rows}" for name in ("linear", "grad") for rows in (512, 2048, 4096)), 1.08
 )  # of bf16
 IGNORE = -100
+SWEPT = 12  # candidates of a product, the best by estimate
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,9 @@ def of_rows(sizes: Sizes, device: torch.device | None, card: Device) -> Iterator
 
 
 def sweep(sizes: Sizes, device: torch.device | None) -> Iterator[Item]:
-    """Yield a line for every tile of decoding, and for every candidate plan of a product by rows of x."""
+    """Yield a line for every tile of decoding, and for the best candidates of each product by their estimates."""
     from fquant.kernels import triton
-    from fquant.kernels.triton import dequantize, gemm
+    from fquant.kernels.triton import dequantize, plans
 
     for name in sizes.formats:
         weights = cache(partial(Weights, (sizes.out_dim, sizes.in_dim), FORMATS[name], device or torch.device("cpu")))
@@ -254,17 +255,24 @@ def sweep(sizes: Sizes, device: torch.device | None) -> Iterator[Item]:
             views = [dequantize.rows_of(p, w.spec) for p in w.packed]
             return lambda i: dequantize.decode_into(views[i], out[None], tile, warps)
 
-        def multiplying(w: Weights, m: int, plan: Any) -> Callable[[int], object]:
-            x = torch.randn(m, w.spec.shape[1], device=device, dtype=w.spec.dtype)
-            return lambda i: triton.matmul(x, w.packed[i], w.spec, plan)
+        def multiplying(w: Weights, m: int, plan: Any, across: bool) -> Callable[[int], object]:
+            x = torch.randn(m, w.spec.shape[0 if across else 1], device=device, dtype=w.spec.dtype)
+            f = triton.matmul_t if across else triton.matmul
+            return lambda i: f(x, w.packed[i], w.spec, plan)
 
         for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)):
             call = partial(decoding, tile=tile, warps=warps)
             yield Item(f"dequantise {name}, tile {tile}, {warps} warps", measure=partial(measured, call))
-        for m, plan in product(sizes.rows, gemm.CANDIDATES):
-            if (few := getattr(plan, "rows", None)) is None or m / 8 <= few <= max(8, 2 * m):
+        generation = 90 if device is None or device.type != "cuda" else plans.target(device)
+        for m, across in product(sizes.rows, (False, True)):
+            shape = (sizes.out_dim, sizes.in_dim) if across else (sizes.in_dim, sizes.out_dim)
+            some = [*([] if across else plans.FEW_SWEPT), *plans.candidates(generation), *plans.SLABS]
+            guess = {plan: plans.estimate(plan, m, *shape, FORMATS[name].bits, generation) for plan in some}
+            for plan in sorted(guess, key=lambda plan: guess[plan])[:SWEPT]:
                 yield Item(
-                    f"linear-{m} {name}, {plan}", measure=partial(measured, partial(multiplying, m=m, plan=plan))
+                    f"{'grad' if across else 'linear'}-{m} {name}, {plan}",
+                    measure=partial(measured, partial(multiplying, m=m, plan=plan, across=across)),
+                    predict=lambda seconds=guess[plan]: f"{1e3 * seconds:.4f} ms",
                 )
 
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from fquant import linear, tree
 from fquant.format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
-from fquant.kernels import dispatch, packed_ops, reference
+from fquant.kernels import packed_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS, quantize
 from tests.helpers.formats import BY_ROWS8, CODECS, DTYPES, KINDS, alike, draw, shifted, strided
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
+from tests.helpers.kernels.products import assert_products, operands
 from tests.helpers.kernels.rounding import assert_product
 
 if find_spec("triton") is None:
@@ -172,23 +173,6 @@ def test_decode_any_shape():
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def operands(format, shape, dtype, of, rows, stack=(), seed=0):
-    """Return buffers and spec of a weight, its values, x [*stack rows in] and g [*stack rows out] in dtype ``of``."""
-    spec = Spec(format, shape, dtype)
-    buffers = draw(spec, stack, seed)
-    x, g = (torch.randn(*stack, rows, n, generator=rng(seed)).to(of) for n in reversed(shape))
-    return buffers, spec, reference.decode(buffers, spec, of), x, g
-
-
-def assert_products(format, shape, dtype, of, rows, stack=(), seed=0, plan=None):
-    module = dispatch.backend("cpu")[1]
-    buffers, spec, w, x, g = operands(format, shape, dtype, of, rows, stack, seed)
-    note = (format, shape, dtype, of, rows, stack, plan)
-    assert_product(module.matmul(x, buffers, spec, plan), x, w.mT, note)
-    tiled = plan if hasattr(plan, "size") else None
-    assert_product(module.matmul_t(g, buffers, spec, tiled), g, w, note)
-
-
 @named("format", KINDS)
 @interpreted
 def test_products(format):
@@ -217,8 +201,9 @@ def test_numbers_of_rows(rows):
 
 @interpreted
 def test_plans():
-    module = importlib.import_module("fquant.kernels.triton.gemm")
-    for plan, format in zip(module.CANDIDATES, itertools.cycle([NF4_DQ, INT8, BY_ROWS8]), strict=False):
+    module = importlib.import_module("fquant.kernels.triton.plans")
+    some = [plan for plan in module.CANDIDATES if not isinstance(plan, module.Fused)]  # whose tests are beside
+    for plan, format in zip(some, itertools.cycle([NF4_DQ, INT8, BY_ROWS8]), strict=False):
         assert_products(format, (12, 1152), torch.bfloat16, torch.bfloat16, 9, plan=plan)
 
 

@@ -1,12 +1,14 @@
 """The CUDA kernels compiled ahead of time for three generations of devices, at the shapes of a model of 8B."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from fquant.format import DYNAMIC8, INT4_ZERO, INT8, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fits, compiled_for, opcodes
 
@@ -15,6 +17,7 @@ if find_spec("triton") is None:
 pytestmark = [pytest.mark.xdist_group("interpreter"), pytest.mark.parametrize("target", TARGETS)]
 SHAPE = (4096, 14336)
 BF16 = torch.bfloat16
+TENSOR_CORES = "HMMA", "HGMMA", "UTCHMMA"
 
 
 def buffers(spec):
@@ -50,15 +53,55 @@ def test_codecs_and_draws(target):
 def test_few_rows(target):
     """One row and many: decoded as the reference does, multiplied by tensor cores, copied 16 bytes at a time."""
     from fquant.kernels import triton
+    from fquant.kernels.triton.plans import FEW_PLANS
 
     with compiled_for(target) as reports:
         for format in (NF4_DQ, INT4_ZERO, INT8):
             spec = Spec(format, SHAPE, BF16)
-            for rows in (1, 16, 64):
-                triton.matmul(meta(rows, SHAPE[1]), buffers(spec), spec)
+            for plan in FEW_PLANS:
+                triton.matmul(meta(plan.rows, SHAPE[1]), buffers(spec), spec, plan)
     assert [r.name for r in reports] == ["_few"] * 9
     for report in reports:
-        assert_fits(report)
-        assert_exact(report)
-        assert opcodes(report)["HMMA"]
-        assert "cp.async.cg.shared.global [ %" in report.ptx and ", 0x10," in report.ptx
+        assert_multiplies(report)
+
+
+def assert_multiplies(report):
+    """Check the resources, and that tensor cores multiply what is decoded exactly and copied 16 bytes at a time."""
+    assert_fits(report)
+    assert_exact(report)
+    assert opcodes(report) & Counter(TENSOR_CORES), "no instruction of tensor cores"
+    assert "cp.async.cg.shared.global [ %" in report.ptx and ", 0x10," in report.ptx
+
+
+def products(target, format, shape, rows, plans=(None,), of=BF16):
+    """Compile both products of a weight by each of ``plans``, and return the reports of those that multiply."""
+    from fquant.kernels import triton
+
+    spec = Spec(format, shape, BF16)
+    with compiled_for(target) as reports:
+        for plan, m in itertools.product(plans, rows):
+            triton.matmul(meta(m, shape[1], dtype=of), buffers(spec), spec, plan)
+            triton.matmul_t(meta(m, shape[0], dtype=of), buffers(spec), spec, plan)
+    return [report for report in reports if report.name != "_add"]
+
+
+def test_beside_tensor_cores(target):
+    """The chosen plans of a model's weight, for x · Wᵀ and g · W, from few rows to those of a batch."""
+    found = products(target, NF4_DQ, (14336, 4096), (16, 96, 256))
+    for report in (reports := [r for r in found if r.name == "_multiply"]):
+        assert_multiplies(report)
+    assert len(reports) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", [NF4_DQ, NF4, INT4_ZERO, INT8, FP8, MXFP4], ids=lambda format: format.name)
+def test_every_plan_beside_tensor_cores(target, format):
+    """Every tile that is a candidate of the generation, for even shapes, and for rows that end within a tile."""
+    from fquant.kernels.triton.plans import candidates
+
+    tiles = {plan[:5]: plan for plan in candidates(target)}
+    for shape, of in (((4096, 4096), BF16), ((128256, 4096), torch.float16), ((4104, 4112), BF16)):
+        reports = products(target, format, shape, (512,), tiles.values(), of)
+        assert [r.name for r in reports] == ["_multiply"] * 2 * len(tiles)
+        for report in reports:
+            assert_multiplies(report)

@@ -1,0 +1,172 @@
+"""Mixed-input matrix products in Triton: packed weights decoded beside the tensor cores.
+
+    x · Wᵀ     a tile of W is [BN rows, BK columns], the operand is its transpose
+    g · W      a tile of W is [BK rows, BN columns], the operand itself
+
+A program multiplies BM rows of x with BN columns of the operand, BK at a time. The words of the next tiles of x and W
+are copied to shared memory meanwhile. A word is unpacked, looked up, scaled, and rounded to the weight's dtype, so a
+decoded tile equals the dequantised weight to the bit. It goes to the tensor cores through shared memory. Sums are
+float32. Scales of the next step are loaded a step ahead into registers, because copies to shared memory take 4 bytes or
+more.
+
+If tiles are fewer than the multiprocessors, programs share the reduction of a tile. Each writes a part of the sum, and
+:func:`_add` adds the parts in their order. There are no atomics, so a product has the same bits in each run.
+"""
+
+# pyright: reportInvalidTypeForm=false
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codes import (  # isort: skip
+    EXACT, Rows, constants, dot, load, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
+)  # fmt: skip
+
+TENSOR_CORES = (torch.bfloat16, torch.float16)  # dtypes of x
+SIZE = 1024  # elements of a sum of parts that a program adds
+
+
+class Fused(NamedTuple):
+    """One pass over the weight for each ``rows`` rows of x."""
+
+    rows: int  # of x a program, BM
+    columns: int  # of the result a program, BN
+    depth: int  # of the reduction a step, BK
+    warps: int
+    stages: int  # of the pipeline
+    splits: int = 1  # programs that share a reduction
+
+
+def multiply(x: Tensor, w: Rows, y: Tensor, plan: Fused, across: bool) -> None:
+    """Compute ``x · Wᵀ`` into y [stack m out], or ``x · W`` into y [stack m in] if across; x has no gaps in its rows.
+
+    ``w`` has rows of whole 32-bit words, and x is in one of ``TENSOR_CORES``.
+    """
+    num, m, depth = x.shape
+    width = y.shape[2]
+    steps = triton.cdiv(depth, plan.depth)
+    each = triton.cdiv(steps, plan.splits)
+    splits = triton.cdiv(steps, each)  # none of them empty
+    into = y if splits == 1 else y.new_empty(splits, *y.shape, dtype=torch.float32)
+    grid = triton.cdiv(m, plan.rows) * triton.cdiv(width, plan.columns), splits, num
+    sizes = m, *w.codes.shape[1:], w.scale.shape[2], width, depth, *x.stride()[:2], each, into[0].numel()
+    even = depth % plan.depth == 0, width % plan.columns == 0
+    with on(x):
+        _multiply[grid](
+            *tensors(w), x, into, *sizes, *constants(w), *plan[:3], across, *even, num_warps=plan.warps,
+            num_stages=plan.stages, **EXACT,
+        )  # fmt: skip
+        if splits > 1:
+            _add[(triton.cdiv(y.numel(), SIZE),)](into, y, y.numel(), splits, SIZE, **EXACT)
+
+
+@triton.jit
+def load_scales(
+    scale, nested, zero, scale_row, zero_row, pitch, first, row, start, blocks,
+    NUM: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Load the scales, the scales of those, and the zero points of rows [R 1] from column ``start`` on: [R NUM]."""
+    block = (start // BLOCK if BLOCK else start * 0) + tl.arange(0, NUM)[None, :]
+    there = block < blocks
+    absmax = load(scale + row * scale_row + block, there, EVEN)
+    outer, points = absmax, absmax
+    if NESTED:
+        outer = load(nested + (first + row * pitch + block) // NESTED, there, EVEN)
+    if zero is not None:
+        points = load(zero + row * zero_row + block, there, EVEN)
+    return absmax, outer, points
+
+
+@triton.jit
+def decode_tile(
+    packed, absmax, outer, points, mean, nested_table, offset, table, zero,
+    R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
+    DTYPE: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """Return the values [R C] in TO of units [R C/PER], with what :func:`load_scales` gives for them."""
+    if NESTED:
+        absmax = tl.reshape(look_up(absmax.to(tl.int32), nested_table, R * NUM, 8), [R, NUM])
+        absmax = absmax * outer + tl.load(mean)
+    absmax = tl.reshape(tl.broadcast_to(absmax[:, :, None], [R, NUM, C // NUM]), [R, C])
+    if zero is not None:
+        zero = tl.reshape(tl.broadcast_to(points[:, :, None], [R, NUM, C // NUM]), [R, C])
+    values = tl.reshape(look_up(unpack(packed, PER, BITS), table, R * C, BITS), [R, C])
+    values = narrow(scaled(values, absmax, zero, offset, table), DTYPE)
+    if DTYPE != TO:
+        values = narrow(widen(values), TO)
+    return values
+
+
+@triton.jit
+def _multiply(
+    codes, scale, nested, mean, nested_table, offset, table, zero,
+    codes_stack, codes_row, scale_stack, scale_row, nested_stack, zero_stack, zero_row, pitch, first,
+    x, y, m, rows, units, blocks, width, depth, x_stack, x_row, each, part,
+    PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACROSS: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of y [m width]: ``each`` steps of the reduction over x [m depth], from program_id(1) · each on."""
+    R: tl.constexpr = BK if ACROSS else BN  # rows and columns of a tile of the weight
+    C: tl.constexpr = BN if ACROSS else BK
+    NUM: tl.constexpr = C // BLOCK if BLOCK and BLOCK < C else 1  # scales of a row of it
+    EVEN: tl.constexpr = EVEN_WIDTH if ACROSS else EVEN_DEPTH  # columns are whole tiles
+    TO: tl.constexpr = x.dtype.element_ty
+    s, tiles = tl.program_id(2).to(tl.int64), tl.cdiv(m, BM)
+    i = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // tiles * BN
+    begin = tl.program_id(1) * each * BK
+    end = tl.minimum(begin + each * BK, depth)
+    codes += s * codes_stack
+    scale += s * scale_stack
+    if NESTED:
+        nested += s * nested_stack
+        mean += s
+    if zero is not None:
+        zero += s * zero_stack
+    if offset is not None:
+        offset += s
+    x += s * x_stack + tl.minimum(i, m - 1)[:, None].to(tl.int64) * x_row
+    line, unit = tl.arange(0, R)[:, None], tl.arange(0, C // PER)[None, :]
+    row = tl.minimum((begin if ACROSS else n) + line, rows - 1).to(tl.int64)
+    start = n if ACROSS else begin
+    absmax, outer, points = load_scales(
+        scale, nested, zero, scale_row, zero_row, pitch, first, row, start, blocks, NUM, BLOCK, NESTED, EVEN
+    )
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k in range(begin, end, BK):
+        column = k + tl.arange(0, BK)[None, :]
+        xs = tl.load(x + column) if EVEN_DEPTH else tl.load(x + column, mask=column < depth, other=0.0)
+        start = n if ACROSS else k
+        row = tl.minimum((k if ACROSS else n) + line, rows - 1).to(tl.int64)
+        packed = load(codes + row * codes_row + (start // PER + unit), start // PER + unit < units, EVEN)
+        ahead = tl.minimum(k + BK, depth - 1)  # of the last step, which uses no more
+        row = tl.minimum((ahead if ACROSS else n) + line, rows - 1).to(tl.int64)
+        next_absmax, next_outer, next_points = load_scales(
+            scale, nested, zero, scale_row, zero_row, pitch, first, row, n if ACROSS else ahead // C * C, blocks, NUM,
+            BLOCK, NESTED, EVEN,
+        )  # fmt: skip
+        w = decode_tile(
+            packed, absmax, outer, points, mean, nested_table, offset, table, zero, R, C, NUM, PER, BITS, NESTED,
+            DTYPE, TO,
+        )  # fmt: skip
+        if ACROSS and not EVEN_DEPTH:
+            w = tl.where(k + line < rows, w, tl.zeros([R, C], TO))  # 0 times an infinite value would be NaN
+        acc = dot(xs, w if ACROSS else tl.trans(w), acc)
+        absmax, outer, points = next_absmax, next_outer, next_points
+    column = n + tl.arange(0, BN)[None, :]
+    at = y + (tl.program_id(1) * tl.cast(part, tl.int64) + (s * m + i[:, None]) * width + column)
+    tl.store(at, narrow(acc, y.dtype.element_ty), mask=(i[:, None] < m) & (column < width))
+
+
+@triton.jit
+def _add(parts, y, size, num, SIZE: tl.constexpr):
+    """Add ``num`` parts of a sum in order, SIZE elements of each."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    there = at < size
+    total = tl.load(parts + at, mask=there, other=0.0)
+    for _ in range(1, num):
+        parts += size
+        total += tl.load(parts + at, mask=there, other=0.0)
+    tl.store(y + at, narrow(total, y.dtype.element_ty), mask=there)

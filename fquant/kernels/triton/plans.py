@@ -1,0 +1,139 @@
+"""The choice of how to compute a product with a packed weight on CUDA, by estimates.
+
+:func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. Nothing of it
+has been measured: ``python -m tests.bench.gpu sweep`` measures all candidates. The figures are
+
+    instructions    to decode an element beside tensor cores 7 (counted in the machine code, with packed scales: 6.3 to
+                    7.4 by tile), in operand registers 6.3; to decode a slab 10
+    issue           128 instructions of threads a clock and multiprocessor; ISSUED of it with enough warps
+    tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED of it
+    memory          bytes of packed weight, x and y, at the bandwidth of a copy
+    slabs           the decoding, then torch's product at PRODUCTS of the peak, and two launches a slab
+
+An element is decoded once for each tile of rows. On an H100 that takes 0.24e-12 s, and a product 2.7e-15 s a row. So a
+fused product of more than a few hundred rows decodes for longer than a slab does, which decodes an element once.
+Decoding overlaps with the tensor cores of another program on the multiprocessor, if there is room for one: OVERLAP of
+the shorter time is hidden. By this, for a weight of 4096 x 14336 in NF4_DQ on an H100, over torch's bf16 product:
+
+    rows     1      16     64     128    256    512    1024   2048   4096
+    plan     few    few    fused  fused  fused  fused  fused  slabs  slabs
+    ratio    0.43   0.50   0.87   1.07   1.36   1.37   1.20   1.11   1.05
+"""
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from ..spec import Spec
+from .codes import DTYPES, INTERPRETED, triton
+from .few_rows import Few
+from .mixed_gemm import TENSOR_CORES, Fused
+
+ISSUED, REACHED, PRODUCTS, OVERLAP = 0.8, 0.8, 0.72, 0.7
+WARP = 0.35  # of the instructions of a scheduler that one warp issues
+FUSED_INSTRUCTIONS, FEW_INSTRUCTIONS, SLAB_INSTRUCTIONS = 7, 6.3, 10
+LAUNCH = 2e-6
+FEW = 64  # rows of x up to which Few is tried
+FEW_F32 = 16  # the same without tensor cores
+
+
+class Tiled(NamedTuple):
+    """torch's product with slabs of ``size`` bytes: what 50 MB of cache hold beside x and y."""
+
+    size: int = 32 << 20
+
+
+Plan = Few | Fused | Tiled
+
+
+class Card(NamedTuple):
+    """The figures of a generation of devices."""
+
+    processors: int
+    clock: float
+    operations: int  # of a multiprocessor's tensor cores a clock, in bf16
+    bandwidth: float  # of a copy
+
+
+CARDS = {80: Card(108, 1.41e9, 2048, 1.8e12), 90: Card(132, 1.755e9, 4096, 3.0e12), 100: Card(148, 1.9e9, 8192, 7e12)}
+FEW_PLANS = tuple(Few(rows, parts, 3) for rows, parts in ((8, 8), (16, 4), (32, 4)))
+SMALL = tuple(
+    Fused(rows, columns, depth, 4, 3, splits)
+    for rows, columns, depth in ((16, 128, 64), (32, 64, 64), (64, 128, 64))
+    for splits in (1, 2, 4, 8, 16)
+)
+LARGE = tuple(
+    Fused(*tile, splits) for tile in ((128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3))
+    for splits in (1, 2, 4)
+)  # fmt: skip
+WIDE = {(128, 128, 64, 4, 3), (256, 128, 64, 8, 3)}  # need more registers than sm_80 has beside operands
+FEW_SWEPT = tuple(Few(rows, parts, stages) for rows in (8, 16, 32) for parts in (4, 8) for stages in (2, 3, 4))
+SLABS = tuple(Tiled(mib << 20) for mib in (16, 32, 64, 128))
+CANDIDATES: tuple[Plan, ...] = (*FEW_SWEPT, *SMALL, *LARGE, *SLABS)
+
+
+def target(device: torch.device) -> int:
+    """Return the generation that kernels for ``device`` are made for, 80, 90 or 100."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    else:  # of tensors that are interpreted, or stand for those of a device
+        arch = 90 if INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
+    return {9: 90, 10: 100}.get(arch // 10, 80)  # sm_120 has the instructions of sm_80
+
+
+def plan_for(rows: int, spec: Spec, dtype: torch.dtype, across: bool, in_words: bool, device: torch.device) -> Plan:
+    """Return the candidate with the shortest estimate for ``rows`` of x in ``dtype``.
+
+    ``in_words`` says that rows of the weight are whole 32-bit words; only slabs do without.
+    """
+    if not in_words or dtype not in DTYPES:
+        return Tiled()
+    if dtype not in TENSOR_CORES:
+        return Few(8, 4, 3) if rows <= FEW_F32 and not across else Tiled()
+    out, width = spec.shape
+    bits = spec.format.bits
+    return _best(rows, *((out, width) if across else (width, out)), bits, across, target(device))
+
+
+def candidates(arch: int) -> list[Fused]:
+    """Return the fused plans whose registers the generation has."""
+    return [plan for plan in (*SMALL, *LARGE) if arch > 80 or plan[:5] not in WIDE]
+
+
+@lru_cache(maxsize=4096)
+def _best(rows: int, depth: int, width: int, bits: int, across: bool, arch: int) -> Plan:
+    plans = [Tiled(), *candidates(arch)]
+    if rows <= FEW and not across:
+        plans = [*FEW_PLANS, *plans]
+    return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, arch))
+
+
+def estimate(plan: Plan, rows: int, depth: int, width: int, bits: int, arch: int) -> float:
+    """Return the seconds of a product of x [rows depth] with a weight of depth · width codes to y [rows width]."""
+    card, elements = CARDS[arch], depth * width
+    per_second = card.processors * card.clock
+    moved = (elements * bits / 8 + 2 * rows * (depth + width)) / card.bandwidth
+    if isinstance(plan, Tiled):
+        decoding = elements * SLAB_INSTRUCTIONS / (128 * ISSUED * per_second)
+        multiplying = max(
+            2 * rows * elements / (PRODUCTS * card.operations * per_second), 2 * elements / card.bandwidth
+        )
+        return decoding + multiplying + 2 * LAUNCH * ceil(2 * elements / plan.size)
+    if isinstance(plan, Few):
+        passes = ceil(rows / plan.rows)
+        computing = passes * elements * FEW_INSTRUCTIONS * (0.8 + plan.rows / 40) / (128 * ISSUED * per_second)
+        return LAUNCH + max(moved, computing)
+    tiles = ceil(rows / plan.rows) * ceil(width / plan.columns)
+    steps = ceil(ceil(depth / plan.depth) / plan.splits)
+    splits = ceil(ceil(depth / plan.depth) / steps)
+    programs = ceil(tiles * splits / card.processors)  # of the busiest multiprocessor
+    room = min(programs, 16 // plan.warps if plan.rows <= 64 else 8 // plan.warps)  # at a time
+    issued = 128 * min(ISSUED, WARP * room * plan.warps / 4)
+    decoding = programs * steps * plan.columns * plan.depth * FUSED_INSTRUCTIONS / issued
+    multiplying = programs * steps * 2 * plan.rows * plan.columns * plan.depth / (REACHED * card.operations)
+    both = decoding + multiplying - (OVERLAP * min(decoding, multiplying) if room > 1 else 0)
+    adding = LAUNCH + 8 * splits * rows * width / card.bandwidth if splits > 1 else 0
+    return LAUNCH + max(moved, both / card.clock) + adding

@@ -1,0 +1,82 @@
+"""The choice among plans of a product: the shortest estimate, and what has no choice."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from fquant.format import INT8, NF4_DQ
+from fquant.kernels.spec import Spec
+from tests.helpers.kernels.ahead_of_time import compiled_for
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
+from fquant.kernels.triton import plans
+
+pytestmark = pytest.mark.xdist_group("interpreter")
+META = torch.device("meta")
+SPEC = Spec(NF4_DQ, (14336, 4096), torch.bfloat16)
+
+
+def chosen(rows, spec=SPEC, dtype=torch.bfloat16, across=False, in_words=True, target=90):
+    with compiled_for(target):
+        return plans.plan_for(rows, spec, dtype, across, in_words, META)
+
+
+TABLE = {  # rows: (x · Wᵀ, g · W), the tile alone
+    1: ("Few 8", "Fused 16"), 16: ("Few 16", "Fused 32"), 64: ("Fused 64", "Fused 64"), 128: ("Fused 128",) * 2,
+    256: ("Fused 128",) * 2, 2048: ("Tiled",) * 2, 4096: ("Tiled",) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", TABLE)
+def test_the_table(rows):
+    """One pass for few rows, tensor cores beside decoding for hundreds, slabs for thousands."""
+    for across, name in zip((False, True), TABLE[rows], strict=True):
+        plan = chosen(rows, across=across)
+        assert name == type(plan).__name__ + ("" if isinstance(plan, plans.Tiled) else f" {plan.rows}"), plan
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_chosen_plan_has_the_least_estimate(target):
+    """No candidate of the generation is better, by a search that repeats nothing of the choice."""
+    for rows, across in ((1, False), (24, True), (100, False), (700, True)):
+        args = rows, *(SPEC.shape if across else SPEC.shape[::-1]), 4, target
+        kinds = (plans.Fused, plans.Tiled) if across else (plans.Few, plans.Fused, plans.Tiled)
+        some = [p for p in (*plans.SMALL, *plans.FEW_PLANS, plans.Tiled()) if isinstance(p, kinds)]
+        found = chosen(rows, across=across, target=target)
+        if rows <= plans.FEW:
+            assert plans.estimate(found, *args) <= min(plans.estimate(p, *args) for p in some)
+        assert isinstance(found, kinds) and plans.estimate(found, *args) <= plans.estimate(plans.Tiled(), *args)
+
+
+def test_estimates_rise_with_work_and_fall_with_processors():
+    """A longer reduction takes longer by any plan, and a later generation is faster."""
+    for plan in plans.CANDIDATES:
+        for rows in (1, 512):
+            small, large = (plans.estimate(plan, rows, depth, 4096, 4, 90) for depth in (4096, 16384))
+            assert 0 < small < large
+            assert plans.estimate(plan, rows, 4096, 16384, 4, 100) < plans.estimate(plan, rows, 4096, 16384, 4, 80)
+
+
+def test_estimate_of_slabs_is_the_sum_of_its_parts():
+    """8192 rows with a square weight: 2·8192·4096² operations at 0.72 of the peak, and 10 instructions an element."""
+    operations, instructions = 2 * 8192 * 4096**2, 10 * 4096**2
+    second = 132 * 1.755e9
+    wanted = operations / (0.72 * 4096 * second) + instructions / (0.8 * 128 * second) + 2 * 2e-6
+    assert plans.estimate(plans.Tiled(), 8192, 4096, 4096, 4, 90) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_without_tensor_cores_or_words_slabs_are_left():
+    assert isinstance(chosen(4, in_words=False), plans.Tiled)
+    assert isinstance(chosen(4, dtype=torch.float64), plans.Tiled)
+    assert isinstance(chosen(4, dtype=torch.float32), plans.Few)
+    assert isinstance(chosen(4, dtype=torch.float32, across=True), plans.Tiled)
+    assert isinstance(chosen(400, dtype=torch.float32), plans.Tiled)
+    assert isinstance(chosen(4, SPEC._replace(format=INT8)), plans.Few)
+
+
+def test_targets():
+    for arch, wanted in ((80, 80), (86, 80), (89, 80), (90, 90), (100, 100), (103, 100), (120, 80)):
+        with compiled_for(arch):
+            assert plans.target(META) == wanted
