@@ -6,10 +6,12 @@
 read off its graph (fquant.compile.cost), and so are seconds (fquant.compile.roofline).
 
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
-of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind.
+of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind. Layers
+differ where activations are chosen to be stashed, unless blocks are recomputed. Then the whole step is traced.
 
 *Counted* as memory are all tensors of the graph, and on a GPU the slab that a packed weight is decoded to. *Left out*
-are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan.
+are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan. What is
+offloaded counts as the host's.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from fquant.compile import graph, liveness, roofline, trace
 from fquant.compile.cost import Collective, ring
 from fquant.compile.cost import of as cost_of
 from fquant.compile.passes.donate import written_over
-from fquant.compile.roofline import Device, Prediction
+from fquant.compile.roofline import DEVICES, Device, Prediction
 from fquant.device import HOST
 from fquant.format import Format
 from models import decoder
@@ -36,12 +38,13 @@ from models.config import Config
 
 from ..data import dataset as data
 from .command_line import pattern, quantised
-from .training_step import Checkpoint, Setup, initial, train_step
+from .training_step import Checkpoint, Offload, Setup, initial, rules, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
 KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
 
 UPDATE, OPTIMISER = "update", "optimiser"
+FAR = ("host", "fetched", "stashed")  # figures of the host
 
 Figures = dict[tuple[str, ...], Any]
 
@@ -65,6 +68,8 @@ class Job:
     accumulate: int = 1
     checkpoint: Checkpoint = "full"
     base: Any = None
+    offload: Offload | None = None
+    offload_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,9 @@ class Price:
     written: int
     collectives: tuple[Collective, ...]
     predicted: Prediction | None = None  # seconds, on a device
+    host: int = 0  # bytes of the host's memory: of blocks, and of activations at their peak
+    fetched: int = 0  # bytes from there
+    stashed: int = 0  # and back
 
     @property
     def peak(self) -> int:
@@ -97,16 +105,19 @@ class Price:
 def price(
     job: Job, axes: Mapping[str, int], done: Callable[[], Any] = lambda: None, device: Device | None = None
 ) -> Price:
-    """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each of two traces.
+    """Return the price of a step of ``job`` on the mesh of ``axes``; ``done`` is called after each trace.
 
     Seconds are those of a rank on ``device``. Without one, the step is that of the host, and no time is predicted.
     """
     layers = job.cfg.num_layers
     found = []
-    for size in (FEW, FEW + 1) if layers > FEW + 1 else (layers,):
+    alike = not job.offload_activations or job.checkpoint == "full"
+    for size in (FEW, FEW + 1) if alike and layers > FEW + 1 else (layers,):
         found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
         done()
     few, more = found[0], found[-1]
+    if len(found) == 1:
+        return total(few)
     if few.keys() != more.keys():
         raise RuntimeError(f"layers are not alike: {min(few.keys() ^ more.keys())}; price the whole model")
     return total({name: few[name] + (layers - FEW) * (more[name] - few[name]) for name in few})
@@ -116,13 +127,14 @@ def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> 
     """Return every figure of a step as ``job`` has it, by name; none is derived from another. Times are in seconds."""
     on = torch.device(device.type) if device else HOST
     with shard.abstract_mesh(on, **axes) as mesh:
-        args = arguments(job, mesh)
+        args = arguments(job, mesh, device)
         options = args["setup"].capture()
         donated = written_over(args, options.pop("donate"))
-        captured = trace.trace(partial(trace.apply, train_step), args, donated, **options, device=on)
+        call, far = partial(trace.apply, train_step), shard.on_host(args["base"])
+        captured = trace.trace(call, args, donated, **options, device=on, host=far)
         phases = _phases(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
         found = cost_of(captured)
-        out: Figures = {("flops",): found.flops}
+        out: Figures = {(name,): getattr(found, name) for name in ("flops", *FAR)}
         for c in found.collectives:
             out |= {(c.name, str(c.ranks), "count"): c.count, (c.name, str(c.ranks), "payload"): c.payload}
         return out | _traffic(captured) | _memory(captured, phases, device) | _seconds(captured, phases, device)
@@ -137,18 +149,20 @@ def total(found: Figures) -> Price:
     for name, ranks, _ in (name for name in found if name[-1] == "count"):
         payload, n = found[name, ranks, "payload"], int(ranks)
         collectives.append(Collective(name, "", n, found[name, ranks, "count"], payload, ring(name, payload, n)))
-    counts = {name: found[name,] for name in ("flops", "read", "written")}
+    counts = {name: found[name,] for name in ("flops", "read", "written", *FAR)}
     kinds |= {"gathered": gathered, "activations": peak - gathered - sum(kinds.values())}
     seconds = {name[1]: each for name, each in found.items() if name[0] == "seconds"}
-    predicted = Prediction(seconds, found["serial",], found["limit",]) if seconds else None
+    predicted = Prediction(seconds, *(found[name,] for name in ("serial", "limit", "copying"))) if seconds else None
     return Price(**kinds, **counts, phase=where[0], collectives=tuple(collectives), predicted=predicted)
 
 
-def arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
+def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[str, Any]:
     """Return the arguments of ``train_step`` by name; their tensors are on the device meta."""
+    stash = (device or DEVICES["h100"]) if job.offload_activations else None
     schedule = optim.cosine(1e-2, 60, 6)  # no rate changes a cost
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    setup = Setup(job.cfg, mesh, opt, schedule, job.batch, job.seq, job.checkpoint, job.stream)
+    sizes = job.batch, job.seq, job.checkpoint, job.stream, rules(job.offload)
+    setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash)
     with torch.device("meta"):
         shapes = decoder.shapes(job.cfg, job.weights)
         weights = quantised(shapes, job.format) if job.base is None else job.base
@@ -180,6 +194,7 @@ def _seconds(captured: trace.Captured, phases: Mapping[Node, str], device: Devic
     return {("seconds", kind): each for kind, each in found.by_kind.items()} | {
         ("serial",): found.serial,
         ("limit",): found.limit,
+        ("copying",): found.copying,
     }
 
 
@@ -223,7 +238,7 @@ def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: 
     forward = True
     for node in nodes:
         for path in (paths.get(near, "") for near in node.all_input_nodes if node.op == "call_function"):
-            if graph.collective(node) == "all_gather":  # issued ahead perhaps: the layer begins when it is waited for
+            if _is_ahead(node):  # the layer begins when it is waited for
                 paths[node] = path
             elif path == "base.embed.bytes":
                 forward = True  # of the next micro-batch
@@ -233,3 +248,10 @@ def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: 
                 at = int(path.split(".")[2])
                 out[node] = "forward" if forward else backward.get(at, "backward")
     return out
+
+
+def _is_ahead(node: Node) -> bool:
+    """Return True for a node that brings a block perhaps ahead of its layer: a fetch, a gather, and a wait between."""
+    if graph.is_wait(node):
+        return any(graph.collective(user) == "all_gather" for user in node.users)
+    return graph.collective(node) == "all_gather" or graph.transfer(node) == "fetch"

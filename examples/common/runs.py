@@ -39,7 +39,10 @@ from .progress import Report
 RESULT = "result.json"
 FREE = ("out", "resume", "mesh", "device", "show_data", "json")  # options that are not of the run itself
 # Options that a resumed run may change: they change no step that is done.
-LATER = ("steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track")
+LATER = (
+    "steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
+    "offload_activations",
+)  # fmt: skip
 
 
 class Options:

@@ -14,6 +14,9 @@ Checkpointing modes:
     none        keep every activation
 
 No mode keeps gathered weights: they are gathered again, one block ahead, for the backward. Modes change no bit.
+
+Nor does *offload*. The blocks of layers and the head may be in the host's memory, from which each is fetched a block
+ahead of its use. Activations may be stashed there until the backward, as far as the link has time.
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,9 @@ from torch.func import grad_and_value
 
 import shard
 from fquant import Comm, lora, optim, tree
+from fquant.compile import Pass, roofline
 from fquant.compile.cost import of as cost_of
+from fquant.compile.passes.rematerialize import rematerialize
 from models.config import Config
 
 from ..data import dataset as data
@@ -36,6 +41,7 @@ from . import objectives
 from .objectives import Objective
 
 Checkpoint = Literal["full", "selective", "none"]
+Offload = Literal["block"]
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
 Micro = tuple[Any, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
 
@@ -55,6 +61,7 @@ class Setup:
     rules: shard.Rules = shard.Rules()
     objective: Objective = Objective()
     merge_aware: bool = False  # compute with the packed weights that the adapters will be merged into
+    stash: roofline.Device | None = None  # of which the link to the host has time for activations
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
@@ -62,9 +69,21 @@ class Setup:
 
     def capture(self) -> dict[str, Any]:
         """Return the options of ``jit`` and ``cost``: state is donated, passes place gathers, jit may recompute."""
+        passes, recompute = self.gathering(), self.checkpoint == "selective"
+        if self.stash is not None:  # what is cheap to recompute is not worth the link
+            again = (rematerialize,) if recompute else ()
+            passes, recompute = (*passes, *again, shard.passes.offload_activations(device=self.stash)), False
+        return {"donate": ("state",), "passes": passes, "recompute": recompute}
+
+    def gathering(self) -> tuple[Pass, ...]:
+        """Return the passes that place gathers and fetches."""
         again = () if self.checkpoint == "full" else (shard.passes.regather_blocks(),)
-        passes = (*again, shard.passes.prefetch_gathers())
-        return {"donate": ("state",), "passes": passes, "recompute": self.checkpoint == "selective"}
+        return (*again, shard.passes.prefetch_gathers())
+
+
+def rules(offload: Offload | None) -> shard.Rules:
+    """Return the sharding of a run; the embedding stays on the device, where rows of it are looked up."""
+    return shard.Rules() if offload is None else shard.Rules(offload=offload, resident="embed")
 
 
 @tree.node
@@ -148,6 +167,13 @@ def sent(step: Any) -> int:
     """Return the bytes that a rank sends in a call of the captured ``step``, read off its graph once it is traced."""
     (captured,) = step.traced.values()
     return sum(collective.sent for collective in cost_of(captured).collectives)
+
+
+@cache
+def limit(step: Any, device: roofline.Device) -> float:
+    """Return the seconds of the captured ``step`` at the limit of ``device``, read off its graph once it is traced."""
+    (captured,) = step.traced.values()
+    return roofline.limit(captured.module.graph, device)
 
 
 def initial(adapters: lora.Adapters, opt: optim.Optimizer) -> State:

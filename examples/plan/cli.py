@@ -3,13 +3,14 @@
     python -m examples.plan --model llama3-70b --mesh fsdp=1 fsdp=2 fsdp=4 fsdp=8 --device h100
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
-    python -m examples.plan --model DIR --device cpu             # this machine, measured for a second
+    python -m examples.plan --model llama3-70b --device rtx4090 --offload block
+    python -m examples.plan --model DIR --device cpu             # this machine, measured for half a second
 
 The step is traced, not estimated (examples/common/pricing.py), as the device runs it. Two times are printed:
 
 * *At least*: the longest of arithmetic, memory traffic and wire at the maker's peaks, as if they overlapped perfectly.
 * *Predicted*: every kernel at the rates that kernels reach, one after another, with what is brought ahead beside them
-  (fquant.compile.roofline). Of the *limit* it is the share that products and attention take of the predicted time.
+  (fquant.compile.roofline). The share of the limit is defined in fquant/compile/roofline/prediction.py.
 """
 
 import dataclasses
@@ -25,8 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fquant import lazy
-from fquant.compile.roofline import DEVICES, Device, measured
-from fquant.device import HOST
+from fquant.compile.roofline import Device, named
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
@@ -43,7 +43,7 @@ from ..common.command_line import (
     quantised,
 )  # fmt: skip
 from ..common.pricing import Job, Price, price
-from ..common.training_step import Checkpoint
+from ..common.training_step import Checkpoint, Offload
 from . import plot, tables
 
 GIB = 2**30
@@ -62,8 +62,8 @@ class Options:
     mesh: tuple[str, ...] = ("fsdp=1",)
     """One or more, as in fsdp=8 or dp=2,fsdp=4: dp replicates the base, fsdp splits it; a row each."""
     device: str = "h200"
-    """What a rank runs on: b200, h200, h100, a100-80, a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090, mi300x; cpu is
-    the one here, whose rates are measured."""
+    """What a rank runs on: b200, h200, h100, a100 (or a100-80), a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090,
+    mi300x; cpu and cuda are those of this machine, whose rates are measured if they have no entry."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 add 16 and 24 KiB of vectors to each weight."""
     block: int | None = None
@@ -81,6 +81,11 @@ class Options:
     checkpoint: Checkpoint = "full"
     """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
     all (examples.qlora takes the fastest that fits)."""
+    offload: Offload | None = None
+    """block: the host has the base, but for its embedding, and a rank fetches each block ahead of its use."""
+    offload_activations: bool = False
+    """Activations are stashed in the host's memory until the backward, as far as the link to it has time. Without full
+    checkpointing all layers are traced then, which takes a minute for 32."""
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base."""
     reserve: float = 1.0
@@ -100,7 +105,7 @@ class Options:
         check(cfg, fmt, self.seq, self.model)
         targets = parse_targets(self.targets, cfg)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
-        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base)
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, self.offload, self.offload_activations)
 
     def found(self) -> tuple[Config, torch.dtype, Any]:
         """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""
@@ -122,9 +127,7 @@ class Options:
 
     def hardware(self) -> Device:
         """Return the device, with the link of --link if given."""
-        if self.device not in (*DEVICES, HOST.type):
-            raise ValueError(f"--device {self.device} is unknown; wanted one of {', '.join((*DEVICES, HOST.type))}")
-        device = DEVICES[self.device] if self.device in DEVICES else measured(HOST)
+        device = named(self.device)
         if not 0 <= self.reserve * GIB < device.memory:
             raise ValueError(f"--reserve is {self.reserve}; wanted 0 to the {device.memory / GIB:.0f} GiB there are")
         if self.link is not None and not 0 < self.link < math.inf:

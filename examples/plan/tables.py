@@ -42,6 +42,7 @@ def show(console: Console, options: Options, device: Device, rows: list[Row]) ->
         highlight=False,
     )
     found = [memory(rows), memory_bars(options, device, rows), least(rows), predicted(options, device, rows)]
+    found += [offloaded(rows)] if any(x.price.host for x in rows) else []
     found += [kinds(rows[at : at + ACROSS]) for at in range(0, len(rows), ACROSS)]
     console.print(*found, answer(options, rows), highlight=False)
 
@@ -91,6 +92,19 @@ def predicted(options: Options, device: Device, rows: list[Row]) -> Table:
     return out
 
 
+def offloaded(rows: list[Row]) -> Table:
+    """Return what the host holds, what travels, the milliseconds of the link, and how many of them other work hides."""
+    names = ("GiB", "fetched", "stashed", "link ms", "exposed", "hidden")
+    out = table("The host's memory for a rank, GB of a step, and the link", "mesh", *names)
+    for x in rows:
+        p, time = x.price, x.price.predicted
+        assert time is not None
+        sizes = f"{p.host / GIB:.2f}", f"{p.fetched / 1e9:.2f}", f"{p.stashed / 1e9:.2f}"
+        spent = f"{1e3 * time.copying:,.1f}", f"{1e3 * by_kind(x)['copy']:,.1f}", f"{100 * time.overlapped:.0f} %"
+        out.add_row(x.mesh, *sizes, *spent)
+    return out
+
+
 def kinds(rows: list[Row]) -> Table:
     """Return the milliseconds of each kind that any mesh has."""
     out = table("Where its time goes, ms", "", *(x.mesh for x in rows))
@@ -131,10 +145,14 @@ def answer(options: Options, rows: list[Row]) -> str:
     if not fitting:
         smallest = min(rows, key=lambda x: x.price.peak)
         most = max(MEMORY, key=lambda kind: getattr(smallest.price, kind))
-        fix = "use more fsdp" if most == "base" else "use a smaller --batch or --seq"
+        fix = _fix(options) if most == "base" else "use a smaller --batch or --seq"
         none = "None of these fits" if len(rows) > 1 else "It does not fit"
         return f"{none}: {smallest.mesh} needs {smallest.price.peak / GIB:.2f} GiB a rank; {fix}"
     best = min(fitting, key=lambda x: (x.ranks, x.seconds))
     found = "Smallest that fits" if len(rows) > 1 else "It fits"
     size = f"{best.price.peak / GIB:.2f} GiB a rank, at its peak in the {best.price.phase}"
     return f"{found}: {best.mesh}, {best.ranks} x {options.device}; {size}"
+
+
+def _fix(options: Options) -> str:
+    return "use more fsdp" if options.offload else "use more fsdp, or --offload block"

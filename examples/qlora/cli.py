@@ -83,14 +83,21 @@ def shown(options: Options, work: train.Work) -> bool:
 def title(run: Run) -> str:
     """Return the kind of base and adapters as one line."""
     options, adapters = run.options, f"{len(run.work.adapters)} adapters of rank {run.options.rank}"
-    return f"{run.setup.checkpoint} checkpointing, {options.dtype}; base in {options.format}, {adapters}"
+    far = [name for name, on in (("blocks", options.offload), ("activations", options.offload_activations)) if on]
+    offload = f", {' and '.join(far)} offloaded" if far else ""
+    return f"{run.setup.checkpoint} checkpointing{offload}, {options.dtype}; base in {options.format}, {adapters}"
 
 
 def summary(x: Step) -> str:
     """Return the figures of a step as one line."""
-    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", devices.memory_text(x.memory, x.held)
+    speed, memory = speed_text(x.tokens_per_second, x.share), devices.memory_text(x.memory, x.held)
     held = "" if x.validation is None else f"  held-out {x.validation:.4f}"
     return f"loss {x.loss:.4f}{held}  lr {x.lr:.1e}  {speed}  {memory}"
+
+
+def speed_text(tokens_per_second: float, share: float) -> str:
+    """Return the speed of a step, and its share of the limit, in words."""
+    return f"{tokens_per_second:,.0f} tok/s, {100 * share:.0f} % of the limit"
 
 
 def publish(run: Run, state: State, folder: Path) -> None:

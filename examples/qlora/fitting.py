@@ -18,7 +18,7 @@ from models import hf
 
 from ..common import devices, pricing
 from ..common.command_line import DTYPES, parse_format, quantised
-from ..common.training_step import MODES, Checkpoint
+from ..common.training_step import MODES, Checkpoint, Offload
 from . import adapters, teacher
 from .options import Options
 
@@ -56,8 +56,8 @@ class Peak:
     frozen: int
 
 
-def peaks(options: Options, count: int = 1) -> Callable[[Checkpoint, Axes], Peak]:
-    """Return a function from a mode and a mesh to the peak of a rank.
+def peaks(options: Options, count: int = 1) -> Callable[..., Peak]:
+    """Return a function from a mode, a mesh, and perhaps other offload than that of ``options``, to the peak of a rank.
 
     The weights of a teacher count, and its activations do not.
     """
@@ -66,12 +66,13 @@ def peaks(options: Options, count: int = 1) -> Callable[[Checkpoint, Axes], Peak
     targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
     base = lazy.like(quantised(found, fmt))
     more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
+    more["offload_activations"] = options.offload_activations
     taught = teacher.find(options, cfg, found)
     card = None if (device := parse(options.device)) == HOST else roofline.of(device)
 
-    def peak(mode: Checkpoint, axes: Axes) -> Peak:
+    def peak(mode: Checkpoint, axes: Axes, offload: Offload | None = options.offload) -> Peak:
         rows = count * options.answers() * -(-options.batch // math.prod(axes.values()))
-        job = pricing.Job(cfg, fmt, targets, options.rank, rows, options.seq, checkpoint=mode, **more)
+        job = pricing.Job(cfg, fmt, targets, options.rank, rows, options.seq, checkpoint=mode, offload=offload, **more)
         price = pricing.price(job, axes, device=card)
         held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
         return Peak(price.peak + held, price.base + held)
@@ -79,9 +80,7 @@ def peaks(options: Options, count: int = 1) -> Callable[[Checkpoint, Axes], Peak
     return peak
 
 
-def _too_big(
-    options: Options, peak: Callable[[Checkpoint, Axes], Peak], axes: Axes, mode: Checkpoint, room: int, device: Any
-) -> str:
+def _too_big(options: Options, peak: Callable[..., Peak], axes: Axes, mode: Checkpoint, room: int, device: Any) -> str:
     """Return what a step needs on ``axes``, and what would fit into ``room`` bytes of a rank."""
     needs = peak(mode, axes)
     got = f"--model {options.model}: a step needs {needs.total / GIB:.2f} GiB a rank"
@@ -92,6 +91,7 @@ def _too_big(
         return f"{fault}; use a smaller --batch or --seq"
     meshes = [axes | {"fsdp": n} for n in RANKS if n > axes.get("fsdp", 1)]
     fits = next((mesh for mesh in meshes if peak("full", mesh).total <= room), None)
-    if fits is None:
-        return f"{fault}; use more fsdp, and a smaller --batch or --seq"
-    return f"{fault}; use --mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}"
+    fixes = [f"--mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}"] if fits else []
+    if options.offload is None and peak("full", axes, "block").total <= room:
+        fixes.append("--offload block")
+    return f"{fault}; use {', or '.join(fixes) or 'more fsdp, and a smaller --batch or --seq'}"

@@ -105,8 +105,9 @@ def bytes_sent(run: Run, state: State, placed: Any) -> int:
 
 def predict(run: Run, state: State, placed: Any) -> Cost:
     """Return the cost of a step beside the base ``placed``, read off its graph."""
-    args = state, shard.local(placed), *micro_batches(run, 0), run.setup, run.teacher
-    return cost(training_step.train_step, *args, **run.setup.capture())
+    local, device = shard.local(placed), device_of(run.setup.mesh)
+    args = state, local, *micro_batches(run, 0), run.setup, run.teacher
+    return cost(training_step.train_step, *args, **run.setup.capture(), device=device, host=shard.on_host(local))
 
 
 def perplexity(run: Run, local: Any, adapters: lora.Adapters, cfg: Config | None = None) -> float:

@@ -22,7 +22,7 @@ from ..common import objectives, runs
 from ..common.command_line import FormatName, parse_format
 from ..common.devices import DeviceName
 from ..common.tracking import Tracker
-from ..common.training_step import Checkpoint
+from ..common.training_step import Checkpoint, Offload
 from ..data.options import DataOptions
 from .adapters import AdapterOptions
 
@@ -60,6 +60,11 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     checkpoint: Checkpoint | None = None
     """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
     all; default: the fastest that is predicted to fit into memory."""
+    offload: Offload | None = None
+    """block: keep the base in the host's memory, but for its embedding, and fetch each block ahead of its use."""
+    offload_activations: bool = False
+    """Stash activations in the host's memory until the backward, as far as the link to it has time; give --checkpoint
+    too, because to find the mode all layers are traced."""
     dtype: Literal["bf16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base and the adapters."""
     steps: int | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shard
 from fquant import jit, lora, random, tree
-from fquant.compile import all_gather_text
+from fquant.compile import all_gather_text, roofline
 from fquant.device import HOST
 from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
@@ -64,7 +64,8 @@ class Run:
     local: Any  # shard.local(base)
     step: Callable[..., tuple[State, Measured]]  # train_step, captured
     evaluate: Callable[..., Tensor]  # training_step.evaluate, captured
-    teacher: Any = None  # placed, this rank's part
+    teacher: Any  # placed, this rank's part; None without one
+    card: roofline.Device  # of this rank, in figures
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Step:
     grad_norm: float
     tokens: int  # targets in the global batch; of preferences, what the loss is divided by
     tokens_per_second: float  # of the rows of the batch
+    share: float  # of the limit (fquant/compile/roofline/prediction.py): its seconds over those of the step
     memory: int  # bytes of this rank (devices.Memory.used)
     held: int  # bytes that this rank's allocator has for them
     wire: int  # bytes that one rank sent
@@ -124,17 +126,20 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     mesh = shard.mesh(options.device, dp=axes.get("dp", 1), fsdp=axes.get("fsdp", 1))
     device = device_of(mesh)
     agree.attempt("start", lambda: _raise(fault))
+    card = roofline.of(device)
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     works = agree.attempt("prepare", lambda: prepare_many(many, device=device))
     for work in works:
         facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
         agree.same("start", facts)
-    rows = shard.max_local_rows(options.batch, mesh, shard.Rules()) * options.answers()
+    rules = training_step.rules(options.offload)
+    rows = shard.max_local_rows(options.batch, mesh, rules) * options.answers()
     setups = [
         Setup(
             its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode,
-            DTYPES[options.dtype], objective=minimised(its), merge_aware=options.merge_aware,
+            DTYPES[options.dtype], rules, minimised(its), options.merge_aware,
+            card if options.offload_activations else None,
         )
         for its in works
     ]  # fmt: skip
@@ -149,11 +154,11 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     is_text = setup.objective.name in objectives.ON_DOCUMENTS
     judged: Any = training_step.evaluate if is_text else training_step.judge
     # Batches have two sizes. Adapters of each run are measured, and bases: packed, merged, dense, a teacher.
-    evaluate = jit(judged, passes=setup.capture()["passes"], max_traces=4 * len(works) + 8)
+    evaluate = jit(judged, passes=setup.gathering(), max_traces=4 * len(works) + 8)
     step = jit(training_step.train_step, **setup.capture())
     return [
         (
-            Run(work.options, work, its, placed, shard.local(placed), step, evaluate, taught),
+            Run(work.options, work, its, placed, shard.local(placed), step, evaluate, taught, card),
             training_step.initial(a, its.opt),
         )
         for work, its, a in zip(works, setups, begun, strict=True)
@@ -219,6 +224,8 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     state, found = run.step(state, run.local, micros, count, run.setup, run.teacher)
     figures = found.loss, found.grad_norm, found.lr, count.max()
     value, norm, lr, tokens = torch.stack([t.double() for t in figures]).tolist()  # one wait for the device
-    through = options.batch * options.accumulate * options.seq / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    through = options.batch * options.accumulate * options.seq / seconds
+    share = training_step.limit(run.step, run.card) / seconds
     memory = devices.memory(device_of(run.setup.mesh))
-    return state, Step(step, value, lr, norm, int(tokens), through, *memory, training_step.sent(run.step))
+    return state, Step(step, value, lr, norm, int(tokens), through, share, *memory, training_step.sent(run.step))

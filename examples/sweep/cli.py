@@ -40,7 +40,7 @@ def title(run: Run) -> str:
 def summary(x: Step) -> str:
     """Return the figures of a step as one line."""
     held = "" if x.validations is None else f"  held-out {min(x.validations):.4f} to {max(x.validations):.4f}"
-    speed, memory = f"{x.tokens_per_second:,.0f} tok/s", devices.memory_text(x.memory, x.held)
+    speed, memory = qlora.speed_text(x.tokens_per_second, x.share), devices.memory_text(x.memory, x.held)
     return f"loss {min(x.losses):.4f} to {max(x.losses):.4f}{held}  {speed}  {memory}"
 
 

@@ -62,6 +62,7 @@ class Step:
     losses: list[float]  # of each experiment, in nats a token
     rates: list[float]
     tokens_per_second: float  # of all experiments
+    share: float  # of the limit (fquant/compile/roofline/prediction.py)
     memory: int  # bytes of this rank (devices.Memory.used)
     held: int  # bytes that this rank's allocator has for them
     validation: float | None = None  # the lowest
@@ -134,7 +135,7 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
         for i in group:
             micros, count = train.micro_batches(runs[i], 0)
             many.append((states[i].adapters, count, *micros[0]))
-        f = jit(gradients, passes=runs[0].setup.capture()["passes"])
+        f = jit(gradients, passes=runs[0].setup.gathering())
         constants = runs[0].local, runs[group[0]].setup, runs[0].teacher
         together, alone = f(many, *constants), [f([one], *constants)[0] for one in many]
         same = all(map(torch.equal, tree.leaves(together), tree.leaves(alone)))
@@ -153,10 +154,11 @@ def take(run: Run, training: States) -> tuple[States, Step]:
     figures = [one.loss for one in measured], [one.lr for one in measured]
     losses, rates = torch.stack([torch.stack(each) for each in figures]).tolist()  # one wait for the device
     tokens = len(run.runs) * options.batch * options.accumulate * options.seq
-    speed = tokens / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    speed = tokens / seconds, training_step.limit(run.step, first.card) / seconds
     worst = next((x for x in losses if not math.isfinite(x)), min(losses))
     memory = devices.memory(device_of(first.setup.mesh))
-    return States(states, training.done + 1), Step(step, worst, losses, rates, speed, *memory)
+    return States(states, training.done + 1), Step(step, worst, losses, rates, *speed, *memory)
 
 
 def validate(run: Run, training: States) -> dict[str, Any]:

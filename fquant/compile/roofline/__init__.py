@@ -7,7 +7,7 @@
 A roofline is the longer of two times: arithmetic, and memory traffic (Williams, Waterman and Patterson 2009).
 """
 
-from .devices import DEVICES, Device, Shares, measured, of
+from .devices import DEVICES, Device, Shares, measured, named, of
 from .nodes import ELEMENTWISE, KINDS, Work, scratch, seconds, traffic, work
 from .prediction import Prediction, Spent, limit, predict, walk
 
@@ -22,6 +22,7 @@ __all__ = [
     "Work",
     "limit",
     "measured",
+    "named",
     "of",
     "predict",
     "scratch",

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...device import HOST, parse
 from ...kernels.ops.attention import attention
 
 MIB = 2**20
@@ -94,6 +95,20 @@ _CARDS = (
     ),
 )  # fmt: skip
 DEVICES: dict[str, Device] = {device.name: device for device in _CARDS}
+_ALIASES = {"a100": "a100-80"}
+_HERE = ("auto", HOST.type, "cuda")
+
+
+def named(name: str) -> Device:
+    """Return the card called ``name``, or the device of this machine that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` is.
+
+    Raises ValueError for another name, and for a device that is not there.
+    """
+    if (card := DEVICES.get(_ALIASES.get(name, name))) is not None:
+        return card
+    if name.partition(":")[0] in _HERE:
+        return of(parse(name))
+    raise ValueError(f"device {name} is unknown; wanted one of {', '.join((*DEVICES, *_ALIASES, *_HERE))}")
 
 
 def of(device: torch.device) -> Device:
@@ -152,7 +167,7 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
 
 def _bytes_copied(device: torch.device) -> float:
     """Return the bytes a second that a copy reads and writes, of more than fit into a cache."""
-    a = torch.ones(128 * MIB, dtype=torch.uint8, device=device)
+    a = torch.ones((64 if device == HOST else 512) * MIB, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     return 2 * a.nbytes / _seconds(lambda: b.copy_(a), device)
 

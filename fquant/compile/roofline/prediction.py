@@ -8,8 +8,12 @@ runs beside them from its issue to its wait, on a stream of its own for each of 
 device, and copies to the host. The wait takes what is left then, which is *exposed*. ``serial`` is the time without
 such overlap.
 
-The *limit* is the time of the products and attentions of this graph alone, at the rates that they reach on the device:
-no memory, no launch, no decoding. The share of it is what a schedule, a fusion or a kernel could still gain at most.
+The *limit* is the time of the products of this graph and of its attention, at the FLOP/s that devices.py states: the
+peak, times the share of it that such kernels reach. Thin products with adapters count, and so do those of blocks that
+are computed again. Nothing else does: no memory, no launch, no decoding, no communication. The *share of the limit* is
+this time over the seconds of a replay. What it lacks of 1 is the most that a schedule, a fusion or a kernel could gain.
+``examples.plan`` prints the share of the predicted seconds. The progress of ``examples.qlora`` prints that of the
+measured ones, and ``tests.bench.gpu`` both.
 
 Not counted: waves of thread blocks that leave multiprocessors idle, contention for memory between streams, and clocks
 that sink under load.
@@ -30,11 +34,15 @@ COMPUTED = (PRODUCT, THIN_PRODUCT, ATTENTION)  # of which the limit is the sum
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a graph: by kind, collectives and copies as far as they are exposed; serial; and at the limit."""
+    """Seconds of a graph: by kind, collectives and copies as far as they are exposed; serial; and at the limit.
+
+    ``copying`` are the seconds of copies to the host and back, exposed or not.
+    """
 
     by_kind: Mapping[str, float]
     serial: float
     limit: float
+    copying: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -45,6 +53,11 @@ class Prediction:
     def share(self) -> float:
         """Return the limit over the seconds of a replay."""
         return self.limit / self.seconds if self.limit else 0.0
+
+    @property
+    def overlapped(self) -> float:
+        """Return the share of the seconds of copies that other work hides; 1 without copies."""
+        return 1 - self.by_kind.get(COPY, 0.0) / self.copying if self.copying else 1.0
 
 
 class Spent(NamedTuple):
@@ -59,17 +72,18 @@ class Spent(NamedTuple):
 
 def predict(graph: Graph, device: Device, kind: Callable[[Node, str], str] = lambda node, kind: kind) -> Prediction:
     """Return the prediction for a graph on ``device``; ``kind`` may rename the kind of a node's work."""
-    by_kind, serial, limit = dict[str, float](), 0.0, 0.0
+    by_kind, serial, limit, copying = dict[str, float](), 0.0, 0.0, 0.0
     for spent in walk(graph, device):
         name = kind(spent.node, spent.kind)
         by_kind[name] = by_kind.get(name, 0.0) + spent.seconds
         serial += spent.serial
         limit += spent.limit
-    return Prediction(by_kind, serial, limit)
+        copying += spent.serial if spent.kind == COPY else 0.0
+    return Prediction(by_kind, serial, limit, copying)
 
 
 def limit(graph: Graph, device: Device) -> float:
-    """Return the seconds of the products and attentions of a graph alone."""
+    """Return the seconds of a graph at the limit; see the module."""
     return sum(part.computing(device) for node in graph.nodes for part in work(node, device) if part.kind in COMPUTED)
 
 

@@ -103,11 +103,12 @@ def test_presets_far(name, mesh, alone):
 
 
 @pytest.mark.slow
-def test_few_layers_are_traced(alone):
+@pytest.mark.parametrize(("stash", "checkpoint"), [(False, "full"), (True, "full"), (True, "none")])
+def test_few_layers_are_traced(alone, stash, checkpoint):
     calls = []
-    for count, traces in ((1, 1), (5, 1), (6, 2)):
+    for count, traces in ((1, 1), (5, 1), (6, 1 if checkpoint == "none" else 2)):
         calls.clear()
-        job = layers(JOB, count)
+        job = dataclasses.replace(layers(JOB, count), offload_activations=stash, checkpoint=checkpoint)
         found = price(job, {"fsdp": 2}, lambda: calls.append(1))
         assert len(calls) == traces
         if count < 6:
@@ -137,6 +138,40 @@ def test_vectors_of_each_weight_are_in_the_base(alone):
     rows = dict(q=(64, 64), k=(32, 64), v=(32, 64), o=(64, 64), gate=(128, 64), up=(128, 64), down=(64, 128))
     packed = sum(out * (width // 8 * 3 + 4) + 3 * 256 * 8 * 4 for out, width in rows.values())
     assert price(job, {"fsdp": 1}).base == 2 * 256 * 64 * 2 + 64 * 2 + packed + 2 * 64 * 2
+
+
+# --- offloaded --------------------------------------------------------------------------------------------------------
+
+WIDE = dataclasses.replace(JOB, cfg=dataclasses.replace(TINY, dim=256), batch=2, seq=1024)  # activations of a MiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=2"])
+@pytest.mark.parametrize(("checkpoint", "activations"), [("full", True), ("full", False), ("selective", False)])
+def test_offloaded_far(checkpoint, activations, mesh, alone):
+    job = dataclasses.replace(layers(WIDE, 9), checkpoint=checkpoint, offload_activations=activations, offload="block")
+    axes, card = axes_in(mesh), DEVICES["l4"]
+    found, wanted = price(job, axes, device=card), pricing.total(pricing.figures(job, axes, card))
+    assert dataclasses.replace(found, predicted=None) == dataclasses.replace(wanted, predicted=None)
+    assert found.predicted is not None and wanted.predicted is not None
+    got, traced = (dataclasses.asdict(x.predicted) for x in (found, wanted))
+    assert got == pytest.approx(traced) and (found.stashed > 0) == activations
+
+
+def test_what_the_host_has(alone):
+    """Every block but the embedding, of which each layer is fetched for the forward and for the backward."""
+    near = price(layers(JOB, 3), {"fsdp": 1}, device=DEVICES["h100"])
+    far = price(dataclasses.replace(layers(JOB, 3), offload="block"), {"fsdp": 1}, device=DEVICES["h100"])
+    embed, head = 256 * 64 * 2, 256 * 64 * 2 + 64 * 2
+    assert (far.base, far.host) == (embed, near.base - embed) and (near.host, near.fetched) == (0, 0)
+    assert (far.fetched, far.stashed) == (2 * (far.host - head) + head, 0)
+    assert near.predicted is not None and far.predicted is not None
+    assert (near.flops, near.predicted.limit) == (far.flops, far.predicted.limit)
+    share, link = DEVICES["h100"].share.host, DEVICES["h100"].host
+    assert far.predicted.copying == pytest.approx(far.fetched / (share * link) + 7 * DEVICES["h100"].latency)
+    exposed = far.predicted.by_kind["copy"]
+    assert 0 < exposed < far.predicted.copying
+    assert far.predicted.overlapped == 1 - exposed / far.predicted.copying
 
 
 # --- against reality --------------------------------------------------------------------------------------------------
@@ -293,7 +328,7 @@ BAD = {
     "--mesh fsdp": "--mesh fsdp: cannot read 'fsdp'; wanted axes and sizes such as dp=1,fsdp=2",
     "--mesh fsdp=2 tp=2": "mesh axis 'tp' is unknown; wanted some of dp, fsdp",
     "--mesh fsdp=0": "size 0",
-    "--device h300": "--device h300 is unknown; wanted one of b200, h200",
+    "--device h300": "device h300 is unknown; wanted one of b200, h200",
     "--plot nowhere/x.png": "--plot nowhere/x.png: its folder does not exist; make it",
     "--targets q,z": "--targets: 'z' is no weight",
     "--block 48": "block is 48",

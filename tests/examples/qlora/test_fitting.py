@@ -25,7 +25,7 @@ def rank(monkeypatch):
 
     def pretend(free, base, beside):
         def price(job, axes, device):
-            held = base / axes.get("fsdp", 1)
+            held = base / axes.get("fsdp", 1) / (10 if job.offload else 1)
             return SimpleNamespace(peak=int((held + beside[job.checkpoint]) * GIB), base=int(held * GIB))
 
         monkeypatch.setattr(fitting, "parse", torch.device)
@@ -48,8 +48,10 @@ def test_the_fastest_mode_that_fits_on_a_device(model, rank, free, mode):
 @pytest.mark.parametrize(
     "free, base, options, axes, wanted",
     [
-        (40, 100, {}, {"fsdp": 1}, "needs 110.00 GiB a rank, and cuda has 36.00 GiB for it; use --mesh fsdp=4"),
-        (40, 100, {}, {"dp": 2, "fsdp": 2}, "needs 60.00 GiB a rank, .*; use --mesh dp=2,fsdp=4"),
+        (40, 100, {}, {"fsdp": 1}, "needs 110.00 GiB a rank, and cuda has 36.00 GiB for it; use --mesh fsdp=4, or"),
+        (40, 300, {}, {"fsdp": 1}, "use --mesh fsdp=16$"),
+        (40, 300, {"offload": "block"}, {"fsdp": 1}, "use --mesh fsdp=2$"),
+        (40, 100, {}, {"dp": 2, "fsdp": 2}, "needs 60.00 GiB a rank, .*; use --mesh dp=2,fsdp=4, or --offload block"),
         (10, 100, {}, {"fsdp": 1}, "use more fsdp, and a smaller --batch or --seq"),
         (10, 1, {}, {"fsdp": 1}, "use a smaller --batch or --seq"),
         (30, 5, {"checkpoint": "none"}, {"fsdp": 1}, "needs 35.00 GiB a rank, .*; use --checkpoint full"),

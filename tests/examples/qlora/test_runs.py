@@ -14,7 +14,10 @@ from examples.common.progress import metrics
 from examples.qlora import cli, measure, train
 from examples.qlora.options import Options
 from fquant import lora, tree
+from fquant.compile import flops as flops_of
 from fquant.compile.cost import cost
+from fquant.compile.roofline import DEVICES, of
+from fquant.device import HOST
 from fquant.io import peft, safetensors
 from models import decoder, hf
 from tests.helpers import ranks
@@ -208,6 +211,56 @@ def test_what_is_left_open():
     assert other.resolved(1001, 65_000_000_000).lr == 1e-4
     assert dataclasses.replace(other, epochs=0.5, accumulate=2).resolved(1000, 1).steps == 32
     assert dataclasses.replace(shipped, epochs=1.0).resolved(1000, 1).steps == 125
+
+
+CARD = DEVICES["l4"]
+
+
+def speeds(options):
+    """Return the figures of three steps, those of the second as one line, and the FLOPs of a step by dtype and kind."""
+    run, state = train.start(options)
+    assert run.card == of(HOST)
+    run, found = dataclasses.replace(run, card=CARD), []
+    for _ in range(3):
+        state, step = train.take(run, state)
+        found.append(step)
+    (captured,) = run.step.traced.values()
+    counted = []
+    for node in captured.module.graph.nodes:
+        if node.op == "call_function" and (n := flops_of(node)):
+            counted.append((n, node.all_input_nodes[0].meta["val"].dtype, "attention" in str(node.target)))
+    return found, cli.summary(found[1]), counted
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f32", marks=pytest.mark.slow)])
+def test_a_step_shows_its_share_of_the_limit(given, tmp_path, dtype):
+    """Which is the seconds of products and attention on the card over those that the step took."""
+    options = dataclasses.replace(given, out=tmp_path / "run", dtype=dtype)
+    ((found, line, counted),) = ranks.run(1, speeds, options, timeout=240)
+    limit = sum(
+        n / (CARD.rate(kind) * (CARD.share.attention if attends else CARD.share.products))
+        for n, kind, attends in counted
+    )
+    assert any(attends for *_, attends in counted) and len(counted) > 20
+    for step in found:
+        seconds = options.batch * options.seq / step.tokens_per_second
+        assert step.share == pytest.approx(limit / seconds)
+    second = found[1]
+    wanted = f"  {second.tokens_per_second:,.0f} tok/s, {100 * second.share:.0f} % of the limit  "
+    assert wanted in line and cli.speed_text(15756.6, 0.716) == "15,757 tok/s, 72 % of the limit"
+
+
+@pytest.mark.parametrize("offload", [{"offload": "block"}, {"offload": "block", "offload_activations": True}], ids=len)
+def test_offload_changes_no_bit(whole, tmp_path, offload):
+    """On the host a fetch is a copy; a run may begin with offload and go on without."""
+    out = tmp_path / "run"
+    assert ran(dataclasses.replace(whole, out=out, steps=4, schedule="constant", track=None, **offload)) is None
+    wanted = tmp_path / "wanted"
+    assert ran(dataclasses.replace(whole, out=wanted, steps=4, schedule="constant", track=None)) is None
+    assert [s["loss"] for s in metrics(out)] == [s["loss"] for s in metrics(wanted)]
+    assert (out / "state.safetensors").read_bytes() == (wanted / "state.safetensors").read_bytes()
+    resumed = dataclasses.replace(whole, out=None, resume=out, steps=4, schedule="constant", track=None)
+    runs._check_resumed(out, resumed)
 
 
 REFUSED = {

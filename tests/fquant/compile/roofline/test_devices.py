@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from fquant.compile import roofline
 from fquant.compile.roofline import DEVICES, Device, measured, of
 from fquant.compile.roofline import devices as module
 from fquant.device import HOST
@@ -44,3 +45,19 @@ def test_a_card_is_found_by_its_name(card, monkeypatch):
     monkeypatch.setattr(module, "measured", lambda device: unknown)
     found = of(torch.device("cuda", 0))
     assert isinstance(found, Device) and found.name == ("h100" if card.endswith("HBM3") else "measured")
+
+
+def test_names():
+    assert roofline.named("h100") is DEVICES["h100"] and roofline.named("a100") is DEVICES["a100-80"]
+    assert roofline.named("cpu") is measured(HOST)
+    with pytest.raises(ValueError, match="^device h300 is unknown; wanted one of b200, .*, a100, auto, cpu, cuda$"):
+        roofline.named("h300")
+
+
+def test_a_device_that_is_not_here():
+    if torch.cuda.is_available():
+        assert roofline.named("cuda") == roofline.named("auto") == of(torch.device("cuda", 0))
+        return
+    assert roofline.named("auto") is measured(HOST)
+    with pytest.raises(ValueError, match="^device: got cuda:1, but torch .*; use cpu or auto$"):
+        roofline.named("cuda:1")

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import shard
+from fquant import INT8, linear, quantize, tree
 from fquant.compile.roofline import DEVICES, Shares, limit, predict, seconds, walk
 from fquant.compile.trace import trace
 from fquant.device import HOST
+from fquant.kernels.ops.attention import attention
+from fquant.kernels.ops.norm import rms_norm
 from shard.transport.host import arrived, fetch, stash
 from tests.helpers.arrays import named
 
@@ -123,7 +126,30 @@ def near(x, y):
 def test_copies_have_a_stream_for_each_direction():
     found = predict(graph_of(near, meta(HELD // 4), meta(SIDE, SIDE)), TOY)
     there = HELD / 1e6 + 0.5
-    assert found.by_kind["copy"] == pytest.approx(there - STEP + 4 * SIDE**2 / 1e6 + 0.5)
+    exposed = there - STEP + 4 * SIDE**2 / 1e6 + 0.5
+    assert found.by_kind["copy"] == pytest.approx(exposed)
+    assert found.copying == pytest.approx(there + 4 * SIDE**2 / 1e6 + 0.5)
+    assert found.overlapped == pytest.approx(1 - exposed / found.copying)
+
+
+def test_without_copies_all_are_hidden():
+    assert predict(graph_of(torch.mm, meta(SIDE, SIDE), meta(SIDE, SIDE)), TOY).overlapped == 1.0
+
+
+def test_the_limit_is_that_of_products_and_attention_alone():
+    """Thin products count, at the share that products reach; norms, casts and the decoding of a weight do not."""
+
+    def step(x, a, w, g):
+        y = rms_norm(x, g, 1e-5)[0] @ a  # thin
+        z = linear(y @ a.mT, w).reshape(1, 4, 250, SIDE)
+        return attention(z, z, z)[0].sin()
+
+    w = tree.map(lambda t: t.to("meta"), quantize(torch.zeros(SIDE, SIDE), INT8))
+    args = meta(SIDE, SIDE), meta(SIDE, 16), w, meta(SIDE)
+    device = dataclasses.replace(TOY, share=Shares(0.5, 0.25, 1.0, 1.0, 1.0))
+    products = 2 * 2 * SIDE * 16 * SIDE + 2 * SIDE**3
+    attended = 2 * 2 * 4 * SIDE * (250 * 251 // 2)
+    assert limit(graph_of(step, *args), device) == pytest.approx((products / 0.5 + attended / 0.25) / 1e12)
 
 
 def test_kinds_may_be_renamed():
