@@ -44,6 +44,11 @@ def parse(device: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_recording(device: torch.device) -> bool:
+    """Return True if a CUDA graph is being recorded on ``device``, so that nothing may read its values."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def why_no_cuda() -> str:
     """Return why torch cannot use CUDA in this process, or an empty text if it can."""
     if not torch.backends.cuda.is_built():

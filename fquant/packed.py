@@ -37,7 +37,7 @@ from torch import Tensor
 from . import lazy, tree
 from .autodiff import is_mapped
 from .communication import Loadable
-from .device import HOST
+from .device import HOST, is_recording
 from .format import Format
 from .kernels import packed_ops
 from .kernels.dispatch import empty, has_no_values
@@ -115,6 +115,10 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     expect(w.ndim > 1 or format.flat, f"{got}; wanted a matrix [out in], leave norms and biases dense")
     fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
     expect(not is_mapped(w), f"quantize was called under vmap; {fix}", RuntimeError)
+    learned = format.vectors is not None and is_recording(w.device)
+    expect(
+        not learned, f"{format.name} learns vectors, which a CUDA graph cannot record; quantize before", RuntimeError
+    )
     if importance is not None:
         _check_importance(importance, w, format)
         importance = importance.detach().reshape(-1, w.shape[-1])  # [1 in] or [rows in]
@@ -175,18 +179,27 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
 def _mean(w: Tensor) -> Tensor:
     """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32.
 
-    It is taken on the host, because a device sums in another order, and codes would differ by the device.
+    It is taken on the host, because a device sums in another order, and codes would differ by the device. While a CUDA
+    graph is recorded it is the float64 mean, whose rounding may differ from the host's in the last bit.
     """
     if has_no_values(w):
         return w.float().mean()
+    if is_recording(w.device):
+        return w.mean(dtype=torch.float64).float()
     here = w.to(HOST)
     mean = here.float().mean()
     return (mean if bool(mean.isfinite()) else here.double().mean().float()).to(w.device)
 
 
-def _check_range(p: Packed, scale: float) -> None:
-    """Raise ValueError if values near the end of the range of ``p.dtype``, of the largest ``scale``, are infinite."""
+def _check_range(p: Packed, scale: float | Tensor) -> None:
+    """Raise ValueError if values near the end of the range of ``p.dtype``, of the largest ``scale``, are infinite.
+
+    A tensor is not read: the device asserts that values are not near the end of the range.
+    """
     unit, most = (max(map(abs, filter(math.isfinite, p.format.table or (LARGEST_SUM,))))), torch.finfo(p.dtype).max
+    if isinstance(scale, Tensor):
+        fault = f"{p.format.name}: values above {most / 8:g} in a CUDA graph; quantise outside, or divide the weight"
+        return torch._assert_async(scale * unit <= most / 8, fault)
     if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
         fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"
         raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
@@ -252,10 +265,17 @@ def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
     expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
 
 
-def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float:
-    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite."""
+def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float | Tensor:
+    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite.
+
+    While a CUDA graph is recorded it stays on the device, which asserts that it is finite.
+    """
     if has_no_values(absmax):
         return 0.0
+    if is_recording(absmax.device):
+        top = absmax.max()
+        torch._assert_async(top.isfinite(), f"{format.name}: a weight in a CUDA graph has values that are not finite")
+        return top
     if math.isfinite(top := float(absmax.max())):  # NaN exceeds all: one pass, because small ops take long to start
         return top
     bad = ~torch.isfinite(rows.float())

@@ -9,6 +9,10 @@ counts, which are data, is inside an op, so that a captured graph has static sha
 
 A packed stack is either a stack of packed matrices, whose spec has the shape [out in], or one packed array of three
 dims. It is never decoded as a whole: the product of a group is that of ``packed_ops`` with the buffers of its matrix.
+
+On CUDA in bf16 and f16, kernels read the counts, and the host does not wait for them (``triton/grouped.py``). Counts
+that do not add up are then an assertion of the device, which stops the program. In other dtypes, for learned vectors,
+and for packed rows that are not whole 32-bit words the host reads the counts, so a CUDA graph cannot record them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..format import Format, read
 from . import packed_ops
 from .arguments import check_beside, check_floats, check_out
+from .dispatch import backend
 from .registry import register
 from .spec import Spec, check, scales
 
@@ -124,10 +129,22 @@ def _check_packed(
     return x, counts, buffers, spec
 
 
+def _on_device(op: str, x: Tensor, counts: Tensor, *args: Any) -> Tensor | None:
+    """Call the backend's kernel ``op``, which reads the counts itself; None if it has none for these arguments."""
+    kernel = getattr(backend(x.device.type)[1], op, None)
+    if kernel is None or x.dtype is torch.float64:
+        return None
+    right = (counts.min() >= 0) & (counts.sum() == x.shape[0]) if counts.numel() else counts.sum() == x.shape[0]
+    torch._assert_async(right, f"{op} got counts for other rows; wanted counts from 0 that add up to {x.shape[0]}")
+    return kernel(*args)
+
+
 def _packed(
     name: str, x: Tensor, counts: Tensor, buffers: list[Tensor], spec: Spec, out: Tensor | None = None
 ) -> Tensor:
     across = name == "matmul_t"
+    if out is None and (y := _on_device("grouped_matmul", x, counts, x, counts, buffers, spec, across)) is not None:
+        return y
     y = _result(out, x, x.shape[0], spec.shape[-1 if across else -2])
 
     def one(e: int, rows: slice) -> None:
@@ -145,6 +162,8 @@ def _check_dense(op: str, x: Tensor, counts: Tensor, w: Tensor, transposed: bool
 
 
 def _dense(x: Tensor, counts: Tensor, w: Tensor, transposed: bool, out: Tensor | None = None) -> Tensor:
+    if out is None and (y := _on_device("grouped_mm", x, counts, x, counts, w, transposed)) is not None:
+        return y
     y = _result(out, x, x.shape[0], w.shape[2 if transposed else 1])
     one = lambda e, rows: torch.mm(x[rows], w[e] if transposed else w[e].mT, out=y[rows])
     _each("grouped_mm", counts, x.shape[0], one)
@@ -159,6 +178,8 @@ def _check_outer(op: str, a: Tensor, b: Tensor, counts: Tensor) -> None:
 
 
 def _outer(a: Tensor, b: Tensor, counts: Tensor, out: Tensor | None = None) -> Tensor:
+    if out is None and (y := _on_device("grouped_outer", a, counts, a, b, counts)) is not None:
+        return y
     y = _result(out, a, counts.shape[0], a.shape[1], b.shape[1])
     sizes = counts.tolist()
     for e in (e for e, size in enumerate(sizes) if not size):

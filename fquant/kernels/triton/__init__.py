@@ -15,6 +15,7 @@ try:
     from .dequantize import decode
     from .elementwise import pointwise, silu, silu_derivative, turn
     from .gemm import matmul, matmul_t
+    from .grouped import grouped_matmul, grouped_mm, grouped_outer
     from .quantize import encode
     from .random_bits import bernoulli, bits, fold
     from .rows import nll, nll_backward, rms_norm, rms_norm_backward

@@ -11,6 +11,9 @@ more.
 
 If tiles are fewer than the multiprocessors, programs share the reduction of a tile. Each writes a part of the sum, and
 :func:`_add` adds the parts in their order. There are no atomics, so a product has the same bits in each run.
+
+The weights of groups of rows are a stack. Then a program finds its group and its rows in ``counts``, which the host
+never reads. There are as many programs as the counts could need, and those that none needs do nothing.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -54,7 +57,7 @@ def multiply(x: Tensor, w: Rows, y: Tensor, plan: Fused, across: bool) -> None:
     even = depth % plan.depth == 0, width % plan.columns == 0
     with on(x):
         _multiply[grid](
-            *tensors(w), x, into, *sizes, *constants(w), *plan[:3], across, *even, num_warps=plan.warps,
+            *tensors(w), x, into, None, 0, 0, *sizes, *constants(w), *plan[:3], across, *even, 0, num_warps=plan.warps,
             num_stages=plan.stages, **EXACT,
         )  # fmt: skip
         if splits > 1:
@@ -102,62 +105,90 @@ def decode_tile(
 def _multiply(
     codes, scale, nested, mean, nested_table, offset, table, zero,
     codes_stack, codes_row, scale_stack, scale_row, nested_stack, zero_stack, zero_row, pitch, first,
-    x, y, m, rows, units, blocks, width, depth, x_stack, x_row, each, part,
+    x, y, counts, groups, scales_apart, m, rows, units, blocks, width, depth, x_stack, x_row, each, part,
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACROSS: tl.constexpr, EVEN_DEPTH: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of y [m width]: ``each`` steps of the reduction over x [m depth], from program_id(1) · each on."""
+    """Compute a tile of y [m width]: ``each`` steps of the reduction over x [m depth], from program_id(1) · each on.
+
+    With ``counts`` i64[groups], SLOTS at most, rows are those of groups. Scales of one array of all groups are numbered
+    ``scales_apart`` from group to group; that is 0 if each group is an array by itself. A weight with PER 0 is dense.
+    """
     R: tl.constexpr = BK if ACROSS else BN  # rows and columns of a tile of the weight
     C: tl.constexpr = BN if ACROSS else BK
     NUM: tl.constexpr = C // BLOCK if BLOCK and BLOCK < C else 1  # scales of a row of it
     EVEN: tl.constexpr = EVEN_WIDTH if ACROSS else EVEN_DEPTH  # columns are whole tiles
     TO: tl.constexpr = x.dtype.element_ty
-    s, tiles = tl.program_id(2).to(tl.int64), tl.cdiv(m, BM)
-    i = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
-    n = tl.program_id(0) // tiles * BN
     begin = tl.program_id(1) * each * BK
     end = tl.minimum(begin + each * BK, depth)
+    if SLOTS == 0:
+        s, tiles, stop = tl.program_id(2).to(tl.int64), tl.cdiv(m, BM), m
+        i = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+        array = s
+    else:
+        tiles = tl.cdiv(m, BM) + groups
+        tile, slot = tl.program_id(0) % tiles, tl.arange(0, SLOTS)
+        sizes = tl.load(counts + slot, mask=slot < groups, other=0).to(tl.int32)
+        used = (sizes + (BM - 1)) // BM
+        group = tl.sum((tl.cumsum(used, 0) <= tile).to(tl.int32), 0)
+        start = tl.sum(tl.where(slot < group, sizes, 0), 0)
+        i = start + (tile - tl.sum(tl.where(slot < group, used, 0), 0)) * BM + tl.arange(0, BM)
+        stop = start + tl.sum(tl.where(slot == group, sizes, 0), 0)
+        if group >= groups:
+            stop, end = 0, begin  # there is no such tile
+        s = tl.minimum(group, groups - 1).to(tl.int64)
+        first += s * scales_apart
+        array = s if scales_apart == 0 else s * 0
+    n = tl.program_id(0) // tiles * BN
     codes += s * codes_stack
-    scale += s * scale_stack
+    if PER > 0:
+        scale += s * scale_stack
     if NESTED:
-        nested += s * nested_stack
-        mean += s
+        nested += array * nested_stack
+        mean += array
     if zero is not None:
         zero += s * zero_stack
     if offset is not None:
-        offset += s
-    x += s * x_stack + tl.minimum(i, m - 1)[:, None].to(tl.int64) * x_row
-    line, unit = tl.arange(0, R)[:, None], tl.arange(0, C // PER)[None, :]
-    row = tl.minimum((begin if ACROSS else n) + line, rows - 1).to(tl.int64)
-    start = n if ACROSS else begin
-    absmax, outer, points = load_scales(
-        scale, nested, zero, scale_row, zero_row, pitch, first, row, start, blocks, NUM, BLOCK, NESTED, EVEN
-    )
+        offset += array
+    if SLOTS == 0:
+        x += s * x_stack
+        y += s * m * width
+    x += tl.maximum(tl.minimum(i, m - 1), 0)[:, None].to(tl.int64) * x_row
+    line, unit = tl.arange(0, R)[:, None], tl.arange(0, C // PER if PER else C)[None, :]
+    if PER > 0:
+        row = tl.minimum((begin if ACROSS else n) + line, rows - 1).to(tl.int64)
+        absmax, outer, points = load_scales(
+            scale, nested, zero, scale_row, zero_row, pitch, first, row, n if ACROSS else begin, blocks, NUM, BLOCK,
+            NESTED, EVEN,
+        )  # fmt: skip
     acc = tl.zeros([BM, BN], tl.float32)
     for k in range(begin, end, BK):
         column = k + tl.arange(0, BK)[None, :]
         xs = tl.load(x + column) if EVEN_DEPTH else tl.load(x + column, mask=column < depth, other=0.0)
         start = n if ACROSS else k
         row = tl.minimum((k if ACROSS else n) + line, rows - 1).to(tl.int64)
-        packed = load(codes + row * codes_row + (start // PER + unit), start // PER + unit < units, EVEN)
-        ahead = tl.minimum(k + BK, depth - 1)  # of the last step, which uses no more
-        row = tl.minimum((ahead if ACROSS else n) + line, rows - 1).to(tl.int64)
-        next_absmax, next_outer, next_points = load_scales(
-            scale, nested, zero, scale_row, zero_row, pitch, first, row, n if ACROSS else ahead // C * C, blocks, NUM,
-            BLOCK, NESTED, EVEN,
-        )  # fmt: skip
-        w = decode_tile(
-            packed, absmax, outer, points, mean, nested_table, offset, table, zero, R, C, NUM, PER, BITS, NESTED,
-            DTYPE, TO,
-        )  # fmt: skip
+        if PER == 0:
+            w = load(codes + row * codes_row + (start + unit), start + unit < units, EVEN)
+        else:
+            packed = load(codes + row * codes_row + (start // PER + unit), start // PER + unit < units, EVEN)
+            ahead = tl.minimum(k + BK, depth - 1)  # of the last step, which uses no more
+            row = tl.minimum((ahead if ACROSS else n) + line, rows - 1).to(tl.int64)
+            next_absmax, next_outer, next_points = load_scales(
+                scale, nested, zero, scale_row, zero_row, pitch, first, row, n if ACROSS else ahead // C * C, blocks,
+                NUM, BLOCK, NESTED, EVEN,
+            )  # fmt: skip
+            w = decode_tile(
+                packed, absmax, outer, points, mean, nested_table, offset, table, zero, R, C, NUM, PER, BITS, NESTED,
+                DTYPE, TO,
+            )  # fmt: skip
+            absmax, outer, points = next_absmax, next_outer, next_points
         if ACROSS and not EVEN_DEPTH:
             w = tl.where(k + line < rows, w, tl.zeros([R, C], TO))  # 0 times an infinite value would be NaN
         acc = dot(xs, w if ACROSS else tl.trans(w), acc)
-        absmax, outer, points = next_absmax, next_outer, next_points
     column = n + tl.arange(0, BN)[None, :]
-    at = y + (tl.program_id(1) * tl.cast(part, tl.int64) + (s * m + i[:, None]) * width + column)
-    tl.store(at, narrow(acc, y.dtype.element_ty), mask=(i[:, None] < m) & (column < width))
+    at = y + (tl.program_id(1) * tl.cast(part, tl.int64) + i[:, None].to(tl.int64) * width + column)
+    tl.store(at, narrow(acc, y.dtype.element_ty), mask=(i[:, None] < stop) & (column < width))
 
 
 @triton.jit

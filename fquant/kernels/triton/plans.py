@@ -60,15 +60,15 @@ class Card(NamedTuple):
 CARDS = {80: Card(108, 1.41e9, 2048, 1.8e12), 90: Card(132, 1.755e9, 4096, 3.0e12), 100: Card(148, 1.9e9, 8192, 7e12)}
 FEW_PLANS = tuple(Few(rows, parts, 3) for rows, parts in ((8, 8), (16, 4), (32, 4)))
 SMALL = tuple(
-    Fused(rows, columns, depth, 4, 3, splits)
-    for rows, columns, depth in ((16, 128, 64), (32, 64, 64), (64, 128, 64))
+    Fused(*tile, splits)
+    for tile in ((16, 64, 128, 4, 3), (32, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 8, 3))
     for splits in (1, 2, 4, 8, 16)
 )
 LARGE = tuple(
     Fused(*tile, splits) for tile in ((128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3))
     for splits in (1, 2, 4)
 )  # fmt: skip
-WIDE = {(128, 128, 64, 4, 3), (256, 128, 64, 8, 3)}  # need more registers than sm_80 has beside operands
+WIDE = {(64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3)}  # sm_80 has operands in registers too
 FEW_SWEPT = tuple(Few(rows, parts, stages) for rows in (8, 16, 32) for parts in (4, 8) for stages in (2, 3, 4))
 SLABS = tuple(Tiled(mib << 20) for mib in (16, 32, 64, 128))
 CANDIDATES: tuple[Plan, ...] = (*FEW_SWEPT, *SMALL, *LARGE, *SLABS)
@@ -98,14 +98,16 @@ def plan_for(rows: int, spec: Spec, dtype: torch.dtype, across: bool, in_words: 
     return _best(rows, *((out, width) if across else (width, out)), bits, across, target(device))
 
 
-def candidates(arch: int) -> list[Fused]:
-    """Return the fused plans whose registers the generation has."""
-    return [plan for plan in (*SMALL, *LARGE) if arch > 80 or plan[:5] not in WIDE]
+def candidates(arch: int, even: bool = True) -> list[Fused]:
+    """Return the fused plans whose registers the generation has; fewer for weights that are not whole tiles."""
+    if even:
+        return [plan for plan in (*SMALL, *LARGE) if arch > 80 or plan[:5] not in WIDE]
+    return [plan for plan in (*SMALL, *LARGE) if (arch > 80 or plan.rows <= 64) and plan[:5] not in WIDE]
 
 
 @lru_cache(maxsize=4096)
 def _best(rows: int, depth: int, width: int, bits: int, across: bool, arch: int) -> Plan:
-    plans = [Tiled(), *candidates(arch)]
+    plans = [Tiled(), *candidates(arch, even=depth % 128 == width % 128 == 0)]
     if rows <= FEW and not across:
         plans = [*FEW_PLANS, *plans]
     return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, arch))

@@ -13,6 +13,7 @@ from ..arguments import dense_rows
 from .codes import narrow, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program handles at a time
+FUSED = {"enable_fp_fusion": True}  # a product and a sum are rounded once
 
 
 def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -31,7 +32,7 @@ def _losses(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None,
         size = min(SIZE, triton.next_power_of_2(max(1, rows.shape[1])))
         tensors, sizes = (rows, targets.contiguous(), factor, out, slope), (rows.shape[1], rows.stride(0), ignore, size)
         with on(rows):
-            _loss[(len(rows),)](*tensors, *sizes, num_warps=8 if size == SIZE else 4)
+            _loss[(len(rows),)](*tensors, *sizes, num_warps=8 if size == SIZE else 4, **FUSED)
     return out
 
 
@@ -86,7 +87,9 @@ def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor
         rows, apart = SIZE // size, (x.stride(0), 0 if g is None else g.stride(0))
         weight = weight.to(x.dtype).contiguous()
         with on(x):
-            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, n, d, *apart, rows, size, num_warps=8)
+            _norm[(triton.cdiv(n, rows),)](
+                x, g, weight, scale, out, eps, n, d, *apart, rows, size, num_warps=8, **FUSED
+            )
 
 
 @triton.jit

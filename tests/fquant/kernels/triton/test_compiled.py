@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fits, compiled_for, opcodes
 
@@ -92,15 +92,31 @@ def test_beside_tensor_cores(target):
     assert len(reports) >= 3
 
 
+def test_groups(target):
+    """The experts of a mixture: packed and dense stacks in both orientations, and outer products."""
+    from fquant.kernels.triton import grouped
+
+    spec, counts, rows = Spec(NF4_DQ, SHAPE, BF16), meta(8, dtype=torch.int64), 8192
+    stack = [torch.empty(8, *t.shape, dtype=t.dtype, device="meta") for t in buffers(spec)]
+    with compiled_for(target) as reports:
+        for across, width in ((False, SHAPE[1]), (True, SHAPE[0])):
+            grouped.grouped_matmul(meta(rows, width), counts, stack, spec, across)
+            grouped.grouped_mm(meta(rows, width), counts, meta(8, *SHAPE), across)
+        grouped.grouped_outer(meta(rows, SHAPE[0]), meta(rows, SHAPE[1]), counts)
+    assert [r.name for r in reports] == ["_multiply"] * 4 + ["_outer"]
+    for report in reports:
+        assert_multiplies(report)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [NF4_DQ, NF4, INT4_ZERO, INT8, FP8, MXFP4], ids=lambda format: format.name)
-def test_every_plan_beside_tensor_cores(target, format):
-    """Every tile that is a candidate of the generation, for even shapes, and for rows that end within a tile."""
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("format", [NF4_DQ, INT4_ZERO, INT8, FP8], ids=lambda format: format.name)
+def test_every_plan_beside_tensor_cores(target, format, even):
+    """Every tile that is a candidate of the generation, for whole tiles, and for weights that end within one."""
     from fquant.kernels.triton.plans import candidates
 
-    tiles = {plan[:5]: plan for plan in candidates(target)}
-    for shape, of in (((4096, 4096), BF16), ((128256, 4096), torch.float16), ((4104, 4112), BF16)):
-        reports = products(target, format, shape, (512,), tiles.values(), of)
-        assert [r.name for r in reports] == ["_multiply"] * 2 * len(tiles)
-        for report in reports:
-            assert_multiplies(report)
+    tiles = {plan[:5]: plan for plan in candidates(target, even)}
+    reports = products(target, format, (4096, 4096) if even else (4104, 4128), (512,), tiles.values())
+    assert [r.name for r in reports] == ["_multiply"] * 2 * len(tiles)
+    for report in reports:
+        assert_multiplies(report)

@@ -1,0 +1,137 @@
+"""Grouped products in the interpreter: each group equals its own product, and the host never reads the counts."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fquant import quantize, tree
+from fquant.format import INT4_ZERO, INT8, NF4, NF4_DQ
+from fquant.kernels import grouped_ops
+from fquant.kernels.spec import Spec
+from fquant.packed import buffers, dequantize
+from tests.helpers.arrays import randn
+from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
+from tests.helpers.kernels.rounding import assert_product
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
+pytestmark = pytest.mark.xdist_group("interpreter")
+named = partial(pytest.mark.parametrize, ids=lambda x: str(getattr(x, "name", x)).removeprefix("torch."))
+BF16 = torch.bfloat16
+COUNTS = [5, 0, 1, 20, 0, 7]
+FORMATS = [NF4, NF4_DQ, replace(NF4_DQ, name="centred", center=True), replace(INT4_ZERO, block=32), INT8]
+
+
+def assert_groups(got, counts, of):
+    """Compare the rows of each group with ``of(e, rows)``, the factors of its product."""
+    start = 0
+    for e, count in enumerate(counts):
+        rows = slice(start, start + count)
+        if count:
+            assert_product(got[rows], *of(e, rows), note=(e, count))
+        start += count
+    assert start == len(got)
+
+
+def assert_grouped(w, x, g, counts, format, apart, plan=None):
+    """Check both products of a packed stack: one array of all groups, or an array each."""
+    p = quantize(w, format) if not apart else tree.map(lambda *t: torch.stack(t), *[quantize(m, format) for m in w])
+    spec, values = Spec(p.format, p.shape, p.dtype), dequantize(p).to(x.dtype)
+    kernels = importlib.import_module("fquant.kernels.triton.grouped")
+    for a, across in ((x, False), (g, True)):
+        got = kernels.grouped_matmul(a, torch.tensor(counts), buffers(p), spec, across, plan)
+        one = lambda e, rows, a=a, across=across: (a[rows], values[e] if across else values[e].mT)
+        assert_groups(got, counts, one)
+
+
+@named("format", FORMATS)
+@interpreted
+def test_packed_stacks(format):
+    """Empty groups, groups of one row, and groups of several tiles; blocks of nested scales that straddle groups."""
+    w = randn(6, 17, 136).to(BF16)
+    for apart in (False, True):
+        if not (format.flat and not apart):
+            assert_grouped(w, randn(33, 136).to(BF16), randn(33, 17).to(BF16), COUNTS, format, apart)
+
+
+@interpreted
+def test_every_tile():
+    kernels = importlib.import_module("fquant.kernels.triton.grouped")
+    for rows, arch in ((1, 90), (20, 90), (50, 80), (50, 90), (500, 80), (500, 90)):
+        plan = kernels.plan_of(rows, arch)
+        w, x, g = (t.to(torch.float16) for t in (randn(2, 40, 72), randn(plan.rows + 2, 72), randn(plan.rows + 2, 40)))
+        assert_grouped(w, x, g, [1, plan.rows + 1], NF4, True, plan)
+
+
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=1, max_size=5), out=st.integers(1, 70), words=st.integers(1, 9),
+    of=st.sampled_from([BF16, torch.float16]), apart=st.booleans(), format=st.sampled_from(FORMATS[:2]),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+def _any_groups(counts, out, words, of, apart, format):
+    rows = sum(counts)
+    if rows:
+        w, x, g = randn(len(counts), out, 8 * words), randn(rows, 8 * words), randn(rows, out)
+        assert_grouped(w.to(BF16), x.to(of), g.to(of), counts, format, apart)
+
+
+@interpreted
+def test_any_groups():
+    _any_groups()
+
+
+@interpreted
+def test_dense_stacks_and_outer_products():
+    """Both orientations, an outer product with zeros of empty groups, and operands with gaps between rows."""
+    for dtype in (BF16, torch.float16):
+        w, x, g = (t.to(dtype) for t in (randn(6, 70, 90), randn(33, 180)[:, :90], randn(33, 70)))
+        counts = torch.tensor(COUNTS)
+        for a, across in ((x, False), (g, True)):
+            got = grouped_ops.dense(a, counts, w, across)
+            assert_groups(got, COUNTS, lambda e, r, a=a, across=across: (a[r], w[e] if across else w[e].mT))
+        got, start = grouped_ops.outer(g, x, counts), 0
+        for e, count in enumerate(COUNTS):
+            assert_product(got[e], g[start : start + count].mT, x[start : start + count], note=e)
+            start += count
+        assert not got[1].any() and not got[4].any()
+
+
+@interpreted
+def test_ops_leave_the_counts_to_the_device():
+    """The ops call the kernels without a number of the counts, and other dtypes keep the loop of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refused(self):
+            raise AssertionError("the host reads the counts")
+
+        patch.setattr(torch.Tensor, "tolist", refused)
+        w, x, counts = randn(2, 16, 64), randn(5, 64), torch.tensor([2, 3])
+        p = quantize(w.to(BF16), NF4)
+        args = counts, buffers(p), Spec(p.format, p.shape, p.dtype)
+        assert grouped_ops.packed(x.to(BF16), *args).shape == (5, 16)
+        assert grouped_ops.dense(x.to(BF16), counts, w.to(BF16)).shape == (5, 16)
+        assert grouped_ops.outer(x.to(BF16), x.to(BF16), counts).shape == (2, 64, 64)
+        with pytest.raises(AssertionError, match="the host reads the counts"):
+            grouped_ops.packed(x, *args)
+
+
+@interpreted
+def test_counts_of_other_rows_are_an_assertion_of_the_device():
+    w, x = randn(2, 16, 64).to(BF16), randn(5, 64).to(BF16)
+    for counts in ([2, 2], [6, -1]):
+        with pytest.raises(RuntimeError, match="grouped_mm got counts for other rows; wanted .* add up to 5"):
+            grouped_ops.dense(x, torch.tensor(counts), w)
+
+
+@interpreted
+def test_nothing():
+    p = quantize(randn(2, 16, 64).to(BF16), NF4)
+    counts, spec = torch.tensor([0, 0]), Spec(p.format, p.shape, p.dtype)
+    assert grouped_ops.packed(randn(0, 64).to(BF16), counts, buffers(p), spec).shape == (0, 16)
+    assert not grouped_ops.outer(randn(0, 8).to(BF16), randn(0, 9).to(BF16), counts).any()
