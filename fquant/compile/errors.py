@@ -6,6 +6,7 @@ Frames of torch and of this package are passed over. Frames of an ``nn.Module`` 
 import contextlib
 import dis
 import os
+import sys
 import traceback
 from collections.abc import Awaitable, Hashable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx import Graph
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
 
 from .. import tree
 from ..device import HOST
@@ -25,7 +28,7 @@ _COMPILE = os.path.dirname(__file__) + os.sep
 _TRACE = _COMPILE + "trace.py"
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
-_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
+HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 
 
 @contextlib.contextmanager
@@ -81,6 +84,32 @@ def _called(error: BaseException) -> str:
     if inner and name == "__torch_function__":
         return getattr(inner.tb_frame.f_locals.get("func"), "__name__", _ASKS[0])
     return _ASKS[0] if name == "__torch_dispatch__" else name
+
+
+class Lines(TorchFunctionMode):
+    """Give the nodes of a trace the innermost place in the user's code as ``stack_trace``: ``name (file:line)``.
+
+    That of a backward is the call that differentiates. torch itself records frames of ``nn.Module.forward`` alone.
+    """
+
+    def __enter__(self) -> Any:
+        self._keeps = fx_traceback.preserve_node_meta()
+        self._keeps.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._keeps.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the place of a call."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
+            frame = frame.f_back
+        if frame is not None:
+            place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            fx_traceback.get_current_meta()["stack_trace"] = place
+        return func(*args, **(kwargs or {}))
 
 
 def check_result(x: Any) -> None:
@@ -149,7 +178,7 @@ def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
         file = frame.f_code.co_filename
         if (file, frame.f_code.co_name) == (_TRACE, "apply"):
             found.clear()  # callers of the captured function
-        if not file.startswith(_HIDDEN) or modules and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+        if not file.startswith(HIDDEN) or modules and isinstance(frame.f_locals.get("self"), torch.nn.Module):
             found.append(place)
         place = place.tb_next
     return found

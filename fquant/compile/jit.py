@@ -24,8 +24,9 @@ called as it is.
 an argument, a view or an array from ``t.numpy()`` shares is not taken. An array that lends its memory to
 ``torch.from_numpy`` is not seen.
 
-On CPUs, results of ops share one planned piece of memory (memory/), which stays for the next replay. The first replay
-checks every op against the trace (validate.py). Every rank calls a captured function that communicates, in the same
+On CUDA, the second call records the step as one CUDA graph, and later calls launch that (cuda_graph/). On CPUs, results
+of ops share one planned piece of memory (memory/), which stays for the next replay. The first replay checks every op
+against the trace (validate.py). Every rank calls a captured function that communicates, in the same
 order (collective_check.py).
 """
 
@@ -37,6 +38,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
@@ -45,6 +47,7 @@ from ..device import HOST
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards
 from .closure import Closure, may_change
+from .cuda_graph import Recordings, describe, recorder_of, refuse, synchronises
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
@@ -65,6 +68,7 @@ class Options(TypedDict, total=False):
     recompute: bool
     fuse: bool
     max_traces: int
+    cuda_graph: bool | str
 
 
 @overload
@@ -80,6 +84,7 @@ def jit(
     recompute: bool = True,
     fuse: bool = True,
     max_traces: int = MAX_TRACES,
+    cuda_graph: bool | str = "auto",
 ) -> Callable[..., Any]:
     """Capture ``fn``: trace it at its first call and replay the graph at later ones.
 
@@ -91,6 +96,8 @@ def jit(
         recompute   recompute cheap tensors instead of holding them over the peak (passes/rematerialize.py)
         fuse        run chains of elementwise operations as one (passes/fuse_pointwise.py), unless Inductor does
         max_traces  traces to make before giving up
+        cuda_graph  replay as one CUDA graph (cuda_graph/recordings.py): "auto" does on CUDA if all ops can be recorded,
+                    and warns of those that cannot; True raises for them, and on other devices
 
     A change of a Python value that ``fn`` closes over retraces (see :mod:`fquant.compile.closure`). A call raises
 
@@ -99,12 +106,16 @@ def jit(
     * TypeError for a result that is no tree, a torch.Generator, or a collective in place;
     * ValueError for a donated tensor that no result fits;
     * RuntimeError for more than ``max_traces`` traces (naming what changed), or a tensor that was donated before;
-    * RuntimeError for ranks that are about to run different functions, or an op that contradicts its trace.
+    * RuntimeError for ranks that are about to run different functions, or an op that contradicts its trace;
+    * RuntimeError for an op that ``cuda_graph=True`` cannot record (naming its line), TypeError on other devices.
     """
     if fn is None:
         return functools.partial(
-            jit, donate=donate, passes=passes, compile=compile, recompute=recompute, fuse=fuse, max_traces=max_traces
-        )
+            jit, donate=donate, passes=passes, compile=compile, recompute=recompute, fuse=fuse, max_traces=max_traces,
+            cuda_graph=cuda_graph,
+        )  # fmt: skip
+    if cuda_graph not in ("auto", True, False):
+        raise ValueError(f"jit: cuda_graph is {cuda_graph!r}; wanted 'auto', True or False")
     signature, name = signature_of(fn), fn_name(fn)
     if unknown := [parameter for parameter in donate if parameter not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {name} has {', '.join(signature.parameters)}")
@@ -183,14 +194,17 @@ def jit(
             raise RuntimeError(guards.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
         device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
         run, fuses = functools.partial(apply, fn), fuse and not compile
-        captured = trace(run, bound, donated, passes, recompute, fuses, name, device, host)
+        traces = functools.partial(trace, run, bound, donated, passes, recompute, fuses, name, device, host)
+        captured = traces()
+        records = functools.partial(_with_recordings, name=name, cuda_graph=cuda_graph, traces=traces)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
             backend = "inductor" if compile is True else compile
-            module = torch.compile(captured.module, backend=backend, fullgraph=True)
-            traced[key] = dataclasses.replace(captured, module=module)
+            module: Any = torch.compile(captured.module, backend=backend, fullgraph=True)
+            traced[key] = records(dataclasses.replace(captured, module=module), captured.module.graph)
             return replay(traced[key], tensors)
-        if allocator.reuses_memory() and device == HOST:
+        captured = records(captured, captured.module.graph)
+        if captured.recordings is None and allocator.reuses_memory() and device == HOST:
             captured = captured.laid_out()
             allocator.enable_reuse()
             allocator.release()  # what the trace has freed
@@ -210,6 +224,25 @@ def bind(captured: Callable[..., R], **fixed: Any) -> Callable[..., R]:
     """
     own = getattr(captured, "bind", None)
     return functools.partial(captured, **fixed) if own is None else own(**fixed)
+
+
+def _with_recordings(
+    captured: Captured, g: Graph, name: str, cuda_graph: bool | str, traces: Callable[..., Captured]
+) -> Captured:
+    """Return ``captured``, which runs ``g``, with recordings if its device can record and every op can be recorded.
+
+    ``traces`` traces again, to find the lines of ops that cannot be recorded.
+    """
+    recorder = recorder_of(captured.device) if cuda_graph else None
+    if recorder is None and cuda_graph is True:
+        fix = "wanted those of CUDA; move them, or let cuda_graph be 'auto'"
+        raise TypeError(f"jit({name}): cuda_graph is True, and its tensors are on {captured.device}; {fix}")
+    if recorder is not None and synchronises(g):
+        refuse(name, "; ".join(map(describe, synchronises(traces(lines=True).module.graph)[:3])), cuda_graph is True)
+    elif recorder is not None:
+        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True)
+        return dataclasses.replace(captured, recordings=recordings)
+    return captured
 
 
 def _is_inside(tensors: list[Tensor]) -> bool:

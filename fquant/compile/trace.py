@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import tree
 from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
+from .cuda_graph import Recordings
 from .fake_tensor import META, Fake
 from .memory import allocator, plan
 from .passes.donate import donate as write_over_donated
@@ -48,10 +49,13 @@ class Captured:
     donations: donation.Donations
     device: torch.device = HOST  # of its tensors
     placed: plan.MemoryPlan | None = None  # the graph with a memory plan
+    recordings: Recordings | None = None  # on devices that can record
 
     def __call__(self, *tensors: Tensor, interpret: allocator.Interpret = lambda module: module) -> Any:
         """Replay the graph, and retire the donated tensors; ``interpret`` returns the function that runs a module."""
-        run = functools.partial(allocator.run_planned, self.placed, self.module, tensors, interpret)
+        run: Callable[[], Any] = functools.partial(allocator.run_planned, self.placed, self.module, tensors, interpret)
+        if self.recordings is not None:
+            run = self.recordings.ready(tensors, run)  # before anything is donated, because it may raise
         modules = [self.module, self.placed.module] if self.placed else [self.module]
         found = iter(donation.retire_after(run, self.donations, tensors, modules))
         return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
@@ -82,12 +86,14 @@ def trace(
     name: str = "a captured function",
     device: torch.device = HOST,
     host: Collection[int] = (),
+    lines: bool = False,
 ) -> Captured:
     """Trace ``f(args)`` into a graph of the tensors in the tree ``args`` on ``device``; nothing is computed.
 
     The tensors may be real, fake or of the device meta, and on any device. ``donate`` holds the ids of those that
     results may be written over, which happens after ``passes``. ``name`` is the function's in later errors. ``host``
-    holds the ids of tensors that stay on the host if the device is another (``retarget.py``).
+    holds the ids of tensors that stay on the host if the device is another (``retarget.py``). With ``lines`` the nodes
+    have the place in the user's code that made them.
     """
     leaves, structure = tree.flatten(args)
     named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
@@ -112,7 +118,7 @@ def trace(
                 fakes, constants = [_fake(t, mode) for _, t in named], contextlib.nullcontext()
             else:
                 fakes, constants = stand_ins([t for _, t in named], META, mode, host), Constants(device)
-            with mode, constants:
+            with mode, constants, errors.Lines() if lines else contextlib.nullcontext():
                 module = make_fx(flat)(*fakes)
     errors.check_draws(module.graph)
     with _disable_current_modes():

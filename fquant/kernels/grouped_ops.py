@@ -1,7 +1,8 @@
 """Products of groups of rows, each with a matrix of its own: the experts of a mixture.
 
 Rows of x f[rows in] are sorted by group, and ``counts`` i64[groups] says how many of them each group has. The loop over
-counts, which are data, is inside an op, so that a captured graph has static shapes. The four ops are
+counts, which are data, is inside an op, so that a captured graph has static shapes. It reads them on the host, which no
+CUDA graph can record. The four ops are
 
     packed(x, counts, buffers, spec)       x_e · W_eᵀ for a packed stack of weights, or x_e · W_e if transposed
     dense(x, counts, w)                    the same for w f[groups out in]
@@ -198,17 +199,19 @@ _PACKED = [
     register(
         f"grouped_{name}(Tensor x, Tensor counts, {_BUFFERS}) -> Tensor", _check_packed,
         lambda x, counts, buffers, spec, at=at: x.new_empty(x.shape[0], spec.shape[at]),
-        None, _FIX, real=partial(_packed, name),
+        None, _FIX, torch.Tag.cudagraph_unsafe, real=partial(_packed, name),
     )
     for name, at in (("matmul", -2), ("matmul_t", -1))
 ]  # fmt: skip
 _DENSE = register(
     "grouped_mm(Tensor x, Tensor counts, Tensor w, bool transposed) -> Tensor", _check_dense,
-    lambda x, counts, w, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]), None, _FIX, real=_dense,
+    lambda x, counts, w, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]), None, _FIX,
+    torch.Tag.cudagraph_unsafe, real=_dense,
 )  # fmt: skip
 _OUTER = register(
     "grouped_outer(Tensor a, Tensor b, Tensor counts) -> Tensor", _check_outer,
-    lambda a, b, counts: a.new_empty(counts.shape[0], a.shape[1], b.shape[1]), None, _FIX, real=_outer,
+    lambda a, b, counts: a.new_empty(counts.shape[0], a.shape[1], b.shape[1]), None, _FIX,
+    torch.Tag.cudagraph_unsafe, real=_outer,
 )  # fmt: skip
 # torch's counter gives shapes for tensors; each row meets one matrix
 register_flop_formula([torch.ops.fquant.grouped_matmul, torch.ops.fquant.grouped_matmul_t])(

@@ -11,20 +11,24 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 import shard
 from examples.common import training_step
 from examples.common.command_line import pattern, quantised
-from examples.common.pricing import Job, Price, price
+from examples.common.pricing import FEW, Job, Price, arguments, price
 from examples.common.training_step import Checkpoint, Setup
 from examples.data.dataset import Rows
 from fquant import NF4_DQ, jit, lora, optim, tree
+from fquant.compile import trace
+from fquant.compile.cuda_graph import synchronises
+from fquant.compile.passes.donate import written_over
 from fquant.compile.roofline import Device
 from fquant.lazy import Lazy
 from models import decoder
@@ -34,6 +38,7 @@ from .lines import ROOT, Item, Result, at_least, at_most
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 RANK, GIB = 16, 2**30
+NODES = "captured, without a CUDA graph"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Running:
         setup = Setup(cfg, mesh, opt, optim.constant(1e-4), case.batch, case.seq, mode, rules=rules)
         step: Any = training_step.train_step
         if how != "uncaptured":
-            step = jit(step, compile=how == "inductor", **setup.capture())
+            step = jit(step, compile=how == "inductor", cuda_graph=how != NODES and "auto", **setup.capture())
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, cfg.vocab, (case.batch, case.seq + 1), generator=generator).to(device)
         rows = Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -81,13 +86,19 @@ class Running:
         return measured.loss
 
     def timed(self, steps: int) -> tuple[float, int, float]:
-        """Return the seconds of a step, the peak of tensors in bytes, and the last loss."""
-        for _ in range(3):
-            self.take()
+        """Return the seconds of a step, the peak of tensors in bytes, and the last loss.
+
+        The peak is that of the second step on: while that is recorded as a CUDA graph, the allocator sees its tensors.
+        """
         on = self.device.type == "cuda"
+        self.take()
         if on:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+        for _ in range(2):
+            self.take()
+        if on:
+            torch.cuda.synchronize(self.device)
         began = time.perf_counter()
         for _ in range(steps):
             loss = self.take()
@@ -97,7 +108,8 @@ class Running:
 
     def synchronisations(self) -> int:
         """Return how often a replayed step waits for the device."""
-        self.take()
+        for _ in range(2):  # the second is recorded
+            self.take()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -183,17 +195,30 @@ def peak_item(case: Case, device: torch.device | None, card: Device, most: float
 def items(case: Case, device: torch.device | None, card: Device, least: float, steps: int) -> Iterator[Item]:
     """Yield the lines of the step: by way of running it, the peer's, peaks, and synchronisations."""
     speeds = dict[str, float]()
-    for how, wanted in (("captured", least), ("inductor", 0.0), ("uncaptured", 0.0)):
+    for how, wanted in (("captured", least), (NODES, 0.0), ("inductor", 0.0), ("uncaptured", 0.0)):
         run = partial(measured, case, device, card, how, wanted, steps, speeds)  # type: ignore[arg-type]
         text = f"at least {wanted:,.0f} tokens/s" if wanted else ""
         yield Item(f"step, {how}", text, run, partial(predicted, case, card) if wanted else lambda: "", minutes=1)
         if how == "captured":
-            yield Item("host synchronisations in a replayed step", "0", partial(syncs, case, device), minutes=0.5)
+            name, count = "host synchronisations in a replayed step", lambda: str(len(waiting_nodes(case)))
+            yield Item(name, "0", partial(syncs, case, device), count, minutes=0.5)
             yield peak_item(case, device, card)
             one = Case(case.cfg, 1, case.seq, "full")
             yield peak_item(one, device, card, 7.4 if case.cfg.num_layers == 32 else None)
             beside = partial(peft, case, steps, speeds)
             yield Item("PEFT with bitsandbytes", "at most half of ours", beside, minutes=1)
+
+
+def waiting_nodes(case: Case) -> list[Node]:
+    """Return the nodes of a step of ``FEW`` layers for which the host waits."""
+    cfg = replace(case.cfg, num_layers=min(FEW, case.cfg.num_layers))
+    job, cuda = Job(cfg, NF4_DQ, TARGETS, RANK, case.batch, case.seq, checkpoint=case.checkpoint), torch.device("cuda")
+    with shard.abstract_mesh(cuda, fsdp=1) as mesh:
+        args = arguments(job, mesh)
+        options = args["setup"].capture()
+        donated = written_over(args, options.pop("donate"))
+        run = partial(trace.apply, training_step.train_step)
+        return synchronises(trace.trace(run, args, donated, **options, device=cuda).module.graph)
 
 
 def syncs(case: Case, device: torch.device | None) -> Result:

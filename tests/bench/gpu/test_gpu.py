@@ -96,11 +96,15 @@ def test_kernels_with_the_host_standing_in():
     assert "of bf16" in found[3].measured and "bf16" in found[3].beside and "torch" in found[4].beside
 
 
-@pytest.mark.parametrize("how", ["captured", "uncaptured"])
+@pytest.mark.parametrize("how", ["captured", step.NODES, "uncaptured"])
 def test_a_step_with_the_host_standing_in(how):
     case = step.Case(whole.TINY, 2, 32)
     found = step.measured(case, HOST, H100, how, 1e12, 1)
     assert found.met is False and "of the limit" in found.measured
+
+
+def test_a_replayed_step_is_predicted_to_wait_for_nothing():
+    assert step.waiting_nodes(step.Case(whole.TINY, 2, 32)) == []
 
 
 def test_a_mesh_of_one_rank_with_the_host_standing_in():

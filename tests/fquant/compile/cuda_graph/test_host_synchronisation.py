@@ -1,0 +1,112 @@
+"""Nodes that a CUDA graph cannot record are found in the graph, and a training step has none."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fquant import grouped_linear
+from fquant.compile.cuda_graph import describe, synchronises
+from fquant.compile.trace import trace
+from shard.transport.gloo import all_gather
+from shard.transport.host import arrived, fetch, stash
+from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
+from tests.helpers.graphs import llama_step
+from tests.helpers.graphs.retargeted import CUDA, traced
+from tests.helpers.qlora_step import start, step, tokens_of
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+def put(x, values=0.0):
+    y = x.clone()
+    y[x > 2] = values
+    return y
+
+
+def gathered(x):
+    return torch.ops._c10d_functional.wait_tensor(all_gather(x, 1, dist.group.WORLD.group_name))
+
+
+WAITING = {  # and a part of what is said of it
+    "a mask as an index": (put, r"index_put_ \(aten.index_put_.default\) in put \(.*\.py:\d+\) has a mask"),
+    "draws of a distribution": (lambda x: torch.multinomial(x, 2), "multinomial .* needs a value on the host"),
+    "eigenvalues": (lambda x: torch.linalg.eigh(x[:, :3] @ x[:, :3].mT), "needs a value on the host"),
+    "a copy to the host": (lambda x: x.cpu() if x.device.type == "meta" else x, "copies between|returns"),
+    "experts": (
+        lambda x: grouped_linear(x, torch.zeros(2, 5, 4, device=x.device), torch.tensor([1, 2], device=x.device)),
+        r"fquant.grouped_mm.default\) .*needs a value on the host",
+    ),
+}
+
+
+@named("name", WAITING)
+def test_what_waits_is_found(name):
+    f, text = WAITING[name]
+    captured = traced(f, X, lines=True)
+    found = [describe(node) for node in synchronises(captured.module.graph)]
+    assert found and any(re.search(text, one) for one in found), found
+
+
+RECORDED = {
+    "indices": lambda x: x[torch.tensor([0, 2], device=x.device)],
+    "a mask that selects": lambda x: torch.where(x > 2, x, 0),
+    "a mask that fills": lambda x: x.masked_fill(x > 2, 1.0),
+    "views": lambda x: x.mT.reshape(2, 6)[1:],
+    "draws": lambda x: torch.nn.functional.dropout(x),
+    "sort": lambda x: x.sort().values.cumsum(0),
+    "a copy to the host that comes back": lambda x: arrived(fetch(arrived(stash(x)), CUDA)) + 1,
+}
+
+
+@named("name", RECORDED)
+def test_what_does_not_wait_is_not(name):
+    assert not synchronises(traced(RECORDED[name], X).module.graph)
+
+
+def test_host_arguments():
+    """A transfer brings an argument of the host; to compute with it there would freeze its value."""
+    x, far = torch.randn(8), torch.randn(8)
+    bring = lambda args: args["x"] + arrived(fetch(args["far"].view(2, 4).view(8), CUDA))
+    for f, texts in (
+        (bring, []),
+        (lambda args: args["x"] + args["far"].to(args["x"].device), ["copies between the host and the device"]),
+        (lambda args: (args["x"] + 1, args["far"] * 2), ["computes on the host", "returns mul on the host"]),
+        (lambda args: args["x"] * args["far"][0], ["copies between the host and the device"]),
+    ):
+        graph = trace(f, {"x": x, "far": far}, device=CUDA, host=(id(far),)).module.graph
+        found = [describe(node) for node in synchronises(graph)]
+        assert len(found) == len(texts) and all(text in one for text, one in zip(texts, found, strict=True)), found
+
+
+def test_collectives_that_send_from_the_host():
+    """Gloo's collectives are recorded by no graph; those of NCCL are, for which torch's fake backend stands."""
+    summed = lambda x: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        assert not synchronises(traced(summed, X).module.graph)
+        (node,) = synchronises(traced(gathered, X).module.graph)
+        assert "communicates over gloo, which sends from the host; use a mesh of NCCL" in describe(node)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_on_the_host_nothing_is_far():
+    graph = trace(lambda args: args[0].cpu() + 1, (X,)).module.graph
+    assert not synchronises(graph)
+
+
+@pytest.mark.parametrize("checkpoint", slow_after(1, ["selective", "full"]))
+def test_a_step_never_waits(checkpoint):
+    """The step of Llama-3-8B in few layers, on a mesh that gathers, has no node for which the host waits."""
+    with llama_step.captured(1, checkpoint, fsdp=2) as captured:
+        assert captured.collectives and not synchronises(captured.module.graph)
+
+
+def test_a_small_step_never_waits():
+    assert not synchronises(traced(step, *start(), tokens_of(0)).module.graph)
