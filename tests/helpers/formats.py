@@ -97,7 +97,7 @@ def draw(spec, stack=(), seed=0, special=False):
 
 def shifted(t):
     """Return a copy that is aligned only to its dtype."""
-    room = torch.empty(t.numel() + 1, dtype=t.dtype)
+    room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
     room[1:] = t.reshape(-1)
     return room[1:].view(t.shape)
 

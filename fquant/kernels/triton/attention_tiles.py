@@ -49,7 +49,9 @@ class Plan(NamedTuple):
 
 
 Table: TypeAlias = dict[int, Plan]  # by the largest head
-FLOAT32 = Plan(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2))
+FLOAT32 = Plan(  # without the accelerator, beside whose loads registers spill
+    Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), False
+)
 PLANS: dict[int, Table] = {
     80: {
         64: Plan(Tiles(64, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 2), False),
@@ -59,12 +61,12 @@ PLANS: dict[int, Table] = {
     90: {
         64: Plan(Tiles(128, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
         128: Plan(Tiles(128, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
-        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 64, 8, 2)),
+        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 8, 2)),
     },
     100: {
-        64: Plan(Tiles(128, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
-        128: Plan(Tiles(128, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
-        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 64, 8, 2)),
+        64: Plan(Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
+        128: Plan(Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 64, 8, 2)),
     },
 }
 

@@ -1,13 +1,15 @@
-"""Triton's interpreter in a process of its own, which checks that kernels stay within their tensors.
+"""Tests of Triton's kernels: in its interpreter, which checks that they stay within their tensors, or on a card.
 
     from .interpreter import interpreted, interpreter  # the latter is a fixture
 
     @interpreted
-    def test_something(): ...
+    def test_something(device): ...  # makes its tensors on ``device``, and its oracles on the host
 
 TRITON_INTERPRET must be set before triton is imported, and torch's compiler or a peer may have imported it long ago. So
 pytest collects and reports a marked test, and a second process computes it, with TRITON_INTERPRET=1 from the start and
 FQUANT_KERNELS=triton. Every pointer that is read or written there must be inside one of the kernel's tensors.
+
+With ``--device cuda`` the body runs in pytest's own process, with compiled kernels and tensors on the card.
 """
 
 import importlib
@@ -15,6 +17,7 @@ import inspect
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import numpy
 import pytest
 import torch
 
@@ -24,10 +27,12 @@ importlib.import_module("tests.conftest")  # which pytest does in its own proces
 
 
 def interpreted(test):
-    """Mark a test to run in the interpreter's process."""
+    """Mark a test of ``device`` to run in the interpreter's process, or on the card of ``--device``."""
+    if "device" not in inspect.signature(test).parameters:
+        raise TypeError(f"{test.__name__} takes no device; wanted a test that makes its tensors on one")
 
     def here(interpreter, **params):
-        interpreter.submit(run, test.__module__, test.__name__, params).result()
+        interpreter(test.__module__, test.__name__, params)
 
     parameters = inspect.signature(test).parameters.values()
     own = inspect.Parameter("interpreter", inspect.Parameter.KEYWORD_ONLY)
@@ -37,23 +42,31 @@ def interpreted(test):
 
 
 @pytest.fixture(scope="module")
-def interpreter():
-    """Start the process, if Triton is installed."""
+def interpreter(device):
+    """Return what runs the body of a test: in the interpreter's process, or here if ``device`` is a card."""
+    if device.type == "cuda":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(dispatch.VARIABLE, raising=False)
+            assert dispatch.backend("cuda")[0] == "triton"
+            yield run
+        return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv(dispatch.VARIABLE, "triton")
             assert pool.submit(start).result() == ("triton", ("cuda", "cpu"))
-        yield pool
+        yield lambda *test: pool.submit(run, *test).result()
 
 
 def run(module, name, params):
-    """Run the body of a test in that process."""
+    """Run the body of a test in this process."""
     getattr(importlib.import_module(module), name).body(**params)
 
 
 def fuses():
-    """Return True if the interpreter rounds a fused product and sum once, as from version 3.9 on."""
+    """Return True if a fused product and sum is rounded once: on a card, and in the interpreter from 3.9 on."""
+    if not importlib.import_module("triton").knobs.runtime.interpret:
+        return True
     return hasattr(importlib.import_module("triton.runtime.interpreter")._interpreter, "fma_fp32")
 
 
@@ -93,5 +106,6 @@ def start():
     interpreter.GridExecutor.__call__ = called
     builder.create_masked_load = watched(builder.create_masked_load, 0)
     builder.create_masked_store = watched(builder.create_masked_store, 1)
+    numpy.seterr(over="ignore", invalid="ignore", divide="ignore")  # a card has no warnings either
     name, module = dispatch.backend("cpu")
     return name, module.DEVICES

@@ -2,45 +2,33 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fquant.device import HOST
 from fquant.kernels.ops.attention import attention, attention_backward
 from tests.helpers.arrays import named, rng
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import ISAS, alike, forced
-from tests.helpers.kernels.attention import DTYPES, PLACES, RUNS, assert_right, both, drawn, exact
+from tests.helpers.kernels.attention import (
+    DTYPES,
+    PLACES,
+    RUNS,
+    assert_bad_values_stay,
+    assert_right,
+    assert_scores_of_any_size,
+    assert_sink_is_a_key,
+    both,
+    calls,
+    drawn,
+    exact,
+)
 from tests.helpers.kernels.threads import num_threads
 
 BACKENDS = ("reference", *ISAS)
-
-
-@st.composite
-def calls(draw):
-    t = draw(st.integers(0, 12) | st.sampled_from([63, 64, 65, 96, 97, 130, 193, 257]))
-    b, kv, group = (draw(st.integers(1, 3)) for _ in range(3))
-    e = draw(st.integers(1, 20) | st.sampled_from([31, 32, 33, 48, 63, 64, 65, 80, 96, 127, 128, 130]))
-    dtype, seed, size = (
-        draw(st.sampled_from(DTYPES)),
-        draw(st.integers(0, 2**16)),
-        draw(st.sampled_from([0, 1e-3, 1, 8])),
-    )
-    place = draw(st.sampled_from(PLACES))
-    options = {
-        "runs": RUNS[draw(st.sampled_from(list(RUNS)))](b, t, rng(seed)),
-        "window": draw(st.none() | st.integers(1, 8) | st.sampled_from([31, 64, 97, 130, 300])),
-        "scale": draw(st.none() | st.sampled_from([0.05, 0.5, -0.3])),
-        "cap": draw(st.none() | st.none() | st.sampled_from([0.5, 30.0])),
-        "sinks": draw(st.none() | st.sampled_from([1.0, 30.0])),
-    }
-    options["causal"] = options["window"] is not None or draw(st.booleans())
-    if options["sinks"] is not None:
-        options["sinks"] = options["sinks"] * torch.randn(b, kv * group, generator=rng(seed + 1))
-    return [place(x) for x in drawn(b, kv, group, t, e, dtype, seed, size)], options
 
 
 @named("backend", slow_after(1, BACKENDS))
@@ -82,61 +70,22 @@ def test_bits_depend_on_nothing_but_the_numbers(backend, dtype):
 
 @named("backend", BACKENDS)
 def test_scores_of_any_size(backend):
-    """Scores whose exponentials overflow float32, so that the softmax selects one token."""
-    q, k, v, _ = drawn(1, 1, 1, 130, 8)
-    k[..., 0], q = torch.randperm(130, generator=rng(7)).float(), torch.eye(8)[0].expand_as(q)
-    best = k[0, 0, :, 0].cummax(0).indices
     with forced(backend):
-        for size in (1e3, 1e15, 1e30):
-            y, lse = attention(size * q, k, v)
-            assert torch.equal(y[0, 0], v[0, 0][best]) and lse[..., 1:].isfinite().all()
-        y, lse = attention(torch.zeros_like(q), k, v)
-        torch.testing.assert_close(y[0, 0], v[0, 0].cumsum(0) / torch.arange(1, 131)[:, None])
-        torch.testing.assert_close(lse[0, 0], torch.arange(1.0, 131).log())
+        assert_scores_of_any_size(HOST)
 
 
 @named("backend", BACKENDS)
 @named("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_with_who_sees_it(backend, bad):
-    """A bad query spoils its own token; a bad key or value spoils later tokens, and perhaps those of its tile."""
-    q, k, v, _ = drawn(1, 1, 2, 400, 12, torch.bfloat16)
     with forced(backend):
-        y, lse = attention(q, k, v)
-        wrong = q.clone()
-        wrong[0, 1, 200, 3] = bad
-        got, other = attention(wrong, k, v)
-        assert got[0, 1, 200].isnan().all() and not other[0, 1, 200].isfinite()
-        keep = torch.ones(2, 400, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(200)), torch.tensor(False))
-        if backend == "reference":  # whose products are torch's: with AMX, NaN times a padding spoils the row before
-            keep[1, 199] = False
-        assert alike(got[0][keep], y[0][keep]) and alike(other[0][keep], lse[0][keep])
-        wrong = k.clone()
-        wrong[0, 0, 250] = torch.nan
-        got, other = attention(q, wrong, v)
-        assert got[0, :, 250:].isnan().all() and alike(other[:, :, :250], lse[:, :, :250])
-        assert alike(got[:, :, :192], y[:, :, :192])
-        runs = (torch.arange(400) >= 300).long()[None]
-        assert alike(attention(q, wrong, v, runs)[0][:, :, 384:], attention(q, k, v, runs)[0][:, :, 384:])
+        assert_bad_values_stay(HOST, bad)
 
 
 @named("backend", BACKENDS)
 @named("causal", [True, False])
 def test_a_sink_is_a_key_whose_value_is_zero(backend, causal):
-    """Compare with one more key of every head, which all tokens see; a sink of -inf is none."""
-    q, k, v, g = drawn(1, 2, 1, 130, 8)
-    sinks = torch.tensor([[0.3, -2.0]])
-    key = torch.zeros(1, 2, 1, 9)
-    key[..., 8] = sinks[..., None]
-    wide = torch.cat([q / 8**0.5, torch.ones(1, 2, 130, 1)], -1), torch.cat([F.pad(k, (0, 1)), key], 2)
-    mask = torch.ones(130, 131, dtype=torch.bool)
-    mask = mask if not causal else F.pad(mask[:, :130].tril(), (0, 1), value=True)
-    p = (wide[0] @ wide[1].mT).masked_fill(~mask, -torch.inf).softmax(-1)
     with forced(backend):
-        y, lse = attention(q, k, v, causal=causal, sinks=sinks)
-        torch.testing.assert_close(y, p @ F.pad(v, (0, 0, 0, 1)), rtol=0, atol=1e-5)
-        none = both(q, k, v, g, causal=causal, sinks=torch.full((1, 2), -torch.inf))
-        for one, other in zip(none, both(q, k, v, g, causal=causal), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        assert_sink_is_a_key(HOST, causal)
 
 
 @named("backend", BACKENDS)
