@@ -6,8 +6,9 @@
 read off its graph (fquant.compile.cost), and so are seconds (fquant.compile.roofline).
 
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
-of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind. Layers
-differ where activations are chosen to be stashed, unless blocks are recomputed. Then the whole step is traced.
+of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind. With
+offloaded blocks these are steps of six and seven, because a fetch begins up to two layers ahead. Where activations are
+chosen to be stashed layers differ, and the whole step is traced.
 
 *Counted* as memory are all tensors of the graph, and on a GPU the slab that a packed weight is decoded to. *Left out*
 are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan. What is
@@ -111,16 +112,14 @@ def price(
     """
     layers = job.cfg.num_layers
     found = []
-    alike = not job.offload_activations or job.checkpoint == "full"
-    for size in (FEW, FEW + 1) if alike and layers > FEW + 1 else (layers,):
+    few = layers if job.offload_activations else FEW + 2 * (job.offload is not None)
+    for size in (few, few + 1) if layers > few + 1 else (layers,):
         found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
         done()
-    few, more = found[0], found[-1]
-    if len(found) == 1:
-        return total(few)
-    if few.keys() != more.keys():
-        raise RuntimeError(f"layers are not alike: {min(few.keys() ^ more.keys())}; price the whole model")
-    return total({name: few[name] + (layers - FEW) * (more[name] - few[name]) for name in few})
+    less, more = found[0], found[-1]
+    if less.keys() != more.keys():
+        raise RuntimeError(f"layers are not alike: {min(less.keys() ^ more.keys())}; price the whole model")
+    return total({name: less[name] + (layers - few) * (more[name] - less[name]) for name in less})
 
 
 def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:

@@ -85,13 +85,15 @@ def _too_big(options: Options, peak: Callable[..., Peak], axes: Axes, mode: Chec
     needs = peak(mode, axes)
     got = f"--model {options.model}: a step needs {needs.total / GIB:.2f} GiB a rank"
     fault = f"{got}, and {device} has {room / GIB:.2f} GiB for it"
-    if mode != "full" and peak("full", axes).total <= room:
+    full = needs if mode == "full" else peak("full", axes)
+    if full.total <= room:
         return f"{fault}; use --checkpoint full"
     if needs.frozen <= room / 2:
         return f"{fault}; use a smaller --batch or --seq"
-    meshes = [axes | {"fsdp": n} for n in RANKS if n > axes.get("fsdp", 1)]
-    fits = next((mesh for mesh in meshes if peak("full", mesh).total <= room), None)
-    fixes = [f"--mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}"] if fits else []
-    if options.offload is None and peak("full", axes, "block").total <= room:
+    now, rest, fixes = axes.get("fsdp", 1), full.total - full.frozen, list[str]()
+    meshes = (axes | {"fsdp": n} for n in RANKS if n > now and rest + full.frozen * now / n <= room)  # at the least
+    if fits := next((mesh for mesh in meshes if peak("full", mesh).total <= room), None):
+        fixes.append(f"--mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}")
+    if options.offload is None and rest <= room and peak("full", axes, "block").total <= room:
         fixes.append("--offload block")
     return f"{fault}; use {', or '.join(fixes) or 'more fsdp, and a smaller --batch or --seq'}"

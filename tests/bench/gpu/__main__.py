@@ -1,6 +1,7 @@
 """What a GPU is asked for, one command a section: right, fast, and as planned.
 
     python -m tests.bench.gpu check                  # every kernel against the reference; tests with --device cuda
+    python -m tests.bench.gpu resources              # registers and memory of kernels, compiled without a device
     python -m tests.bench.gpu table --out table.md   # kernels beside bf16, bitsandbytes and torch
     python -m tests.bench.gpu sweep                  # candidate plans of products
     python -m tests.bench.gpu job                    # losses of examples.qlora beside the host's
@@ -15,19 +16,19 @@ predictions alone. The exit status is 0 for bounds met or missed, 1 if a line fa
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 
-import shard
 from fquant.compile.roofline import DEVICES, Device, of
 from fquant.device import parse, why_no_cuda
 from models.presets import PRESETS
 
-from . import lines, step, table, whole
+from . import lines, resources, step, table, whole
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,18 @@ class Times(Command):
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
         return table.items(self.sizes, device, card)
+
+
+@dataclass(frozen=True)
+class Resources(Times):
+    """Compile kernels ahead of time for the card, which need not be there, and show what they take."""
+
+    minutes: float = 30.0
+    """Time for the whole command; what does not fit says so."""
+
+    def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
+        """Yield the lines of the command."""
+        return resources.items(card, self.sizes.out_dim, self.sizes.in_dim, self.sizes.rows)
 
 
 @dataclass(frozen=True)
@@ -169,11 +182,11 @@ class Large(Step):
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        case = self.case(rules=shard.Rules(offload="block", resident="embed") if self.offload else shard.Rules())
-        measure = lambda: step.measured(case, device, card, "captured", 1500, self.steps)  # type: ignore[arg-type]
-        predict = lambda: step.predicted(case, card)
-        yield lines.Item("step, captured", "at least 1,500 tokens/s", measure, predict, minutes=3)
-        if not self.offload:
+        for checkpoint in dict.fromkeys((self.checkpoint, "selective")):
+            case = replace(self.case(offload="block" if self.offload else None), checkpoint=checkpoint)
+            measure = partial(step.measured, case, device, card, "captured", 1500, self.steps)  # type: ignore[arg-type]
+            predict = partial(step.predicted, case, card)
+            yield lines.Item(f"step, captured, {checkpoint}", "at least 1,500 tokens/s", measure, predict, minutes=3)
             yield step.peak_item(case, device, card)
 
 
@@ -187,8 +200,8 @@ class Mesh(Command):
 
 
 COMMANDS: dict[str, Any] = {
-    "check": Check, "table": Times, "sweep": Sweep, "job": Job, "step": Step, "profile": Profile, "large": Large,
-    "mesh": Mesh,
+    "check": Check, "resources": Resources, "table": Times, "sweep": Sweep, "job": Job, "step": Step,
+    "profile": Profile, "large": Large, "mesh": Mesh,
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ import shard
 from examples.common import training_step
 from examples.common.command_line import pattern, quantised
 from examples.common.pricing import FEW, Job, Price, arguments, price
-from examples.common.training_step import Checkpoint, Setup
+from examples.common.training_step import Checkpoint, Offload, Setup
 from examples.data.dataset import Rows
 from fquant import NF4_DQ, jit, lora, optim, tree
 from fquant.compile import trace
@@ -49,7 +49,7 @@ class Case:
     batch: int
     seq: int
     checkpoint: Checkpoint = "selective"
-    rules: shard.Rules = shard.Rules()
+    offload: Offload | None = None
 
     @property
     def tokens(self) -> int:
@@ -62,7 +62,7 @@ class Running:
 
     def __init__(self, case: Case, device: torch.device, how: str = "captured") -> None:
         gc.collect()
-        mesh, rules, cfg = shard.mesh(device, fsdp=1), case.rules, case.cfg
+        mesh, rules, cfg = shard.mesh(device, fsdp=1), training_step.rules(case.offload), case.cfg
         opt = optim.adamw(1e-4)
         base = quantised(random_weights(cfg, device), NF4_DQ)
         adapters = lora.init(base, pattern(TARGETS), RANK, RANK, key=0)
@@ -137,7 +137,8 @@ def random_weights(cfg: Config, device: torch.device) -> Any:
 @cache
 def planned(case: Case, card: Device) -> Price:
     """Return the plan's price of a case on ``card``."""
-    job = Job(case.cfg, NF4_DQ, TARGETS, RANK, case.batch, case.seq, checkpoint=case.checkpoint)
+    sizes = TARGETS, RANK, case.batch, case.seq
+    job = Job(case.cfg, NF4_DQ, *sizes, checkpoint=case.checkpoint, offload=case.offload)
     return price(job, {"fsdp": 1}, device=card)
 
 

@@ -5,6 +5,7 @@ their number. Together the weights exceed the L2 cache four times. So a launch c
 Calls that cannot be captured, such as quantising, run in a loop. On the host, which stands in for tests, all do.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 
 import fquant
 from fquant import tree
-from fquant.compile.roofline import Device, Work
+from fquant.compile.roofline import Device, Work, work
+from fquant.compile.trace import trace
 from fquant.format import FORMATS, NF4, NF4_DQ, Format
 from fquant.kernels import packed_ops
 from fquant.kernels.ops import attention, nll, norm, silu
@@ -33,6 +35,7 @@ AT_MOST = {"linear-16": 0.5} | dict.fromkeys(
 )  # of bf16
 IGNORE = -100
 SWEPT = 12  # candidates of a product, the best by estimate
+COPY = 0.90  # of an H100's peak: what a copy reached (fquant/compile/roofline/devices.py)
 
 
 @dataclass(frozen=True)
@@ -166,20 +169,18 @@ def of_weights(
             at_most(ratio, AT_MOST[row], what) if row in AT_MOST else Result(f"{ratio:.2f} {what}"), **beside
         )
 
-    def item(row: str, work: Work, *args: Any, **more: Any) -> Item:
+    def item(row: str, parts: list[Work], *args: Any, **more: Any) -> Item:
         wanted = f"at least {AT_LEAST[row]}" if row in AT_LEAST else f"at most {AT_MOST[row]}" if row in AT_MOST else ""
-        return Item(
-            f"{row} {name}", wanted, lambda: measured(row, *args, **more), lambda: f"{1e3 * work.seconds(card):.4f} ms"
-        )
+        return Item(f"{row} {name}", wanted, lambda: measured(row, *args, **more), lambda: predicted(row, parts, card))
 
     both = held + dense
     yield item(
-        "quantise", Work("elementwise", moved=both), lambda w, i: fquant.quantize(w.dense[i], format), None,
+        "quantise", [Work("elementwise", moved=both)], lambda w, i: fquant.quantize(w.dense[i], format), None,
         bnb and (lambda theirs, w, i: bnb.pack(w.dense[i])), both, capture=False,
     )  # fmt: skip
     decode = bnb and bnb.dequantise
     yield item(
-        "dequantise", Work("decode", decoded=dense // 2, moved=both),
+        "dequantise", [Work("decode", decoded=dense // 2, moved=both)],
         lambda w, i: packed_ops.decode(w.packed[i], w.spec, torch.bfloat16), None,
         decode and (lambda theirs, w, i: decode(theirs[i])), both,
     )  # fmt: skip
@@ -187,13 +188,38 @@ def of_weights(
         width = shape[1] if kind == "linear" else shape[0]
         x = cache(lambda m=m, width=width: torch.randn(m, width, device=device, dtype=torch.bfloat16))
         f = packed_ops.matmul if kind == "linear" else packed_ops.matmul_t
-        work = Work("product", 2 * m * shape[0] * shape[1], torch.bfloat16, moved=held + 2 * m * sum(shape))
+        parts = multiplied(m, shape, format, card, kind)
         yield item(
-            f"{kind}-{m}", work, lambda w, i, x=x, f=f: f(x(), w.packed[i], w.spec),
+            f"{kind}-{m}", parts, lambda w, i, x=x, f=f: f(x(), w.packed[i], w.spec),
             (lambda w, i, x=x: x() @ w.dense[i].mT) if kind == "linear" else (lambda w, i, x=x: x() @ w.dense[i]),
             bnb and kind == "linear" and (lambda theirs, w, i, x=x: bnb.linear(x(), theirs[i])) or None,
             held if m == 1 else 0,
         )  # fmt: skip
+
+
+def multiplied(rows: int, shape: tuple[int, int], format: Format, card: Device, kind: str) -> list[Work]:
+    """Return the work of a product with a packed weight, or of its dual, as the plan has it on ``card``."""
+    meta = lambda *size: torch.empty(size, dtype=torch.bfloat16, device="meta")
+    spec, packed = Spec(format, shape, torch.bfloat16), tree.leaves(fquant.quantize(meta(*shape), format))
+    op, width = (packed_ops.matmul, shape[1]) if kind == "linear" else (packed_ops.matmul_t, shape[0])
+    call = lambda args: op(args[0], args[1], spec)
+    captured = trace(call, (meta(rows, width), packed), device=torch.device(card.type))
+    return [part for node in captured.module.graph.nodes for part in work(node, card)]
+
+
+def predicted(row: str, parts: list[Work], card: Device) -> str:
+    """Return the milliseconds of ``parts`` on ``card``, behind what is wanted of them: of a copy, or of bf16."""
+    seconds = sum(part.seconds(card) for part in parts)
+    ms = f"{1e3 * seconds:.4f} ms"
+    if row in AT_LEAST:
+        moved = sum(part.moved for part in parts)
+        return f"{moved / seconds / (COPY * card.bandwidth):.2f} of a copy, {ms}"
+    if (m := int(row.partition("-")[2] or 0)) == 0:
+        return ms
+    flops = sum(part.flops for part in parts)
+    n = flops // (2 * m)
+    dense = Work("product", flops, torch.bfloat16, moved=2 * n + 4 * m * math.isqrt(n))
+    return f"{seconds / dense.seconds(card):.2f} of bf16, {ms}"
 
 
 def of_rows(sizes: Sizes, device: torch.device | None, card: Device) -> Iterator[Item]:
@@ -232,9 +258,9 @@ def of_rows(sizes: Sizes, device: torch.device | None, card: Device) -> Iterator
         first, second = (milliseconds(f, 1, sizes.repeats, device, capture) for f in (ours, theirs))
         return Result(f"{first:.4f} ms, {first / second:.2f} of torch", beside={"torch": f"{second:.4f} ms"})
 
-    for name, work, ours, theirs, capture in rows:
+    for name, each, ours, theirs, capture in rows:
         yield Item(
-            name, "", partial(measured, ours, theirs, capture), lambda work=work: f"{1e3 * work.seconds(card):.4f} ms"
+            name, "", partial(measured, ours, theirs, capture), lambda each=each: f"{1e3 * each.seconds(card):.4f} ms"
         )
 
 

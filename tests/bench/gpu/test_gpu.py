@@ -118,3 +118,30 @@ def test_two_ranks_with_the_host_standing_in():
 
 def test_the_files_of_the_fixture_are_found():
     assert all((ROOT / path).is_file() for path in whole.files())
+
+
+def test_predictions_are_of_copies_and_of_bf16():
+    """A product that is bound by arithmetic takes what bf16 takes, and what decoding adds to it."""
+    found = {item.name: item.predict() for item in table.items(table.Sizes(formats=("nf4_dq",)), None, H100)}
+    assert found["dequantise nf4_dq"].startswith("0.94 of a copy, ")  # 0.85 of the peak, of which a copy reaches 0.9
+    rows, n = 4096, 8192 * 8192
+    decoding = n * 10 / (H100.flops_f32 / 2)
+    bf16 = 2 * rows * n / (H100.flops * H100.share.products)
+    assert found["linear-4096 nf4_dq"] == f"{1 + decoding / bf16:.2f} of bf16, {1e3 * (decoding + bf16):.4f} ms"
+
+
+@pytest.mark.slow
+def test_resources_need_no_device(tmp_path):
+    pytest.importorskip("triton")
+    args = ["--out-dim", "256", "--in-dim", "256", "--rows", "1", "512", "--out", str(tmp_path / "table.md")]
+    assert main(["resources", *args]) == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "_few sm_90" in text and "registers x" in text and "failed" not in text and "missed" not in text
+    assert main(["resources", *args, "--card", "l4"]) == 0
+    assert "not compiled: l4 is none of sm_80, sm_90, sm_100" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_job_with_the_host_standing_in():
+    """Both runs are the host's, so no loss differs."""
+    assert whole.compared(HOST, 2, "f32").measured.startswith("0.00e+00 ")
