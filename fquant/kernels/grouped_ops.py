@@ -12,8 +12,9 @@ A packed stack is either a stack of packed matrices, whose spec has the shape [o
 dims. It is never decoded as a whole: the product of a group is that of ``packed_ops`` with the buffers of its matrix.
 
 On CUDA in bf16 and f16, kernels read the counts, and the host does not wait for them (``triton/grouped.py``). Counts
-that do not add up are then an assertion of the device, which stops the program. In other dtypes, for learned vectors,
-and for packed rows that are not whole 32-bit words the host reads the counts, so a CUDA graph cannot record them.
+that do not add up are then an assertion of the device, which stops the program. The host still reads them
+in other dtypes, for learned vectors, and for packed rows that are not whole 32-bit words. A CUDA graph cannot record
+that.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@
   of zeros has code 0 and scale 0. Those bytes are bitsandbytes' on the CPU, for infinite reciprocals too.
 
 Neither occurs in a common weight, and then the cost is one comparison for each scale. While a CUDA graph is recorded
-nothing can be read, so all blocks are encoded by both recipes, and each keeps the codes of its own.
+nothing can be read. Then all blocks are encoded by both recipes, and each keeps the codes of its own.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ the shorter time is hidden. By this, for a weight of 4096 x 14336 in NF4_DQ on a
 
     rows     1      16     64     128    256    512    1024   2048   4096
     plan     few    few    fused  fused  fused  fused  fused  slabs  slabs
-    ratio    0.43   0.50   0.87   1.07   1.36   1.37   1.20   1.11   1.05
+    ratio    0.43   0.50   0.80   1.07   1.36   1.37   1.20   1.11   1.05
 """
 
 from functools import lru_cache

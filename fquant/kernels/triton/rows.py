@@ -87,9 +87,8 @@ def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor
         rows, apart = SIZE // size, (x.stride(0), 0 if g is None else g.stride(0))
         weight = weight.to(x.dtype).contiguous()
         with on(x):
-            _norm[(triton.cdiv(n, rows),)](
-                x, g, weight, scale, out, eps, n, d, *apart, rows, size, num_warps=8, **FUSED
-            )
+            sizes = n, d, *apart, rows, size
+            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, *sizes, num_warps=8, **FUSED)
 
 
 @triton.jit

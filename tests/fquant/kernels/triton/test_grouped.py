@@ -63,7 +63,7 @@ def test_packed_stacks(format):
 @interpreted
 def test_every_tile():
     kernels = importlib.import_module("fquant.kernels.triton.grouped")
-    for rows, arch in ((1, 90), (20, 90), (50, 80), (50, 90), (500, 80), (500, 90)):
+    for rows, arch in ((1, 90), (20, 90), (50, 80), (500, 90)):
         plan = kernels.plan_of(rows, arch)
         w, x, g = (t.to(torch.float16) for t in (randn(2, 40, 72), randn(plan.rows + 2, 72), randn(plan.rows + 2, 40)))
         assert_grouped(w, x, g, [1, plan.rows + 1], NF4, True, plan)
@@ -73,7 +73,7 @@ def test_every_tile():
     counts=st.lists(st.integers(0, 20), min_size=1, max_size=5), out=st.integers(1, 70), words=st.integers(1, 9),
     of=st.sampled_from([BF16, torch.float16]), apart=st.booleans(), format=st.sampled_from(FORMATS[:2]),
 )  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 def _any_groups(counts, out, words, of, apart, format):
     rows = sum(counts)
     if rows:
@@ -94,7 +94,7 @@ def test_dense_stacks_and_outer_products():
         counts = torch.tensor(COUNTS)
         for a, across in ((x, False), (g, True)):
             got = grouped_ops.dense(a, counts, w, across)
-            assert_groups(got, COUNTS, lambda e, r, a=a, across=across: (a[r], w[e] if across else w[e].mT))
+            assert_groups(got, COUNTS, lambda e, r, a=a, w=w, across=across: (a[r], w[e] if across else w[e].mT))
         got, start = grouped_ops.outer(g, x, counts), 0
         for e, count in enumerate(COUNTS):
             assert_product(got[e], g[start : start + count].mT, x[start : start + count], note=e)
