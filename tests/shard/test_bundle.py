@@ -11,9 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shard
 from fquant import LOCAL, NF4, NF4_DQ, linear, lora, quantize, tree
+from fquant.device import HOST
 from shard import bundle, collectives
 from tests.helpers import ranks
+from tests.helpers.devices.placing import on
 from tests.helpers.sharding.bundles import bits, same_bits, zoo
+from tests.helpers.sharding.meshes import mesh_of_one
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -66,6 +69,11 @@ def draw(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
+def like(seed, t):
+    """Draw numbers of the shape of ``t``, where it is."""
+    return draw(seed, *t.shape).to(t.device)
+
+
 def block_and_adapters():
     block = {
         "norm": draw(1, 8).float(),
@@ -88,7 +96,7 @@ def loss(adapters, block, x, comm=LOCAL):
 
 
 def moved(adapters):
-    return tree.map(lambda t: draw(6, *t.shape), adapters)
+    return tree.map(lambda t: like(6, t), adapters)
 
 
 def both_gradients(f, adapters, block, x):
@@ -100,7 +108,7 @@ def along(f, adapters, block, x):
     g = grad(lambda pair: f(pair[0], block, pair[1]))
 
     def product(pair):
-        return sum((u * draw(7, *u.shape)).sum() for u in tree.leaves(g(pair)))
+        return sum((u * like(7, u)).sum() for u in tree.leaves(g(pair)))
 
     return grad(product)((adapters, x))
 
@@ -125,7 +133,7 @@ FIRST = {
         lora.stack([a, tree.map(lambda t: -t, a)]), b, x
     ),
     "vmap grad, both": lambda f, a, b, x: vmap(grad(f), (0, None, 0))(lora.stack([a, a, moved(a)]), b, x),
-    "jvp": lambda f, a, b, x: jvp(lambda a, x: f(a, b, x), (a, x), (moved(a), draw(8, *x.shape))),
+    "jvp": lambda f, a, b, x: jvp(lambda a, x: f(a, b, x), (a, x), (moved(a), like(8, x))),
     "make_fx grad": traced,
 }
 SECOND = {
@@ -136,16 +144,24 @@ SECOND = {
 COMMS = {"plain": 0, "remat": 1, "remat order 2": 2}
 
 
-def on_rank(order, names):
+DIMS = {"": {"norm": "embed", "up": "ffn embed", "down": "out ffn", "bias": "out"}}
+
+
+def on_rank(order, names, mesh=None):
     block, adapters = block_and_adapters()
-    mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
-    dims = {"": {"norm": "embed", "up": "ffn embed", "down": "out ffn", "bias": "out"}}
-    placed = shard.local(shard.place(block, dims, rules, mesh))
+    mesh, rules = mesh or shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
+    placed = shard.local(shard.place(block, DIMS, rules, mesh))
     comm = shard.comm(mesh, rules, order or 1)
     if not order:
         comm = type(comm)(open=comm.open)
     f = functools.partial(loss, comm=comm)
-    return {name: (FIRST | SECOND)[name](f, adapters, placed, draw(10 + dist.get_rank(), 3, 8)) for name in names}
+    adapters, x = on(shard.device_of(mesh), [adapters, draw(10 + dist.get_rank(), 3, 8)])
+    return {name: (FIRST | SECOND)[name](f, adapters, placed, x) for name in names}
+
+
+def on_one_rank(order, names, device):
+    with mesh_of_one(device) as mesh:
+        return on(HOST, on_rank(order, names, mesh))
 
 
 @functools.cache
@@ -171,12 +187,21 @@ def test_transforms_of_a_gathered_block_against_one_process(n, comm, transform):
         torch.testing.assert_close(tree.leaves(got[transform]), tree.leaves(want), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("comm", ["plain", "remat order 2"])
+def test_transforms_of_a_gathered_block_on_one_rank(comm, device):
+    block, adapters = block_and_adapters()
+    names = (*FIRST, *SECOND)
+    (got,) = ranks.run(1, on_one_rank, COMMS[comm], names, device)
+    for name in names:
+        want = (FIRST | SECOND)[name](loss, adapters, block, draw(10, 3, 8))
+        torch.testing.assert_close(tree.leaves(got[name]), tree.leaves(want), rtol=1e-6, atol=1e-6)
+
+
 def shared_gather():
     """Map over examples with a bundle that is not mapped, which is gathered once, not once for each example."""
     block, adapters = block_and_adapters()
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
-    dims = {"": {"norm": "embed", "up": "ffn embed", "down": "out ffn", "bias": "out"}}
-    placed = shard.local(shard.place(block, dims, rules, mesh))
+    placed = shard.local(shard.place(block, DIMS, rules, mesh))
     f = functools.partial(loss, comm=shard.comm(mesh, rules))
     with collectives.traffic() as t:
         vmap(grad(f), (0, None, 0))(lora.stack([adapters] * 3), placed, draw(9, 3, 8))
@@ -209,8 +234,7 @@ def test_vmap_over_a_stack_of_bundles(n):
 def wrong_weight():
     block, adapters = block_and_adapters()
     mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
-    dims = {"": {"norm": "embed", "up": "ffn embed", "down": "out ffn", "bias": "out"}}
-    placed = shard.local(shard.place(block, dims, rules, mesh))
+    placed = shard.local(shard.place(block, DIMS, rules, mesh))
     grad(loss)({"up": adapters["up"], "gate": adapters["up"]}, placed, draw(9, 3, 8), shard.comm(mesh, rules))
 
 

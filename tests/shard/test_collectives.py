@@ -8,8 +8,11 @@ import torch.distributed as dist
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fquant.device import HOST
 from shard import collectives
 from tests.helpers import ranks
+from tests.helpers.devices.placing import on
+from tests.helpers.sharding.meshes import mesh_of_one
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -70,9 +73,9 @@ def inputs(name, n):
     return draw(*of, *x_shape(n)), draw(*of, *x_shape(n)), draw(BATCH, *of, *x_shape(n)), draw(n, *w_shape(n))
 
 
-def on_rank(name):
-    n, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    x, t, batch, w = inputs(name, n)
+def on_rank(name, group=None, device=HOST):
+    n, rank, group = dist.get_world_size(), dist.get_rank(), group or dist.group.WORLD
+    x, t, batch, w = on(device, inputs(name, n))
     w = w[rank]
     if name not in SHARED:
         x, t, batch = x[rank], t[rank], batch[:, rank]
@@ -97,6 +100,11 @@ def on_rank(name):
         "make_fx": make_fx(g, tracing_mode="fake")(x, w)(x, w),
         "make_fx vmap grad": make_fx(each, tracing_mode="fake")(batch, w)(batch, w),
     }
+
+
+def on_one_rank(name, device):
+    with mesh_of_one(device) as mesh:
+        return on(HOST, on_rank(name, mesh.get_group("fsdp"), device))
 
 
 def in_one_process(name, n):
@@ -141,8 +149,19 @@ def both(name, n):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_transforms_against_one_process(name, n, transform):
-    got, wanted = both(name, n)
-    for rank in range(n):
+    assert_same(name, transform, *both(name, n))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_on_one_rank(name, device):
+    got, wanted = ranks.run(1, on_one_rank, name, device), in_one_process(name, 1)
+    for transform in TRANSFORMS:
+        assert_same(name, transform, got, wanted)
+
+
+def assert_same(name, transform, got, wanted):
+    """Compare the results of ranks with those of one process."""
+    for rank in range(len(got)):
         want = wanted[transform]
         if name not in SHARED or transform in PER_LOSS:
             want = want[rank]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .codes import INTERPRETED, narrow, on, tl, triton, widen
+from .codes import EXACT, INTERPRETED, narrow, on, tl, triton, widen
 
 TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 LOG2E = tl.constexpr(1 / math.log(2))
@@ -54,7 +54,7 @@ FLOAT32 = Plan(  # without the accelerator, beside whose loads registers spill
 )
 PLANS: dict[int, Table] = {
     80: {
-        64: Plan(Tiles(64, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 2), False),
+        64: Plan(Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 2), False),
         128: Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2), False),
         256: Plan(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), False),
     },
@@ -65,7 +65,7 @@ PLANS: dict[int, Table] = {
     },
     100: {
         64: Plan(Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
-        128: Plan(Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        128: Plan(Tiles(128, 64, 8, 3), Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
         256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 64, 8, 2)),
     },
 }
@@ -132,7 +132,7 @@ def spans(runs: Tensor | None, size: int) -> Tensor | None:
     b, t = runs.shape
     out = runs.new_empty(b, triton.cdiv(t, size), 4, dtype=torch.int32)
     with on(runs):
-        _spans[(b * out.shape[1],)](runs, out, t, size, SCAN, num_warps=4)
+        _spans[(b * out.shape[1],)](runs, out, t, size, SCAN, num_warps=4, **EXACT)
     return out
 
 

@@ -1,7 +1,6 @@
 """The checks of kernels against the reference, in Triton's interpreter: right ones pass, and wrong ones do not."""
 
 import itertools
-import warnings
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -22,9 +21,8 @@ def test_kernels_that_are_right_pass():
     with check.poisoned():
         assert check.check_formats("cpu", 1, [NF4_DQ]) == {"decodings": 2, "products": 4}
         assert check.check_draws("cpu", 1, 2001) == {"draws": 17}
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # numpy's, of infinities
-            assert check.check_losses("cpu", 1, (7, 300)) == {"losses": 23}
-            assert check.check_norms("cpu", 1, (7, 300)) == {"norms": 23}
+        assert check.check_losses("cpu", 1, (7, 300)) == {"losses": 23}
+        assert check.check_norms("cpu", 1, (7, 300)) == {"norms": 23}
     assert check.check_big("cpu", 2, (80, 320)) == {"encodings": 1, "decodings": 2, "products": 4}
     assert not torch.are_deterministic_algorithms_enabled()
 

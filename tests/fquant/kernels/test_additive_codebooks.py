@@ -11,6 +11,7 @@ from fquant import kernels
 from fquant.format import AQ_2X8, AQ_3X8, NF4, Vectors
 from fquant.kernels import additive_codebooks, packed_ops
 from fquant.kernels.spec import Spec, layout
+from tests.helpers.devices.placing import on
 from tests.helpers.formats import DTYPES, alike, draw, shifted, strided
 from tests.helpers.kernels.rounding import assert_product
 
@@ -26,9 +27,14 @@ kinds = pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def drawn(device, spec, *stack):
+    """Draw buffers on the host, and move them."""
+    return on(device, draw(spec, *stack))
+
+
 def naive(buffers, spec):
     """Return the array, computed an element at a time in float32."""
-    codes, scale, table = (t.numpy() for t in buffers)
+    codes, scale, table = (t.cpu().numpy() for t in buffers)
     how, width = spec.format.vectors, spec.shape[-1]
     table, block = table.reshape(how.stages, 256, how.dim), spec.format.block or width
     codes, scale = codes.reshape(-1, codes.shape[-1]), scale.reshape(-1, scale.shape[-1])
@@ -47,13 +53,13 @@ def naive(buffers, spec):
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @kinds
-def test_decode_equals_a_naive_loop(format, shape, dtype):
+def test_decode_equals_a_naive_loop(format, shape, dtype, device):
     spec = Spec(format, shape, dtype)
-    buffers = draw(spec)
+    buffers = drawn(device, spec)
     wanted = naive(buffers, spec)
     for given in (buffers, [shifted(b) for b in buffers], [strided(b) for b in buffers]):
         for out in DTYPES:
-            assert alike(packed_ops.decode(given, spec, out), wanted.to(out))
+            assert alike(packed_ops.decode(given, spec, out).cpu(), wanted.to(out))
 
 
 def test_a_buffer_is_as_the_layout_says():
@@ -68,15 +74,15 @@ def test_a_buffer_is_as_the_layout_says():
 @dtypes
 @pytest.mark.parametrize("shape, m", [((24, 100), 5), ((300, 40), 1), ((1, 8), 3), ((24, 100), 0)], ids=str)
 @kinds
-def test_products(format, shape, m, dtype, monkeypatch):
+def test_products(format, shape, m, dtype, device, monkeypatch):
     monkeypatch.setattr(
         additive_codebooks, "TILE", 7 * 4 * shape[1]
     )  # so that most have several tiles, and a short last one
     spec = Spec(format, shape, torch.bfloat16)
-    buffers, g = draw(spec), torch.Generator().manual_seed(1)
+    buffers, g = drawn(device, spec), torch.Generator().manual_seed(1)
     w = packed_ops.decode(buffers, spec, dtype)
-    x = torch.randn(m, shape[1], generator=g).to(dtype)
-    y = torch.randn(m, shape[0], generator=g).to(dtype)
+    x = torch.randn(m, shape[1], generator=g).to(device, dtype)
+    y = torch.randn(m, shape[0], generator=g).to(device, dtype)
     for strides in (lambda t: t, strided, lambda t: t.T.contiguous().T):
         assert_product(packed_ops.matmul(strides(x), buffers, spec), x, w.T)
         assert_product(packed_ops.matmul_t(strides(y), buffers, spec), y, w)
@@ -84,11 +90,11 @@ def test_products(format, shape, m, dtype, monkeypatch):
 
 @pytest.mark.parametrize("stack", [(3,), (2, 3), (0,)], ids=str)
 @kinds
-def test_stacks(format, stack):
+def test_stacks(format, stack, device):
     spec = Spec(format, (24, 40), torch.float32)
-    buffers = draw(spec, stack)
+    buffers = drawn(device, spec, stack)
     each = [[b.flatten(0, len(stack) - 1)[i] for b in buffers] for i in range(int(np.prod(stack)))]
-    x, g = torch.randn(*stack, 5, 40), torch.randn(*stack, 5, 24)
+    x, g = torch.randn(*stack, 5, 40, device=device), torch.randn(*stack, 5, 24, device=device)
     same = lambda got, one: all(map(torch.equal, got.flatten(0, len(stack) - 1), one))
     assert same(
         packed_ops.decode(buffers, spec, torch.float32), [packed_ops.decode(b, spec, torch.float32) for b in each]
@@ -104,15 +110,15 @@ def test_stacks(format, stack):
 
 
 @pytest.mark.parametrize("name, width", [("matmul", 40), ("matmul_t", 24)])
-def test_into_memory_that_is_given(name, width):
+def test_into_memory_that_is_given(name, width, device):
     spec = Spec(AQ_2X8, (24, 40), torch.float32)
-    buffers, x = draw(spec), torch.randn(5, width)
-    out = torch.full((5, 64 - width), torch.nan)
+    buffers, x = drawn(device, spec), torch.randn(5, width, device=device)
+    out = torch.full((5, 64 - width), torch.nan, device=device)
     op = getattr(torch.ops.fquant, name)
     op.out(x, buffers, spec.format.text, spec.shape, spec.dtype, out0=out)
     assert torch.equal(out, getattr(kernels, name)(x, buffers, spec))
     with pytest.raises(ValueError, match=r"a result was to go into torch.float32 \(5, 3\) .* wanted contiguous"):
-        getattr(additive_codebooks, name)(x, buffers, spec, torch.zeros(5, 3))
+        getattr(additive_codebooks, name)(x, buffers, spec, torch.zeros(5, 3, device=device))
 
 
 class Largest(TorchDispatchMode):
@@ -129,9 +135,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name, width", [("matmul", 512), ("matmul_t", 4096)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_product_makes_no_dense_weight(name, width, dtype):
+def test_a_product_makes_no_dense_weight(name, width, dtype, device):
     spec = Spec(AQ_3X8, (4096, 512), torch.bfloat16)  # 8 MiB in float32
-    buffers, x = draw(spec), torch.randn(3, width).to(dtype)
+    buffers, x = drawn(device, spec), torch.randn(3, width).to(device, dtype)
     with Largest() as seen:
         getattr(additive_codebooks, name)(x, buffers, spec)
     assert additive_codebooks.TILE <= seen.nbytes <= 2 * additive_codebooks.TILE

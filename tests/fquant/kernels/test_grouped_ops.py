@@ -9,11 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fquant import dequantize, quantize, tree
 from fquant.format import AQ_2X8, DYNAMIC8, INT4_ZERO, NF4, NF4_DQ
-from fquant.kernels import grouped_ops, packed_ops
+from fquant.kernels import dispatch, grouped_ops, packed_ops
 from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.spec import Spec
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
+from tests.helpers.devices.placing import on
 
 COUNTS = torch.tensor([4, 0, 1, 2])
 FORMATS = {
@@ -29,9 +30,9 @@ def spec_of(p):
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_members(format):
+def test_members(format, device):
     """Every matrix of a stack decodes to its part of the whole; odd sizes cut nested blocks in their middle."""
-    w = randn(4, 17, 100)
+    w = randn(4, 17, 100).to(device)
     each = tree.map(lambda *t: torch.stack(t), *[quantize(matrix, format) for matrix in w])
     for p in (quantize(w, format), each):
         for e, wanted in enumerate(dequantize(p)):
@@ -39,15 +40,16 @@ def test_members(format):
         assert grouped_ops.num_groups(buffers(p), spec_of(p)) == 4
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("forced", [None, "reference"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_backends(monkeypatch, format, backend):
-    monkeypatch.setenv(VARIABLE, backend)
+def test_backends(monkeypatch, format, forced, device):
+    monkeypatch.setenv(VARIABLE, forced or dispatch.BY_DEVICE[device.type])
     p = quantize(randn(4, 17, 100), format)
+    there, counts, weight = on(device, p), COUNTS.to(device), dequantize(p)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for transposed, x in ((False, randn(7, 100).to(dtype)), (True, randn(7, 17).to(dtype))):
-            got = grouped_ops.packed(x, COUNTS, buffers(p), spec_of(p), transposed)
-            wanted = grouped_ops.dense(x, COUNTS, dequantize(p).to(dtype), transposed)
+            got = grouped_ops.packed(x.to(device), counts, buffers(there), spec_of(p), transposed).cpu()
+            wanted = grouped_ops.dense(x, COUNTS, weight.to(dtype), transposed)
             rtol, atol = {torch.bfloat16: (2e-2, 0.3)}.get(dtype, (1e-5, 1e-4))
             torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
 

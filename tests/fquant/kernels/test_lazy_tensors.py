@@ -13,6 +13,7 @@ from models.attention import attention
 from models.fused_cross_entropy import cross_entropy
 from models.norm import rms_norm
 from models.swiglu import gated
+from tests.helpers.devices.placing import on
 from tests.helpers.formats import alike
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -37,7 +38,7 @@ VERBS = {
 LAZY = {
     "negative": (torch._neg_view, torch.neg),
     "imaginary": (lambda t: torch.complex(t, t).conj().imag, torch.neg),
-    "zeros": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), torch.zeros_like),
+    "zeros": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device), torch.zeros_like),
 }
 
 
@@ -48,24 +49,25 @@ def same(a, b):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("lazy", LAZY)
-def test_a_verb_reads_the_values(verb, lazy):
+def test_a_verb_reads_the_values(verb, lazy, device):
     made, plain = LAZY[lazy]
-    f, rest = VERBS[verb], (W, ADAPTERS, DENSE, TARGETS)
+    f, (x, *rest) = VERBS[verb], on(device, [X, W, ADAPTERS, DENSE, TARGETS])
     mapped = vmap(lambda x: f(x.expand(6, 64), *rest))
-    wanted = f(plain(X), *rest)
-    assert same(f(made(X), *rest), wanted)
-    assert same(mapped(made(X)[:, None]), mapped(plain(X)[:, None]))
+    wanted = f(plain(x), *rest)
+    assert same(f(made(x), *rest), wanted)
+    assert same(mapped(made(x)[:, None]), mapped(plain(x)[:, None]))
     captured = jit(f)
     for first in (made, plain):  # a trace of the one is replayed with the other
-        assert same(captured(first(X), *rest), wanted) and same(captured(made(X), *rest), wanted)
+        assert same(captured(first(x), *rest), wanted) and same(captured(made(x), *rest), wanted)
     assert len(captured.traced) == 1
 
 
 @pytest.mark.parametrize("form", [NF4, NF4_DQ, INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("lazy", LAZY)
-def test_quantising_reads_the_values(form, lazy):
+def test_quantising_reads_the_values(form, lazy, device):
     made, plain = LAZY[lazy]
-    assert alike(dequantize(quantize(made(X), form)), dequantize(quantize(plain(X), form)))
+    x = X.to(device)
+    assert alike(dequantize(quantize(made(x), form)), dequantize(quantize(plain(x), form)))
 
 
 def test_derivatives_whose_zeros_are_nowhere():

@@ -1,6 +1,6 @@
-"""The CUDA kernels in Triton's interpreter, without a GPU: equal to the reference to the bit, products within bounds.
+"""The CUDA kernels in Triton's interpreter or on a card: equal to the reference to the bit, products within bounds.
 
-Tests marked ``interpreted`` run in a process of their own, where every pointer is checked
+Without a card, tests marked ``interpreted`` run in a process of their own, where every pointer is checked
 (tests/helpers/kernels/interpreter.py).
 """
 
@@ -58,22 +58,28 @@ def extremes(width, dtype):
 
 
 def assert_encoded(x, format):
-    codes, absmax = reference.encode(x, format)
+    codes, absmax = reference.encode(x.cpu(), format)
     finite = absmax.isfinite().all(-1)
-    got = packed_ops.encode(x, format)
+    got = [t.cpu() for t in packed_ops.encode(x, format)]
     assert alike(got[1], absmax) and got[0].shape == codes.shape and alike(got[0][finite], codes[finite])
 
 
 def assert_decoded(buffers, spec, out):
-    assert alike(packed_ops.decode(buffers, spec, out), reference.decode(buffers, spec, out))
+    wanted = reference.decode([b.cpu() for b in buffers], spec, out)
+    assert alike(packed_ops.decode(buffers, spec, out).cpu(), wanted)
+
+
+def drawn(device, spec, *args, **options):
+    """Draw buffers on the host, and move them."""
+    return [b.to(device) for b in draw(spec, *args, **options)]
 
 
 @named("dtype", FLOATS)
 @named("format", CODECS)
 @interpreted
-def test_encode(format, dtype):
+def test_encode(device, format, dtype):
     for width in (1, 64, 225):
-        assert_encoded(extremes(width, dtype), format)
+        assert_encoded(extremes(width, dtype).to(device), format)
 
 
 @given(
@@ -82,71 +88,71 @@ def test_encode(format, dtype):
     place=st.sampled_from(PLACES), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def _any_encoding(format, block, dtype, outer, width, place, seed):
+def _any_encoding(device, format, block, dtype, outer, width, place, seed):
     format = format if format.block is None else replace(format, block=block)
     x = torch.randn(*outer, width, generator=rng(seed)) * torch.randn(*outer, width, generator=rng(seed)).mul(3).exp()
     most = torch.finfo(dtype).max
-    assert_encoded(place(x.clamp(-most, most).to(dtype)), format)
+    assert_encoded(place(x.clamp(-most, most).to(device, dtype)), format)
 
 
 @interpreted
-def test_encode_any_shape():
-    _any_encoding()
+def test_encode_any_shape(device):
+    _any_encoding(device)
 
 
 @interpreted
-def test_ties_between_two_integers():
+def test_ties_between_two_integers(device):
     """Rows near midpoints of codes, where a division and a product with the reciprocal may differ."""
     halves = torch.cat([torch.tensor([127.0]), torch.arange(-126.5, 127)])
     top = torch.rand(40, 1, generator=rng(0)).half() + 1
     for x in (halves * torch.tensor([[2.0**-20], [0.25], [1.0], [1 / 3], [512.0]]), halves * (top / 127)):
         for format in (INT8, replace(INT8, block=32), replace(INT8, block=512)):
-            assert_encoded(x, format)
+            assert_encoded(x.to(device), format)
 
 
 @named("bad", [float("nan"), float("inf"), -float("inf")])
 @named("format", [NF4, INT8, BY_ROWS8, replace(INT8, name="blocks", block=64)])
 @interpreted
-def test_what_is_not_finite_shows_in_the_absmax(format, bad):
+def test_what_is_not_finite_shows_in_the_absmax(device, format, bad):
     for dtype, width in itertools.product(FLOATS, (64, 100)):
         x = torch.randn(3, width, generator=rng(0)).to(dtype)
         x[1, width - 1] = bad
-        absmax = packed_ops.encode(x, format)[1]
+        absmax = packed_ops.encode(x.to(device), format)[1]
         assert (~absmax.isfinite()).nonzero().tolist() == [[1, absmax.shape[1] - 1]]
 
 
 @named("dtype", FLOATS)
 @named("format", KINDS)
 @interpreted
-def test_decode(format, dtype):
+def test_decode(device, format, dtype):
     for shape, out in zip([(3, 65), (5, 96), (1, 4129)], itertools.cycle(DTYPES), strict=False):
         spec = Spec(format, shape, dtype)
-        assert_decoded(draw(spec, special=True), spec, out)
+        assert_decoded(drawn(device, spec, special=True), spec, out)
 
 
 @named("format", [f for f in KINDS if f.scale is not None])
 @interpreted
-def test_scales_are_numbered_through(format):
+def test_scales_are_numbered_through(device, format):
     """Scales are numbered over rows with gaps, and over several blocks of scales."""
     spec = Spec(format, (6, 4129), torch.bfloat16)
-    assert_decoded(draw(spec), spec, torch.bfloat16)
+    assert_decoded(drawn(device, spec), spec, torch.bfloat16)
 
 
 @named("format", [NF4, NF4_DQ, INT8])
 @interpreted
-def test_nothing(format):
+def test_nothing(device, format):
     for shape in ((0, 64), (0, 65)):
         spec = Spec(format, shape, torch.bfloat16)
-        assert_encoded(torch.empty(shape), format)
-        assert_decoded(draw(spec), spec, torch.float16)
+        assert_encoded(torch.empty(shape, device=device), format)
+        assert_decoded(drawn(device, spec), spec, torch.float16)
 
 
 @named("format", [NF4_DQ, INT8, *(f for f in KINDS if f.name in ("centred", "flat_centred", "scale_twice"))])
 @interpreted
-def test_decode_stacks_and_buffers_that_are_strewn_about(format):
+def test_decode_stacks_and_buffers_that_are_strewn_about(device, format):
     for shape, stack in [((2, 65), (2,)), ((4, 128), (2, 2)), ((2, 2, 7), (2,)), ((5,), (2,)), ((3, 64), (0,))]:
         spec = Spec(format, shape, torch.bfloat16)
-        buffers = draw(spec, stack)
+        buffers = drawn(device, spec, stack)
         for place in PLACES:
             assert_decoded([place(b) for b in buffers], spec, torch.float16)
         if stack[0]:
@@ -159,15 +165,15 @@ def test_decode_stacks_and_buffers_that_are_strewn_about(format):
     width=st.integers(1, 300) | st.integers(4000, 9000), stack=st.lists(st.integers(1, 2), max_size=2),
 )  # fmt: skip
 @settings(max_examples=50, deadline=None)
-def _any_decoding(format, block, dtype, out, shape, width, stack):
+def _any_decoding(device, format, block, dtype, out, shape, width, stack):
     format = format if format.block is None else replace(format, block=block)
     spec = Spec(format, (*shape, width), dtype)
-    assert_decoded(draw(spec, stack, seed=width), spec, out)
+    assert_decoded(drawn(device, spec, stack, seed=width), spec, out)
 
 
 @interpreted
-def test_decode_any_shape():
-    _any_decoding()
+def test_decode_any_shape(device):
+    _any_decoding(device)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -175,73 +181,73 @@ def test_decode_any_shape():
 
 @named("format", KINDS)
 @interpreted
-def test_products(format):
+def test_products(device, format):
     for shape, dtype, of, rows in [
         ((17, 264), torch.bfloat16, torch.bfloat16, 1),
         ((17, 264), torch.float32, torch.float32, 2),
         ((4, 33), torch.float16, torch.bfloat16, 3),
         ((4, 64), torch.bfloat16, torch.float64, 3),
     ]:
-        assert_products(format, shape, dtype, of, rows)
+        assert_products(device, format, shape, dtype, of, rows)
 
 
 @named("format", [f for f in KINDS if f.center or f.scale is not None])
 @interpreted
-def test_stacks(format):
+def test_stacks(device, format):
     for width in (256, 33):
-        assert_products(format, (17, width), torch.bfloat16, torch.bfloat16, 2, stack=(2,))
+        assert_products(device, format, (17, width), torch.bfloat16, torch.bfloat16, 2, stack=(2,))
 
 
 @named("rows", [0, 1, 3, 8, 9, 16, 17, 40, 64, 65])
 @interpreted
-def test_numbers_of_rows(rows):
+def test_numbers_of_rows(device, rows):
     for of in FLOATS:
-        assert_products(NF4_DQ, (20, 320), of, of, rows)
+        assert_products(device, NF4_DQ, (20, 320), of, of, rows)
 
 
 @interpreted
-def test_plans():
+def test_plans(device):
     module = importlib.import_module("fquant.kernels.triton.plans")
     some = [plan for plan in module.CANDIDATES if not isinstance(plan, module.Fused)]  # whose tests are beside
     for plan, format in zip(some, itertools.cycle([NF4_DQ, INT8, BY_ROWS8]), strict=False):
-        assert_products(format, (12, 1152), torch.bfloat16, torch.bfloat16, 9, plan=plan)
+        assert_products(device, format, (12, 1152), torch.bfloat16, torch.bfloat16, 9, plan=plan)
 
 
 @named("block", BLOCKS)
 @interpreted
-def test_blocks(block):
+def test_blocks(device, block):
     """Parts of a step that share a scale, or have several; whole steps, and short ones."""
     for format, width in ((NF4_DQ, 4096), (FP4, 1032), (replace(DYNAMIC8, flat=False), 2048 + 32)):
-        assert_products(replace(format, block=block), (12, width), FLOATS[1], FLOATS[2], 2)
+        assert_products(device, replace(format, block=block), (12, width), FLOATS[1], FLOATS[2], 2)
 
 
 @named("format", [NF4_DQ, INT8, replace(NF4_DQ, flat=True), replace(INT8, flat=True), replace(NF4, block=512)])
 @interpreted
-def test_tiles(format):
+def test_tiles(device, format):
     """Tiles of one, some and all rows, and of all or some columns; blocks that straddle rows."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     for size, shape in [(1, (3, 192)), (3000, (6, 448)), (3000, (20, 33)), (10**6, (6, 211))]:
         for of in (torch.bfloat16, torch.float64):
-            assert_products(format, shape, torch.bfloat16, of, 3, plan=module.Tiled(size))
+            assert_products(device, format, shape, torch.bfloat16, of, 3, plan=module.Tiled(size))
 
 
 @interpreted
-def test_tiles_of_packed_scales():
+def test_tiles_of_packed_scales(device):
     """Tiles begin at high scale numbers, by rows and by columns."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     for size in (2 * 1600 * 4, 10 * 2 * 512):  # 50 scales a row
-        assert_products(replace(NF4_DQ, block=32), (12, 1600), FLOATS[1], FLOATS[1], 2, plan=module.Tiled(size))
+        assert_products(device, replace(NF4_DQ, block=32), (12, 1600), FLOATS[1], FLOATS[1], 2, plan=module.Tiled(size))
 
 
 @interpreted
-def test_tiles_are_bounded():
+def test_tiles_are_bounded(device):
     """The memory of a tile is bounded for any weight."""
     module = importlib.import_module("fquant.kernels.triton.gemm")
     seen, decode_into = [], module.decode_into
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "decode_into", lambda w, out: (seen.append(out.nbytes), decode_into(w, out)))
         for shape, of in itertools.product([(20, 128), (60, 192)], DTYPES[1:]):
-            assert_products(NF4_DQ, shape, torch.bfloat16, of, 2, plan=module.Tiled(1 << 14))
+            assert_products(device, NF4_DQ, shape, torch.bfloat16, of, 2, plan=module.Tiled(1 << 14))
     assert len(seen) > 10 and max(seen) <= 1 << 14
 
 
@@ -251,20 +257,20 @@ def test_tiles_are_bounded():
     stack=st.lists(st.integers(0, 2), max_size=1), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def _any_products(format, block, dtype, of, rows, out, width, stack, seed):
+def _any_products(device, format, block, dtype, of, rows, out, width, stack, seed):
     format = format if format.block is None else replace(format, block=block)
-    assert_products(format, (out, width // 8 * 8 or width), dtype, of, rows, stack, seed)
+    assert_products(device, format, (out, width // 8 * 8 or width), dtype, of, rows, stack, seed)
 
 
 @interpreted
-def test_any_products():
-    _any_products()
+def test_any_products(device):
+    _any_products(device)
 
 
 @named("format", [NF4, NF4_DQ, INT8])
 @interpreted
-def test_operands_that_are_strewn_about(format):
-    buffers, spec, w, x, g = operands(format, (24, 256), torch.bfloat16, torch.bfloat16, 5, (2,))
+def test_operands_that_are_strewn_about(device, format):
+    buffers, spec, w, x, g = operands(device, format, (24, 256), torch.bfloat16, torch.bfloat16, 5, (2,))
     for place in PLACES:
         for some in (buffers, [place(b) for b in buffers]):
             assert_product(packed_ops.matmul(place(x), some, spec), x, w.mT)
@@ -277,23 +283,24 @@ def test_operands_that_are_strewn_about(format):
 
 
 @interpreted
-def test_weights_that_are_rounded_otherwise_would_show():
+def test_weights_that_are_rounded_otherwise_would_show(device):
     """The bound excludes weights in bfloat16 instead of float32, and a lost term."""
     buffers, spec, w, x, _ = operands(NF4, (16, 256), torch.bfloat16, torch.bfloat16, 3)
-    exact = reference.decode(buffers, spec._replace(dtype=torch.float32), torch.float32)
+    exact = reference.decode([b.cpu() for b in buffers], spec._replace(dtype=torch.float32), torch.float32)
     for wrong in (exact, w.float() * (torch.arange(256) != 100)):
         with pytest.raises(AssertionError, match="are wrong"):
             assert_product(packed_ops.matmul(x, buffers, spec).float(), x.float(), wrong.mT)
 
 
 @interpreted
-def test_transforms():
+def test_transforms(device):
     """linear with these kernels equals linear with the reference under torch.func."""
     w = [quantize(torch.randn(24, 64, generator=rng(i)), NF4_DQ) for i in range(2)]
     stack = tree.map(lambda *leaves: torch.stack(leaves), *w)
     x = torch.randn(2, 3, 64, generator=rng(3))
     loss = lambda x, w: linear(x, w).square().sum()
-    both = torch.func.vmap(torch.func.grad(loss))(x, stack)
+    there = tree.map(lambda t: t.to(device), (x, stack))
+    both = torch.func.vmap(torch.func.grad(loss))(*there).cpu()
     for i in range(2):
         d = reference.decode(tree.leaves(w[i]), Spec(NF4_DQ, (24, 64), torch.float32), torch.float32)
         assert torch.allclose(both[i], 2 * (x[i] @ d.T) @ d, rtol=1e-5, atol=1e-4)

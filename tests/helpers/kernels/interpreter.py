@@ -27,9 +27,7 @@ importlib.import_module("tests.conftest")  # which pytest does in its own proces
 
 
 def interpreted(test):
-    """Mark a test of ``device`` to run in the interpreter's process, or on the card of ``--device``."""
-    if "device" not in inspect.signature(test).parameters:
-        raise TypeError(f"{test.__name__} takes no device; wanted a test that makes its tensors on one")
+    """Mark a test to run in the interpreter's process, or, if it takes ``device``, on the card of ``--device``."""
 
     def here(interpreter, **params):
         interpreter(test.__module__, test.__name__, params)
@@ -42,9 +40,9 @@ def interpreted(test):
 
 
 @pytest.fixture(scope="module")
-def interpreter(device):
-    """Return what runs the body of a test: in the interpreter's process, or here if ``device`` is a card."""
-    if device.type == "cuda":
+def interpreter(request):
+    """Return what runs the body of a test: in the interpreter's process, or here if ``--device`` is a card."""
+    if request.config.getoption("device") != "cpu":  # no fixture, because not every test that takes this runs there
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(dispatch.VARIABLE, raising=False)
             assert dispatch.backend("cuda")[0] == "triton"

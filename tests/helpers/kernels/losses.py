@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fquant.device import HOST
 from fquant.kernels import reference
 from tests.helpers.formats import ISAS, alike, shifted, strided
 
@@ -29,12 +30,13 @@ TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0*
 IGNORE, INF, NAN = -100, math.inf, math.nan
 
 
-def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True):
-    """Draw logits [c v] and targets [c], every third ignored."""
+def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True, device=HOST):
+    """Draw logits [c v] and targets [c], every third ignored, on the host, and move them."""
     random = torch.Generator().manual_seed(seed)
     logits = (size * torch.randn(c, v, generator=random)).to(dtype)
     targets = torch.randint(v, (c,), generator=random)
-    return logits, torch.where(torch.arange(c) % 3 < 2, targets, IGNORE) if ignored else targets
+    targets = torch.where(torch.arange(c) % 3 < 2, targets, IGNORE) if ignored else targets
+    return logits.to(device), targets.to(device)
 
 
 def exact(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fquant.device import HOST
 from fquant.kernels import dispatch
 from tests.helpers.formats import ISAS, shifted, strided
 from tests.helpers.kernels.losses import EPS, TINY, assert_near
@@ -29,11 +30,11 @@ EPSILON = 1e-5
 SCALE = {"cpu": 13, "triton": 16, "reference": 16}
 
 
-def drawn(n, d, dtype=torch.float32, seed=0, size=1.0):
-    """Draw g [n d], x [n d] and a weight [d]."""
+def drawn(n, d, dtype=torch.float32, seed=0, size=1.0, device=HOST):
+    """Draw g [n d], x [n d] and a weight [d], on the host, and move them."""
     random = torch.Generator().manual_seed(seed)
     g, x = (torch.randn(n, d, generator=random) for _ in range(2))
-    return g.to(dtype), (size * x).to(dtype), (0.5 + torch.rand(d, generator=random)).to(dtype)
+    return tuple(t.to(device, dtype) for t in (g, size * x, 0.5 + torch.rand(d, generator=random)))
 
 
 def normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -43,9 +44,11 @@ def normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 def assert_scale(scale: Tensor, x: Tensor, eps: float, slack: float = 1, *note: object) -> None:
     """Check the scale of x; squares are float32, with a loss that is negligible beside eps or themselves."""
+    own = SCALE[dispatch.backend(x.device.type)[0]]
+    scale, x = scale.cpu(), x.cpu()
     mean = x.float().square().double().mean(-1) + eps
     exact = mean.rsqrt()
-    bound = exact * (EPS * SCALE[dispatch.backend("cpu")[0]] + 2.0**-149 / mean)
+    bound = exact * (EPS * own + 2.0**-149 / mean)
     assert_near(scale, exact, slack * bound.nan_to_num(0.0), "a scale", *note)
 
 
@@ -53,6 +56,7 @@ def assert_backward(
     dx: Tensor, g: Tensor, x: Tensor, weight: Tensor, scale: Tensor, slack: float = 1, *note: object
 ) -> None:
     """Check that ``dx`` is the gradient for x and its scale."""
+    dx, g, x, weight, scale = (t.cpu() for t in (dx, g, x, weight, scale))
     s = scale.double()[:, None]
     n, a = x.double() * s, g.double() * weight.to(x.dtype).double()
     exact = (a - n * (a * n).mean(-1, keepdim=True)) * s

@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import strategies as st
 
+from fquant.device import HOST
 from fquant.kernels.ops.pointwise_program import ARITY, DTYPES, OWN, PIECE, Program, Step
 from tests.helpers.arrays import rng
 from tests.helpers.formats import shifted, strided
@@ -53,7 +54,7 @@ SIZES = st.sampled_from([1, 2, 3, 16, 31, 64, 512, 513, 1025]) | st.integers(0, 
 
 
 @st.composite
-def cases(draw, ops=TORCHS):
+def cases(draw, ops=TORCHS, device=HOST):
     reads = draw(st.integers(2, 5))
     shape = draw(st.lists(SIZES, max_size=4).filter(lambda s: math.prod(s) < 5000))
     kinds, all_kinds, program = draw(programs(reads, ops, shape[-1] if shape else 1))
@@ -61,6 +62,6 @@ def cases(draw, ops=TORCHS):
     for i, kind in enumerate(kinds):
         own = [1 if i > 1 and draw(st.integers(0, 3)) == 0 else size for size in shape]
         own = own[draw(st.integers(0, len(own))) :] if i > 1 else own
-        x = values(math.prod(own), torch.float32, i).to(kind).reshape(own)
+        x = values(math.prod(own), torch.float32, i).to(device, kind).reshape(own)
         tensors.append(draw(st.sampled_from(PLACES))(x))
     return tensors, [all_kinds[i] for i in program.over], program

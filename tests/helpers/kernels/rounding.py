@@ -42,16 +42,21 @@ def bound(x: Tensor, w: Tensor) -> Tensor:
 
 
 def assert_product(got: Tensor, x: Tensor, w: Tensor, note: object = "") -> None:
-    """Check that ``got`` f[... m k] is ``x · w`` in x's dtype, within its bound: x f[... m n], w [... n k]."""
+    """Check that ``got`` f[... m k] is ``x · w`` in x's dtype, within its bound: x f[... m n], w [... n k].
+
+    All may be on any device; the exact product is computed on the host.
+    """
     product_of(x, w)(got, note)
 
 
 def product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, object], None]:
     """Return ``assert_product`` for these factors, with the exact product computed once for many results."""
+    x, w = x.cpu(), w.cpu()
     exact, allowed, dtype = x.double() @ w.double(), bound(x, w), x.dtype
 
     def check(got: Tensor, note: object) -> None:
         assert got.dtype == dtype and got.shape == exact.shape, (note, got.dtype, got.shape)
+        got = got.cpu()
         wrong = ~((got.double() - exact).abs() <= allowed)
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())

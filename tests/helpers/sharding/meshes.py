@@ -1,7 +1,15 @@
 """A small decoder, its batch and loss, and the sizes and dims of its blocks, for tests on a mesh."""
 
-import torch
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import shard
 from fquant import LOCAL, lora, random, tree
 from models import decoder
 from models.blocks import IGNORE, cross_entropy
@@ -49,3 +57,15 @@ def any_bits(*shape):
     """Return random bits, including NaNs with payloads, which must arrive too."""
     whole = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(1)).to(torch.int16)
     return whole.view(torch.bfloat16)
+
+
+@contextmanager
+def mesh_of_one(device: torch.device) -> Iterator[DeviceMesh]:
+    """Make a mesh of this rank alone on ``device``, in place of the group that the pool of ranks made."""
+    dist.destroy_process_group()
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        mesh = shard.mesh(device=device, fsdp=1)
+    yield mesh
+    shard.close()

@@ -12,6 +12,7 @@ from fquant.kernels.reference import causal_attention
 from fquant.kernels.reference import decoding as reference
 from tests.helpers.arrays import randn
 from tests.helpers.kernels.calls import nodes
+from tests.helpers.kernels.decoding import OPTIONS, assert_right, drawn
 
 BACKENDS = ["reference", *(f"cpu:{isa}" for isa in isas())]
 SIZES = [(1, 256, 4, 32, 64), (3, 77, 2, 6, 16), (2, 40, 1, 5, 24), (2, 130, 3, 3, 8), (1, 1, 1, 9, 130)]
@@ -24,23 +25,13 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def inputs(size, dtype=torch.float32):
-    b, slots, kv, heads, e = size
-    q, k, v = randn(b, heads, e).to(dtype), randn(b, slots, kv, e, seed=1).to(dtype), randn(b, slots, kv, e, seed=2)
-    position = torch.tensor([slots // 2, slots + 5, 0])[:b]
-    return q, k, v.to(dtype), position, randn(b, heads, seed=3)
-
-
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_attention_is_the_formula(backend, size, dtype):
-    *tensors, position, sinks = inputs(size, dtype)
-    for scale, cap, sink in ((None, None, None), (0.3, 2.0, None), (None, None, sinks), (0.2, 1.5, sinks)):
-        got = decoding.cached_attention(*tensors, position, scale, cap, sink)
-        wide = [t.double() for t in tensors]
-        exact = reference.cached_attention(*wide, position, scale, cap, None if sink is None else sink.double())
-        assert got.dtype is dtype
-        torch.testing.assert_close(got.double(), exact, rtol=0, atol=ROUNDING[dtype] * float(exact.abs().max()))
+    *tensors, sinks = drawn(*size, dtype)
+    for options in OPTIONS:
+        some = options.get("scale"), options.get("cap"), sinks if options.get("sinks") else None
+        assert_right(*tensors, *some)
 
 
 def test_the_formula_is_causal_attention():
@@ -52,7 +43,7 @@ def test_the_formula_is_causal_attention():
 
 
 def test_slots_behind_the_position_are_not_read(backend):
-    q, k, v, position, _ = inputs(SIZES[1])
+    q, k, v, position, _ = drawn(*SIZES[1])
     want = decoding.cached_attention(q, k, v, position)
     seen = torch.arange(77) <= position[:, None]
     k, v = (t.masked_fill(~seen[..., None, None], 1e30) for t in (k, v))
@@ -90,7 +81,7 @@ def test_linear_takes_it_for_large_weights_alone():
 
 
 def test_vmap():
-    q, k, v, position, sinks = (torch.stack([t, t.flip(0)]) for t in inputs(SIZES[1]))
+    q, k, v, position, sinks = (torch.stack([t, t.flip(0)]) for t in drawn(*SIZES[1]))
     got = vmap(lambda *args: decoding.cached_attention(*args[:4], None, None, args[4]))(q, k, v, position, sinks)
     for i in range(2):
         want = decoding.cached_attention(q[i], k[i], v[i], position[i], None, None, sinks[i])
@@ -108,12 +99,12 @@ FAULTS = {
 @pytest.mark.parametrize("message", FAULTS)
 def test_faults(message):
     with pytest.raises(ValueError) as error:
-        decoding.cached_attention(*FAULTS[message](*inputs(SIZES[1])[:4]))
+        decoding.cached_attention(*FAULTS[message](*drawn(*SIZES[1])[:4]))
     assert message in str(error.value)
 
 
 def test_faults_of_kinds():
-    q, k, v, position, _ = inputs(SIZES[1])
+    q, k, v, position, _ = drawn(*SIZES[1])
     with pytest.raises(TypeError, match="cached_attention got position torch.int32 beside q torch.float32"):
         decoding.cached_attention(q, k, v, position.int())
     with pytest.raises(TypeError, match="a gradient through cached_attention was asked for; it computes values only"):

@@ -7,18 +7,21 @@ from torch.func import jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from fquant.device import HOST
 from fquant.kernels.ops import nearest as module
 from fquant.kernels.ops.nearest import nearest
 from tests.helpers.arrays import named, rng
 
 
-def given(s=2, n=50, k=37, d=5, seed=0, dtype=torch.float32):
+def given(s=2, n=50, k=37, d=5, seed=0, dtype=torch.float32, device=HOST):
+    """Draw x, codes and their halved squares, on the host, and move them."""
     g = rng(seed)
-    x, codes = torch.randn(s, n, d, generator=g).to(dtype), torch.randn(s, k, d, generator=g)
+    x, codes = torch.randn(s, n, d, generator=g).to(device, dtype), torch.randn(s, k, d, generator=g).to(device)
     return x, codes, codes.square().sum(-1) / 2
 
 
 def oracle(x, codes, half, top):
+    x, codes, half = x.cpu(), codes.cpu(), half.cpu()
     scores = torch.einsum("snd,skd->snk", x.double(), codes.double()) - half.double()[:, None]
     best = scores.sort(dim=-1, descending=True, stable=True)
     return best.indices[..., :top], best.values[..., :top]
@@ -28,39 +31,39 @@ def oracle(x, codes, half, top):
 def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(module, "WIDEST", 8)
-    monkeypatch.setattr(module, "TILE", {"cpu": 4 * 8 * 6})  # 6 rows of 8 codes
+    monkeypatch.setattr(module, "TILE", dict.fromkeys(module.TILE, 4 * 8 * 6))  # 6 rows of 8 codes
 
 
 @named("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("top", [1, 2, 5, 37])
 @pytest.mark.parametrize("tiles", ["one", "many", "wide"])
-def test_nearest_is_that_of_all_scores(dtype, top, tiles, request, monkeypatch):
+def test_nearest_is_that_of_all_scores(dtype, top, tiles, device, request, monkeypatch):
     if tiles == "many":
         request.getfixturevalue("small_tiles")
     if tiles == "wide":
         monkeypatch.setattr(module, "BLOCK", 2)  # 19 blocks, which are searched first
-    args = given(dtype=dtype)
+    args = given(dtype=dtype, device=device)
     (which, score), (wanted, values) = nearest(*args, top), oracle(*args, top)
-    assert which.dtype == torch.int64 and torch.equal(which, wanted)
-    torch.testing.assert_close(score, values.float(), rtol=1e-5, atol=1e-5)
+    assert which.dtype == torch.int64 and torch.equal(which.cpu(), wanted)
+    torch.testing.assert_close(score.cpu(), values.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("top", [1, 3])
 @pytest.mark.parametrize("block", [2, 4, 64])
-def test_of_equal_scores_the_lowest_index_comes_first(top, block, small_tiles, monkeypatch):
+def test_of_equal_scores_the_lowest_index_comes_first(top, block, device, small_tiles, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", block)
     monkeypatch.setattr(module, "WIDEST", 16)
     g = rng(1)
-    codes = torch.randint(-1, 2, (1, 40, 2), generator=g).float()  # 9 distinct codes: exact ties across tiles
-    x = torch.randint(-2, 3, (1, 30, 2), generator=g).float()
+    codes = torch.randint(-1, 2, (1, 40, 2), generator=g).float().to(device)  # 9 distinct: exact ties across tiles
+    x = torch.randint(-2, 3, (1, 30, 2), generator=g).float().to(device)
     half = codes.square().sum(-1) / 2
-    assert torch.equal(nearest(x, codes, half, top)[0], oracle(x, codes, half, top)[0])
+    assert torch.equal(nearest(x, codes, half, top)[0].cpu(), oracle(x, codes, half, top)[0])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
 @pytest.mark.parametrize("top", [1, 3])
-def test_a_row_without_a_finite_score_has_no_code(bad, top, small_tiles):
-    x, codes, half = given()
+def test_a_row_without_a_finite_score_has_no_code(bad, top, device, small_tiles):
+    x, codes, half = given(device=device)
     wanted = nearest(x, codes, half, top)
     broken = x.clone()
     broken[1, 4, 2] = bad
@@ -71,14 +74,14 @@ def test_a_row_without_a_finite_score_has_no_code(bad, top, small_tiles):
     assert torch.equal(which, clean) and wanted[0].min() >= 0
 
 
-def test_of_no_rows():
-    x, codes, half = given(n=0)
+def test_of_no_rows(device):
+    x, codes, half = given(n=0, device=device)
     which, score = nearest(x, codes, half, 2)
     assert which.shape == score.shape == (2, 0, 2)
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them(small_tiles):
-    x, codes, half = given(s=1)
+def test_rows_do_not_depend_on_the_rows_beside_them(device, small_tiles):
+    x, codes, half = given(s=1, device=device)
     whole = nearest(x, codes, half)[0]
     parts = [nearest(part, codes, half)[0] for part in x.split([7, 0, 43], 1)]
     assert torch.equal(torch.cat(parts, 1), whole)
@@ -92,8 +95,8 @@ def test_no_matrix_of_all_scores_is_made():
     assert extra_bytes(lambda: nearest(*args)) < module.TILE["cpu"] + 100 * 3000
 
 
-def test_mapped():
-    xs, codes, half = zip(*(given(seed=i) for i in range(3)), strict=True)
+def test_mapped(device):
+    xs, codes, half = zip(*(given(seed=i, device=device) for i in range(3)), strict=True)
     xs, codes, half = map(torch.stack, (xs, codes, half))
     each = lambda x, c, h: torch.stack([nearest(*t, 2)[0] for t in zip(x, c, h, strict=True)])
     f = lambda x, c, h: nearest(x, c, h, 2)[0]

@@ -1,6 +1,7 @@
 """The negative log likelihood and its gradient on every backend, against float64 with counted roundings.
 
-Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter, or on the card of ``--device``
+(tests/helpers/kernels/interpreter.py).
 """
 
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
+from fquant.device import HOST
 from fquant.kernels import cpu, dispatch, reference
 from fquant.kernels.ops.nll import nll, nll_backward
 from tests.helpers.arrays import named, rng
@@ -42,17 +44,24 @@ def assert_right(logits, targets, ignore=IGNORE, factor=None):
     got, (again, slope) = nll(logits, targets, ignore), nll_backward(logits, targets, ignore, factor)
     assert alike(got, again) and got.is_contiguous() and slope.is_contiguous()
     assert got.dtype is torch.float32 and slope.dtype is logits.dtype and slope.shape == logits.shape
+    extra = steps(logits)
+    logits, targets, factor = logits.cpu(), targets.cpu(), None if factor is None else factor.cpu()
     value, true, bound, slope_bound = exact(logits, targets, ignore, factor)
-    assert_near(got, value, bound + EPS * steps(logits, value))
+    got, slope = got.cpu(), slope.cpu()
+    assert_near(got, value, bound + EPS * extra(value))
     assert_near(slope, true, slope_bound)
     ignored = targets == ignore
     assert not got[ignored].any() and not slope[ignored].any()
 
 
-def steps(logits, value):
-    """Return the sum of the magnitudes that are rounded to float32 between the logarithm and the value."""
-    once, largest = value.abs(), logits.double().abs().nan_to_num(0.0, 0.0, 0.0).amax(-1)
-    return {"cpu": once, "triton": 2 * once, "reference": once + 2 * largest}[dispatch.backend("cpu")[0]]
+def steps(logits):
+    """Return a function of values: the sum of what is rounded to float32 between the logarithm and the value."""
+    largest = logits.cpu().double().abs().nan_to_num(0.0, 0.0, 0.0).amax(-1)
+    return {
+        "cpu": lambda value: value.abs(),
+        "triton": lambda value: 2 * value.abs(),
+        "reference": lambda value: value.abs() + 2 * largest,
+    }[dispatch.backend(logits.device.type)[0]]
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -89,12 +98,13 @@ def test_random_rows(backend, call, threads):
         assert_right(*call)
 
 
-def assert_all_right(dtype, *places):
+def assert_all_right(dtype, *places, device=HOST):
     """Check every row with targets at ``places``, and ignored."""
     for row in ROWS.values():
         targets = torch.tensor([*places, IGNORE])
         logits = row.clamp(-6e4, 6e4) if dtype is torch.float16 and not row.isinf().any() else row
-        assert_right(logits.to(dtype).expand(len(targets), -1), targets, IGNORE, torch.linspace(-2, 2, len(targets)))
+        rows, factor = logits.to(device, dtype).expand(len(targets), -1), torch.linspace(-2, 2, len(targets))
+        assert_right(rows, targets.to(device), IGNORE, factor.to(device))
 
 
 @named("backend", BACKENDS)
@@ -161,7 +171,7 @@ def test_nothing_is_made_beside_the_results():
     assert peak.most == 64 * 4
 
 
-# --- in Triton's interpreter ------------------------------------------------------------------------------------------
+# --- in Triton ------------------------------------------------------------------------------------------------------
 
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton")
 
@@ -169,19 +179,19 @@ triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not i
 @triton
 @pytest.mark.xdist_group("interpreter")
 @interpreted
-def test_triton():
+def test_triton(device):
     for i, v in enumerate([1, 2, 17, 64, 127, 1000, 4096, 4097, 8200]):
-        logits, targets = drawn(i % 4, v, DTYPES[i % 3], seed=i, size=10.0 ** (i % 3))
-        assert_right(PLACES[i % 5](logits), strided(targets), IGNORE, None if i % 2 else torch.randn(i % 4))
-    for targets in (torch.tensor([0, 18, 19]), torch.tensor([0, -1, 3])):
+        logits, targets = drawn(i % 4, v, DTYPES[i % 3], i, 10.0 ** (i % 3), device=device)
+        factor = None if i % 2 else torch.randn(i % 4, generator=rng(i)).to(device)
+        assert_right(PLACES[i % 5](logits), strided(targets), IGNORE, factor)
+    for targets in ([0, 18, 19], [0, -1, 3]):
         with pytest.raises(IndexError, match="wanted one in"):
-            nll(torch.ones(3, 19), targets, IGNORE)
+            nll(torch.ones(3, 19, device=device), torch.tensor(targets, device=device), IGNORE)
 
 
 @triton
 @pytest.mark.xdist_group("interpreter")
 @named("dtype", DTYPES)
 @interpreted
-def test_triton_rows_of_all_kinds(dtype):
-    with pytest.warns(RuntimeWarning, match="encountered in"):  # numpy's, of infinities
-        assert_all_right(dtype, 4095)
+def test_triton_rows_of_all_kinds(device, dtype):
+    assert_all_right(dtype, 4095, device=device)

@@ -1,8 +1,10 @@
 """Norms of rows and their gradients on every backend, against float64 with counted roundings.
 
-Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter, or on the card of ``--device``
+(tests/helpers/kernels/interpreter.py).
 """
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vjp
 
+from fquant.device import HOST
 from fquant.kernels import cpu, reference
 from fquant.kernels.ops.norm import rms_norm, rms_norm_backward
 from tests.helpers.arrays import named
@@ -33,7 +36,7 @@ def assert_right(g, x, weight, eps=EPSILON):
     assert y.dtype is dx.dtype is x.dtype and scale.dtype is torch.float32
     assert y.shape == dx.shape == x.shape and scale.shape == x.shape[:1]
     assert_scale(scale, x, eps)
-    assert alike(y, normed(x, weight, scale))
+    assert alike(y.cpu(), normed(x.cpu(), weight.cpu(), scale.cpu()))
     assert_backward(dx, g, x, weight, scale)
 
 
@@ -67,11 +70,11 @@ def test_random_rows(backend, call, threads):
         assert_right(*call)
 
 
-def assert_all_right(dtype):
+def assert_all_right(dtype, device=HOST):
     """Check rows of all kinds, together and each alone."""
-    rows = torch.stack(list(ROWS.values()))
+    rows = torch.stack(list(ROWS.values())).to(device)
     rows = torch.where(rows.isinf(), rows, rows.clamp(-6e4, 6e4)) if dtype is torch.float16 else rows
-    g, _, weight = drawn(len(rows), rows.shape[1], dtype)
+    g, _, weight = drawn(len(rows), rows.shape[1], dtype, device=device)
     assert_right(g, rows.to(dtype), weight)
     for row in rows.to(dtype):
         assert_right(g[:1, :70], row[None, :70], weight[:70])
@@ -165,7 +168,7 @@ def test_nothing_is_made_beside_the_results():
         assert peak.most == 64 * 5000 * 2
 
 
-# --- in Triton's interpreter ------------------------------------------------------------------------------------------
+# --- in Triton ------------------------------------------------------------------------------------------------------
 
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton")
 
@@ -173,18 +176,18 @@ triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not i
 @triton
 @pytest.mark.xdist_group("interpreter")
 @interpreted
-def test_triton():
+def test_triton(device):
     for i, d in enumerate([1, 2, 17, 64, 127, 1000, 4096, 4097, 8200]):
-        g, x, weight = drawn((3, 70, 9, 65)[i % 4], d, DTYPES[i % 3], seed=i, size=10.0 ** (i % 3))
+        g, x, weight = drawn((3, 70, 9, 65)[i % 4], d, DTYPES[i % 3], i, 10.0 ** (i % 3), device)
         assert_right(PLACES[-i % 5](g), PLACES[i % 5](x), strided(weight.to(DTYPES[i // 3])))
-    assert rms_norm(torch.ones(0, 5), torch.ones(5), EPSILON)[0].shape == (0, 5)
-    assert rms_norm(torch.ones(2, 9).double(), torch.ones(9), EPSILON)[1].dtype is torch.float64
+    ones = partial(torch.ones, device=device)
+    assert rms_norm(ones(0, 5), ones(5), EPSILON)[0].shape == (0, 5)
+    assert rms_norm(ones(2, 9).double(), ones(9), EPSILON)[1].dtype is torch.float64
 
 
 @triton
 @pytest.mark.xdist_group("interpreter")
 @named("dtype", DTYPES)
 @interpreted
-def test_triton_rows_of_all_kinds(dtype):
-    with pytest.warns(RuntimeWarning, match="encountered in"):  # numpy's, of infinities
-        assert_all_right(dtype)
+def test_triton_rows_of_all_kinds(device, dtype):
+    assert_all_right(dtype, device)

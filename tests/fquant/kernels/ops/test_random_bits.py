@@ -1,6 +1,7 @@
 """Random bits: every backend gives those of the reference, as one op that all transforms accept.
 
-Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter (tests/helpers/kernels/interpreter.py).
+Tests marked ``interpreted`` run the Triton kernels in Triton's interpreter, or on the card of ``--device``
+(tests/helpers/kernels/interpreter.py).
 """
 
 import ctypes
@@ -51,13 +52,13 @@ def same(a, b):
 
 
 def assert_draws(key, threshold, shape):
-    words = reference.bits(key, shape)
-    assert same(random_bits.bits(key, shape), words)
-    assert same(random_bits.bernoulli(key, threshold, shape), words < threshold)
+    words = reference.bits(key.cpu(), shape)
+    assert same(random_bits.bits(key, shape).cpu(), words)
+    assert same(random_bits.bernoulli(key, threshold, shape).cpu(), words < threshold)
 
 
 def assert_folds(key, data):
-    assert same(random_bits.fold(key, data), reference.fold(key, data))
+    assert same(random_bits.fold(key, data).cpu(), reference.fold(key.cpu(), data.cpu()))
 
 
 # --- the words --------------------------------------------------------------------------------------------------------
@@ -222,19 +223,19 @@ TRANSFORMS = {  # of f, B rows and directions, and k: keys [B] or masks
 }
 
 
-@named("backend", ["reference", *ISAS[-1:]])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_transforms(transform, backend):
+def test_transforms(transform, device):
     wanted = transform(masked, X, V, MASKS)
-    with forced(backend):
-        got = transform(dropped, X, V, ONE_EACH)
-    assert got.abs().max() > 0
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for backend in ("reference", dispatch.backend(device.type)[0]):
+        with forced(backend):
+            got = transform(dropped, *(t.to(device) for t in (X, V, ONE_EACH)))
+        assert got.abs().max() > 0
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_vmap_of_fold():
+def test_vmap_of_fold(device):
     """Either or both are mapped, along any dim, with different ranks."""
-    key, data = any_ints((2, 3)), any_ints((4, 2, 3), 1)
+    key, data = any_ints((2, 3)).to(device), any_ints((4, 2, 3), 1).to(device)
     loop = lambda f, n: torch.stack([f(i) for i in range(n)])
     assert same(
         vmap(random_bits.fold)(key, data.movedim(1, 0)), loop(lambda i: random_bits.fold(key[i], data[:, i]), 2)
@@ -248,12 +249,13 @@ def test_vmap_of_fold():
     assert same(both, random_bits.fold(key[0, :, None], data[:, 0, 0]))
 
 
-def test_vmap_of_draws():
+def test_vmap_of_draws(device):
     """A key with several dims is mapped along each of them."""
+    keys = KEYS.to(device)
     for draw in (lambda k: random_bits.bits(k, (5,)), lambda k: random_bits.bernoulli(k, 2**31, (2, 2))):
         for dim in (0, 1):
-            assert same(vmap(draw, dim)(KEYS), torch.stack([draw(k) for k in KEYS.unbind(dim)]))
-        assert same(vmap(vmap(draw), 1)(KEYS), draw(KEYS.mT))
+            assert same(vmap(draw, dim)(keys), torch.stack([draw(k) for k in keys.unbind(dim)]))
+        assert same(vmap(vmap(draw), 1)(keys), draw(keys.mT))
 
 
 def test_compiled_for_sizes_that_change():
@@ -327,7 +329,7 @@ def test_a_library_that_lacks_them_is_of_other_sources(monkeypatch):
         library.load.__wrapped__()
 
 
-# --- in Triton's interpreter ------------------------------------------------------------------------------------------
+# --- in Triton ------------------------------------------------------------------------------------------------------
 
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton")
 
@@ -335,26 +337,26 @@ triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not i
 @triton
 @pytest.mark.xdist_group("interpreter")
 @interpreted
-def test_triton_draws():
+def test_triton_draws(device):
     for stack, shape in [((), ()), ((3,), (1,)), ((2, 2), (2,)), ((2,), (5, 3)), ((0,), (3,)), ((3,), (0,)),
                          ((), (1023,)), ((2,), (1024,)), ((1,), (1025,)), ((2, 2), (3001,))]:  # fmt: skip
         for place, threshold in zip(PLACES, (0, 1, 2**31 + 5, 2**32), strict=True):
-            assert_draws(place(any_ints(stack)), threshold, shape)
+            assert_draws(place(any_ints(stack).to(device)), threshold, shape)
 
 
 @triton
 @pytest.mark.xdist_group("interpreter")
 @interpreted
-def test_triton_folds():
+def test_triton_folds(device):
     for key, data in [((), ()), ((3,), ()), ((), (600,)), ((2, 1), (700,)), ((0,), ()), ((5, 3), (5, 3))]:
         for place in PLACES:
-            assert_folds(place(any_ints(key)), place(any_ints(data, 1)))
+            assert_folds(place(any_ints(key).to(device)), place(any_ints(data, 1).to(device)))
 
 
 @triton
 @pytest.mark.xdist_group("interpreter")
 @interpreted
-def test_dropout_in_triton():
-    assert dispatch.backend("cpu")[0] == "triton"
-    got = vmap(grad(dropped))(X, ONE_EACH)
-    torch.testing.assert_close(got, vmap(grad(masked))(X, MASKS), rtol=1e-12, atol=1e-12)
+def test_dropout_in_triton(device):
+    assert dispatch.backend(device.type)[0] == "triton"
+    got = vmap(grad(dropped))(X.to(device), ONE_EACH.to(device))
+    torch.testing.assert_close(got.cpu(), vmap(grad(masked))(X, MASKS), rtol=1e-12, atol=1e-12)

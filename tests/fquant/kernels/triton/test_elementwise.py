@@ -1,4 +1,4 @@
-"""Elementwise programs in Triton: the bits of the reference in the interpreter; compiled for three kinds of devices."""
+"""Elementwise programs in Triton: the bits of the reference; compiled for three kinds of devices."""
 
 import itertools
 import re
@@ -16,33 +16,38 @@ from tests.helpers.arrays import named
 from tests.helpers.formats import ISAS, alike, built, shifted, strided
 from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fits, compiled_for, opcodes
 from tests.helpers.kernels.interpreter import fuses, interpreted, interpreter  # noqa: F401
-from tests.helpers.kernels.pointwise import FLOATS, NUMBERS, TORCHS, cases, values
+from tests.helpers.kernels.pointwise import FLOATS, NUMBERS, TORCHS, cases
+from tests.helpers.kernels.pointwise import values as drawn
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
-pytestmark = [
-    pytest.mark.xdist_group("interpreter"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.xdist_group("interpreter")
 F32, BF16, F16 = FLOATS
 SMALL = (1e-40, -1e-45, float("inf"))  # constants that a compiler may round or flush
 
 
+def values(device, *args):
+    """Draw values on the host, and move them."""
+    return drawn(*args).to(device)
+
+
 def agrees(reads, program, write=()):
     """Return True if a program has the bits of the reference, in new tensors and in those that it overwrites."""
-    over = [t.clone() for t in write]
-    aliased = [next((o for o, t in zip(over, write, strict=True) if t is read), read) for read in reads]
+    over = [t.cpu().clone() for t in write]
+    aliased = [next((o for o, t in zip(over, write, strict=True) if t is read), read.cpu()) for read in reads]
     wanted = reference.pointwise(aliased, over, program.text)
     got = pointwise(reads, list(write), program)
-    return len(got) == len(wanted) and all(map(alike, (*got, *write), (*wanted, *over)))
+    return len(got) == len(wanted) and all(
+        alike(a.cpu(), b) for a, b in zip((*got, *write), (*wanted, *over), strict=True)
+    )
 
 
 @named("dtype", FLOATS)
 @named("op", [op for op in TORCHS if op not in ("to", "where")])
 @interpreted
-def test_a_step(op, dtype):
+def test_a_step(device, op, dtype):
     """Steps of tensors, of numbers on either side, and of a tensor without dims."""
-    x, y, lone = values(1501, dtype, 0), values(1501, dtype, 1), torch.tensor(0.3).to(dtype)
+    x, y, lone = values(device, 1501, dtype, 0), values(device, 1501, dtype, 1), torch.tensor(0.3).to(device, dtype)
     numbers = (*NUMBERS, *SMALL)
     some = [(0,)] if ARITY[op] == 1 else [(0, 1), (1, 0), (0, 2), (2, 0), *((0, c) for c in numbers), (0.1, 0)]
     steps = tuple(Step(op, dtype, args) for args in some)
@@ -50,44 +55,64 @@ def test_a_step(op, dtype):
 
 
 @interpreted
-def test_casts_and_choices():
+def test_casts_and_choices(device):
     for a, b in itertools.product((*FLOATS, torch.bool), FLOATS):
-        assert agrees([values(1501, F32).to(a)], Program((Step("to", b, (0,)),), (1,), ()))
+        assert agrees([values(device, 1501, F32).to(a)], Program((Step("to", b, (0,)),), (1,), ()))
     for dtype in FLOATS:
-        mask, x, y = values(999, F32) > 0, values(999, dtype), values(999, dtype, 1)
+        mask, x, y = values(device, 999, F32) > 0, values(device, 999, dtype), values(device, 999, dtype, 1)
         steps = (Step("where", dtype, (0, 1, 2)), Step("where", dtype, (0, 1, -0.0)), Step("where", dtype, (0, 0.5, 2)))
         assert agrees([mask, x, y], Program(steps, (3, 4, 5), ()))
 
 
-@settings(deadline=None, max_examples=60)
-@given(case=cases())
-def _any_program(case):
-    reads, over, program = case
-    shape = torch.broadcast_shapes(*(t.shape for t in reads))
-    assert agrees(reads, program, [torch.full(shape, 9.0, dtype=kind) for kind in over])
+@pytest.mark.parametrize("own", [False, True])
+@interpreted
+def test_any_program_on_any_tensors(device, own):
+    """Programs of torch's ops have the bits of the reference; those with silu have the bits of its steps alone."""
+
+    @settings(deadline=None, max_examples=15 if own or device.type == "cuda" else 60)
+    @given(case=cases(TORCHS + 5 * OWN if own else TORCHS, device))
+    def check(case):
+        reads, over, program = case
+        shape = torch.broadcast_shapes(*(t.shape for t in reads))
+        write = [torch.full(shape, 9.0, dtype=kind, device=device) for kind in over]
+        assert (agrees_with_its_steps if own else agrees)(reads, program, write)
+
+    check()
+
+
+def agrees_with_its_steps(reads, program, write):
+    """Return True if a program has the bits of its steps, each a program of its own."""
+    steps = list(torch.broadcast_tensors(*reads))
+    for step in program.steps:
+        half = step.op == "turn"
+        first = steps[step.args[0]].to(step.dtype) if half or step.op in OWN else None
+        if half:
+            steps.append(turn(first, int(step.args[1])))
+        elif step.op in OWN:
+            steps.append(SILU[step.op](first))
+        else:
+            steps += pointwise(steps, [], Program((step,), (len(steps),), ()))
+    got = pointwise(reads, write, program)
+    return all(map(alike, (*got, *write), (steps[i] for i in (*program.new, *program.over))))
 
 
 @interpreted
-def test_any_program_on_any_tensors():
-    _any_program()
-
-
-@interpreted
-def test_what_is_read_may_be_written_over():
-    p, g = values(3000, F32, 2).view(-1, 2), values(3000, F32, 3).view(-1, 2)
+def test_what_is_read_may_be_written_over(device):
+    p, g = values(device, 3000, F32, 2).view(-1, 2), values(device, 3000, F32, 3).view(-1, 2)
     steps = (Step("add", F32, (0, 1)), Step("turn", F32, (0, 1.0)), Step("sub", F32, (3, 1)))
     assert agrees([p, g], Program(steps, (4,), (2, 0)), [p, g])
 
 
 @named("dtype", FLOATS)
 @interpreted
-def test_turn(dtype):
+def test_turn(device, dtype):
     """Turn by every half, at every place, alone and twice in a chain of other steps."""
     for half in (1, 16, 256):
-        x = values(6 * half * 7, dtype).reshape(7, 3, 2 * half)
+        x = values(device, 6 * half * 7, dtype).reshape(7, 3, 2 * half)
         assert PIECE % (2 * half) == 0
         for t in (x, shifted(x), strided(x), x.transpose(0, 1), x[:0], x[0, 0], x[:1].expand(4, -1, -1)):
-            assert alike(turn(t, half), reference.turn(t, half)) and alike(turn(t, -half), reference.turn(t, -half))
+            for n in (half, -half):
+                assert alike(turn(t, n).cpu(), reference.turn(t.cpu(), n))
         steps = (
             Step("turn", dtype, (0, float(half))), Step("mul", dtype, (2, 1)), Step("turn", dtype, (3, -float(half))),
             Step("add", dtype, (4, 0)), Step("turn", dtype, (1, float(half))),
@@ -96,9 +121,9 @@ def test_turn(dtype):
 
 
 @interpreted
-def test_many_dims():
+def test_many_dims(device):
     """More dims than a launch of the C kernels takes, of tensors whose dims are in other orders."""
-    wide = torch.arange(2 * 3 * 4 * 5 * 6 * 7 * 8 * 2.0).reshape(2, 3, 4, 5, 6, 7, 8, 2)[..., 0]
+    wide = torch.arange(2 * 3 * 4 * 5 * 6 * 7 * 8 * 2.0, device=device).reshape(2, 3, 4, 5, 6, 7, 8, 2)[..., 0]
     crossed = wide.permute(6, 1, 4, 3, 2, 5, 0)
     assert agrees([wide], NEGATE) and agrees([crossed], NEGATE)
     assert agrees([crossed, wide.permute(6, 1, 4, 3, 2, 5, 0)[:1]], Program((Step("add", F32, (0, 1)),), (2,), ()))
@@ -111,15 +136,34 @@ NEGATE = Program((Step("neg", F32, (0,)),), (1,), ())
 @named("dtype", FLOATS)
 @named("name", OWN)
 @interpreted
-def test_silu_has_the_bits_of_plain_c(name, dtype):
+def test_silu_has_the_bits_of_plain_c(device, name, dtype):
     """Triton fuses products and sums in its interpreter from version 3.9 on, and C where the instruction set does."""
-    x = torch.cat([values(4000, F32), torch.linspace(-110, 110, 3001)]).to(dtype)
+    x = torch.cat([drawn(4000, F32), torch.linspace(-110, 110, 3001)]).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FQUANT_KERNELS", ISAS[-1 if fuses() else 0])
         plain = getattr(cpu, name)(x)
-    assert alike(SILU[name](x), plain)
+    assert alike(SILU[name](x.to(device)).cpu(), plain)
     step = Program((Step("mul", dtype, (0, 1.0)), Step(name, dtype, (1,))), (2,), ())
-    assert alike(pointwise([x], [], step)[0], plain)
+    assert alike(pointwise([x.to(device)], [], step)[0].cpu(), plain)
+
+
+@interpreted
+def test_reads_that_are_broadcast(device):
+    """Every dim of a read may be broadcast, alone and with others, in whole tiles and short ones."""
+    for shape in ((4, 8, 64), (3, 5, 7)):
+        whole = values(device, shape[0] * shape[1] * shape[2], F32).reshape(shape)
+        for kept in itertools.product((True, False), repeat=3):
+            part = whole[tuple(slice(None) if keep else slice(1) for keep in kept)].bfloat16()
+            assert agrees([whole, part], Program((Step("mul", F32, (0, 1)), Step("to", BF16, (2,))), (2, 3), ()))
+
+
+@named("dtype", FLOATS)
+@interpreted
+def test_results_of_a_turn_may_be_written_over_what_it_read(device, dtype):
+    """Both halves of a row are read before either is overwritten."""
+    x, y = (values(device, 6 * 64, dtype, i).reshape(6, 64) for i in range(2))
+    steps = Step("turn", dtype, (0, 32.0)), Step("add", dtype, (2, 1)), Step("turn", dtype, (3, -32.0))
+    assert agrees([x, y], Program(steps, (3,), (2, 4)), [x, y])
 
 
 def test_a_kernel_does_not_depend_on_sizes():

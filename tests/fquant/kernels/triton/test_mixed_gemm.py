@@ -39,65 +39,65 @@ def straddles(format, shape):
 
 @named("format", KINDS)
 @interpreted
-def test_formats(format):
+def test_formats(device, format):
     """Every kind of packed array whose rows are whole words: even tiles, and tiles cut short on all sides."""
     for shape, dtype, of, rows in [
         ((64, 128), BF16, BF16, 16), ((70, 200), torch.float32, torch.float16, 19), ((17, 264), BF16, BF16, 3),
     ]:  # fmt: skip
         if not straddles(format, shape):
-            assert_products(format, shape, dtype, of, rows, plan=fused(*SMALL))
+            assert_products(device, format, shape, dtype, of, rows, plan=fused(*SMALL))
 
 
 @named("block", BLOCKS)
 @interpreted
-def test_blocks(block):
+def test_blocks(device, block):
     """Tiles within a block, tiles of several blocks, and blocks that end with the row."""
     for format in (NF4_DQ, INT4_ZERO, replace(DYNAMIC8, flat=False)):
         for columns, depth in ((128, 64), (32, 128)):
             format = replace(format, block=block)
-            assert_products(format, (40, 1032), BF16, BF16, 5, plan=fused(16, columns, depth, 4, 2))
+            assert_products(device, format, (40, 1032), BF16, BF16, 5, plan=fused(16, columns, depth, 4, 2))
 
 
 @named("splits", [1, 3, 64])
 @interpreted
-def test_parts_of_a_reduction(splits):
+def test_parts_of_a_reduction(device, splits):
     """Programs share a reduction, more of them than steps too; sums have the same bits twice."""
-    module = backend("cpu")[1]
+    module = backend(device.type)[1]
     plan = fused(*SMALL, splits)
     for format, shape, stack in ((NF4_DQ, (160, 328), ()), (INT8, (136, 72), (2,))):
-        assert_products(format, shape, BF16, BF16, 6, stack, plan=plan)
-        buffers, spec, _, x, g = operands(format, shape, BF16, BF16, 6)
+        assert_products(device, format, shape, BF16, BF16, 6, stack, plan=plan)
+        buffers, spec, _, x, g = operands(device, format, shape, BF16, BF16, 6)
         for f, a in ((module.matmul, x), (module.matmul_t, g)):
             assert torch.equal(f(a, buffers, spec, plan), f(a, buffers, spec, plan))
 
 
 @interpreted
-def test_every_tile():
+def test_every_tile(device):
     """Each tile computes both products of a weight that cuts it short."""
     plans = importlib.import_module("fquant.kernels.triton.plans")
     formats = itertools.cycle([NF4_DQ, INT8, INT4_ZERO])
     tiles = {plan[:3]: plan for plan in (*plans.SMALL, *plans.LARGE)}
     for plan, format in zip(tiles.values(), formats, strict=False):
-        assert_products(format, (136, 200), BF16, BF16, plan.rows + 1, plan=plan)
+        assert_products(device, format, (136, 200), BF16, BF16, plan.rows + 1, plan=plan)
 
 
 @named("format", [NF4, NF4_DQ, FP4, INT8, BY_ROWS8])
 @interpreted
-def test_tile_equals_the_dequantised_weight_to_the_bit(format):
+def test_tile_equals_the_dequantised_weight_to_the_bit(device, format):
     """A row of x with a single 1 picks a column of the weight, and a row of g a row of it."""
-    module = backend("cpu")[1]
-    buffers, spec, w, *_ = operands(format, (96, 128), BF16, BF16, 1)
-    assert torch.equal(module.matmul(torch.eye(128, dtype=BF16), buffers, spec, fused(*SMALL)), w.mT)
-    assert torch.equal(module.matmul_t(torch.eye(96, dtype=BF16), buffers, spec, fused(*SMALL)), w)
+    module = backend(device.type)[1]
+    buffers, spec, w, *_ = operands(device, format, (96, 128), BF16, BF16, 1)
+    assert torch.equal(module.matmul(torch.eye(128, dtype=BF16, device=device), buffers, spec, fused(*SMALL)), w.mT)
+    assert torch.equal(module.matmul_t(torch.eye(96, dtype=BF16, device=device), buffers, spec, fused(*SMALL)), w)
 
 
 @interpreted
-def test_infinite_row_next_to_an_edge():
+def test_infinite_row_next_to_an_edge(device):
     """A row of a weight that is infinite meets no rows beyond the weight, whose products would be NaN."""
-    buffers, spec, _, _, g = operands(NF4, (65, 128), BF16, BF16, 3)
+    buffers, spec, _, _, g = operands(device, NF4, (65, 128), BF16, BF16, 3)
     buffers[1][-1] = float("inf")
     w = reference.decode(buffers, spec, torch.float32)
-    got = backend("cpu")[1].matmul_t(g, buffers, spec, fused(*SMALL))
+    got = backend(device.type)[1].matmul_t(g, buffers, spec, fused(*SMALL))
     wanted = g.float() @ w
     finite = wanted.isfinite()
     assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isinf(), wanted.isinf()) and not finite.all()
@@ -110,23 +110,23 @@ def test_infinite_row_next_to_an_edge():
     stack=st.lists(st.integers(1, 2), max_size=1), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def _any_product(format, block, dtype, of, rows, out, words, tile, splits, stack, seed):
+def _any_product(device, format, block, dtype, of, rows, out, words, tile, splits, stack, seed):
     format = format if format.block is None else replace(format, block=block)
     width = words * 8
     if not straddles(format, (out, width)):
-        assert_products(format, (out, width), dtype, of, rows, stack, seed, fused(*tile, 4, 3, splits))
+        assert_products(device, format, (out, width), dtype, of, rows, stack, seed, fused(*tile, 4, 3, splits))
 
 
 @interpreted
-def test_any_product():
-    _any_product()
+def test_any_product(device):
+    _any_product(device=device)
 
 
 @interpreted
-def test_rows_with_gaps_and_weights_that_are_cut():
-    buffers, spec, w, x, _ = operands(NF4, (24, 256), BF16, BF16, 20)
+def test_rows_with_gaps_and_weights_that_are_cut(device):
+    buffers, spec, w, x, _ = operands(device, NF4, (24, 256), BF16, BF16, 20)
     wide = torch.cat([x, x], -1)[:, : x.shape[1]]
-    module, plan = backend("cpu")[1], fused(*SMALL)
+    module, plan = backend(device.type)[1], fused(*SMALL)
     for rows in (wide, shifted(x)):
         assert_product(module.matmul(rows, buffers, spec, plan), x, w.mT)
     some, spec = [buffers[0][3:, 32:96], buffers[1][3:, 1:3]], spec._replace(shape=(21, 128))
@@ -134,11 +134,11 @@ def test_rows_with_gaps_and_weights_that_are_cut():
 
 
 @interpreted
-def test_plan_that_cannot_compute():
+def test_plan_that_cannot_compute(device):
     """A plan for tensor cores refuses float32 and rows that are not whole words, and names a way out."""
-    module = backend("cpu")[1]
+    module = backend(device.type)[1]
     for shape, of in (((8, 64), torch.float32), ((8, 33), BF16)):
-        buffers, spec, _, x, _ = operands(NF4, shape, BF16, of, 2)
+        buffers, spec, _, x, _ = operands(device, NF4, shape, BF16, of, 2)
         with pytest.raises(ValueError, match="Fused.*wanted rows of whole 32-bit words.*leave the plan out"):
             module.matmul(x, buffers, spec, fused(*SMALL))
         assert packed_ops.matmul(x, buffers, spec).shape == (2, 8)
