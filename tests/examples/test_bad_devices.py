@@ -19,6 +19,8 @@ from fquant import jit
 from fquant.device import HOST
 from tests.helpers import ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 ROOT = Path(__file__).parents[2]
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 SMALL = ["--mesh", "fsdp=1", "--batch", "1", "--seq", "16", "--rank", "1", "--checkpoint", "full"]

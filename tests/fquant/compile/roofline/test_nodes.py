@@ -138,5 +138,5 @@ def test_many_rows_decode_a_slab(device, moves, slabs):
 
 
 def test_rows_and_slabs_are_those_of_the_kernels():
-    gemm = pytest.importorskip("fquant.kernels.triton.gemm", exc_type=ImportError)
-    assert (FEW, SLAB) == (gemm.FEW, gemm.TILE)
+    plans = pytest.importorskip("fquant.kernels.triton.plans", exc_type=ImportError)
+    assert (FEW, SLAB) == (plans.FEW, plans.Tiled().size)

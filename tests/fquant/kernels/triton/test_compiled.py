@@ -65,7 +65,7 @@ def test_few_rows(target):
 
 
 def assert_multiplies(report, even=True):
-    """Check the resources, and that tensor cores multiply what is decoded exactly; in copies of 16 bytes if ``even``."""
+    """Check the resources, and that tensor cores multiply what is decoded exactly, in copies of 16 bytes if even."""
     assert_fits(report)
     assert_exact(report)
     assert opcodes(report).keys() & set(TENSOR_CORES), "no instruction of tensor cores"
