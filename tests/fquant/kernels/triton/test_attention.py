@@ -289,7 +289,7 @@ def test_transforms(device, name):
 
 FULL = {"window": 512, "cap": 50.0}
 PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # of tensor cores
-PLAIN = {(90, 256): ("_of_keys",)}  # whose tiles are too small for products of four warps
+PLAIN = {(90, 256): ("_of_keys",), (100, 256): ("_of_keys",)}  # whose tiles are too small for products of four warps
 KERNELS = ["_forward", "_delta", "_of_keys", "_of_queries"]
 SHAPES = {128: [(4, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)], 64: [(4, 32, 8, 2048, 64)], 256: [(4, 16, 8, 2048, 256)]}
 REAL = [(90, 128), (80, 64), *((t, e) for e in MOST for t in TARGETS if (t, e) not in ((90, 128), (80, 64)))]
