@@ -51,12 +51,17 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Leave out what the device of ``--device`` has no use for, and mark the cases of full products as slow."""
     on_host = config.getoption("device") == "cpu"
-    takes_device = lambda item: "device" in item.fixturenames and "device" not in parameters(item)
-    chosen = lambda item: not item.get_closest_marker("cuda") if on_host else takes_device(item)
-    if rest := [item for item in items if not chosen(item)]:
+    if rest := [item for item in items if not is_chosen(item, on_host)]:
         config.hook.pytest_deselected(items=rest)
-        items[:] = [item for item in items if chosen(item)]
+        items[:] = [item for item in items if is_chosen(item, on_host)]
     mark_slow(items)
+
+
+def is_chosen(item, on_host):
+    """Whether a test is one for the host, or one that takes the fixture ``device`` and not a parameter of that name."""
+    if on_host:
+        return not item.get_closest_marker("cuda")
+    return "device" in item.fixturenames and "device" not in parameters(item)
 
 
 def parameters(item):

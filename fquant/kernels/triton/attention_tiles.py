@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 Table: TypeAlias = dict[int, Plan]  # by the largest head
 FLOAT32 = Plan(  # without the accelerator, beside whose loads registers spill
-    Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), False
+    Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 2), False
 )
 PLANS: dict[int, Table] = {
     80: {

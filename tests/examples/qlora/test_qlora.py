@@ -134,6 +134,18 @@ def test_vectors_are_learnt_alike_on_any_mesh(model, text, tmp_path, format):
         assert losses[-1] == pytest.approx(losses[0], abs=1e-5) and losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.cuda
+def test_losses_on_a_device_are_those_on_the_host(model, text, tmp_path, device):
+    args = ["--model", model, "--data", text, *SMALL, "--mesh", "fsdp=1", "--dtype", "f32", "--lr", "0.01"]
+    found = []
+    for where in ("cpu", device):
+        out = tmp_path / str(where).replace(":", "")
+        status, _, err = finish(start(*args, "--device", where, "--out", out))
+        assert status == 0, err
+        found.append([s["loss"] for s in steps(out)])
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1e-3)
+
+
 @pytest.mark.slow
 @together
 def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):

@@ -4,6 +4,7 @@ Arguments may be on any device; the formula is computed on the host.
 """
 
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,18 @@ def both(q, k, v, g, runs=None, sinks=None, **options):
     """Return y, lse and the gradients."""
     y, lse = attention(q, k, v, runs, sinks=sinks, **options)
     return y, lse, *attention_backward(g, y, lse, q, k, v, runs, **options)
+
+
+def planned(plan):
+    """Return a function that computes y, lse and the gradients in Triton, by ``plan``."""
+    triton = import_module("fquant.kernels.triton")
+    forward, backward = triton.attention, triton.attention_backward
+
+    def computed(q, k, v, g, runs=None, sinks=None, **options):
+        y, lse = forward(q, k, v, runs, sinks=sinks, plan=plan, **options)
+        return y, lse, *backward(g, y, lse, q, k, v, runs, plan=plan, **options)
+
+    return computed
 
 
 def exact(q, k, v, g, runs=None, window=None, scale=None, cap=None, causal=True, sinks=None):

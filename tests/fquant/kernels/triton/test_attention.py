@@ -1,4 +1,4 @@
-"""Attention and its gradients in Triton, against the formula in float64 with counted roundings; compiled for GPUs."""
+"""Attention and its gradients in Triton, against the formula in float64 with counted roundings."""
 
 # pyright: reportInvalidTypeForm=false
 
@@ -15,9 +15,8 @@ from fquant.kernels import dispatch, reference
 from fquant.kernels.reference.causal_attention import dense
 from models.attention import attention as differentiable
 from tests.helpers.arrays import named, rng
-from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
-from tests.helpers.kernels.ahead_of_time import TARGETS, assert_fits, compiled_for, opcodes
+from tests.helpers.kernels.ahead_of_time import TARGETS
 from tests.helpers.kernels.attention import (
     DTYPES,
     PLACES,
@@ -29,6 +28,7 @@ from tests.helpers.kernels.attention import (
     both,
     calls,
     drawn,
+    planned,
 )
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 
@@ -54,17 +54,6 @@ def small(sizes, tma):
     """Return a plan of small tiles, so that few tokens are many of them."""
     tiles = module("attention_tiles")
     return tiles.Plan(*(tiles.Tiles(*size, 4, 1) for size in sizes), tma)
-
-
-def planned(plan):
-    """Return a function that computes y, lse and the gradients by ``plan``."""
-    forward, backward = module("attention").attention, module("attention_backward").attention_backward
-
-    def computed(q, k, v, g, runs=None, sinks=None, **options):
-        y, lse = forward(q, k, v, runs, sinks=sinks, plan=plan, **options)
-        return y, lse, *backward(g, y, lse, q, k, v, runs, plan=plan, **options)
-
-    return computed
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -283,61 +272,3 @@ def test_transforms(device, name):
     assert bool(seen) == ("grad" in name or name == "vmap of one")
     for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, wanted)), strict=True):
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
-
-
-# --- without the interpreter ------------------------------------------------------------------------------------------
-
-FULL = {"window": 512, "cap": 50.0}
-PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # of tensor cores
-PLAIN = {(90, 256): ("_of_keys",)}  # whose tiles are too small for products of four warps
-KERNELS = ["_forward", "_delta", "_of_keys", "_of_queries"]
-SHAPES = {128: [(4, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)], 64: [(4, 32, 8, 2048, 64)], 256: [(4, 16, 8, 2048, 256)]}
-REAL = [(90, 128), (80, 64), *((t, e) for e in MOST for t in TARGETS if (t, e) not in ((90, 128), (80, 64)))]
-
-
-def meta(*shape, dtype=BF16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def compiled(target, shape, dtype=BF16, documents=False, sinks=False, **options):
-    """Return reports of the kernels of a call and its gradients; a long sequence has those of a short one."""
-    tiles, (b, h, kv, t, e) = module("attention_tiles"), shape
-    q, k = meta(b, h, t, e, dtype=dtype), meta(b, kv, t, e, dtype=dtype)
-    runs, lone = meta(b, t, dtype=torch.int64) if documents else None, meta(b, h, dtype=F32) if sinks else None
-    plan = tiles.FLOAT32 if dtype is F32 else next(plan for most, plan in tiles.PLANS[target].items() if e <= most)
-    with compiled_for(target) as reports:
-        planned(plan)(q, k, k, q, runs, lone, **options)
-    return reports
-
-
-@named(
-    "target, most", slow_after(2, [(90, 128), (80, 64), *(case for case in REAL if case not in [(90, 128), (80, 64)])])
-)
-def test_compiled(target, most):
-    """Products are those of tensor cores, and nothing spills, at the shapes of models."""
-    for shape in SHAPES[most]:
-        reports = compiled(target, shape, **(FULL if most == 256 else {}))
-        assert [r.name for r in reports] == KERNELS
-        for report in reports:
-            assert_fits(report)
-            plain = report.name in PLAIN.get((target, most), ())
-            assert report.name == "_delta" or opcodes(report)["HMMA" if plain else PRODUCTS[target]], report.name
-            assert target == 80 or report.name == "_delta" or opcodes(report)["UTMALDG"], report.name
-
-
-@named("target, most", slow_after(1, [(100, 128), *(case for case in REAL if case != (100, 128))]))
-def test_compiled_with_every_option(target, most):
-    """Documents, windows, caps and sinks take registers too; heads of other sizes are masked."""
-    for e in (most, most - 16):
-        reports = compiled(target, (2, 8, 4, 2048, e), documents=True, sinks=True, **FULL)
-        assert [r.name for r in reports if r.name != "_spans"] == KERNELS
-        list(map(assert_fits, reports))
-    list(map(assert_fits, compiled(target, (2, 8, 4, 2048, most), documents=True, causal=False)))
-
-
-@named("target", slow_after(1, [90, 80, 100]))
-def test_compiled_for_float32(target):
-    for options in ({}, FULL):
-        for report in compiled(target, (2, 8, 4, 2048, 64), F32, documents=bool(options), **options):
-            assert_fits(report)
-            assert report.name in ("_spans", "_delta") or opcodes(report)["HMMA"], report.name
