@@ -124,10 +124,10 @@ def test_every_plan_beside_tensor_cores(target, format, even):
 
 @pytest.mark.slow
 def test_counted_instructions_of_the_estimates(target):
-    """No tile takes more instructions an element than its estimate says, and none a third less in both products."""
+    """No tile takes more instructions an element than its estimate says, and none has 0.6 of them; whole reductions."""
     from fquant.kernels.triton.plans import COUNTED, candidates
 
-    tiles = list({plan[:5]: plan for plan in candidates(target)}.values())
+    tiles = [plan for plan in candidates(target) if plan.splits == 1]
     reports = products(target, NF4_DQ, (4096, 4096), (512,), tiles)
     for plan, one, other in zip(tiles, reports[::2], reports[1::2], strict=True):
         each = 32 * plan.warps / (plan.columns * plan.depth)
