@@ -3,21 +3,23 @@
 :func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. Nothing of it
 has been measured: ``python -m tests.bench.gpu sweep`` measures all candidates. The figures are
 
-    instructions    to decode an element beside tensor cores 7 (counted in the machine code, with packed scales: 6.3 to
-                    7.4 by tile), in operand registers 6.3; to decode a slab 10
-    issue           128 instructions of threads a clock and multiprocessor; ISSUED of it with enough warps
-    tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED of it
+    instructions    to decode an element: COUNTED in the machine code's longest loop, the greater of both orientations
+                    and of Triton 3.6 and 3.9, with packed scales and whole reductions; 10 for a slab. Divided
+                    reductions have up to 40 % more on sm_100, which the estimates leave out
+    issue           128 instructions of threads a clock and multiprocessor; ISSUED of it is assumed, WARP for one warp
+    tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED is assumed
     memory          bytes of packed weight, x and y, at the bandwidth of a copy
     slabs           the decoding, then torch's product at PRODUCTS of the peak, and two launches a slab
 
-An element is decoded once for each tile of rows. On an H100 that takes 0.24e-12 s, and a product 2.7e-15 s a row. So a
-fused product of more than a few hundred rows decodes for longer than a slab does, which decodes an element once.
-Decoding overlaps with the tensor cores of another program on the multiprocessor, if there is room for one: OVERLAP of
-the shorter time is hidden. By this, for a weight of 4096 x 14336 in NF4_DQ on an H100, over torch's bf16 product:
+An element is decoded once for each tile of rows. On an H100 seven instructions take 0.3e-12 s, and a product 2.9e-15 s
+a row. A slab decodes an element once, in ten. So from two tiles of 128 rows on, a fused product decodes for longer than
+a slab does. But its decoding overlaps with the tensor cores of another program on the multiprocessor, if there is room
+for one. It is assumed that OVERLAP of the shorter time is hidden. By this, for a weight of 4096 x 14336 in NF4_DQ on an
+H100, the time over that of torch's bf16 product is
 
     rows     1      16     64     128    256    512    1024   2048   4096
-    plan     few    few    fused  fused  fused  fused  fused  slabs  slabs
-    ratio    0.43   0.50   0.80   1.07   1.36   1.37   1.20   1.11   1.05
+    plan     few    few    fused  fused  fused  fused  slabs  slabs  slabs
+    ratio    0.42   0.45   0.86   1.09   1.39   1.40   1.22   1.11   1.05
 """
 
 from functools import lru_cache
@@ -33,7 +35,13 @@ from .mixed_gemm import TENSOR_CORES, Fused
 
 ISSUED, REACHED, PRODUCTS, OVERLAP = 0.8, 0.8, 0.72, 0.7
 WARP = 0.35  # of the instructions of a scheduler that one warp issues
-FUSED_INSTRUCTIONS, FEW_INSTRUCTIONS, SLAB_INSTRUCTIONS = 7, 6.3, 10
+SLAB_INSTRUCTIONS = 10
+COUNTED_FEW = {8: 6.2, 16: 6.6, 32: 7.3}  # by rows of x
+COUNTED = {  # by generation, then rows of x and warps
+    80: {(16, 4): 6.9, (32, 4): 8.5, (64, 8): 8.8, (128, 8): 10.2},
+    90: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 6.9, (64, 8): 13.4, (128, 4): 7.2, (128, 8): 8.5, (256, 8): 8.8},
+    100: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 7.3, (64, 8): 9.2, (128, 4): 8.2, (128, 8): 10.8, (256, 8): 16.1},
+}
 LAUNCH = 2e-6
 FEW = 64  # rows of x up to which Few is tried
 FEW_F32 = 16  # the same without tensor cores
@@ -126,7 +134,7 @@ def estimate(plan: Plan, rows: int, depth: int, width: int, bits: int, arch: int
         return decoding + multiplying + 2 * LAUNCH * ceil(2 * elements / plan.size)
     if isinstance(plan, Few):
         passes = ceil(rows / plan.rows)
-        computing = passes * elements * FEW_INSTRUCTIONS * (0.8 + plan.rows / 40) / (128 * ISSUED * per_second)
+        computing = passes * elements * COUNTED_FEW[plan.rows] / (128 * ISSUED * per_second)
         return LAUNCH + max(moved, computing)
     tiles = ceil(rows / plan.rows) * ceil(width / plan.columns)
     steps = ceil(ceil(depth / plan.depth) / plan.splits)
@@ -134,7 +142,7 @@ def estimate(plan: Plan, rows: int, depth: int, width: int, bits: int, arch: int
     programs = ceil(tiles * splits / card.processors)  # of the busiest multiprocessor
     room = min(programs, 16 // plan.warps if plan.rows <= 64 else 8 // plan.warps)  # at a time
     issued = 128 * min(ISSUED, WARP * room * plan.warps / 4)
-    decoding = programs * steps * plan.columns * plan.depth * FUSED_INSTRUCTIONS / issued
+    decoding = programs * steps * plan.columns * plan.depth * COUNTED[arch][plan.rows, plan.warps] / issued
     multiplying = programs * steps * 2 * plan.rows * plan.columns * plan.depth / (REACHED * card.operations)
     both = decoding + multiplying - (OVERLAP * min(decoding, multiplying) if room > 1 else 0)
     adding = LAUNCH + 8 * splits * rows * width / card.bandwidth if splits > 1 else 0

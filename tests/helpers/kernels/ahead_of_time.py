@@ -120,6 +120,16 @@ def opcodes(report: Report) -> Counter[str]:
     return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", listing, re.MULTILINE))
 
 
+def longest_loop(report: Report) -> int:
+    """Return the instructions of the machine code's longest loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(report.cubin)
+        listing = _run(_tool("cuobjdump"), "-sass", file.name)
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s.*?\bBRA\b.*?0x([0-9a-f]+)", listing, re.MULTILINE)
+    spans = [int(at, 16) - int(to, 16) for at, to in found]
+    return max((span // 16 + 1 for span in spans if span > 0), default=0)  # of 16 bytes each
+
+
 def _assembled(ptx: str, target: int, fused: bool) -> str:
     """Return what ptxas says about a program."""
     exact = [] if fused else ["--fmad=false"]

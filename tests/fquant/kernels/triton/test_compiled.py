@@ -9,7 +9,7 @@ import torch
 
 from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels.spec import Spec, layout
-from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fits, compiled_for, opcodes
+from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fits, compiled_for, longest_loop, opcodes
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
@@ -65,7 +65,7 @@ def test_few_rows(target):
 
 
 def assert_multiplies(report, even=True):
-    """Check the resources, and that tensor cores multiply what is decoded exactly, in copies of 16 bytes if even."""
+    """Check the resources, that tensor cores multiply what is decoded exactly, and copies of 16 bytes if ``even``."""
     assert_fits(report)
     assert_exact(report)
     assert opcodes(report).keys() & set(TENSOR_CORES), "no instruction of tensor cores"
@@ -120,3 +120,17 @@ def test_every_plan_beside_tensor_cores(target, format, even):
     assert [r.name for r in reports] == ["_multiply"] * 2 * len(tiles)
     for report in reports:
         assert_multiplies(report, even)
+
+
+@pytest.mark.slow
+def test_counted_instructions_of_the_estimates(target):
+    """No tile takes more instructions an element than its estimate says, and none has 0.6 of them; whole reductions."""
+    from fquant.kernels.triton.plans import COUNTED, candidates
+
+    tiles = [plan for plan in candidates(target) if plan.splits == 1]
+    reports = products(target, NF4_DQ, (4096, 4096), (512,), tiles)
+    for plan, one, other in zip(tiles, reports[::2], reports[1::2], strict=True):
+        each = 32 * plan.warps / (plan.columns * plan.depth)
+        counted = max(longest_loop(one), longest_loop(other)) * each
+        wanted = COUNTED[target][plan.rows, plan.warps]
+        assert wanted * 0.6 < counted <= wanted + 0.1, (plan, counted)
