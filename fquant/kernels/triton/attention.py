@@ -13,8 +13,8 @@ from .. import reference
 from .codes import EXACT, narrow, on, tl, triton
 
 from .attention_tiles import (  # isort: skip
-    LN2, LOG2E, Plan, bounds_of_keys, by_tokens, exponents, factors, head_of, load_runs, load_tile, operand, padded,
-    plan_of, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+    LN2, Plan, bounds_of_keys, by_tokens, factors, head_of, load_runs, load_tile, operand, padded, plan_of, product,
+    reads_by_tma, rows_apart, scores, sees_all, spans, store_rows, visible, weights,
 )  # fmt: skip
 
 
@@ -68,12 +68,11 @@ def _forward(
     if sinks is None:
         most, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     else:
-        sink = tl.load(sinks + bh) * LOG2E
-        most = tl.zeros([M], tl.float32) + sink
+        most = tl.zeros([M], tl.float32) + tl.load(sinks + bh)
         total = tl.where(most == float("-inf"), 0.0, 1.0)
     for j in range(begin, end, N):
         keys = load_tile(k, b, kv, j, k_t, t, N, HEAD, E, TMA)
-        x, _ = exponents(product(qs, tl.trans(keys), None), factor, limit)
+        x, _ = scores(product(qs, tl.trans(keys), None), factor, limit)
         if (j < inner) | (j >= outer):
             at = j + tl.arange(0, N)
             run_j = load_runs(runs, at, t)
@@ -81,11 +80,10 @@ def _forward(
             x = tl.where(seen, x, float("-inf"))
         new = tl.maximum(most, tl.max(x, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # finite, because it is subtracted
-        p = tl.exp2(x - base[:, None])
-        shrink = tl.exp2(most - base)
+        p, shrink = weights(x, base[:, None]), weights(most, base)
         values = load_tile(v, b, kv, j, v_t, t, N, HEAD, E, TMA)
         acc = product(narrow(p, values.dtype), values, acc * shrink[:, None])
         most, total = new, total * shrink + tl.sum(p, 1)
     base = tl.where(most == float("-inf"), 0.0, most)
-    tl.store(lse + bh.to(tl.int64) * t + i, (base + tl.log2(total)) * LN2, mask=i < t)
+    tl.store(lse + bh.to(tl.int64) * t + i, base + tl.log2(total) * LN2, mask=i < t)
     store_rows(head_of(y, b, h, y_b, y_h, False), acc * (1.0 / total)[:, None], tile * M, y_t, t, M, HEAD, E)

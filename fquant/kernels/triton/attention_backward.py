@@ -15,8 +15,8 @@ from .. import reference
 from .codes import EXACT, narrow, on, tl, triton, widen
 
 from .attention_tiles import (  # isort: skip
-    LOG2E, Plan, bounds_of_keys, bounds_of_queries, by_tokens, exponents, factors, head_of, load_runs, load_tile,
-    operand, padded, plan_of, product, reads_by_tma, rows_apart, sees_all, spans, store_rows, visible,
+    Plan, bounds_of_keys, bounds_of_queries, by_tokens, factors, head_of, load_runs, load_tile, operand, padded,
+    plan_of, product, reads_by_tma, rows_apart, scores, sees_all, softmax, spans, store_rows, visible,
 )  # fmt: skip
 
 ROWS = 64  # of y and its gradient that a program multiplies
@@ -98,13 +98,13 @@ def _of_keys(
         for first in range(begin, end, M):
             i = first + tl.arange(0, M)
             qs = load_tile(qh, b, h, first, q_t, t, M, HEAD, E, TMA)
-            base = tl.load(lse + (row + i), mask=i < t, other=float("inf")) * LOG2E  # infinite, so that p is 0
-            x, bend = exponents(product(keys, tl.trans(qs), None), factor, limit)
+            base = tl.load(lse + (row + i), mask=i < t, other=float("inf"))  # infinite, so that p is 0
+            x, bend = scores(product(keys, tl.trans(qs), None), factor, limit)
             if (first < inner) | (first >= outer):
                 run_i = load_runs(runs, i, t)
                 seen = visible(i[None, :], j[:, None], t, window, runs, run_i[None, :], run_j[:, None], CAUSAL)
                 x = tl.where(seen, x, float("-inf"))
-            p = tl.exp2(x - base[None, :])
+            p = softmax(x, base[None, :])
             gs = load_tile(gh, b, h, first, g_t, t, M, HEAD, E, TMA)
             acc_v = product(narrow(p, gs.dtype), gs, acc_v)
             level = tl.load(delta + (row + i), mask=i < t, other=0.0)
@@ -137,18 +137,18 @@ def _of_queries(
     qs = load_tile(head_of(q, b, h, q_b, q_h, TMA), b, h, tile * M, q_t, t, M, HEAD, E, TMA)
     gs = load_tile(head_of(g, b, h, g_b, g_h, TMA), b, h, tile * M, g_t, t, M, HEAD, E, TMA)
     row = bh.to(tl.int64) * t + i
-    base = tl.load(lse + row, mask=i < t, other=float("inf")) * LOG2E
+    base = tl.load(lse + row, mask=i < t, other=float("inf"))
     level = tl.load(delta + row, mask=i < t, other=0.0)
     acc = tl.zeros([M, E], tl.float32)
     for first in range(begin, end, N):
         keys = load_tile(k, b, kv, first, k_t, t, N, HEAD, E, TMA)
-        x, bend = exponents(product(qs, tl.trans(keys), None), factor, limit)
+        x, bend = scores(product(qs, tl.trans(keys), None), factor, limit)
         if (first < inner) | (first >= outer):
             j = first + tl.arange(0, N)
             run_j = load_runs(runs, j, t)
             seen = visible(i[:, None], j[None, :], t, window, runs, run_i[:, None], run_j[None, :], CAUSAL)
             x = tl.where(seen, x, float("-inf"))
-        p = tl.exp2(x - base[:, None])
+        p = softmax(x, base[:, None])
         values = load_tile(v, b, kv, first, v_t, t, N, HEAD, E, TMA)
         slope = p * (product(gs, tl.trans(values), None) - level[:, None])
         if limit is not None:

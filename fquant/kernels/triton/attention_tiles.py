@@ -8,9 +8,9 @@ host. Documents need not be sorted. The numbers of a tile are compared as an int
 Within these bounds, tiles that every query sees whole are multiplied without a mask. They come first, and then those at
 both ends in one loop. So the machine code has two loops of products, and the order of all sums is fixed.
 
-Exponents are of base 2: a GPU has an instruction for ``exp2``, and ``log2(e)`` is part of the scale. The maximum is
-subtracted after scaling, in a sum of its own: a fused product and sum would leave the rounding of a score near 1e6, or
-1e30, as an exponent (hence ``EXACT``).
+A GPU has an instruction for ``exp2``. ``log2(e)`` multiplies the difference of a score and the maximum, or the
+log-sum-exp. As part of the scale it would round scores of 1e8 by more than an exponent may be off. A fused product and
+sum would do so as well (hence ``EXACT``).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -239,8 +239,8 @@ def product(a, b, acc):
 
 
 @triton.jit
-def exponents(products, factor, limit):
-    """Return scores as exponents of 2, and tanh of capped ones; ``factor`` and ``limit`` are of :func:`factors`."""
+def scores(products, factor, limit):
+    """Return scores, and tanh of capped ones; ``factor`` and ``limit`` are of :func:`factors`."""
     scaled = products * factor
     if limit is None:
         return scaled, scaled
@@ -249,10 +249,22 @@ def exponents(products, factor, limit):
         return bend * limit, bend
 
 
+@triton.jit
+def weights(scores, level):
+    """Return exp(scores - level); ``level`` is their maximum or the log-sum-exp, finite or inf."""
+    return tl.exp2((scores - level) * LOG2E)
+
+
+@triton.jit
+def softmax(scores, lse):
+    """Return :func:`weights`, which are at most 1 however ``lse`` was rounded."""
+    return tl.exp2(tl.minimum(scores - lse, 0.0, propagate_nan=tl.PropagateNan.ALL) * LOG2E)
+
+
 def factors(scale: float | None, cap: float | None, e: int) -> tuple[float, float, float | None]:
-    """Return the scale of scores, the factor of products that :func:`exponents` take, and the limit after tanh."""
+    """Return the scale of scores, the factor of products that :func:`scores` take, and the limit after tanh."""
     factor = e**-0.5 if scale is None else scale
-    return (factor, factor * LOG2E.value, None) if cap is None else (factor, factor / cap, cap * LOG2E.value)
+    return (factor, factor, None) if cap is None else (factor, factor / cap, cap)
 
 
 @triton.jit

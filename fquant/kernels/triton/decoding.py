@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..arguments import dense_rows
-from .attention_tiles import LOG2E, exponents, factors, padded, product
+from .attention_tiles import factors, padded, product, scores, weights
 from .codes import EXACT, narrow, on, tl, triton
 
 MOST_HEAD = 256  # elements of a head; the reference takes larger ones
@@ -91,12 +91,11 @@ def _attend(
         at, mask = slot.to(tl.int64)[:, None], (slot < end)[:, None] & (c < HEAD)
         keys = tl.load(k + at * k_s + c, mask=mask, other=0.0)
         values = tl.load(v + at * v_s + c, mask=mask, other=0.0)
-        x, _ = exponents(product(qs, tl.trans(keys), None), factor, limit)
+        x, _ = scores(product(qs, tl.trans(keys), None), factor, limit)
         x = tl.where((slot < end)[None, :], x, float("-inf"))
         new = tl.maximum(most, tl.max(x, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(x - base[:, None])
-        shrink = tl.exp2(most - base)
+        p, shrink = weights(x, base[:, None]), weights(most, base)
         acc = product(narrow(p, v.dtype.element_ty), values, acc * shrink[:, None])
         most, total = new, total * shrink + tl.sum(p, 1)
     line = line * parts + part
@@ -116,13 +115,13 @@ def _merge(sums, states, sinks, y, parts, HEAD: tl.constexpr, E: tl.constexpr, P
     total = tl.load(states + line * 2 + 1, mask=part < parts, other=0.0)
     top = tl.max(most, 0)
     if sinks is not None:
-        sink = tl.load(sinks + head) * LOG2E
+        sink = tl.load(sinks + head)
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(most - top)
+    weight = weights(most, top)
     whole = tl.sum(weight * total, 0)
     if sinks is not None:
-        whole += tl.exp2(sink - top)
+        whole += weights(sink, top)
     mask = (part[:, None] < parts) & (c < HEAD)
     acc = tl.load(sums + line[:, None] * HEAD + c, mask=mask, other=0.0)
     acc = tl.sum(acc * weight[:, None], 0) * (1.0 / whole)

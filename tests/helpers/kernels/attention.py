@@ -121,14 +121,17 @@ def assert_right(*given, both=both, **options):
 
 
 def assert_scores_of_any_size(device):
-    """Check scores whose exponentials overflow float32, so that the softmax selects one token."""
-    q, k, v, _ = drawn(1, 1, 1, 130, 8)
+    """Check scores whose exponentials overflow float32, so that the softmax selects one token, and so its gradient."""
+    q, k, v, g = drawn(1, 1, 1, 130, 8)
     k[..., 0], q = torch.randperm(130, generator=rng(7)).float(), torch.eye(8)[0].expand_as(q)
     best = k[0, 0, :, 0].cummax(0).indices
+    taken = torch.zeros_like(v[0, 0]).index_add(0, best, g[0, 0])
     there = lambda *tensors: attention(*(x.to(device) for x in tensors))
-    for size in (1e3, 1e15, 1e30):
-        y, lse = there(size * q, k, v)
-        assert torch.equal(y[0, 0].cpu(), v[0, 0][best]) and lse[..., 1:].isfinite().all()
+    for size in (1e3, 1e8, 1e15, 1e30):
+        y, lse, dq, dk, dv = (x.cpu() for x in both(*(x.to(device) for x in (size * q, k, v, g))))
+        assert torch.equal(y[0, 0], v[0, 0][best]) and lse[..., 1:].isfinite().all()
+        torch.testing.assert_close(dv[0, 0], taken, rtol=1e-5, atol=1e-5)
+        assert dq.isfinite().all() and dk.isfinite().all()
     y, lse = there(torch.zeros_like(q), k, v)
     torch.testing.assert_close(y[0, 0].cpu(), v[0, 0].cumsum(0) / torch.arange(1, 131)[:, None])
     torch.testing.assert_close(lse[0, 0].cpu(), torch.arange(1.0, 131).log())
