@@ -26,8 +26,8 @@ an argument, a view or an array from ``t.numpy()`` shares is not taken. An array
 
 On CUDA, the second call records the step as one CUDA graph, and later calls launch that (cuda_graph/). On CPUs, results
 of ops share one planned piece of memory (memory/), which stays for the next replay. The first replay checks every op
-against the trace (validate.py). Every rank calls a captured function that communicates, in the same
-order (collective_check.py).
+against the trace (validate.py). Every rank calls a captured function that communicates, in the same order
+(collective_check.py).
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Products of groups of rows, each with a matrix of its own: the experts of a mixture.
 
 Rows of x f[rows in] are sorted by group, and ``counts`` i64[groups] says how many of them each group has. The loop over
-counts, which are data, is inside an op, so that a captured graph has static shapes. It reads them on the host, which no
-CUDA graph can record. The four ops are
+counts, which are data, is inside an op, so that a captured graph has static shapes. The four ops are
 
     packed(x, counts, buffers, spec)       x_e · W_eᵀ for a packed stack of weights, or x_e · W_e if transposed
     dense(x, counts, w)                    the same for w f[groups out in]
@@ -12,9 +11,9 @@ A packed stack is either a stack of packed matrices, whose spec has the shape [o
 dims. It is never decoded as a whole: the product of a group is that of ``packed_ops`` with the buffers of its matrix.
 
 On CUDA in bf16 and f16, kernels read the counts, and the host does not wait for them (``triton/grouped.py``). Counts
-that do not add up are then an assertion of the device, which stops the program. The host still reads them
-in other dtypes, for learned vectors, and for packed rows that are not whole 32-bit words. A CUDA graph cannot record
-that.
+that do not add up are then an assertion of the device, which stops the program. The host still reads them in other
+dtypes, for learned vectors, and for packed rows that are not whole 32-bit words. A CUDA graph cannot record that, and
+the tag of the ops does not tell the cases apart. So ``jit`` launches a step that has them op by op.
 """
 
 from collections.abc import Callable, Sequence

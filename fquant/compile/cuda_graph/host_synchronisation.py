@@ -28,7 +28,8 @@ _RECORDED = ("nccl", "fake")  # backends of collectives
 
 def synchronises(graph: Graph) -> list[Node]:
     """Return the nodes of a graph for which the host waits or computes; a CUDA graph can be recorded if none does."""
-    return [node for node in graph.nodes if _reason(node, _is_on_device(graph))]
+    on_device = _is_on_device(graph)
+    return [node for node in graph.nodes if _reason(node, on_device)]
 
 
 def describe(node: Node) -> str:

@@ -106,16 +106,8 @@ def compared(device: torch.device | None, steps: int, dtype: str) -> Result:
         for name in (str(device), "cpu"):
             out = Path(folder) / (name.replace(":", "") + ("-host" if losses else ""))
             command = [sys.executable, "-m", "examples.qlora", "--device", name, "--mesh", "fsdp=1", "--out", str(out)]
-            command += [
-                "--steps",
-                str(steps),
-                "--dtype",
-                dtype,
-                "--checkpoint",
-                "selective",
-                "--compare-dense",
-                "False",
-            ]
+            command += ["--steps", str(steps), "--dtype", dtype]
+            command += ["--checkpoint", "selective", "--compare-dense", "False"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
             if done.returncode:
                 raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
