@@ -179,8 +179,8 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
 def _mean(w: Tensor) -> Tensor:
     """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32.
 
-    It is taken on the host, because a device sums in another order, and codes would differ by the device. While a CUDA
-    graph is recorded it is the float64 mean, whose rounding may differ from the host's in the last bit.
+    It is taken on the host, as in bitsandbytes, because a device sums in another order. The order there depends on the
+    number of threads. While a CUDA graph is recorded it is the float64 mean. So the last bit may differ between these.
     """
     if has_no_values(w):
         return w.float().mean()

@@ -17,6 +17,8 @@ backward, which takes half a byte an element in 4 bits. If a block is recomputed
 *Equal bytes.* An update is summed in float64 and rounded to float32, then to the weight's dtype. So the order of sums,
 and with it the number of threads and the size of a product, practically never changes a bit. :func:`add_update` is the
 one sum of all merges. Bytes are equal if adapters are attached in the dtype in which they are merged: do not cast them.
+The mean of centred scales (``NF4_DQ``) is an exception. It is summed in float32, or in float64 in a CUDA graph. Its
+last bit, and with it a code of a scale, depends on that and on the number of threads.
 
 A dense weight is rounded to its dtype instead, as merging does. Refused by name: dropout, DoRA, learned vectors.
 """
@@ -31,10 +33,9 @@ from torch import Tensor
 from .. import tree
 from ..autodiff import forward_mode, to_front
 from ..device import HOST
-from ..format import read
 from ..kernels import packed_ops
 from ..kernels.registry import register
-from ..kernels.spec import SLOTS, Spec, layout, scales, stack
+from ..kernels.spec import SLOTS, Spec, layout, scales, spec_of, stack
 from ..packed import Packed, _quantize, buffers, concatenate, dequantize, quantize
 from ..tree import expect, node
 
@@ -214,7 +215,7 @@ def _spec(p: Packed) -> Spec:
 
 def _check_op(_: str, a: Tensor, b: Tensor, s: float, given: list[Tensor], format: str, *rest: Any) -> tuple[Any, ...]:
     shape, dtype = rest
-    return a, b, s, given, Spec(read(format), tuple(shape), dtype)
+    return a, b, s, given, spec_of(format, shape, dtype)
 
 
 def _empty(a: Tensor, b: Tensor, s: float, given: list[Tensor], spec: Spec) -> list[Tensor]:

@@ -139,26 +139,31 @@ def _backend(forced: str | None, device: str) -> tuple[str, ModuleType]:
     return name, module
 
 
-def runs_programs(device: str) -> bool:
-    """Return True if elementwise programs are one kernel each on ``device``, and so worth making.
+def backend_name(device: str) -> str:
+    """Return the name of the backend for tensors on ``device``, with or without such a device on this machine.
 
-    No card is asked for: a graph for CUDA is the same on a machine without one, if Triton is installed.
+    So a graph for CUDA is the same everywhere, if Triton is installed.
     """
-    return _runs_programs(os.environ.get(VARIABLE), device)
+    return _backend_name(os.environ.get(VARIABLE), device)
+
+
+def runs_programs(device: str) -> bool:
+    """Return True if elementwise programs are one kernel each on ``device``, and so worth making."""
+    return backend_name(device) != "reference"
 
 
 @cache
-def _runs_programs(forced: str | None, device: str) -> bool:
+def _backend_name(forced: str | None, device: str) -> str:
     name = BY_DEVICE.get(device, "reference") if forced is None else forced.partition(":")[0]
-    if name == "cpu":
-        return device == "cpu" and _backend(forced, device)[0] == "cpu"
+    if name == "cpu" and device == "cpu":
+        return _backend(forced, device)[0]
     if name != "triton":
-        return False
+        return "reference"
     try:
         from . import triton
     except ImportError:
-        return False
-    return device in triton.DEVICES
+        return "reference"
+    return name if device in triton.DEVICES else "reference"
 
 
 @cache

@@ -11,9 +11,8 @@ A packed stack is either a stack of packed matrices, whose spec has the shape [o
 dims. It is never decoded as a whole: the product of a group is that of ``packed_ops`` with the buffers of its matrix.
 
 On CUDA in bf16 and f16, kernels read the counts, and the host does not wait for them (``triton/grouped.py``). Counts
-that do not add up are then an assertion of the device, which stops the program. The host still reads them in other
-dtypes, for learned vectors, and for packed rows that are not whole 32-bit words. A CUDA graph cannot record that, and
-the tag of the ops does not tell the cases apart. So ``jit`` launches a step that has them op by op.
+that do not add up are then an assertion of the device, which stops the program. In what these kernels do not cover, the
+host reads the counts, and a CUDA graph cannot record that (``registry.WAITS``).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..format import Format, read
+from ..format import Format
 from . import packed_ops
 from .arguments import check_beside, check_floats, check_out
-from .dispatch import backend
+from .dispatch import backend, backend_name
 from .registry import register
-from .spec import Spec, check, scales
+from .spec import Spec, check, scales, spec_of
 
 
 def packed(x: Tensor, counts: Tensor, buffers: Sequence[Tensor], spec: Spec, transposed: bool = False) -> Tensor:
@@ -115,7 +114,7 @@ def _checked(op: str, x: Tensor, counts: Tensor, groups: int, inner: int, what: 
 def _check_packed(
     op: str, x: Tensor, counts: Tensor, buffers: list[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    spec = Spec(read(text), tuple(shape), dtype)
+    spec = spec_of(text, shape, dtype)
     what = f"packed weights {spec.shape}"
     if len(shape) not in (2, 3):
         raise ValueError(f"{op} got {what}; wanted a stack of [out in], or [groups out in]")
@@ -130,22 +129,29 @@ def _check_packed(
     return x, counts, buffers, spec
 
 
-def _on_device(op: str, x: Tensor, counts: Tensor, *args: Any) -> Tensor | None:
-    """Call the backend's kernel ``op``, which reads the counts itself; None if it has none for these arguments."""
-    kernel = getattr(backend(x.device.type)[1], op, None)
-    if kernel is None or x.dtype is torch.float64:
-        return None
+def _waits(x: Tensor, buffers: Sequence[Tensor] = (), spec: Spec | None = None) -> str | None:
+    """Return why the host reads the counts in a product of x, with a packed stack if given; None if a kernel does."""
+    if backend_name(x.device.type) != "triton":
+        return "reads the counts of rows on the host without Triton; pip install triton"
+    from .triton.grouped import declines
+
+    reason = declines(x, buffers, spec)
+    return reason and f"reads the counts of rows on the host, because {reason}"
+
+
+def _on_device(op: str, x: Tensor, counts: Tensor, *args: Any) -> Tensor:
+    """Call Triton's kernel ``op``, which reads the counts itself."""
     right = (counts.min() >= 0) & (counts.sum() == x.shape[0]) if counts.numel() else counts.sum() == x.shape[0]
     torch._assert_async(right, f"{op} got counts for other rows; wanted counts from 0 that add up to {x.shape[0]}")
-    return kernel(*args)
+    return getattr(backend(x.device.type)[1], op)(*args)
 
 
 def _packed(
     name: str, x: Tensor, counts: Tensor, buffers: list[Tensor], spec: Spec, out: Tensor | None = None
 ) -> Tensor:
     across = name == "matmul_t"
-    if out is None and (y := _on_device("grouped_matmul", x, counts, x, counts, buffers, spec, across)) is not None:
-        return y
+    if out is None and not _waits(x, buffers, spec):
+        return _on_device("grouped_matmul", x, counts, x, counts, buffers, spec, across)
     y = _result(out, x, x.shape[0], spec.shape[-1 if across else -2])
 
     def one(e: int, rows: slice) -> None:
@@ -163,8 +169,8 @@ def _check_dense(op: str, x: Tensor, counts: Tensor, w: Tensor, transposed: bool
 
 
 def _dense(x: Tensor, counts: Tensor, w: Tensor, transposed: bool, out: Tensor | None = None) -> Tensor:
-    if out is None and (y := _on_device("grouped_mm", x, counts, x, counts, w, transposed)) is not None:
-        return y
+    if out is None and not _waits(x):
+        return _on_device("grouped_mm", x, counts, x, counts, w, transposed)
     y = _result(out, x, x.shape[0], w.shape[2 if transposed else 1])
     one = lambda e, rows: torch.mm(x[rows], w[e] if transposed else w[e].mT, out=y[rows])
     _each("grouped_mm", counts, x.shape[0], one)
@@ -179,8 +185,8 @@ def _check_outer(op: str, a: Tensor, b: Tensor, counts: Tensor) -> None:
 
 
 def _outer(a: Tensor, b: Tensor, counts: Tensor, out: Tensor | None = None) -> Tensor:
-    if out is None and (y := _on_device("grouped_outer", a, counts, a, b, counts)) is not None:
-        return y
+    if out is None and not _waits(a):
+        return _on_device("grouped_outer", a, counts, a, b, counts)
     y = _result(out, a, counts.shape[0], a.shape[1], b.shape[1])
     sizes = counts.tolist()
     for e in (e for e, size in enumerate(sizes) if not size):
@@ -199,19 +205,19 @@ _PACKED = [
     register(
         f"grouped_{name}(Tensor x, Tensor counts, {_BUFFERS}) -> Tensor", _check_packed,
         lambda x, counts, buffers, spec, at=at: x.new_empty(x.shape[0], spec.shape[at]),
-        None, _FIX, torch.Tag.cudagraph_unsafe, real=partial(_packed, name),
+        None, _FIX, real=partial(_packed, name), waits=lambda x, counts, buffers, spec: _waits(x, buffers, spec),
     )
     for name, at in (("matmul", -2), ("matmul_t", -1))
 ]  # fmt: skip
 _DENSE = register(
     "grouped_mm(Tensor x, Tensor counts, Tensor w, bool transposed) -> Tensor", _check_dense,
     lambda x, counts, w, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]), None, _FIX,
-    torch.Tag.cudagraph_unsafe, real=_dense,
+    real=_dense, waits=lambda x, *_: _waits(x),
 )  # fmt: skip
 _OUTER = register(
     "grouped_outer(Tensor a, Tensor b, Tensor counts) -> Tensor", _check_outer,
     lambda a, b, counts: a.new_empty(counts.shape[0], a.shape[1], b.shape[1]), None, _FIX,
-    torch.Tag.cudagraph_unsafe, real=_outer,
+    real=_outer, waits=lambda a, *_: _waits(a),
 )  # fmt: skip
 # torch's counter gives shapes for tensors; each row meets one matrix
 register_flop_formula([torch.ops.fquant.grouped_matmul, torch.ops.fquant.grouped_matmul_t])(

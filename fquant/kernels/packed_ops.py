@@ -18,7 +18,7 @@ from . import additive_codebooks
 from .arguments import COMPUTED
 from .dispatch import backend, is_direct
 from .registry import register
-from .spec import FLOATS, Spec, check, code_dtype, stack
+from .spec import FLOATS, Spec, check, code_dtype, spec_of, stack
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,6 @@ _FIX = (
     "a Packed is a constant: train a Lora beside it (fquant.lora.init, attach) or a dense weight, and multiply with "
     "fquant.linear, which has derivatives with respect to x"
 )
-_spec = lambda format, shape, dtype: Spec(read(format), tuple(shape), dtype)
 _PACKED = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
 _ENCODE = register(
     "encode(Tensor rows, str format) -> (Tensor codes, Tensor absmax)", _checked_encode, _empty_codes, None, _FIX,
@@ -123,14 +122,14 @@ _ENCODE = register(
 )  # fmt: skip
 _DECODE = register(
     f"decode({_PACKED}, ScalarType out) -> Tensor",
-    lambda op, buffers, *fields: _checked_decode(buffers, _spec(*fields[:-1]), fields[-1]),
+    lambda op, buffers, *fields: _checked_decode(buffers, spec_of(*fields[:-1]), fields[-1]),
     lambda buffers, spec, out: buffers[0].new_empty(*stack(spec, buffers), *spec.shape, dtype=out), _decode_vmap, _FIX,
     real=lambda buffers, spec, out: _backend(spec, buffers[0].device).decode(buffers, spec, out), out=False,
 )  # fmt: skip
 _PRODUCTS = {
     name: register(
         f"{name}(Tensor {x}, {_PACKED}) -> Tensor",
-        lambda op, x, buffers, *fields: _checked_product(op, x, buffers, _spec(*fields)),
+        lambda op, x, buffers, *fields: _checked_product(op, x, buffers, spec_of(*fields)),
         lambda x, buffers, spec, across=name == "matmul_t": x.new_empty(*x.shape[:-1], spec.shape[across]),
         None, _FIX, real=partial(_product, name),
     )

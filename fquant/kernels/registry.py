@@ -17,6 +17,7 @@ from .dispatch import DIRECT, backend
 
 LIBRARY = torch.library.Library("fquant", "DEF")
 Function = Callable[..., Any]
+WAITS = dict[str, Function]()  # by op, why the host waits for the device in a call, or None; of ops that may wait
 
 
 def by_backend(name: str, *args: Any, **out: Any) -> Any:
@@ -34,6 +35,7 @@ def register(
     *tags: torch.Tag,
     real: Function | None = None,
     out: bool = True,
+    waits: Function | None = None,
 ) -> Function:
     """Define an op, and return it. ``op`` is its schema, or a function with its name and its signature.
 
@@ -43,6 +45,9 @@ def register(
 
     With ``fix`` a call that needs a derivative raises a TypeError that ends in it. Unless ``out`` is False, the op then
     has an ``out`` overload, for which ``real`` takes the results as ``out``.
+
+    ``waits(*args)`` returns the reason why the host waits for the device in a call, or None. It needs no values.
+    Without it no call waits.
     """
     if not isinstance(op, str):  # numbers are not symbolic, unlike shapes
         op = torch.library.infer_schema(op, mutates_args=(), op_name=op.__name__).replace("SymInt ", "int ")
@@ -55,10 +60,12 @@ def register(
     def fake(*args: Any) -> Any:
         return empty(*(check(name, *args) or args))
 
-    LIBRARY.define(op, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.define(op, tags=(torch.Tag.pt2_compliant_tag, *tags, *([torch.Tag.cudagraph_unsafe] if waits else [])))
     LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fquant::{name}", fake, lib=LIBRARY)
     overload = getattr(torch.ops.fquant, name).default
+    if waits is not None:
+        WAITS[overload.name()] = lambda *args: waits(*(check(name, *args) or args))
     if vmap is not None:
         torch.library.register_vmap(f"fquant::{name}", partial(vmap, overload), lib=LIBRARY)
     if fix is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..format import CODES, Format, num_blocks, num_bytes
+from ..format import CODES, Format, num_blocks, num_bytes, read
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised
 SLOTS = 8  # the maximum number of buffers of a packed weight: codes, nested scales, an offset each
@@ -23,6 +23,11 @@ class Spec(NamedTuple):
     format: Format
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def spec_of(text: str, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    """Return the Spec of the arguments of an op, in which a format is its text."""
+    return Spec(read(text), tuple(shape), dtype)
 
 
 class Leaf(NamedTuple):

@@ -3,7 +3,7 @@
 A CUDA graph records what a step launches. It cannot record that the host waits for the device and decides by a value.
 What the host computes while a graph is recorded is a constant in every replay. So such nodes are refused:
 
-    values on the host    ``item``, ``nonzero``, masks as indices, the loop over experts (tag ``cudagraph_unsafe``)
+    values on the host    ``item``, ``nonzero``, masks as indices, ops of ``kernels.registry.WAITS``
     copies                between the device and the host, unless by the transfers of shard.transport.host
     work on the host      calls on tensors of the host that are no views, and results there
     collectives           of another backend than NCCL, which sends from the host
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
+from ...kernels.registry import WAITS
 from .. import graph as graphs
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
@@ -68,6 +70,8 @@ def _value(node: Node) -> str | None:
     """Return why a node needs a value on the host, wherever its tensors are."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if (waits := WAITS.get(node.target.name())) is not None:
+        return waits(*map_arg(node.args, lambda x: x.meta["val"]))
     name = node.target._schema.name.rpartition("::")[2]
     if name in _BY_INDEX:
         indices: Any = node.args[1]

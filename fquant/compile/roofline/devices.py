@@ -21,8 +21,8 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,11 +45,20 @@ class Shares:
     host: float = 0.86
 
 
+class Chip(NamedTuple):
+    """Figures of a device for the estimates of fquant/kernels/cuda_plans.py."""
+
+    generation: int  # of our kernels: 80, 90 or 100
+    processors: int  # multiprocessors
+    clock: float  # under load
+
+
 @dataclass(frozen=True)
 class Device:
     """Peaks of a device, a second: FLOPs in bf16 or f16, in f32 and in 8 bits, and bytes of its memory and links.
 
-    ``card`` is its name as torch has it, and ``type`` the type of torch's device.
+    ``card`` is its name as torch has it, and ``type`` the type of torch's device. Without ``chip`` a product with a
+    packed weight is estimated by its rows alone.
     """
 
     name: str
@@ -66,6 +75,7 @@ class Device:
     launch: float = LAUNCH  # seconds between two kernels
     latency: float = LATENCY  # of a collective or a copy
     type: str = "cuda"
+    chip: Chip | None = None
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the peak of products of ``dtype``; float64 counts as float32, which is faster on many cards."""
@@ -94,7 +104,13 @@ _CARDS = (
         "mi300x", 196592 * MIB, 5.3e12, 1307e12, 448e9, 163.4e12, 2615e12, PCIE5, 256 * MIB, "AMD Instinct MI300X"
     ),
 )  # fmt: skip
-DEVICES: dict[str, Device] = {device.name: device for device in _CARDS}
+_CHIPS = {
+    "b200": Chip(100, 148, 1.9e9), "h200": Chip(90, 132, 1.755e9), "h100": Chip(90, 132, 1.755e9),
+    "a100-80": Chip(80, 108, 1.41e9), "a100-40": Chip(80, 108, 1.41e9), "l40s": Chip(80, 142, 2.49e9),
+    "a10": Chip(80, 72, 1.695e9), "l4": Chip(80, 58, 2.04e9), "rtx5090": Chip(80, 170, 2.41e9),
+    "rtx4090": Chip(80, 128, 2.52e9), "rtx3090": Chip(80, 82, 1.695e9),
+}  # fmt: skip
+DEVICES: dict[str, Device] = {device.name: replace(device, chip=_CHIPS.get(device.name)) for device in _CARDS}
 _ALIASES = {"a100": "a100-80"}
 _HERE = ("auto", HOST.type, "cuda")
 

@@ -1,8 +1,9 @@
 """The work of a node: what it computes, moves and sends, by kind.
 
-A node is one piece of work or two. A product of more than ``FEW`` rows decodes a packed weight to ``SLAB`` bytes at a
-time, and multiplies with this slab. Up to ``FEW`` rows one kernel reads the packed bytes and decodes in
-registers (fquant/kernels/triton). A slab that the last cache holds, with a fifth to spare, moves no memory. On the host
+A node is one piece of work or two. A product of many rows decodes a packed weight to ``SLAB`` bytes at a time, and
+multiplies with this slab. For fewer rows one kernel reads the packed bytes, decodes and multiplies. Which of the two,
+and how long that kernel takes, is what fquant/kernels/cuda_plans.py says. For a device that it does not know, one
+kernel has up to ``FEW`` rows. A slab that the last cache holds, with a fifth to spare, moves no memory. On the host
 pieces stay in a nearer cache.
 
 A product with a side of at most ``THIN`` is a *thin* one: those with adapters, which move more than they compute.
@@ -12,6 +13,7 @@ bytes as it writes. To decode a value takes ``INSTRUCTIONS`` of a lane, which co
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,11 +22,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from ...device import HOST
+from ...kernels import cuda_plans
+from ...kernels.cuda_plans import TENSOR_CORES, Card, Few, Tiled, estimate, grouped_plan, in_words, plan_for
+from ...kernels.spec import Spec, spec_of
 from .. import collective_check, graph
 from ..cost import flops, ring
-from .devices import Device
+from .devices import Chip, Device
 
-FEW, SLAB, THIN, INSTRUCTIONS = 64, 32 << 20, 128, 10
+FEW, SLAB, THIN, INSTRUCTIONS = 64, Tiled().size, 128, 10
 
 PRODUCT, THIN_PRODUCT, DECODE, ATTENTION = "product", "thin product", "decode", "attention"
 LOSS, NORM, ELEMENTWISE, LAUNCH, COLLECTIVE, COPY = (
@@ -40,7 +45,11 @@ _NAMED = {"fquant.nll": LOSS, "fquant.rms_norm": NORM, "aten.native_layer_norm":
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """FLOPs of products of ``dtype``, values decoded, bytes moved in memory, and bytes sent over a link."""
+    """FLOPs of products of ``dtype``, values decoded, bytes moved in memory, and bytes sent over a link.
+
+    ``kernel`` are the seconds of a kernel that has an estimate of its own. ``scratch`` are bytes that it takes while it
+    runs.
+    """
 
     kind: str
     flops: int = 0
@@ -49,6 +58,8 @@ class Work:
     moved: int = 0
     sent: int = 0
     launches: int = 1
+    kernel: float = 0.0
+    scratch: int = 0
 
     def computing(self, device: Device) -> float:
         """Return the seconds of its products alone, at the rate that they reach."""
@@ -61,7 +72,7 @@ class Work:
             link = device.link * device.share.link if self.kind == COLLECTIVE else device.host * device.share.host
             return self.sent / link + (device.latency if self.sent else 0.0)
         decoding = self.decoded * INSTRUCTIONS / (device.flops_f32 / 2)
-        return max(self.computing(device), decoding, self.moved / (device.bandwidth * device.share.memory))
+        return max(self.kernel, self.computing(device), decoding, self.moved / (device.bandwidth * device.share.memory))
 
 
 def seconds(node: Node, device: Device) -> float:
@@ -109,30 +120,58 @@ def traffic(node: Node) -> tuple[int, int]:
 def scratch(node: Node, device: Device) -> int:
     """Return the bytes that a node's kernels take while it runs, beside its arguments and results.
 
-    That is the slab of a product with a packed weight. On the host kernels have a few pages of their own.
+    Those of a product with a packed weight are a slab, or the parts of a sum that programs share. On the host kernels
+    have a few pages of their own.
     """
-    return max((SLAB for part in work(node, device) if part.kind == DECODE and device.type != HOST.type), default=0)
+    return max((part.scratch for part in work(node, device)), default=0)
 
 
 def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
-    """Return one kernel for few rows, else a decode and a product by slabs."""
-    x, buffers, shape = _arguments(node)
-    weights, dtype = 1, x.dtype
-    for size in shape:
-        weights *= size
-    groups = buffers[0].shape[0] if "grouped" in str(node.target) and len(shape) == 2 else 1
+    """Return one kernel, or a decode and a product by slabs."""
+    x, buffers, spec = _arguments(node)
+    weights, dtype = math.prod(spec.shape), x.dtype
+    is_grouped = "grouped" in str(node.target)
+    groups = buffers[0].shape[0] if is_grouped and len(spec.shape) == 2 else 1
     packed, moved = _nbytes(buffers), _nbytes([x, *graph.tensors(node)])
-    rows = x.numel() // x.shape[-1]
-    if rows <= FEW:
+    if device.chip is not None:
+        many = groups if len(spec.shape) == 2 else spec.shape[0]
+        part = Work(PRODUCT, counted, dtype, moved=packed + moved)
+        one = _one_kernel(part, str(node.target), x, spec, many if is_grouped else None, device, device.chip)
+        if one is not None:
+            return (one,)
+    elif x.numel() <= FEW * x.shape[-1]:
         return (Work(PRODUCT, counted, dtype, weights, packed + moved),)
     dense, on_host = groups * weights * dtype.itemsize, device.type == HOST.type
     moves = 0 if on_host or 4 * device.cache >= 5 * SLAB else dense
     slabs = 1 if on_host else -(-dense // SLAB)
     again = (slabs - 1) * graph.nbytes(x)  # each slab meets all of x
     return (
-        Work(DECODE, decoded=groups * weights, moved=packed + moves, launches=slabs),
+        Work(DECODE, decoded=groups * weights, moved=packed + moves, launches=slabs, scratch=0 if on_host else SLAB),
         Work(PRODUCT, counted, dtype, moved=moved + again + moves, launches=slabs),
     )
+
+
+def _one_kernel(
+    part: Work, op: str, x: Tensor, spec: Spec, groups: int | None, device: Device, chip: Chip
+) -> Work | None:
+    """Return ``part`` with the seconds of the kernel that decodes for itself; None if the product is by slabs."""
+    across = op.partition(".default")[0].endswith("_t")
+    out, width = spec.shape[-2:]
+    depth, wide, words = *((out, width) if across else (width, out)), in_words(spec)
+    if groups is None:
+        rows, num = x.shape[-2], math.prod(x.shape[:-2])
+        plan = plan_for(rows, spec, x.dtype, across, words, chip.generation)
+    else:
+        rows, num, wide = -(-x.shape[0] // groups), 1, wide * groups
+        plan = grouped_plan(rows, chip.generation) if words and x.dtype in TENSOR_CORES else Tiled()
+    if isinstance(plan, Tiled) or spec.format.vectors is not None:
+        return None
+    launches = 1 if isinstance(plan, Few) or plan.splits == 1 else 2
+    operations = device.flops / (chip.processors * chip.clock)
+    card = Card(chip.processors, chip.clock, operations, device.bandwidth * device.share.memory)
+    each = estimate(plan, rows, depth, wide, spec.format.bits, chip.generation, card) - launches * cuda_plans.LAUNCH
+    scratch = 0 if launches == 1 else 4 * plan[-1] * rows * num * wide
+    return dataclasses.replace(part, kernel=num * each, launches=launches, scratch=scratch)
 
 
 def _collective(name: str, node: Node) -> Work:
@@ -142,13 +181,14 @@ def _collective(name: str, node: Node) -> Work:
     return Work(COLLECTIVE, sent=ring(name, whole, ranks), launches=0)
 
 
-def _arguments(node: Node) -> tuple[Tensor, list[Tensor], list[int]]:
-    """Return x, the buffers and the shape of the weight of a packed product."""
+def _arguments(node: Node) -> tuple[Tensor, list[Tensor], Spec]:
+    """Return x, the buffers and the Spec of the weight of a packed product."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     buffers: Any = given["buffers"]
     first: Any = node.args[0]
-    return first.meta["val"], [b.meta["val"] for b in buffers], given["shape"]  # type: ignore[return-value]
+    spec = spec_of(str(given["format"]), given["shape"], given["dtype"])  # type: ignore[arg-type]
+    return first.meta["val"], [b.meta["val"] for b in buffers], spec
 
 
 def _dtype(node: Node) -> torch.dtype:

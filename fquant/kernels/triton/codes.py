@@ -85,6 +85,16 @@ def words(t: Tensor) -> Tensor:
     return t.view(torch.int32) if t.numel() and all(n % 4 == 0 for n in numbers) else t
 
 
+def generation(device: torch.device) -> int:
+    """Return the generation that kernels for ``device`` are made for, 80, 90 or 100."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    else:  # of tensors that are interpreted, or stand for those of a device
+        arch = 90 if INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
+    return {9: 90, 10: 100}.get(arch // 10, 80)  # sm_120 has the instructions of sm_80
+
+
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """Round x f32 to DTYPE, to nearest even."""

@@ -18,21 +18,14 @@ not give the dequantised weight.
 """
 
 # pyright: reportInvalidTypeForm=false
-from typing import NamedTuple
 
 from torch import Tensor
+
+from ..cuda_plans import Few
 
 from .codes import (  # isort: skip
     EXACT, Rows, constants, dot, load, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen, words,
 )  # fmt: skip
-
-
-class Few(NamedTuple):
-    """One pass over the weight for each ``rows`` rows of x."""
-
-    rows: int  # of x at a time
-    parts: int  # warps that share 16 rows of the weight
-    stages: int  # of the pipeline
 
 
 def multiply(x: Tensor, w: Rows, y: Tensor, plan: Few) -> None:

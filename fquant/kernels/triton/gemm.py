@@ -1,11 +1,7 @@
 """Products with packed weights on CUDA, and the choice of how to compute one.
 
-    Few      few_rows.py     one pass over the packed bytes, decoded in the operand's registers; x · Wᵀ
-    Fused    mixed_gemm.py   decoded beside the tensor cores, once for each tile of rows
-    Tiled    here            a slab of the weight is decoded, multiplied by torch, and overwritten
-
+``cuda_plans.py`` has the plans and chooses by estimates. ``python -m tests.bench.gpu sweep`` measures all candidates.
 Slabs are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
-plans.py chooses by estimates; ``python -m tests.bench.gpu sweep`` measures all candidates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import dense_rows, multiply_tiles
+from ..cuda_plans import TENSOR_CORES, Few, Fused, Plan, Tiled, plan_for
 from ..spec import Spec
 from . import few_rows, mixed_gemm
-from .codes import DTYPES, Rows
+from .codes import DTYPES, Rows, generation
 from .dequantize import cut, decode_into, rows_of
-from .plans import Few, Fused, Plan, Tiled, plan_for
 
 
 def matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None = None) -> Tensor:
@@ -37,13 +33,13 @@ def _product(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None
         return y.zero_()
     w, xs, ys = rows_of(buffers, spec), dense_rows(x.reshape(-1, *x.shape[-2:])), y.view(-1, *y.shape[-2:])
     can = w.codes.dtype == torch.int32 and w.width == spec.shape[1]
-    plan = plan or plan_for(x.shape[-2], spec, x.dtype, across, can, x.device)
+    plan = plan or plan_for(x.shape[-2], spec, x.dtype, across, can, generation(x.device))
     if isinstance(plan, Tiled):
         for i in range(len(xs)):
             _in_slabs(xs[i], _at(w, i), spec, ys[i], plan.size, across)
     elif isinstance(plan, Few) and can and x.dtype in DTYPES and not across:
         few_rows.multiply(xs, w, ys, plan)
-    elif isinstance(plan, Fused) and can and x.dtype in mixed_gemm.TENSOR_CORES:
+    elif isinstance(plan, Fused) and can and x.dtype in TENSOR_CORES:
         mixed_gemm.multiply(xs, w, ys, plan, across)
     else:
         kinds = f"{'g · W' if across else 'x · Wᵀ'} in {x.dtype}, units of {w.codes.dtype}"

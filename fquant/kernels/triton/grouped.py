@@ -4,7 +4,7 @@ Products with packed and with dense stacks are those of mixed_gemm.py, whose pro
 is chosen by the mean rows of a group, because their numbers are not known. In an outer product a program has a tile of
 one group's result, and reduces over the rows of the group.
 
-x is bf16 or f16, and sums are float32. Other dtypes, and packed rows that are not whole 32-bit words, have no kernel.
+x is bf16 or f16, and sums are float32. :func:`declines` says what has no kernel.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -13,34 +13,49 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...format import num_bytes
 from ..arguments import dense_rows
+from ..cuda_plans import TENSOR_CORES, Fused, grouped_plan, in_words, straddles
 from ..spec import Spec
-from .codes import EXACT, constants, dot, narrow, on, tensors, tl, triton
+from .codes import EXACT, constants, dot, generation, narrow, on, tensors, tl, triton
 from .dequantize import rows_of
-from .mixed_gemm import TENSOR_CORES, _multiply
-from .plans import CARDS, Fused, target
+from .mixed_gemm import _multiply
 
 TILE = 64  # rows and columns of an outer product that a program computes
 STEP = 32  # rows of x that it takes at a time
 
 
+def declines(x: Tensor, buffers: Sequence[Tensor] = (), spec: Spec | None = None) -> str | None:
+    """Return why a product of x, with a packed stack if given, has no kernel, or None. It needs no values."""
+    if x.dtype not in TENSOR_CORES:
+        return f"x is {str(x.dtype).removeprefix('torch.')}; use bfloat16 or float16"
+    if spec is None:
+        return None
+    if spec.format.vectors is not None:
+        return f"{spec.format.name} has learned vectors"
+    if straddles(spec):
+        return f"blocks of {spec.format.name} straddle rows of {spec.shape[-1]}"
+    size, t = num_bytes(spec.format, spec.shape[-1]), buffers[0]
+    if not in_words(spec) or any(n % 4 for n in (t.storage_offset(), *t.stride()[:-1])) and t.stride(-1) == 1:
+        return f"packed rows of {size} bytes are not whole 32-bit words"
+    return None
+
+
 def grouped_matmul(
     x: Tensor, counts: Tensor, buffers: Sequence[Tensor], spec: Spec, across: bool, plan: Fused | None = None
-) -> Tensor | None:
-    """Return the product of each group with its packed matrix, ``x_e · W_e`` if across; None without a kernel for it.
+) -> Tensor:
+    """Return the product of each group with its packed matrix, ``x_e · W_e`` if across.
 
-    The caller guarantees that counts are from 0, and add up to the rows of x.
+    The caller guarantees that nothing is declined, that counts are from 0, and that they add up to the rows of x.
     """
     groups, stacked = counts.shape[0], len(spec.shape) == 2
     out, width = spec.shape[-2:]
-    if x.dtype not in TENSOR_CORES or spec.format.vectors is not None:
-        return None
     y = x.new_empty(x.shape[0], width if across else out)
     if not y.numel() or not x.numel():
         return y.zero_()
     w = rows_of(buffers, spec)
-    if w.codes.dtype != torch.int32 or w.width != width:
-        return None
+    if w.codes.dtype != torch.int32:  # memory of torch's allocators is aligned, other may not be
+        raise ValueError(f"a grouped product got codes at address {buffers[0].data_ptr()}; clone them to align it to 4")
     apart = 0
     if not stacked:  # one array of all groups: a stack whose scales are numbered through
         cut = lambda t: None if t is None else t.unflatten(1, (groups, out))[0]
@@ -51,10 +66,8 @@ def grouped_matmul(
     return y
 
 
-def grouped_mm(x: Tensor, counts: Tensor, w: Tensor, across: bool) -> Tensor | None:
-    """Return the product of each group with its matrix of w f[groups out in]; None without a kernel for it."""
-    if x.dtype not in TENSOR_CORES:
-        return None
+def grouped_mm(x: Tensor, counts: Tensor, w: Tensor, across: bool) -> Tensor:
+    """Return the product of each group with its matrix of w f[groups out in]."""
     out, width = w.shape[1:]
     y = x.new_empty(x.shape[0], width if across else out)
     if not y.numel() or not x.numel():
@@ -69,7 +82,7 @@ def _launch(
     given: tuple, constant: tuple, x: Tensor, y: Tensor, sizes: tuple, groups: int, across: bool, plan: Fused | None
 ) -> None:
     (m, depth), width = x.shape, y.shape[1]
-    plan = plan or plan_of(triton.cdiv(m, groups), target(x.device))
+    plan = plan or grouped_plan(triton.cdiv(m, groups), generation(x.device))
     steps, slots = triton.cdiv(depth, plan.depth), triton.next_power_of_2(groups)
     grid = (triton.cdiv(m, plan.rows) + groups) * triton.cdiv(width, plan.columns), 1, 1
     numbers = m, *sizes, width, depth, 0, dense_rows(x).stride(0), steps, 0
@@ -81,21 +94,8 @@ def _launch(
         )  # fmt: skip
 
 
-def plan_of(rows: int, arch: int) -> Fused:
-    """Return the tile for groups of about ``rows`` rows."""
-    assert arch in CARDS
-    if rows <= 16:
-        return Fused(16, 64, 128, 4, 3)
-    if rows <= 32:
-        return Fused(32, 64, 64, 4, 3)
-    warps = 8 if arch == 80 else 4
-    return Fused(64 if rows <= 64 else 128, 128, 64, warps, 3)
-
-
-def grouped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor | None:
-    """Return ``a_eᵀ · b_e`` of each group, zeros of an empty one; None without a kernel for it."""
-    if a.dtype not in TENSOR_CORES:
-        return None
+def grouped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Return ``a_eᵀ · b_e`` of each group, zeros of an empty one."""
     groups, n, k = counts.shape[0], a.shape[1], b.shape[1]
     y = a.new_empty(groups, n, k)
     if y.numel():

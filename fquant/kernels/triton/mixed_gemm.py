@@ -17,34 +17,23 @@ never reads. There are as many programs as the counts could need, and those that
 """
 
 # pyright: reportInvalidTypeForm=false
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..cuda_plans import Fused
 
 from .codes import (  # isort: skip
     EXACT, Rows, constants, dot, load, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
 )  # fmt: skip
 
-TENSOR_CORES = (torch.bfloat16, torch.float16)  # dtypes of x
 SIZE = 1024  # elements of a sum of parts that a program adds
-
-
-class Fused(NamedTuple):
-    """One pass over the weight for each ``rows`` rows of x."""
-
-    rows: int  # of x a program, BM
-    columns: int  # of the result a program, BN
-    depth: int  # of the reduction a step, BK
-    warps: int
-    stages: int  # of the pipeline
-    splits: int = 1  # programs that share a reduction
 
 
 def multiply(x: Tensor, w: Rows, y: Tensor, plan: Fused, across: bool) -> None:
     """Compute ``x · Wᵀ`` into y [stack m out], or ``x · W`` into y [stack m in] if across; x has no gaps in its rows.
 
-    ``w`` has rows of whole 32-bit words, and x is in one of ``TENSOR_CORES``.
+    ``w`` has rows of whole 32-bit words, and x is in bf16 or f16.
     """
     num, m, depth = x.shape
     width = y.shape[2]

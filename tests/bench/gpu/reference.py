@@ -27,8 +27,8 @@ import fquant
 from fquant import tree
 from fquant.format import BLOCKS, INT8, NF4, NF4_DQ, Format
 from fquant.kernels import reference, triton
+from fquant.kernels.cuda_plans import CANDIDATES, Plan
 from fquant.kernels.spec import Spec, scales
-from fquant.kernels.triton.plans import CANDIDATES, Plan
 from tests.helpers.formats import CODECS, DTYPES, KINDS, alike, draw
 from tests.helpers.kernels import losses, norms
 from tests.helpers.kernels.rounding import bound

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fquant import linear, tree
 from fquant.format import BLOCKS, DYNAMIC8, FP4, INT8, NF4, NF4_DQ
-from fquant.kernels import packed_ops, reference
+from fquant.kernels import cuda_plans, packed_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS, quantize
 from tests.helpers.formats import BY_ROWS8, CODECS, DTYPES, KINDS, alike, draw, shifted, strided
@@ -207,8 +207,7 @@ def test_numbers_of_rows(device, rows):
 
 @interpreted
 def test_plans(device):
-    module = importlib.import_module("fquant.kernels.triton.plans")
-    some = [plan for plan in module.CANDIDATES if not isinstance(plan, module.Fused)]  # whose tests are beside
+    some = [plan for plan in cuda_plans.CANDIDATES if not isinstance(plan, cuda_plans.Fused)]  # whose tests are beside
     for plan, format in zip(some, itertools.cycle([NF4_DQ, INT8, BY_ROWS8]), strict=False):
         assert_products(device, format, (12, 1152), torch.bfloat16, torch.bfloat16, 9, plan=plan)
 
@@ -225,18 +224,18 @@ def test_blocks(device, block):
 @interpreted
 def test_tiles(device, format):
     """Tiles of one, some and all rows, and of all or some columns; blocks that straddle rows."""
-    module = importlib.import_module("fquant.kernels.triton.gemm")
     for size, shape in [(1, (3, 192)), (3000, (6, 448)), (3000, (20, 33)), (10**6, (6, 211))]:
         for of in (torch.bfloat16, torch.float64):
-            assert_products(device, format, shape, torch.bfloat16, of, 3, plan=module.Tiled(size))
+            assert_products(device, format, shape, torch.bfloat16, of, 3, plan=cuda_plans.Tiled(size))
 
 
 @interpreted
 def test_tiles_of_packed_scales(device):
     """Tiles begin at high scale numbers, by rows and by columns."""
-    module = importlib.import_module("fquant.kernels.triton.gemm")
     for size in (2 * 1600 * 4, 10 * 2 * 512):  # 50 scales a row
-        assert_products(device, replace(NF4_DQ, block=32), (12, 1600), FLOATS[1], FLOATS[1], 2, plan=module.Tiled(size))
+        assert_products(
+            device, replace(NF4_DQ, block=32), (12, 1600), FLOATS[1], FLOATS[1], 2, plan=cuda_plans.Tiled(size)
+        )
 
 
 @interpreted
@@ -247,7 +246,7 @@ def test_tiles_are_bounded(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "decode_into", lambda w, out: (seen.append(out.nbytes), decode_into(w, out)))
         for shape, of in itertools.product([(20, 128), (60, 192)], DTYPES[1:]):
-            assert_products(device, NF4_DQ, shape, torch.bfloat16, of, 2, plan=module.Tiled(1 << 14))
+            assert_products(device, NF4_DQ, shape, torch.bfloat16, of, 2, plan=cuda_plans.Tiled(1 << 14))
     assert len(seen) > 10 and max(seen) <= 1 << 14
 
 

@@ -14,21 +14,21 @@ OPT = optim.adamw(1e-2)
 BF16 = torch.bfloat16
 
 
-def step(adapters, state, base, tokens):
-    """Run a QLoRA step in bf16 with AdamW."""
+def step(adapters, state, base, tokens, cfg=CFG, dtype=BF16):
+    """Run a QLoRA step in ``dtype`` with AdamW."""
 
     def loss(adapters):
-        params = lora.attach(base, tree.map(lambda t: t.to(BF16), adapters))
-        return decoder.loss(params, tokens[..., :-1], tokens[..., 1:], CFG, LOCAL)
+        params = lora.attach(base, tree.map(lambda t: t.to(dtype), adapters))
+        return decoder.loss(params, tokens[..., :-1], tokens[..., 1:], cfg, LOCAL)
 
     grads, value = grad_and_value(loss)(adapters)
     updates, state = OPT.update(grads, state, adapters)
     return optim.apply_updates(adapters, updates), state, value
 
 
-def start():
-    params = decoder.init(CFG, random.key(0), BF16)
-    base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", partial(quantize, format=NF4_DQ), params)
-    adapters = lora.init(base, r"layers\.\d+\.(q|v|gate|down)", rank=2, alpha=4, key=1)
+def start(cfg=CFG, dtype=BF16):
+    params = decoder.init(cfg, random.key(0), dtype)
+    base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|gate_up|down)", partial(quantize, format=NF4_DQ), params)
+    adapters = lora.init(base, r"layers\.\d+\.(q|v|gate|gate_up|down)", rank=2, alpha=4, key=1)
     adapters = tree.map(lambda t: t + 0.01, adapters)
     return adapters, OPT.init(adapters), base, random.permutation(random.key(3), 64)[:34].reshape(2, 17)

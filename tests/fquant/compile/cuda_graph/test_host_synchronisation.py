@@ -1,20 +1,24 @@
 """Nodes that a CUDA graph cannot record are found in the graph, and a training step has none."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fquant import grouped_linear
+from fquant import grouped_linear, quantize, tree
 from fquant.compile.cuda_graph import describe, synchronises
 from fquant.compile.trace import trace
+from fquant.format import AQ_2X8, NF4, NF4_DQ
+from fquant.kernels.dispatch import runs_programs
 from shard.transport.gloo import all_gather
 from shard.transport.host import arrived, fetch, stash
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
-from tests.helpers.graphs import llama_step
+from tests.helpers.graphs import bf16_step, llama_step
 from tests.helpers.graphs.retargeted import CUDA, traced
 from tests.helpers.qlora_step import start, step, tokens_of
 
@@ -38,7 +42,7 @@ WAITING = {  # and a part of what is said of it
     "a copy to the host": (lambda x: x.cpu() if x.device.type == "meta" else x, "copies between|returns"),
     "experts": (
         lambda x: grouped_linear(x, torch.zeros(2, 5, 4, device=x.device), torch.tensor([1, 2], device=x.device)),
-        r"fquant.grouped_mm.default\) .*needs a value on the host",
+        r"fquant.grouped_mm.default\) .*reads the counts of rows on the host",
     ),
 }
 
@@ -106,6 +110,40 @@ def test_a_step_never_waits(checkpoint):
     """The step of Llama-3-8B in few layers, on a mesh that gathers, has no node for which the host waits."""
     with llama_step.captured(1, checkpoint, fsdp=2) as captured:
         assert captured.collectives and not synchronises(captured.module.graph)
+
+
+EXPERTS = {  # stacks of two matrices, the dtype of x, and why the host reads the counts
+    "packed": (NF4_DQ, 64, torch.bfloat16, None),
+    "an array each": (replace(NF4, flat=True), 64, torch.float16, None),
+    "float32": (NF4, 64, torch.float32, "because x is float32; use bfloat16 or float16"),
+    "vectors": (AQ_2X8, 64, torch.bfloat16, "because aq_2x8 has learned vectors"),
+    "half a word": (NF4, 36, torch.bfloat16, "because packed rows of 18 bytes are not whole 32-bit words"),
+    "straddling": (replace(NF4, flat=True), 72, torch.bfloat16, "because blocks of nf4 straddle rows of 72"),
+}
+
+
+@named("name", EXPERTS)
+def test_grouped_products_wait_for_what_has_no_kernel(name):
+    format, width, dtype, reason = EXPERTS[name]
+    w = tree.map(lambda *t: torch.stack(t), *[quantize(torch.randn(16, width), format) for _ in range(2)])
+    x = torch.randn(3, width, dtype=dtype)
+    f = lambda x, w, counts: grad(lambda x: grouped_linear(x, w, counts).float().sum())(x)
+    graph = traced(f, x, w, torch.tensor([1, 2])).module.graph
+    if not runs_programs("cuda"):
+        reason = "without Triton; pip install triton"
+    assert any("grouped_matmul" in str(node.target) for node in graph.nodes)
+    found = [describe(node) for node in synchronises(graph)]
+    assert bool(found) == (reason is not None) and all(reason in one for one in found)
+
+
+@pytest.mark.skipif(not runs_programs("cuda"), reason="Triton is not installed")
+def test_a_step_of_experts_never_waits():
+    cfg = replace(bf16_step.CFG, family="mixtral", num_experts=4, experts_per_token=2, routing="renormalised_wide")
+    for of in (torch.bfloat16, torch.float32):
+        step = lambda *args, of=of: bf16_step.step(*args, cfg, of)
+        graph = traced(step, *bf16_step.start(cfg, of)).module.graph
+        assert sum("grouped_matmul" in str(node.target) for node in graph.nodes) >= 4
+        assert bool(synchronises(graph)) == (of is torch.float32)
 
 
 def test_a_small_step_never_waits():

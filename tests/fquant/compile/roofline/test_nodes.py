@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fquant import NF4, linear, quantize, tree
+from fquant import NF4, grouped_linear, linear, quantize, tree
+from fquant.compile import roofline
 from fquant.compile.roofline import DEVICES, Work, scratch, seconds, traffic, work
 from fquant.compile.roofline.nodes import (
     ATTENTION,
@@ -22,14 +23,17 @@ from fquant.compile.roofline.nodes import (
 )
 from fquant.compile.trace import trace
 from fquant.device import HOST
+from fquant.kernels.cuda_plans import Card, Few, Tiled, estimate, grouped_plan, plan_for
 from fquant.kernels.ops.attention import attention
 from fquant.kernels.ops.nll import nll
 from fquant.kernels.ops.norm import rms_norm
+from fquant.kernels.spec import Spec
 from shard.transport.host import arrived, fetch
 from tests.helpers.arrays import named
 
 H100, L4 = DEVICES["h100"], DEVICES["l4"]
-CPU = dataclasses.replace(H100, type=HOST.type)
+CPU = dataclasses.replace(H100, type=HOST.type, chip=None)
+UNKNOWN = dataclasses.replace(H100, chip=None)
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -121,22 +125,56 @@ def product(rows):
 
 def test_few_rows_read_packed_bytes():
     moved = CODES + 2 * FEW * (OUT + WIDTH)
-    assert work(product(FEW), H100) == (Work(PRODUCT, 2 * FEW * NUM, BF16, NUM, moved),)
-    assert scratch(product(FEW), H100) == 0
+    assert work(product(FEW), UNKNOWN) == (Work(PRODUCT, 2 * FEW * NUM, BF16, NUM, moved),)
+    assert scratch(product(FEW), UNKNOWN) == 0
 
 
-@pytest.mark.parametrize(("device", "moves", "slabs"), [(H100, 0, 4), (L4, 2 * NUM, 4), (CPU, 0, 1)], ids=str)
+@pytest.mark.parametrize("card", ["a100", "h100", "b200"])
+@pytest.mark.parametrize("rows", [1, 33, 300, 4096])
+def test_the_kernel_that_is_chosen_is_priced(card, rows):
+    """Its estimate, with the figures of the card; slabs where they are chosen."""
+    device = roofline.named(card)
+    chip, spec = device.chip, Spec(NF4, (OUT, WIDTH), BF16)
+    plan = plan_for(rows, spec, BF16, False, True, chip.generation)
+    parts = work(product(rows), device)
+    if isinstance(plan, Tiled):
+        assert [part.kind for part in parts] == [DECODE, PRODUCT] and rows >= 300
+        return
+    operations, copied = device.flops / (chip.processors * chip.clock), device.bandwidth * device.share.memory
+    given = Card(chip.processors, chip.clock, operations, copied)
+    splits = 1 if isinstance(plan, Few) else plan.splits
+    launches = 1 + (splits > 1)
+    kernel = estimate(plan, rows, WIDTH, OUT, 4, chip.generation, given) - launches * 2e-6
+    held = 4 * splits * rows * OUT * (splits > 1)
+    moved = CODES + 2 * rows * (OUT + WIDTH)
+    wanted = Work(PRODUCT, 2 * rows * NUM, BF16, moved=moved, launches=launches, kernel=kernel, scratch=held)
+    assert parts == (wanted,) and wanted.seconds(device) >= kernel
+    assert scratch(product(rows), device) == held
+
+
+def test_a_grouped_product_is_one_kernel_for_all_groups():
+    """That of a matrix as wide as all groups, with the mean rows of a group; in float32 the host loops over slabs."""
+    w = quantize(torch.zeros(8, 64, 256, dtype=BF16), NF4)
+    w = tree.map(lambda t: t.to("meta"), w)
+    counts = torch.empty(8, dtype=torch.int64, device="meta")
+    (part,) = work(only(grouped_linear, meta(400, 256, dtype=BF16), w, counts), H100)
+    chip = H100.chip
+    card = Card(chip.processors, chip.clock, 989e12 / (chip.processors * chip.clock), 0.85 * 3.35e12)
+    wanted = estimate(grouped_plan(50, 90), 50, 256, 64 * 8, 4, 90, card) - 2e-6
+    assert part.kernel == pytest.approx(wanted, rel=1e-12) and part.launches == 1 and part.flops == 2 * 400 * 64 * 256
+    assert [part.kind for part in work(only(grouped_linear, meta(400, 256), w, counts), H100)] == [DECODE, PRODUCT]
+
+
+@pytest.mark.parametrize(
+    ("device", "moves", "slabs"), [(UNKNOWN, 0, 4), (dataclasses.replace(L4, chip=None), 2 * NUM, 4), (CPU, 0, 1)],
+    ids=["large cache", "small cache", "host"],
+)  # fmt: skip
 def test_many_rows_decode_a_slab(device, moves, slabs):
     """The L4 here has too little cache for a slab."""
-    device = dataclasses.replace(device, cache=32 << 20) if device is L4 else device
+    device = dataclasses.replace(device, cache=32 << 20) if device.name == "l4" else device
     node, x = product(1000), 2 * 1000 * WIDTH
     decode, multiply = work(node, device)
-    assert decode == Work(DECODE, decoded=NUM, moved=CODES + moves, launches=slabs)
+    assert decode == Work(DECODE, decoded=NUM, moved=CODES + moves, launches=slabs, scratch=scratch(node, device))
     moved = x * slabs + 2 * 1000 * OUT + moves
     assert multiply == Work(PRODUCT, 2 * 1000 * NUM, BF16, moved=moved, launches=slabs)
     assert scratch(node, device) == (SLAB if device is not CPU else 0)
-
-
-def test_rows_and_slabs_are_those_of_the_kernels():
-    plans = pytest.importorskip("fquant.kernels.triton.plans", exc_type=ImportError)
-    assert (FEW, SLAB) == (plans.FEW, plans.Tiled().size)

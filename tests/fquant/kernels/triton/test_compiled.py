@@ -13,7 +13,8 @@ from tests.helpers.kernels.ahead_of_time import TARGETS, assert_exact, assert_fi
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
-pytestmark = [pytest.mark.xdist_group("interpreter"), pytest.mark.parametrize("target", TARGETS)]
+pytestmark = pytest.mark.xdist_group("interpreter")
+each_target = pytest.mark.parametrize("target", TARGETS)
 SHAPE = (4096, 14336)
 BF16 = torch.bfloat16
 TENSOR_CORES = "HMMA", "HGMMA", "UTCHMMA"
@@ -28,6 +29,7 @@ def meta(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@each_target
 def test_codecs_and_draws(target):
     """Products and sums are not fused, denormals are kept, and no registers spill."""
     from fquant.kernels import triton
@@ -49,10 +51,11 @@ def test_codecs_and_draws(target):
         assert_exact(report)
 
 
+@each_target
 def test_few_rows(target):
     """One row and many: decoded as the reference does, multiplied by tensor cores, copied 16 bytes at a time."""
     from fquant.kernels import triton
-    from fquant.kernels.triton.plans import FEW_PLANS
+    from fquant.kernels.cuda_plans import FEW_PLANS
 
     with compiled_for(target) as reports:
         for format in (NF4_DQ, INT4_ZERO, INT8):
@@ -84,6 +87,7 @@ def products(target, format, shape, rows, plans=(None,), of=BF16):
     return [report for report in reports if report.name != "_add"]
 
 
+@each_target
 def test_beside_tensor_cores(target):
     """The chosen plans of a model's weight, for x · Wᵀ and g · W, from few rows to those of a batch."""
     found = products(target, NF4_DQ, (14336, 4096), (16, 96, 256))
@@ -92,6 +96,7 @@ def test_beside_tensor_cores(target):
     assert len(reports) >= 3
 
 
+@each_target
 def test_groups(target):
     """The experts of a mixture: packed and dense stacks in both orientations, and outer products."""
     from fquant.kernels.triton import grouped
@@ -108,12 +113,13 @@ def test_groups(target):
         assert_multiplies(report)
 
 
+@each_target
 @pytest.mark.slow
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("format", [NF4_DQ, INT4_ZERO, INT8, FP8], ids=lambda format: format.name)
 def test_every_plan_beside_tensor_cores(target, format, even):
     """Every tile that is a candidate of the generation, for whole tiles, and for weights that end within one."""
-    from fquant.kernels.triton.plans import candidates
+    from fquant.kernels.cuda_plans import candidates
 
     tiles = {plan[:5]: plan for plan in candidates(target, even)}
     reports = products(target, format, (4096, 4096) if even else (4104, 4128), (512,), tiles.values())
@@ -122,10 +128,11 @@ def test_every_plan_beside_tensor_cores(target, format, even):
         assert_multiplies(report, even)
 
 
+@each_target
 @pytest.mark.slow
 def test_counted_instructions_of_the_estimates(target):
     """No tile takes more instructions an element than its estimate says, and none has 0.6 of them; whole reductions."""
-    from fquant.kernels.triton.plans import COUNTED, candidates
+    from fquant.kernels.cuda_plans import COUNTED, candidates
 
     tiles = [plan for plan in candidates(target) if plan.splits == 1]
     reports = products(target, NF4_DQ, (4096, 4096), (512,), tiles)
@@ -134,3 +141,11 @@ def test_counted_instructions_of_the_estimates(target):
         counted = max(longest_loop(one), longest_loop(other)) * each
         wanted = COUNTED[target][plan.rows, plan.warps]
         assert wanted * 0.6 < counted <= wanted + 0.1, (plan, counted)
+
+
+def test_generations():
+    from fquant.kernels.triton.codes import generation
+
+    for arch, wanted in ((80, 80), (86, 80), (89, 80), (90, 90), (100, 100), (103, 100), (120, 80)):
+        with compiled_for(arch):
+            assert generation(torch.device("meta")) == wanted

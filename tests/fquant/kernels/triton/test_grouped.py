@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fquant import quantize, tree
 from fquant.format import INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import grouped_ops
+from fquant.kernels.cuda_plans import grouped_plan
 from fquant.kernels.spec import Spec
 from fquant.packed import buffers, dequantize
 from tests.helpers.arrays import randn
@@ -62,9 +63,8 @@ def test_packed_stacks(format):
 
 @interpreted
 def test_every_tile():
-    kernels = importlib.import_module("fquant.kernels.triton.grouped")
     for rows, arch in ((1, 90), (20, 90), (50, 80), (500, 90)):
-        plan = kernels.plan_of(rows, arch)
+        plan = grouped_plan(rows, arch)
         w, x, g = (t.to(torch.float16) for t in (randn(2, 40, 72), randn(plan.rows + 2, 72), randn(plan.rows + 2, 40)))
         assert_grouped(w, x, g, [1, plan.rows + 1], NF4, True, plan)
 
@@ -123,10 +123,13 @@ def test_ops_leave_the_counts_to_the_device():
 
 @interpreted
 def test_counts_of_other_rows_are_an_assertion_of_the_device():
+    """Where the host reads them it raises an error."""
     w, x = randn(2, 16, 64).to(BF16), randn(5, 64).to(BF16)
     for counts in ([2, 2], [6, -1]):
         with pytest.raises(RuntimeError, match="grouped_mm got counts for other rows; wanted .* add up to 5"):
             grouped_ops.dense(x, torch.tensor(counts), w)
+        with pytest.raises(ValueError, match="grouped_mm got counts of 4 rows|of 5 rows, the least -1"):
+            grouped_ops.dense(x.float(), torch.tensor(counts), w.float())
 
 
 @interpreted

@@ -1,6 +1,5 @@
 """Mixed-input products in the interpreter: within the rounding of float32 sums for any format, shape and plan."""
 
-import importlib
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fquant.format import BLOCKS, DYNAMIC8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
-from fquant.kernels import packed_ops, reference
+from fquant.kernels import cuda_plans, packed_ops, reference
 from fquant.kernels.dispatch import backend
 from fquant.packed import FLOATS
 from tests.helpers.formats import BY_ROWS8, KINDS, shifted
@@ -29,7 +28,7 @@ SMALL = (16, 32, 64, 4, 3)  # a tile, warps and stages
 
 
 def fused(*args):
-    return importlib.import_module("fquant.kernels.triton.plans").Fused(*args)
+    return cuda_plans.Fused(*args)
 
 
 def straddles(format, shape):
@@ -74,9 +73,8 @@ def test_parts_of_a_reduction(device, splits):
 @interpreted
 def test_every_tile(device):
     """Each tile computes both products of a weight that cuts it short."""
-    plans = importlib.import_module("fquant.kernels.triton.plans")
     formats = itertools.cycle([NF4_DQ, INT8, INT4_ZERO])
-    tiles = {plan[:3]: plan for plan in (*plans.SMALL, *plans.LARGE)}
+    tiles = {plan[:3]: plan for plan in (*cuda_plans.SMALL, *cuda_plans.LARGE)}
     for plan, format in zip(tiles.values(), formats, strict=False):
         assert_products(device, format, (136, 200), BF16, BF16, plan.rows + 1, plan=plan)
 

@@ -1,7 +1,12 @@
 """The choice of how to compute a product with a packed weight on CUDA, by estimates.
 
-:func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. Nothing of it
-has been measured: ``python -m tests.bench.gpu sweep`` measures all candidates. The figures are
+    Few      triton/few_rows.py     one pass over the packed bytes, decoded in the operand's registers; x · Wᵀ
+    Fused    triton/mixed_gemm.py   decoded beside the tensor cores, once for each tile of rows
+    Tiled    triton/gemm.py         a slab of the weight is decoded, multiplied by torch, and overwritten
+
+:func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. Predictions of
+graphs (``compile.roofline``) ask both, on machines without a card or Triton too. Nothing of it has been measured:
+``python -m tests.bench.gpu sweep`` measures all candidates. The figures are
 
     instructions    to decode an element: COUNTED in the machine code's longest loop, the greater of both orientations
                     and of Triton 3.6 and 3.9, with packed scales and whole reductions; 10 for a slab. Divided
@@ -23,16 +28,15 @@ H100, the time over that of torch's bf16 product is
 """
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
 
-from ..spec import Spec
-from .codes import DTYPES, INTERPRETED, triton
-from .few_rows import Few
-from .mixed_gemm import TENSOR_CORES, Fused
+from ..format import num_bytes
+from .spec import FLOATS, Spec
 
+TENSOR_CORES = (torch.bfloat16, torch.float16)  # dtypes of x
 ISSUED, REACHED, PRODUCTS, OVERLAP = 0.8, 0.8, 0.72, 0.7
 WARP = 0.35  # of the instructions of a scheduler that one warp issues
 SLAB_INSTRUCTIONS = 10
@@ -47,6 +51,25 @@ FEW = 64  # rows of x up to which Few is tried
 FEW_F32 = 16  # the same without tensor cores
 
 
+class Few(NamedTuple):
+    """One pass over the weight for each ``rows`` rows of x."""
+
+    rows: int  # of x at a time
+    parts: int  # warps that share 16 rows of the weight
+    stages: int  # of the pipeline
+
+
+class Fused(NamedTuple):
+    """One pass over the weight for each ``rows`` rows of x."""
+
+    rows: int  # of x a program, BM
+    columns: int  # of the result a program, BN
+    depth: int  # of the reduction a step, BK
+    warps: int
+    stages: int  # of the pipeline
+    splits: int = 1  # programs that share a reduction
+
+
 class Tiled(NamedTuple):
     """torch's product with slabs of ``size`` bytes: what 50 MB of cache hold beside x and y."""
 
@@ -57,11 +80,11 @@ Plan = Few | Fused | Tiled
 
 
 class Card(NamedTuple):
-    """The figures of a generation of devices."""
+    """The figures of a device, or of the usual one of a generation."""
 
     processors: int
     clock: float
-    operations: int  # of a multiprocessor's tensor cores a clock, in bf16
+    operations: float  # of a multiprocessor's tensor cores a clock, in bf16
     bandwidth: float  # of a copy
 
 
@@ -82,48 +105,64 @@ SLABS = tuple(Tiled(mib << 20) for mib in (16, 32, 64, 128))
 CANDIDATES: tuple[Plan, ...] = (*FEW_SWEPT, *SMALL, *LARGE, *SLABS)
 
 
-def target(device: torch.device) -> int:
-    """Return the generation that kernels for ``device`` are made for, 80, 90 or 100."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
-    else:  # of tensors that are interpreted, or stand for those of a device
-        arch = 90 if INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
-    return {9: 90, 10: 100}.get(arch // 10, 80)  # sm_120 has the instructions of sm_80
-
-
-def plan_for(rows: int, spec: Spec, dtype: torch.dtype, across: bool, in_words: bool, device: torch.device) -> Plan:
-    """Return the candidate with the shortest estimate for ``rows`` of x in ``dtype``.
+def plan_for(rows: int, spec: Spec, dtype: torch.dtype, across: bool, in_words: bool, generation: int) -> Plan:
+    """Return the candidate with the shortest estimate for ``rows`` of x in ``dtype`` on sm_80, 90 or 100.
 
     ``in_words`` says that rows of the weight are whole 32-bit words; only slabs do without.
     """
-    if not in_words or dtype not in DTYPES:
+    if not in_words or dtype not in FLOATS:
         return Tiled()
     if dtype not in TENSOR_CORES:
         return Few(8, 4, 3) if rows <= FEW_F32 and not across else Tiled()
     out, width = spec.shape
     bits = spec.format.bits
-    return _best(rows, *((out, width) if across else (width, out)), bits, across, target(device))
+    return _best(rows, *((out, width) if across else (width, out)), bits, across, generation)
 
 
-def candidates(arch: int, even: bool = True) -> list[Fused]:
+def in_words(spec: Spec) -> bool:
+    """Return True if packed rows are whole 32-bit words, and blocks do not straddle rows."""
+    format, width = spec.format, spec.shape[-1]
+    return num_bytes(format, width) % 4 == 0 and not straddles(spec)
+
+
+def straddles(spec: Spec) -> bool:
+    """Return True if the blocks of a flat format straddle rows."""
+    return spec.format.flat and spec.shape[-1] % (spec.format.block or prod(spec.shape)) != 0
+
+
+def grouped_plan(rows: int, generation: int) -> Fused:
+    """Return the tile for groups of about ``rows`` rows."""
+    if rows <= 16:
+        return Fused(16, 64, 128, 4, 3)
+    if rows <= 32:
+        return Fused(32, 64, 64, 4, 3)
+    warps = 8 if generation == 80 else 4
+    return Fused(64 if rows <= 64 else 128, 128, 64, warps, 3)
+
+
+def candidates(generation: int, even: bool = True) -> list[Fused]:
     """Return the fused plans whose registers the generation has; fewer for weights that are not whole tiles."""
     if even:
-        return [plan for plan in (*SMALL, *LARGE) if arch > 80 or plan[:5] not in WIDE]
-    return [plan for plan in (*SMALL, *LARGE) if (arch > 80 or plan.rows <= 64) and plan[:5] not in WIDE]
+        return [plan for plan in (*SMALL, *LARGE) if generation > 80 or plan[:5] not in WIDE]
+    return [plan for plan in (*SMALL, *LARGE) if (generation > 80 or plan.rows <= 64) and plan[:5] not in WIDE]
 
 
 @lru_cache(maxsize=4096)
-def _best(rows: int, depth: int, width: int, bits: int, across: bool, arch: int) -> Plan:
-    plans = [Tiled(), *candidates(arch, even=depth % 128 == width % 128 == 0)]
+def _best(rows: int, depth: int, width: int, bits: int, across: bool, generation: int) -> Plan:
+    plans = [Tiled(), *candidates(generation, even=depth % 128 == width % 128 == 0)]
     if rows <= FEW and not across:
         plans = [*FEW_PLANS, *plans]
-    return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, arch))
+    return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, generation))
 
 
-def estimate(plan: Plan, rows: int, depth: int, width: int, bits: int, arch: int) -> float:
-    """Return the seconds of a product of x [rows depth] with a weight of depth · width codes to y [rows width]."""
-    card, elements = CARDS[arch], depth * width
+def estimate(
+    plan: Plan, rows: int, depth: int, width: int, bits: int, generation: int, card: Card | None = None
+) -> float:
+    """Return the seconds of a product of x [rows depth] with a weight of depth · width codes to y [rows width].
+
+    ``card`` is the device's; the default is the usual one of the generation.
+    """
+    card, elements = card or CARDS[generation], depth * width
     per_second = card.processors * card.clock
     moved = (elements * bits / 8 + 2 * rows * (depth + width)) / card.bandwidth
     if isinstance(plan, Tiled):
@@ -142,7 +181,7 @@ def estimate(plan: Plan, rows: int, depth: int, width: int, bits: int, arch: int
     programs = ceil(tiles * splits / card.processors)  # of the busiest multiprocessor
     room = min(programs, 16 // plan.warps if plan.rows <= 64 else 8 // plan.warps)  # at a time
     issued = 128 * min(ISSUED, WARP * room * plan.warps / 4)
-    decoding = programs * steps * plan.columns * plan.depth * COUNTED[arch][plan.rows, plan.warps] / issued
+    decoding = programs * steps * plan.columns * plan.depth * COUNTED[generation][plan.rows, plan.warps] / issued
     multiplying = programs * steps * 2 * plan.rows * plan.columns * plan.depth / (REACHED * card.operations)
     both = decoding + multiplying - (OVERLAP * min(decoding, multiplying) if room > 1 else 0)
     adding = LAUNCH + 8 * splits * rows * width / card.bandwidth if splits > 1 else 0
