@@ -40,7 +40,7 @@ def attention(
     with on(q):
         _forward[(b * h * triton.cdiv(t, tiles.queries),)](
             *operands, *tensors, *strides, *sizes, e, padded(e), tiles.queries, tiles.keys, causal, tma,
-            num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+            num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **EXACT,
         )  # fmt: skip
     return y, lse
 

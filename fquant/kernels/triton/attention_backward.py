@@ -53,7 +53,7 @@ def attention_backward(
             kernel[(b * heads * triton.cdiv(t, size),)](
                 *(operand(x, n, tma) for x, n in pairs), lse, delta, *out, runs, spans(runs, size), *strides,
                 *out[0].stride()[:3], *sizes, tiles.queries, tiles.keys, causal, tma, num_warps=tiles.warps,
-                num_stages=tiles.stages, **EXACT,
+                num_stages=tiles.stages, maxnreg=tiles.registers, **EXACT,
             )  # fmt: skip
     return dq, dk, dv
 

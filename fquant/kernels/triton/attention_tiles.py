@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
     keys: int  # likewise
     warps: int
     stages: int  # of the pipeline of loads
+    registers: int | None = None  # of a thread at most; by default the assembler's guess, which may spill a few
 
 
 class Plan(NamedTuple):
@@ -65,7 +66,7 @@ PLANS: dict[int, Table] = {
     },
     100: {
         64: Plan(Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 2), Tiles(128, 64, 8, 2)),
-        128: Plan(Tiles(128, 64, 8, 3), Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
+        128: Plan(Tiles(128, 64, 8, 3, 168), Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
         256: Plan(Tiles(128, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 64, 8, 2)),
     },
 }
