@@ -21,17 +21,16 @@ its recording is replayed only for arguments at the same addresses.
 writes is seen by the next replay. It may be written only once the device has finished the replays before.
 
 *Ranks* that communicate record at the same calls, and replay the same recording. NCCL requires it: a collective is part
-of a graph on all ranks or on none, and a graph is launched by all ranks that recorded it. Addresses may differ, so
-before each call all ranks exchange which of their recordings fit. One that fits on every rank is replayed, or all ranks
-record. If one rank cannot, none does.
+of a graph on all ranks or on none, and a graph is launched by all ranks that recorded it. Addresses may differ between
+ranks. So before each call they exchange the numbers of the recordings that fit, counted over all that ranks have made
+together. One that fits on every rank is replayed, or all ranks record. If one rank cannot, none does.
 """
 
-import functools
-import operator
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,15 +46,18 @@ from .recorder import Recorder
 SMALL = 1 << 20  # bytes
 LARGE = 64 << 20  # bytes, of which a copy at each call is worth a warning
 MOST_KEPT, MOST_MOVES = 4, 2
-RUN, WARM_UP = -1, -2  # in place of the recordings that fit, which are the bits of a number
+RUN, WARM_UP, REPLAY = range(3)
 Run = Callable[[], Sequence[Tensor]]
-Agree = Callable[[int], list[int]]  # exchange a number with all ranks
+Agree = Callable[[list[int]], list[list[int]]]  # exchange numbers with all ranks
+
+_SHARED = itertools.count()  # of recordings that all ranks have made together, of any trace
 
 
 @dataclass(frozen=True)
 class _Recording:
     """A recorded step: the addresses of static arguments, slots of the others, and results by place."""
 
+    number: int
     static: Mapping[int, int]
     slots: Mapping[int, Tensor]
     replay: Callable[[], None]
@@ -79,6 +81,7 @@ class Recordings:
         agree: Agree | None = None,
     ) -> None:
         self._agree: Agree = (lambda mine: [mine]) if agree is None else agree
+        self._numbers = itertools.count() if agree is None else _SHARED
         self._module, self._graph, self._paths, self._recorder = module, graph, paths, recorder
         self._name, self._required = name, required
         self._seen: Sequence[int] | None = None  # the addresses at the first call
@@ -113,17 +116,18 @@ class Recordings:
         is_seen = torch._C._len_torch_dispatch_stack() or self._recorder.is_recording()
         with self._lock:
             places = [t.data_ptr() for t in tensors]
-            fitting = [all(places[i] == at for i, at in made.static.items()) for made in self._made]
-            bits = sum(1 << i for i, fits in enumerate(fitting) if fits)
-            numbers = self._agree(RUN if is_seen else WARM_UP if self._seen is None else bits)
-            if RUN in numbers:
+            fits = {r.number: r for r in self._made if all(places[i] == at for i, at in r.static.items())}
+            mine = RUN if is_seen else WARM_UP if self._seen is None else REPLAY
+            everywhere = self._agree([mine, *fits, *[-1] * (MOST_KEPT - len(fits))])
+            first = min(what for what, *_ in everywhere)
+            if first == RUN:
                 return run
-            if WARM_UP in numbers:
-                self._seen = places
+            if first == WARM_UP:
+                self._seen = places if self._seen is None else self._seen
                 is_compiled = not isinstance(self._module, GraphModule)
                 return partial(self._recorder.warm_up, partial(self._first, tensors) if is_compiled else run)
-            common = functools.reduce(operator.and_, numbers)
-            found = self._made[common.bit_length() - 1] if common else self._record(tensors, places)
+            common = fits.keys() & set[int].intersection(*(set(numbers) for _, *numbers in everywhere))
+            found = fits[max(common)] if common else self._record(tensors, places)
         return run if found is None else partial(self._replay, found, tensors)
 
     def _first(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -150,8 +154,9 @@ class Recordings:
                 error = f"{type(failed).__name__}: {failed}"
             else:
                 static = {i: place for i, place in enumerate(places) if i not in self._slots}
-                made = _Recording(static, dict(self._slots), replay, list(results))
+                made = _Recording(-1, static, dict(self._slots), replay, list(results))
             if (error := self._on_any_rank(error)) is None and made is not None:
+                made = replace(made, number=next(self._numbers))
                 self._made = [*self._made, made][-MOST_KEPT:]
                 return made
         refuse(self._name, str(error), self._required)
@@ -160,7 +165,7 @@ class Recordings:
 
     def _on_any_rank(self, error: str | None) -> str | None:
         """Return the error of this rank, else that another has one, else None."""
-        failed = [rank for rank, fine in enumerate(self._agree(int(error is None))) if not fine]
+        failed = [rank for rank, (fine,) in enumerate(self._agree([int(error is None)])) if not fine]
         return error or (f"rank {failed[0]} cannot record it" if failed else None)
 
     def _choose_slots(self, tensors: Sequence[Tensor], places: Sequence[int]) -> str | None:
