@@ -43,6 +43,14 @@ def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
     raise RuntimeError(_difference(runs))
 
 
+def all_gather_numbers(mine: list[int]) -> list[list[int]]:
+    """Gather the numbers of every rank of the default group on every rank, by rank; each rank has the same count."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return [mine]
+    with _disable_current_modes():
+        return _gather(mine, torch.int64)
+
+
 def all_gather_text(text: str) -> list[str]:
     """Gather ``text`` of every rank on every rank; characters outside UTF-8, in a file's name say, arrive escaped."""
     mine = list(text.encode(errors="backslashreplace"))

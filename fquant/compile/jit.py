@@ -240,7 +240,8 @@ def _with_recordings(
     if recorder is not None and synchronises(g):
         refuse(name, "; ".join(map(describe, synchronises(traces(lines=True).module.graph)[:3])), cuda_graph is True)
     elif recorder is not None:
-        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True)
+        agree = collective_check.all_gather_numbers if captured.collectives else None
+        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True, agree)
         return dataclasses.replace(captured, recordings=recordings)
     return captured
 

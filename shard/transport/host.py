@@ -43,6 +43,7 @@ class _Copy(NamedTuple):
     result: Tensor
     device: torch.device
     event: Any = None
+    recorded: bool = False  # in a graph, so that the event can never be asked
 
 
 _UNDER_WAY: dict[int, _Copy] = {}  # by the storage of the result
@@ -77,7 +78,7 @@ def _issue(source: Tensor, result: Tensor, device: torch.device) -> Tensor:
         with torch.cuda.stream(stream):
             result.copy_(source, non_blocking=True)
         event.record(stream)
-        copy = _Copy(source, result, device, event)
+        copy = _Copy(source, result, device, event, _is_recording())
     _forget()
     _UNDER_WAY[_storage(result)] = copy._replace(result=result.detach())  # another tensor, which _holders counts
     return result
@@ -95,8 +96,13 @@ def _arrived(x: Tensor) -> Tensor:
 def _forget() -> None:
     """Drop copies whose result nothing else holds, after an error between issue and wait."""
     for storage, copy in list(_UNDER_WAY.items()):
-        if _holders(copy.result) == 1 and (copy.event is None or not _is_recording() and copy.event.query()):
+        if _holders(copy.result) == 1 and _is_over(copy):
             del _UNDER_WAY[storage]
+
+
+def _is_over(copy: _Copy) -> bool:
+    """Return True if a copy that is not waited for no longer runs; a recorded one never did."""
+    return copy.event is None or copy.recorded or (not _is_recording() and copy.event.query())
 
 
 def _buffer(nbytes: int) -> Tensor:

@@ -12,6 +12,7 @@ An op that waits and is not known here fails when it is recorded. torch's defaul
 ``torch.cuda.graph`` registers it.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def _reason(node: Node, on_device: bool) -> str | None:
         backend = _backend(node)
         if backend not in _RECORDED and on_device:
             return f"communicates over {backend}, which sends from the host; use a mesh of NCCL"
+        if backend == "nccl" and _waits_on_host():
+            return "is waited for on the host, because TORCH_NCCL_BLOCKING_WAIT is set; unset it"
         return None
     if (reason := _value(node)) is not None:
         return reason
@@ -81,6 +84,13 @@ def _value(node: Node) -> str | None:
     if name in _WAITING or _BY_VALUE & set(node.target.tags):
         return "needs a value on the host"
     return None
+
+
+def _waits_on_host() -> bool:
+    """Return True if torch lets the host wait for a collective of NCCL, in place of a stream."""
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    value = next((os.environ[name] for name in names if name in os.environ), "0")
+    return value.lower() in ("1", "t", "true", "y", "yes")
 
 
 def _backend(node: Node) -> str:

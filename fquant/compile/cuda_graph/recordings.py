@@ -16,14 +16,23 @@ copied out of the pool, which the next replay overwrites.
 
 Recordings keep no argument alive, so that donation sees who shares its memory. An argument that is freed is not read:
 its recording is replayed only for arguments at the same addresses.
+
+*Pinned memory* of an argument on the host is read by every replay, when the device gets there. So a value that the host
+writes is seen by the next replay. It may be written only once the device has finished the replays before.
+
+*Ranks* that communicate record at the same calls, and replay the same recording. NCCL requires it: a collective is part
+of a graph on all ranks or on none, and a graph is launched by all ranks that recorded it. Addresses may differ between
+ranks. So before each call they exchange the numbers of the recordings that fit, counted over all that ranks have made
+together. One that fits on every rank is replayed, or all ranks record. If one rank cannot, none does.
 """
 
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,26 +40,24 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import graph as graphs
 from .. import liveness
+from .addresses import Of, copy, in_memory_of, results_of, slot, usual
 from .recorder import Recorder
 
 SMALL = 1 << 20  # bytes
 LARGE = 64 << 20  # bytes, of which a copy at each call is worth a warning
 MOST_KEPT, MOST_MOVES = 4, 2
+RUN, WARM_UP, REPLAY = range(3)
 Run = Callable[[], Sequence[Tensor]]
+Agree = Callable[[list[int]], list[list[int]]]  # exchange numbers with all ranks
 
-
-class _Of(NamedTuple):
-    """A result in the memory of an argument: itself, or a view with an offset in bytes from the argument's start."""
-
-    argument: int
-    view: Tensor | None = None
-    offset: int = 0
+_SHARED = itertools.count()  # of recordings that all ranks have made together, of any trace
 
 
 @dataclass(frozen=True)
 class _Recording:
     """A recorded step: the addresses of static arguments, slots of the others, and results by place."""
 
+    number: int
     static: Mapping[int, int]
     slots: Mapping[int, Tensor]
     replay: Callable[[], None]
@@ -58,11 +65,23 @@ class _Recording:
 
 
 class Recordings:
-    """The recordings of one trace. ``module`` runs ``graph``, whose inputs have ``paths``."""
+    """The recordings of one trace. ``module`` runs ``graph``, whose inputs have ``paths``.
+
+    Ranks that communicate ``agree`` which recording they replay.
+    """
 
     def __init__(
-        self, module: Any, graph: Graph, paths: Sequence[str], recorder: Recorder, name: str, required: bool
+        self,
+        module: Any,
+        graph: Graph,
+        paths: Sequence[str],
+        recorder: Recorder,
+        name: str,
+        required: bool,
+        agree: Agree | None = None,
     ) -> None:
+        self._agree: Agree = (lambda mine: [mine]) if agree is None else agree
+        self._numbers = itertools.count() if agree is None else _SHARED
         self._module, self._graph, self._paths, self._recorder = module, graph, paths, recorder
         self._name, self._required = name, required
         self._seen: Sequence[int] | None = None  # the addresses at the first call
@@ -79,7 +98,7 @@ class Recordings:
         self._fixed = {  # these cannot be copied
             i for i, held in enumerate(holders) if not held <= memory or (i in self._written and shared(i))
         }
-        self._results = _results_of(graph)
+        self._results = results_of(graph)
         inside = memory - graphs.all_storages(given)
         self._nbytes = liveness.peak(graph, inside).nbytes if isinstance(self._module, GraphModule) else 0
 
@@ -92,25 +111,41 @@ class Recordings:
 
         Raises RuntimeError if the step cannot be recorded and must be; if it need not, warns once.
         """
-        if self._is_off or torch._C._len_torch_dispatch_stack() or self._recorder.is_recording():
+        if self._is_off:
             return run
+        is_seen = torch._C._len_torch_dispatch_stack() or self._recorder.is_recording()
         with self._lock:
             places = [t.data_ptr() for t in tensors]
-            if self._seen is None:
-                self._seen = places
-                return partial(self._recorder.warm_up, run)
-            found = next((made for made in self._made if all(places[i] == at for i, at in made.static.items())), None)
-            if found is None:
-                found = self._record(tensors, places)
+            fits = {r.number: r for r in self._made if all(places[i] == at for i, at in r.static.items())}
+            mine = RUN if is_seen else WARM_UP if self._seen is None else REPLAY
+            everywhere = self._agree([mine, *fits, *[-1] * (MOST_KEPT - len(fits))])
+            first = min(what for what, *_ in everywhere)
+            if first == RUN:
+                return run
+            if first == WARM_UP:
+                self._seen = places if self._seen is None else self._seen
+                is_compiled = not isinstance(self._module, GraphModule)
+                return partial(self._recorder.warm_up, partial(self._first, tensors) if is_compiled else run)
+            common = fits.keys() & set[int].intersection(*(set(numbers) for _, *numbers in everywhere))
+            found = fits[max(common)] if common else self._record(tensors, places)
         return run if found is None else partial(self._replay, found, tensors)
+
+    def _first(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a compiled module as it will be recorded; torch would compile it again for tensors of another kind."""
+        self._read_graph()
+        with torch.inference_mode(False), torch.no_grad():
+            results = self._run(*map(usual, tensors))
+        pairs = zip(self._results, results, strict=True)
+        return [in_memory_of(tensors[of.argument], of) if isinstance(of, Of) else t for of, t in pairs]
 
     def _record(self, tensors: Sequence[Tensor], places: Sequence[int]) -> _Recording | None:
         """Record the step; return None, with a warning, if it cannot be."""
         if not self._made:
             self._read_graph()
-        error = self._choose_slots(tensors, places)
-        at = [self._slots.get(i, t) for i, t in enumerate(tensors)]
+        error = self._on_any_rank(self._choose_slots(tensors, places))
+        at = [self._slots.get(i, usual(t)) for i, t in enumerate(tensors)]
         if error is None:
+            made: _Recording | None = None
             try:
                 # Inference tensors could not be written outside of the mode.
                 with torch.inference_mode(False), torch.no_grad():
@@ -119,12 +154,19 @@ class Recordings:
                 error = f"{type(failed).__name__}: {failed}"
             else:
                 static = {i: place for i, place in enumerate(places) if i not in self._slots}
-                made = _Recording(static, dict(self._slots), replay, list(results))
+                made = _Recording(-1, static, dict(self._slots), replay, list(results))
+            if (error := self._on_any_rank(error)) is None and made is not None:
+                made = replace(made, number=next(self._numbers))
                 self._made = [*self._made, made][-MOST_KEPT:]
                 return made
         refuse(self._name, str(error), self._required)
         self._is_off, self._made, self._slots = True, [], {}
         return None
+
+    def _on_any_rank(self, error: str | None) -> str | None:
+        """Return the error of this rank, else that another has one, else None."""
+        failed = [rank for rank, (fine,) in enumerate(self._agree([int(error is None)])) if not fine]
+        return error or (f"rank {failed[0]} cannot record it" if failed else None)
 
     def _choose_slots(self, tensors: Sequence[Tensor], places: Sequence[int]) -> str | None:
         """Give slots to arguments that are to be copied; return why the step cannot be recorded, if so."""
@@ -139,8 +181,8 @@ class Recordings:
                     return f"{self._paths[i]} has another address at every call, and cannot be copied; keep it in place"
             elif (moved and not self._made) or not (large or i in self._written) or self._moves[i] > MOST_MOVES:
                 copied.add(i)
-        self._slots |= {i: _slot(tensors[i]) for i in copied}
-        _copy((self._slots[i], tensors[i]) for i in copied)  # values that an op may check while it is recorded
+        self._slots |= {i: slot(tensors[i]) for i in copied}
+        copy((self._slots[i], tensors[i]) for i in copied)  # values that an op may check while it is recorded
         huge = [i for i in copied if tensors[i].nbytes > LARGE]
         if huge and self._made:
             text = ", ".join(f"{self._paths[i]} ({tensors[i].nbytes / 2**30:.2f} GiB)" for i in huge)
@@ -155,23 +197,23 @@ class Recordings:
     def _replay(self, made: _Recording, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         slots = made.slots
         with self._recorder.turn():
-            _copy((slot, tensors[i]) for i, slot in slots.items())
+            copy((to, tensors[i]) for i, to in slots.items())
             made.replay()
-            _copy((tensors[i], slots[i]) for i in self._written & slots.keys())
+            copy((tensors[i], slots[i]) for i in self._written & slots.keys())
             return self._take(made, tensors)
 
     def _take(self, made: _Recording, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the results of a replay, outside of the pool."""
         new, out = dict[int, Tensor](), list[Tensor]()
         for of, t in zip(self._results, made.results, strict=True):
-            if isinstance(of, _Of):
-                out.append(_in_memory_of(tensors[of.argument], of))
+            if isinstance(of, Of):
+                out.append(in_memory_of(tensors[of.argument], of))
             else:  # one tensor returned twice is one
                 if of not in new:
                     new[of] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
                 out.append(new[of])
-        inside = {of: t for of, t in zip(self._results, made.results, strict=True) if not isinstance(of, _Of)}
-        _copy((new[of], inside[of]) for of in new)
+        inside = {of: t for of, t in zip(self._results, made.results, strict=True) if not isinstance(of, Of)}
+        copy((new[of], inside[of]) for of in new)
         return out
 
 
@@ -195,80 +237,3 @@ def refuse(name: str, why: str, required: bool) -> None:
     if required:
         raise RuntimeError(f"{text}; change it, or let cuda_graph be 'auto'")
     warnings.warn(f"{text}; every call launches its ops one by one", RuntimeWarning, stacklevel=2)
-
-
-def _results_of(graph: Graph) -> list[_Of | int]:
-    """Return for each result the argument in whose memory it is, or the number of a tensor of the pool."""
-    given = graph.find_nodes(op="placeholder")
-    owner = {storage: i for i, node in reversed([*enumerate(given)]) for storage in graphs.storages(node)}
-    numbers, found = dict[Node, int](), list[_Of | int]()
-    for node in graphs.outputs(graph):
-        (t,), (storage,) = graphs.tensors(node), graphs.storages(node)
-        same = _returned_argument(node)
-        if same.op == "placeholder":
-            found.append(_Of(given.index(same)))
-        elif storage in owner:
-            (of,) = graphs.tensors(given[owner[storage]])
-            found.append(_Of(owner[storage], t, _start(t) - _start(of)))
-        else:
-            found.append(numbers.setdefault(same, len(numbers)))
-    return found
-
-
-def _returned_argument(node: Node) -> Node:
-    """Return the node whose tensor a node returns: its first argument's if the op writes there, as ``copy_`` does."""
-    while isinstance(node.target, torch._ops.OpOverload):
-        returns, first = node.target._schema.returns, node.args[0] if node.args else None
-        written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-        if not (written and isinstance(first, Node)):
-            break
-        node = first
-    return node
-
-
-def _in_memory_of(argument: Tensor, of: _Of) -> Tensor:
-    if of.view is None:
-        return argument
-    offset = (_start(argument) + of.offset) // of.view.element_size()
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=of.view.dtype, device=argument.device)
-        return empty.set_(argument.untyped_storage(), offset, of.view.shape, of.view.stride())
-
-
-def _start(t: Tensor) -> int:
-    return int(t.storage_offset()) * t.element_size()
-
-
-def _slot(t: Tensor) -> Tensor:
-    """Return memory for tensors like ``t``, at an address that is as aligned: kernels are compiled for that."""
-    with torch.inference_mode(False):
-        extent = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
-        raw = torch.empty(max(extent, 0) + 16, dtype=t.dtype, device=t.device)
-        return raw.as_strided(t.shape, t.stride(), t.data_ptr() % 16 // t.element_size())
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair, which has the strides of the first, to the first."""
-    by_dtype = dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
-    for to, t in pairs:
-        if t.numel():
-            targets, sources = by_dtype.setdefault(t.dtype, ([], []))
-            targets.append(_once(to))
-            sources.append(_once(t))
-    with torch.no_grad():
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def _once(t: Tensor) -> Tensor:
-    """Return a view of ``t`` that has every element of its memory once, which an expanded tensor has not."""
-    dims, extent = sorted((step, size) for size, step in zip(t.shape, t.stride(), strict=True) if step and size > 1), 1
-    for step, size in dims:
-        if step < extent:  # dims overlap
-            whole = 1 + sum(step * (size - 1) for step, size in dims)
-            return t.as_strided((whole,), (1,), t.storage_offset())
-        extent += step * (size - 1)
-    if any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True)):
-        sizes = [size if step else 1 for size, step in zip(t.shape, t.stride(), strict=True)]
-        return t.as_strided(sizes, t.stride(), t.storage_offset())
-    return t

@@ -8,6 +8,7 @@ A roofline is the longer of two times: arithmetic, and memory traffic (Williams,
 """
 
 from .devices import DEVICES, Device, Shares, measured, named, of
+from .fused import seconds_if_fused
 from .nodes import ELEMENTWISE, KINDS, Work, scratch, seconds, traffic, work
 from .prediction import Prediction, Spent, limit, predict, walk
 
@@ -27,6 +28,7 @@ __all__ = [
     "predict",
     "scratch",
     "seconds",
+    "seconds_if_fused",
     "traffic",
     "walk",
     "work",

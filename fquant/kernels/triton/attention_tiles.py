@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .codes import EXACT, INTERPRETED, narrow, on, tl, triton, widen
+from .codes import EXACT, INTERPRETED, generation, narrow, on, tl, triton, widen
 
 TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 LOG2E = tl.constexpr(1 / math.log(2))
@@ -74,18 +74,8 @@ PLANS: dict[int, Table] = {
 
 def plan_of(q: Tensor) -> Plan | None:
     """Return the plan for ``q``, bf16, f16 or f32 [b h t e]; None if its heads are too large for these kernels."""
-    e, table = q.shape[3], {64: FLOAT32} if q.dtype is torch.float32 else PLANS[target(q)]
+    e, table = q.shape[3], {64: FLOAT32} if q.dtype is torch.float32 else PLANS[generation(q.device)]
     return next((plan for most, plan in table.items() if e <= most), None)
-
-
-def target(t: Tensor) -> int:
-    """Return the generation of the GPU that holds ``t``: 80, 90 or 100.
-
-    The first stands for all that have less shared memory, the second for Triton's interpreter as well.
-    """
-    if not t.is_cuda:
-        return 90
-    return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(t.device)[0], 80)
 
 
 def reads_by_tma(plan: Plan, *tensors: Tensor) -> bool:

@@ -55,16 +55,21 @@ def on_fakes(module):
 
 def on_host(captured, *args):
     """Run the graph on the tensors of ``args`` on the host; return the result of the function."""
-    module = GraphModule(captured.module, copy.deepcopy(captured.module.graph))
-    home = lambda x: HOST if isinstance(x, torch.device) and x.type == "cuda" else x
-    for node in module.graph.nodes:
-        node.args, node.kwargs = (map_aggregate(x, home) for x in (node.args, node.kwargs))
-    module.recompile()
-    given = [t for t in tree.leaves(args) if isinstance(t, torch.Tensor)]
+    module, given = at_home(captured.module), [t for t in tree.leaves(args) if isinstance(t, torch.Tensor)]
     with torch.no_grad():
         found = iter(module(*given))
     leaves = [next(found) if type(leaf) is object else leaf for leaf in captured.leaves]
     return tree.unflatten(captured.structure, leaves)
+
+
+def at_home(module):
+    """Return a copy of a module for CUDA that runs on the host."""
+    home = lambda x: HOST if isinstance(x, torch.device) and x.type == "cuda" else x
+    module = GraphModule(module, copy.deepcopy(module.graph))
+    for node in module.graph.nodes:
+        node.args, node.kwargs = (map_aggregate(x, home) for x in (node.args, node.kwargs))
+    module.recompile()
+    return module
 
 
 def devices(graph):

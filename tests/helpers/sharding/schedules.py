@@ -6,11 +6,25 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fquant import tree
-from fquant.compile import graph, liveness
+from fquant.compile import graph, liveness, roofline
+from shard.passes import offload_activations
 
 OPS = torch.ops._c10d_functional
 WAIT, GATHER = OPS.wait_tensor.default, OPS.all_gather_into_tensor.default
 GATHERS = GATHER, torch.ops.fquant.all_gather.default  # the second is that of shard.all_gather over gloo
+
+RATE = 1e9  # FLOPs and bytes a second of a device on which each node of a small program takes a while
+
+
+def slow_device(link):
+    """Return a device that exchanges ``link`` bytes with the host in a second."""
+    share = roofline.Shares(1.0, 1.0, 1.0, 1.0, 1.0)
+    return roofline.Device("slow", 1 << 40, RATE, RATE, link, RATE, RATE, link, 0, share=share, launch=0.0, latency=0.0)
+
+
+def slow(link, **options):
+    """Return the pass that stashes activations, for such a device."""
+    return offload_activations(min_bytes=1, device=slow_device(link), **options)
 
 
 def passed(captured, *passes):

@@ -22,22 +22,12 @@ from shard.passes.offload import offload_activations
 from shard.passes.report import schedule
 from shard.transport.host import arrived, fetch
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
+from tests.helpers.graphs import llama_step
 from tests.helpers.qlora_step import CFG, equal, start, tokens_of
-from tests.helpers.sharding.schedules import check_order, flights, passed
+from tests.helpers.sharding.schedules import RATE, check_order, flights, passed, slow
 
 pytestmark = pytest.mark.xdist_group("ranks")
-RATE = 1e9  # FLOPs and bytes a second of a device on which each node of these programs takes a while
-
-
-def slow(link, **options):
-    """Return the pass for a device that exchanges ``link`` bytes with the host in a second."""
-    share = roofline.Shares(1.0, 1.0, 1.0, 1.0, 1.0)
-    device = roofline.Device(
-        "slow", 1 << 40, RATE, RATE, link, RATE, RATE, link, 0, share=share, launch=0.0, latency=0.0
-    )
-    return offload_activations(min_bytes=1, device=device, **options)
-
-
 MANY = slow(1e9)
 
 
@@ -143,6 +133,50 @@ def test_fetches_of_blocks_have_the_link_first():
     assert moved(alone, 1e8) > moved(beside, 1e8) and moved(alone, 1e11) == moved(beside, 1e11)
 
 
+# --- the time of a step ----------------------------------------------------------------------------------------------
+
+H100 = roofline.DEVICES["h100"]
+
+
+def spent(captured):
+    """Return the predicted seconds, and the peak of the device in bytes."""
+    return roofline.predict(captured.module.graph, H100).seconds, near_peak(captured)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"), slow_after(1, [(4, {}), (8, {}), (4, {"offload": "block"}), (8, {"checkpoint": "none"})])
+)
+def test_a_step_hardly_takes_longer(layers, options):
+    """Elementwise chains that are fused later take less time than they seem to, and blocks share the link."""
+    with llama_step.captured(layers, **options) as captured:
+        before, peak = spent(captured)
+    with llama_step.captured(layers, **options, offload_activations=True) as captured:
+        after, less = spent(captured)
+    assert after < 1.02 * before and less < (0.97 if "offload" in options else 0.85) * peak
+
+
+def test_no_copy_is_waited_for():
+    """Each direction takes turns, however many of the copies begin or end at once."""
+    waited = lambda captured, device: roofline.predict(captured.module.graph, device).by_kind.get("copy", 0.0)
+    for link in (1e10, 1e9, 5e8, 2e8):
+        change = slow(link)
+        found = offloaded(plain(), change)
+        assert waited(found, change.device) < 1e-9 and (flights(found) or link < 5e8)
+
+
+def test_room_is_worth_waiting():
+    """On a link that is too slow for any, copies are waited for, as far as the room asks."""
+    before, taken = plain(), []
+    for rooms in (0, 1, 2, 3):
+        room = near_peak(before) - rooms * WIDE
+        change = slow(1e7, room=room)
+        found = offloaded(before, change)
+        assert near_peak(found) <= room
+        taken.append((len(flights(found)), roofline.predict(found.module.graph, change.device).seconds))
+    assert taken == sorted(set(taken)) and taken[0][0] == 0
+    assert not flights(offloaded(before, slow(1e7)))
+
+
 # --- any program ------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +222,9 @@ def test_any_program():
         draw = random.Random(seed)
         f, args = program(draw), [torch.sin(torch.arange(64.0).reshape(8, 8) * (i + 1)) for i in range(2)]
         before = trace(f, args, fuse=False, recompute=False)
-        change = slow(draw.choice([1e8, 1e9, 1e10]), reduce=draw.choice([None, 256, 600]))
+        change = slow(
+            draw.choice([1e8, 1e9, 1e10]), reduce=draw.choice([None, 256, 600]), room=draw.choice([None, None, 1, 4000])
+        )
         found = passed(before, change)
         assert equal(found(*args), before(*args)) and equal(found(*args), f(args)), seed
         check_order(found)
@@ -249,6 +285,7 @@ def test_a_step_has_the_same_bits(world, modes):
 
 BAD = {
     "bytes below 0": ({"reduce": -1}, "offload_activations: reduce is -1; wanted bytes, or None for no bound"),
+    "no room": ({"room": True}, "offload_activations: room is True; wanted bytes, or None for no bound"),
     "part of a byte": ({"min_bytes": 0.5}, "offload_activations: min_bytes is 0.5; wanted bytes"),
 }
 

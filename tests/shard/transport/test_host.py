@@ -184,6 +184,54 @@ def test_buffers_are_used_again_and_a_graph_keeps_its_own():
         del second
 
 
+def test_a_graph_records_forks_copies_and_joins():
+    """The host does not wait for a copy, each stream that forks is joined, and no memory is pinned meanwhile."""
+    streams, pinned = Streams(), torch.empty
+
+    def round_trips():
+        far = [host._stash(torch.empty(4, 3, device=CUDA).t()) for _ in range(2)]
+        near = [host._fetch(host._arrived(x), CUDA) for x in far]
+        return [host._arrived(x) for x in near]
+
+    def taken(nbytes):
+        assert not streams.recording, "memory is pinned while a graph is recorded"
+        return pinned(nbytes, dtype=torch.uint8)
+
+    copies, log = [], streams.log  # a build without CUDA has no copies to fake tensors of it
+
+    def copy(to, x, non_blocking=False):
+        copies.append((to.device.type, x.device.type, non_blocking))
+
+    with streams.patched(), FakeTensorMode(), mock.patch.object(host, "pinned", taken):
+        with mock.patch.multiple(torch.Tensor, is_pinned=lambda x: True, copy_=copy):
+            round_trips()
+            streams.recording = True
+            log.clear()
+            copies.clear()
+            assert [x.stride() for x in round_trips()] == [(1, 3)] * 2
+        assert len(host._BUFFERS[True, 48]) == 2 and not host._UNDER_WAY
+    assert copies == [("cpu", "cuda", True)] * 2 + [("cuda", "cpu", True)] * 2
+    records = [line.removeprefix("record ") for line in log if line.startswith("record")]
+    joined = [line.removeprefix("main waits for ") for line in log if line.startswith("main waits for")]
+    assert len(records) == 4 and sorted(records) == sorted(joined)
+    copied = [i for i, line in enumerate(log) if line == "copy"]
+    assert all(log[i - 1].endswith("waits for main") for i in copied) and len(copied) == 4
+
+
+def test_an_event_of_a_graph_is_never_asked():
+    """A recording that fails between issue and wait leaves a copy whose event no graph will ever reach."""
+    streams = Streams()
+    with streams.patched():
+        streams.recording = True
+        y = host._issue(X, torch.empty_like(X), CUDA)
+        (copy,) = host._UNDER_WAY.values()
+        copy.event.query.side_effect = RuntimeError("operation not permitted on an event last recorded in a capture")
+        del y, copy
+        streams.recording = False
+        arrived(host._issue(X, torch.empty_like(X), CUDA))
+        assert not host._UNDER_WAY
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch.func import grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fquant import grouped_linear, quantize, tree
-from fquant.compile.cuda_graph import describe, synchronises
+from fquant.compile.cuda_graph import describe, host_synchronisation, synchronises
 from fquant.compile.trace import trace
 from fquant.format import AQ_2X8, NF4, NF4_DQ
 from fquant.kernels.dispatch import runs_programs
@@ -86,7 +86,7 @@ def test_host_arguments():
         assert len(found) == len(texts) and all(text in one for text, one in zip(texts, found, strict=True)), found
 
 
-def test_collectives_that_send_from_the_host():
+def test_collectives_that_send_from_the_host(monkeypatch):
     """Gloo's collectives are recorded by no graph; those of NCCL are, for which torch's fake backend stands."""
     summed = lambda x: torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
@@ -96,6 +96,11 @@ def test_collectives_that_send_from_the_host():
         assert not synchronises(traced(summed, X).module.graph)
         (node,) = synchronises(traced(gathered, X).module.graph)
         assert "communicates over gloo, which sends from the host; use a mesh of NCCL" in describe(node)
+        monkeypatch.setattr(host_synchronisation, "_backend", lambda node: "nccl")
+        assert not synchronises(traced(summed, X).module.graph)
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+        (node,) = synchronises(traced(summed, X).module.graph)
+        assert "is waited for on the host, because TORCH_NCCL_BLOCKING_WAIT is set; unset it" in describe(node)
     finally:
         dist.destroy_process_group()
 
