@@ -42,6 +42,7 @@ from .objectives import Objective
 
 Checkpoint = Literal["full", "selective", "none"]
 Offload = Literal["block"]
+ROOM = 0.9  # of the memory that a device has: a step that is predicted to take more is recomputed or stashed instead
 MODES: tuple[Checkpoint, ...] = ("none", "selective", "full")  # the fastest first
 Micro = tuple[Any, Tensor | None]  # this rank's rows of a micro-batch, and their dropout keys i64[rows]
 
@@ -61,7 +62,7 @@ class Setup:
     rules: shard.Rules = shard.Rules()
     objective: Objective = Objective()
     merge_aware: bool = False  # compute with the packed weights that the adapters will be merged into
-    stash: roofline.Device | None = None  # of which the link to the host has time for activations
+    stash: roofline.Device | None = None  # whose link to the host has time for activations, or whose memory needs it
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
@@ -72,7 +73,8 @@ class Setup:
         passes, recompute = self.gathering(), self.checkpoint == "selective"
         if self.stash is not None:  # what is cheap to recompute is not worth the link
             again = (rematerialize,) if recompute else ()
-            passes, recompute = (*passes, *again, shard.passes.offload_activations(device=self.stash)), False
+            stash = shard.passes.offload_activations(device=self.stash, room=int(ROOM * self.stash.memory))
+            passes, recompute = (*passes, *again, stash), False
         return {"donate": ("state",), "passes": passes, "recompute": recompute}
 
     def gathering(self) -> tuple[Pass, ...]:

@@ -84,8 +84,8 @@ class Options:
     offload: Offload | None = None
     """block: the host has the base, but for its embedding, and a rank fetches each block ahead of its use."""
     offload_activations: bool = False
-    """Activations are stashed in the host's memory until the backward, as far as the link to it has time. All layers
-    are traced then, which takes a minute for 32."""
+    """Activations are stashed in the host's memory until the backward, as far as the link to it has time, and more if
+    the step would not fit. All layers are traced then, which takes a minute for 32."""
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base."""
     reserve: float = 1.0

@@ -18,11 +18,10 @@ from models import hf
 
 from ..common import devices, pricing
 from ..common.command_line import DTYPES, parse_format, quantised
-from ..common.training_step import MODES, Checkpoint, Offload
+from ..common.training_step import MODES, ROOM, Checkpoint, Offload
 from . import adapters, teacher
 from .options import Options
 
-ROOM = 0.9  # of the memory that is available: a step that is predicted to take more is recomputed instead
 GIB = 2**30
 RANKS = (2, 4, 8, 16, 32, 64)  # that are tried for a base that does not fit
 

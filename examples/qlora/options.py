@@ -63,8 +63,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     offload: Offload | None = None
     """block: keep the base in the host's memory, but for its embedding, and fetch each block ahead of its use."""
     offload_activations: bool = False
-    """Stash activations in the host's memory until the backward, as far as the link to it has time; give --checkpoint
-    too, because to find the mode all layers are traced."""
+    """Stash activations in the host's memory until the backward, as far as the link to it has time, and more if the
+    step would not fit; give --checkpoint too, because to find the mode all layers are traced."""
     dtype: Literal["bf16", "f32"] = "bf16"
     """Of the residual stream, and so of all products with the base and the adapters."""
     steps: int | None = None

@@ -168,6 +168,18 @@ def test_stashed_activations_are_in_no_more_memory(alone):
     assert (near.base, near.flops) == (far.base, far.flops)
 
 
+@pytest.mark.slow
+def test_a_card_that_is_too_small_stashes_more(alone):
+    """The step then waits for copies, and its peak is near the room of the card: chains that are fused later add some."""
+    job, axes = dataclasses.replace(WIDE, offload_activations=True), {"fsdp": 1}
+    hidden = price(job, axes, device=DEVICES["l4"])
+    room = hidden.base + (hidden.peak - hidden.base) * 3 // 4
+    small = price(job, axes, device=dataclasses.replace(DEVICES["l4"], memory=int(room / training_step.ROOM) + 1))
+    assert small.peak < 1.06 * room < hidden.peak and small.stashed > hidden.stashed
+    assert hidden.predicted is not None and small.predicted is not None
+    assert small.predicted.by_kind["copy"] > hidden.predicted.by_kind["copy"]
+
+
 def test_what_the_host_has(alone):
     """Every block but the embedding, of which each layer is fetched for the forward and for the backward."""
     near = price(layers(JOB, 3), {"fsdp": 1}, device=DEVICES["h100"])
