@@ -170,7 +170,7 @@ def test_stashed_activations_are_in_no_more_memory(alone):
 
 @pytest.mark.slow
 def test_a_card_that_is_too_small_stashes_more(alone):
-    """The step then waits for copies, and its peak is near the room of the card: chains that are fused later add some."""
+    """The step then waits for copies, and its peak is near the room of the card; chains fused later add some."""
     job, axes = dataclasses.replace(WIDE, offload_activations=True), {"fsdp": 1}
     hidden = price(job, axes, device=DEVICES["l4"])
     room = hidden.base + (hidden.peak - hidden.base) * 3 // 4
