@@ -96,6 +96,8 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     if "tests.helpers.ranks" in sys.modules:  # xdist ends its workers without what Python does at exit
         sys.modules["tests.helpers.ranks"].folder().cleanup()
+    if "tests.helpers.kernels.interpreter" in sys.modules:
+        sys.modules["tests.helpers.kernels.interpreter"].stop()
 
 
 class LoadGroups(LoadFileScheduling):
