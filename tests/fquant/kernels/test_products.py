@@ -1,5 +1,6 @@
 """matmul and matmul_t: within the rounding of their dtype of the exact product, and within the memory of a tile."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -253,10 +254,8 @@ def test_the_number_of_threads_changes_no_bit(format):
     w = torch.randn(300, 512, generator=torch.Generator().manual_seed(0))
     spec = Spec(format, (300, 512), torch.bfloat16)
     buffers = draw(spec)
-    x = {
-        op: [rows_of_x(rows, n, d) for rows in (1, 6, 16, 600) for d in FLOATS]
-        for op, n in zip(OPS, (512, 300), strict=True)
-    }
+    rows = [*itertools.product((1, 6, 16), FLOATS), (100, FLOATS[0]), (600, FLOATS[1]), (100, FLOATS[2])]
+    x = {op: [rows_of_x(m, n, d) for m, d in rows] for op, n in zip(OPS, (512, 300), strict=True)}
 
     def everything():
         products = [product(op, t, buffers, spec) for op in OPS for t in x[op]]
