@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
@@ -53,7 +54,16 @@ def interpreter(request):
             assert dispatch.backend("cuda")[0] == "triton"
             yield run
         return
-    yield lambda *test: process().submit(run, *test).result()
+    yield in_process
+
+
+def in_process(*test: Any) -> None:
+    """Run the body of a test in the interpreter's process; if that dies, the next test starts another."""
+    try:
+        process().submit(run, *test).result()
+    except BrokenProcessPool:
+        process.cache_clear()
+        raise
 
 
 @cache

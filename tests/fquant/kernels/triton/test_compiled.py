@@ -10,6 +10,7 @@ import torch
 from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.arrays import named
+from tests.helpers.cases import slow_after
 from tests.helpers.kernels.ahead_of_time import (
     TARGETS,
     TENSOR_CORES,
@@ -57,13 +58,17 @@ def test_codecs_and_draws(target):
         assert_exact(report)
 
 
+FEW = (8, 16, 32)  # rows of a plan
+
+
+@named("turn", slow_after(1, range(3)))  # of a square in which every two of generation, format and plan meet
 @named("format", [NF4_DQ, INT4_ZERO, INT8])
-@named("rows", [8, 16, 32])
-def test_few_rows(target, format, rows):
+def test_few_rows(target, format, turn):
     """One row and many: decoded as the reference does, multiplied by tensor cores, copied 16 bytes at a time."""
     from fquant.kernels import triton
     from fquant.kernels.triton.plans import FEW_PLANS
 
+    rows = FEW[(TARGETS.index(target) + (NF4_DQ, INT4_ZERO, INT8).index(format) + turn) % 3]
     spec, (plan,) = Spec(format, SHAPE, BF16), (plan for plan in FEW_PLANS if plan.rows == rows)
     with compiled_for(target) as reports:
         triton.matmul(meta(rows, SHAPE[1]), buffers(spec), spec, plan)
