@@ -58,10 +58,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_chosen(item, on_host):
-    """Whether a test is one for the host, or one that takes the fixture ``device`` and not a parameter of that name."""
+    """Whether a test is one for the host, or one that takes the fixture ``device`` and not a parameter of that name.
+
+    Its parameter ``backend`` may name instruction sets of the host, which a card has no use for.
+    """
     if on_host:
         return not item.get_closest_marker("cuda")
-    return "device" in item.fixturenames and "device" not in parameters(item)
+    given = parameters(item)
+    return "device" in item.fixturenames and "device" not in given and not str(given.get("backend")).startswith("cpu")
 
 
 def parameters(item):
@@ -92,6 +96,8 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     if "tests.helpers.ranks" in sys.modules:  # xdist ends its workers without what Python does at exit
         sys.modules["tests.helpers.ranks"].folder().cleanup()
+    if "tests.helpers.kernels.interpreter" in sys.modules:
+        sys.modules["tests.helpers.kernels.interpreter"].stop()
 
 
 class LoadGroups(LoadFileScheduling):

@@ -1,12 +1,15 @@
 """Devices that cannot be had: each fault is one line on stderr and exit status 2, of commands as a user starts them.
 
-What a machine without CUDA cannot show is shown on one that pretends to have it (tests/helpers/devices/pretended.py).
+One is started as a whole, and the others in processes that have imported torch. What a machine without CUDA cannot show
+is shown on one that pretends to have it (tests/helpers/devices/pretended.py).
 Every program's line is in tests/examples/common/test_devices.py, and a tree of several devices that is placed is in
 tests/shard/test_placement.py.
 """
 
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -56,13 +59,27 @@ COMMANDS = {  # the machine, None for this one; the command; and its line
 def test_one_line_and_status_2(machine, command, line, tmp_path):
     pretended = [] if machine is None else ["tests.helpers.devices.pretended", json.dumps(machine)]
     out = ["--out", str(tmp_path / "run")] if "qlora" in command[0] else []
-    done = subprocess.run(
-        [sys.executable, "-m", *pretended, *command, *out], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert re.fullmatch(line + "\n", done.stderr), done.stderr
+    command = [*pretended, *command, *out]
+    if line == COMMANDS["no CUDA"][2]:
+        done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        status, printed = done.returncode, done.stderr
+    else:
+        process = ranks.server().Process(target=started, args=(command, tmp_path / "stderr"))
+        process.start()
+        process.join(300)
+        status, printed = process.exitcode, (tmp_path / "stderr").read_text()
+    assert status == 2, printed
+    assert printed.count("\n") == 1
+    assert re.fullmatch(line + "\n", printed), printed
     assert not (tmp_path / "run").exists()
+
+
+def started(command, stderr):
+    """Run a command as ``python -m`` does, with its errors in a file."""
+    with stderr.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv[1:] = command[1:]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def meshes():

@@ -13,7 +13,7 @@ import torch
 
 from fquant.format import DYNAMIC8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.kernels import cpu
-from fquant.kernels.dispatch import VARIABLE
+from fquant.kernels.dispatch import BY_DEVICE, VARIABLE
 from fquant.kernels.spec import layout
 
 BY_ROWS8 = replace(DYNAMIC8, name="dynamic8_rows", flat=False, center=False)
@@ -65,6 +65,7 @@ try:
 except ImportError as error:
     ISAS, NOT_BUILT = (), str(error)
 built = pytest.mark.skipif(not ISAS, reason=NOT_BUILT)
+CARD = pytest.param("triton", marks=pytest.mark.cuda)  # a backend beside those of the host
 
 
 @contextmanager
@@ -73,6 +74,11 @@ def forced(backend: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, backend)
         yield
+
+
+def own(device: torch.device) -> tuple[str, ...]:
+    """Return the backends with kernels for tensors on ``device``, one for each instruction set of the host."""
+    return ISAS if device.type == "cpu" else (BY_DEVICE[device.type],)
 
 
 def draw(spec, stack=(), seed=0, special=False):

@@ -170,11 +170,17 @@ def ask(members: list[Rank], messages: list[Any], seconds: float) -> dict[int, A
     return answers
 
 
-def grow(n: int) -> list[Rank]:
-    """Return the first ``n`` members of the pool; start those that are missing or dead."""
-    at = Path(folder().name)
+def server() -> Any:
+    """Return what starts processes that have imported torch and this project."""
+    folder()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def grow(n: int) -> list[Rank]:
+    """Return the first ``n`` members of the pool; start those that are missing or dead."""
+    at, context = Path(folder().name), server()
     for rank in range(n):
         if rank < len(POOL) and POOL[rank].process.is_alive():
             continue

@@ -256,23 +256,25 @@ def decoded(verb, format):
     return [unpack(w, dtype) for w in arguments(verb, format)[2]]
 
 
+@cache
+def of_dense(verb, format, transform):
+    """Return what a transform gives of dense weights on the host, of a verb without recomputation."""
+    f = forward(LOCAL) if verb.startswith("forward_remat") else VERBS[verb][0]
+    if verb.startswith("remat"):
+        f = lambda theta, base, data: wave(mlp(data["x"], base, theta))
+    *args, _, data = arguments(verb, format)
+    return TRANSFORMS[transform](f, *args, decoded(verb, format), data)
+
+
 def check_transform(verb, format, transform, device):
     """Compare a verb under a transform on ``device`` with the same of dense weights on the host."""
-    f = VERBS[verb][0]
-    *args, packed, data = arguments(verb, format)
-    there = tree.map(lambda t: t.to(device), (*args, packed, data))
-    dense = decoded(verb, format)
-    run = TRANSFORMS[transform]
+    f, run = VERBS[verb][0], TRANSFORMS[transform]
+    there = tree.map(lambda t: t.to(device), arguments(verb, format))
     if message := REFUSED.get((verb, transform)):
         with pytest.raises(RuntimeError, match=message):
             run(f, *there)
         return
-    got = run(f, *there)
-    if verb.startswith("forward_remat"):
-        f = forward(LOCAL)
-    if verb.startswith("remat"):
-        f = lambda theta, base, data: wave(mlp(data["x"], base, theta))
-    wanted = TRANSFORMS[ORACLE.get(transform, transform)](f, *args, dense, data)
+    got, wanted = run(f, *there), of_dense(verb, format, ORACLE.get(transform, transform))
     assert tree.structure(got) == tree.structure(wanted)
     for (path, a), b in zip(tree.items(got), tree.leaves(wanted), strict=True):
         assert a.abs().max() > 0, path

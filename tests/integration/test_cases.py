@@ -47,11 +47,14 @@ ROOT = Path(__file__).parents[2]
 TRITON = {  # tests of a file for a card, none where Triton is not installed
     "tests/fquant/kernels/test_triton.py": 150, "tests/fquant/kernels/triton/test_attention.py": 50,
     "tests/fquant/kernels/triton/test_decoding.py": 30, "tests/fquant/kernels/triton/test_elementwise.py": 35,
+    "tests/fquant/kernels/triton/test_grouped.py": 10,
 }  # fmt: skip
 FEWEST = {  # the same of a folder or a file anywhere
     "tests/integration/test_transforms.py": 400, "tests/fquant/kernels/test_grouped_ops.py": 20,
     "tests/fquant/kernels/test_additive_codebooks.py": 100, "tests/fquant/kernels/test_lazy_tensors.py": 40,
-    "tests/fquant/kernels/ops": 80, "tests/shard/test_bundle.py": 7, "tests/shard/test_collectives.py": 5,
+    "tests/fquant/kernels/test_codec.py": 150, "tests/fquant/kernels/test_products.py": 150,
+    "tests/fquant/kernels/ops": 200, "tests/shard/test_bundle.py": 7, "tests/shard/test_collectives.py": 5,
+    "tests/shard/test_data.py": 1, "tests/shard/test_placement.py": 5, "tests/shard/test_rules.py": 10,
     "tests/shard/test_one_rank.py": 2, "tests/fquant/compile/test_jit.py": 20, "tests/examples/qlora": 1,
 }  # fmt: skip
 COLLECT = """
@@ -97,6 +100,8 @@ def item(*fixtures, cuda=False, **params):
         (item("device"), True, True),
         (item("device", cuda=True), False, True),
         (item("device", device="meta"), True, False),  # a parameter of that name
+        (item("device", backend="reference"), True, True),
+        (item("device", backend="cpu:avx2"), True, False),
     ],
 )
 def test_the_choice(test, host, card):

@@ -8,8 +8,12 @@ import torch.distributed as dist
 
 import shard
 from fquant import tree
+from fquant.device import HOST
 from shard import Rules
 from tests.helpers import ranks
+from tests.helpers.devices.placing import elsewhere, on
+from tests.helpers.sharding.bundles import same_bits
+from tests.helpers.sharding.meshes import mesh_of_one
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -79,6 +83,26 @@ def test_psum_is_one_sum_a_dtype(axes, over, members, sums):
         for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             torch.testing.assert_close(a, b)
+
+
+def on_one_rank(device):
+    """Return what functions of axes give on a mesh of one rank on ``device``, and what they should give."""
+    with mesh_of_one(device) as mesh:
+        rules, numbers, rows = Rules(), on(device, mixed(3)), torch.arange(6.0, device=device).reshape(3, 2)
+        batch = {"tokens": rows.long(), "mask": [rows[:, 0] > 1]}
+        over = shard.exchange_rows(mesh, "fsdp", max_rows=3)
+        got = [
+            shard.share(batch, mesh, rules), shard.psum(numbers, mesh, ("dp", "fsdp")),
+            shard.reduce({"q": rows}, mesh, rules), over.gather(rows), over.mine(rows, 3), over.scatter(rows),
+            over.largest(rows.long()),
+        ]  # fmt: skip
+        assert elsewhere(got, shard.device_of(mesh)) == []
+        return on(HOST, got), on(HOST, [batch, numbers, {"q": rows}, rows, rows, rows, rows.long()])
+
+
+def test_one_rank_has_the_whole_batch_and_the_sum(device):
+    ((got, wanted),) = ranks.run(1, on_one_rank, device)
+    assert same_bits(got, wanted)
 
 
 def reduced(x):

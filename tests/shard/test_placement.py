@@ -13,11 +13,14 @@ from torch.func import grad, jvp, vmap
 
 import shard
 from fquant import AQ_2X8, LOCAL, NF4, NF4_DQ, lora, quantize, tree
+from fquant.device import HOST
 from fquant.lazy import Lazy
 from fquant.packed import Packed
 from shard import bundle
 from tests.helpers import ranks
+from tests.helpers.devices.placing import elsewhere, on
 from tests.helpers.sharding.bundles import same_bits, zoo
+from tests.helpers.sharding.meshes import mesh_of_one
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -70,14 +73,15 @@ def outline(x):
     return tree.map(lambda t: t.to("meta"), x)
 
 
-def there_and_back(axes, source, rules):
-    whole, rank = params(), dist.get_rank()
-    given, asked = whole, []
+def there_and_back(axes, source, rules, mesh=None):
+    """Place a tree on ``mesh``, or on one of ``axes``, and check each block; return what came back right."""
+    mesh = mesh or shard.mesh(**axes)
+    whole, rank, device = params(), dist.get_rank(), shard.device_of(mesh)
+    given, asked = (on(device, whole) if source == "the mesh's device" else whole), []
     if source == "rank 0" and rank:
         given = outline(whole)
     if source == "lazy":
         given, asked = as_lazy(whole)
-    mesh = shard.mesh(**axes)
     placed = shard.place(given, dims_of(given), rules, mesh)
     back = shard.collect(placed)
     local, announced = shard.local(placed), shard.abstract_local(given, dims_of(given), rules, mesh)
@@ -91,9 +95,10 @@ def there_and_back(axes, source, rules):
         assert isinstance(at_rest.bytes, DTensor) and at_rest.bytes.dtype == torch.uint8
         assert at_rest.bytes.placements == (Replicate(), Shard(0) if rules.block else Replicate())
         assert at_rest.bytes.shape == wanted.shape
-        assert torch.equal(at_rest.bytes.to_local(), wanted.chunk(ranks_)[part] if len(wanted) else wanted)
-        assert torch.equal(at_rest.bytes.full_tensor(), wanted)
-    return same_bits(back, whole), same_bits(shard.collect(placed), back), asked
+        assert torch.equal(at_rest.bytes.to_local().cpu(), wanted.chunk(ranks_)[part] if len(wanted) else wanted)
+        assert torch.equal(at_rest.bytes.full_tensor().cpu(), wanted)
+    assert elsewhere((local, back), device) == []
+    return same_bits(on(HOST, back), whole), same_bits(shard.collect(placed), back), asked
 
 
 @pytest.mark.each_value
@@ -106,14 +111,29 @@ def test_bytes_arrive_and_come_back_bit_for_bit(axes, source):
         assert sorted(path for _, _, asked in got for path in asked) == sorted(tree.paths(params(), is_leaf=is_weight))
 
 
+def there_and_back_on_one_rank(source, device):
+    with mesh_of_one(device) as mesh:
+        return there_and_back({}, source, shard.Rules(), mesh)
+
+
+@pytest.mark.parametrize("source", ["rank 0", "the mesh's device", "lazy"])
+def test_bytes_arrive_on_one_rank(source, device):
+    ((arrived, again, asked),) = ranks.run(1, there_and_back_on_one_rank, source, device)
+    assert (
+        arrived
+        and again
+        and sorted(asked) == (sorted(tree.paths(params(), is_leaf=is_weight)) if source == "lazy" else [])
+    )
+
+
 @pytest.mark.parametrize("source", ["rank 0", "lazy"])
 def test_blocks_that_are_not_split(source):
     got = ranks.run(2, there_and_back, {"fsdp": 2}, source, shard.Rules(block=None))
     assert all(one[:2] == (True, True) for one in got)
 
 
-def opened(axes):
-    whole, mesh, rules = params(), shard.mesh(**axes), shard.Rules()
+def opened(axes, mesh=None):
+    whole, mesh, rules = params(), mesh or shard.mesh(**axes), shard.Rules()
     placed = shard.place(whole, dims_of(whole), rules, mesh)
     comm, local = shard.comm(mesh, rules), shard.local(placed)
     found = []
@@ -127,10 +147,8 @@ def opened(axes):
             for leaf in tree.leaves(block)
             if leaf.numel()
         )
-        layout = placed[path].layout
-        found.append(
-            (same_bits(block, whole[path]), len(storages), sizes == {layout.size}, inside, t.count("all_gather"))
-        )
+        layout, right = placed[path].layout, same_bits(on(HOST, block), whole[path])
+        found.append((right, len(storages), sizes == {layout.size}, inside, t.count("all_gather")))
     return found
 
 
@@ -139,6 +157,15 @@ def test_a_block_is_viewed_out_of_one_gathered_buffer(axes):
     n = math.prod(axes.values())
     for found in ranks.run(n, opened, axes):
         assert found == [(True, 1, True, True, int(axes.get("fsdp", 1) > 1))] * 4
+
+
+def opened_on_one_rank(device):
+    with mesh_of_one(device) as mesh:
+        return opened({}, mesh)
+
+
+def test_a_block_is_viewed_out_of_one_buffer_on_one_rank(device):
+    assert ranks.run(1, opened_on_one_rank, device) == [[(True, 1, True, True, 0)] * 4]
 
 
 def on_devices(per_rank):
@@ -167,8 +194,8 @@ def test_mixed_devices_are_refused_on_every_rank(devices, message):
     assert second == f"place failed on rank 0: ValueError: {first}"
 
 
-def beside(meta):
-    base, mesh = {"w": torch.ones(4, 6)}, shard.mesh(fsdp=dist.get_world_size())
+def beside(meta, mesh=None):
+    base, mesh = {"w": torch.ones(4, 6)}, mesh or shard.mesh(fsdp=dist.get_world_size())
     adapters = lora.init(base, "w", rank=2, key=0, dora=True, dtype=torch.bfloat16)
     wanted = tree.map(torch.clone, adapters)
     if meta and dist.get_rank():
@@ -176,9 +203,11 @@ def beside(meta):
     placed, got = shard.place((base, adapters), {"": {"w": "out in"}}, shard.Rules(), mesh)
     empty = shard.place((base, {}), {"": {"w": "out in"}}, shard.Rules(), mesh)[1]
     again = shard.replicate({"seed": torch.tensor(dist.get_rank() + 5)}, mesh)
+    back = shard.collect(placed)
+    assert elsewhere((got, again, back), shard.device_of(mesh)) == []
     return (
-        same_bits(got, wanted),
-        same_bits(shard.collect(placed), {"w": torch.ones(4, 6)}),
+        same_bits(on(HOST, got), wanted),
+        same_bits(on(HOST, back), {"w": torch.ones(4, 6)}),
         empty,
         again["seed"].item(),
     )
@@ -188,6 +217,15 @@ def beside(meta):
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_is_trained_is_replicated_from_rank_0(n, meta):
     assert ranks.run(n, beside, meta) == [(True, True, {}, 5)] * n
+
+
+def beside_on_one_rank(device):
+    with mesh_of_one(device) as mesh:
+        return beside(False, mesh)
+
+
+def test_what_is_trained_is_on_the_device_of_one_rank(device):
+    assert ranks.run(1, beside_on_one_rank, device) == [(True, True, {}, 5)]
 
 
 def misused(what):

@@ -11,6 +11,7 @@ from models import decoder
 from models.config import Config
 from shard import Rules
 from shard.rules import check_dims, check_rules
+from tests.helpers.devices.placing import on
 
 MESH: Any = SimpleNamespace(mesh_dim_names=("dp", "fsdp"))
 
@@ -60,9 +61,9 @@ def tree_and_dims():
     return params, {"embed": {"": "vocab embed"}, "layers.0": {"q": "heads embed", "norm": "embed"}}
 
 
-def test_dims_that_name_every_weight():
+def test_dims_that_name_every_weight(device):
     params, dims = tree_and_dims()
-    check_dims(dims, params)
+    check_dims(dims, on(device, params))
     check_dims(dims, lazy.like(params))
 
 
@@ -107,11 +108,11 @@ def test_dims_of_the_decoder(tied):
         ),
     ],
 )
-def test_dims_that_do_not_fit_are_refused_by_path(change, message):
+def test_dims_that_do_not_fit_are_refused_by_path(change, message, device):
     params, dims = tree_and_dims()
     change(params, dims)
     with pytest.raises(ValueError) as caught:
-        check_dims(dims, params)
+        check_dims(dims, on(device, params))
     assert str(caught.value).startswith(message)
 
 

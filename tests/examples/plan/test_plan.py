@@ -182,15 +182,15 @@ def test_a_card_that_is_too_small_stashes_more(alone):
 
 def test_what_the_host_has(alone):
     """Every block but the embedding, of which each layer is fetched for the forward and for the backward."""
-    near = price(layers(JOB, 3), {"fsdp": 1}, device=DEVICES["h100"])
-    far = price(dataclasses.replace(layers(JOB, 3), offload="block"), {"fsdp": 1}, device=DEVICES["h100"])
+    near = price(layers(JOB, 2), {"fsdp": 1}, device=DEVICES["h100"])
+    far = price(dataclasses.replace(layers(JOB, 2), offload="block"), {"fsdp": 1}, device=DEVICES["h100"])
     embed, head = 256 * 64 * 2, 256 * 64 * 2 + 64 * 2
     assert (far.base, far.host) == (embed, near.base - embed) and (near.host, near.fetched) == (0, 0)
     assert (far.fetched, far.stashed) == (2 * (far.host - head) + head, 0)
     assert near.predicted is not None and far.predicted is not None
     assert (near.flops, near.predicted.limit) == (far.flops, far.predicted.limit)
     share, link = DEVICES["h100"].share.host, DEVICES["h100"].host
-    assert far.predicted.copying == pytest.approx(far.fetched / (share * link) + 7 * DEVICES["h100"].latency)
+    assert far.predicted.copying == pytest.approx(far.fetched / (share * link) + 5 * DEVICES["h100"].latency)
     exposed = far.predicted.by_kind["copy"]
     assert 0 < exposed < far.predicted.copying
     assert far.predicted.overlapped == 1 - exposed / far.predicted.copying
@@ -288,7 +288,7 @@ def test_plan_and_job_trace_one_function(alone, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(layers(JOB, 2).cfg) | {"torch_dtype": "float32"}))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(layers(JOB, 1).cfg) | {"torch_dtype": "float32"}))
     return tmp_path
 
 
@@ -301,7 +301,7 @@ def run(capsys, *args):
     "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_rows(folder, capsys, alone, meshes):
-    job = Job(layers(JOB, 2).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
+    job = Job(layers(JOB, 1).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
     found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
     for x, mesh in zip(found, meshes, strict=True):
         axes = axes_in(mesh)

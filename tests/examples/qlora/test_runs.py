@@ -250,17 +250,23 @@ def test_a_step_shows_its_share_of_the_limit(given, tmp_path, dtype):
     assert wanted in line and cli.speed_text(15756.6, 0.716) == "15,757 tok/s, 72 % of the limit"
 
 
+@pytest.fixture(scope="module")
+def without_offload(given, tmp_path_factory):
+    """A short run with a state in the middle."""
+    out = tmp_path_factory.mktemp("offload") / "wanted"
+    options = dataclasses.replace(given, out=out, steps=4, save_every=2, schedule="constant")
+    assert ran(options) is None
+    return options
+
+
 @pytest.mark.parametrize("offload", [{"offload": "block"}, {"offload": "block", "offload_activations": True}], ids=len)
-def test_offload_changes_no_bit(whole, tmp_path, offload):
+def test_offload_changes_no_bit(without_offload, tmp_path, offload):
     """On the host a fetch is a copy; a run may begin with offload and go on without."""
-    out = tmp_path / "run"
-    assert ran(dataclasses.replace(whole, out=out, steps=4, schedule="constant", track=None, **offload)) is None
-    wanted = tmp_path / "wanted"
-    assert ran(dataclasses.replace(whole, out=wanted, steps=4, schedule="constant", track=None)) is None
+    out, wanted = tmp_path / "run", without_offload.out
+    assert ran(dataclasses.replace(without_offload, out=out, **offload)) is None
     assert [s["loss"] for s in metrics(out)] == [s["loss"] for s in metrics(wanted)]
     assert (out / "state.safetensors").read_bytes() == (wanted / "state.safetensors").read_bytes()
-    resumed = dataclasses.replace(whole, out=None, resume=out, steps=4, schedule="constant", track=None)
-    runs._check_resumed(out, resumed)
+    runs._check_resumed(out, dataclasses.replace(without_offload, out=None, resume=out))
 
 
 REFUSED = {

@@ -18,6 +18,7 @@ from fquant.io import peft, safetensors
 from models import hf
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
+from tests.helpers.model_folders import TINY, tiny_model
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SMALL = {"rank": 4, "seq": 32, "batch": 4, "holdout": 8, "checkpoint": "none", "steps": 3, "lr": 1e-2}
@@ -38,6 +39,12 @@ def both(options, steps):
             losses.append(step.loss)
         found.append((state, losses))
     return run.groups, training.many, [list(x) for x in zip(*swept, strict=True)], found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One layer, because a run takes most of its time to trace layers."""
+    return tiny_model(tmp_path_factory.mktemp("llama"), dataclasses.replace(TINY, num_layers=1))
 
 
 CASES = {

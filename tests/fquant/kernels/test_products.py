@@ -1,5 +1,6 @@
 """matmul and matmul_t: within the rounding of their dtype of the exact product, and within the memory of a tile."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fquant import dequantize, kernels, quantize, tree
+from fquant.device import HOST
 from fquant.format import BLOCKS, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import cpu, packed_ops, reference
 from fquant.kernels.cpu import codec, library
@@ -16,7 +18,8 @@ from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
-from tests.helpers.formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, shifted, strided
+from tests.helpers.devices.placing import on
+from tests.helpers.formats import DTYPES, ISAS, KINDS, alike, built, draw, forced, own, shifted, strided
 from tests.helpers.kernels.rounding import assert_product, bound, product_of
 from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
@@ -50,6 +53,24 @@ def product(op, *args):
     return getattr(kernels, op)(*args)
 
 
+def assert_products(op, x, buffers, spec, w, note=""):
+    """Check the products of all backends of the device of ``buffers``; ``w`` are the values, on the host."""
+    device = buffers[0].device
+    x, check = x.to(device), product_of(x, w)
+    for isa in own(device):
+        with forced(isa):
+            check(product(op, x, buffers, spec), (isa, spec, len(x), note))
+
+
+def assert_picked(op, buffers, spec, w, start, size):
+    """Check that unit vectors ``start`` to ``start + size`` pick out rows of ``w``, on the host, to the bit."""
+    device = buffers[0].device
+    x = torch.eye(len(w), dtype=w.dtype, device=device)[start : start + size]
+    for isa in own(device):
+        with forced(isa):
+            assert torch.equal(product(op, x, buffers, spec).cpu(), w[start : start + size]), (isa, spec, start)
+
+
 def tiled(patch, size):
     """Let torch multiply tiles of ``size`` bytes."""
     patch.setattr(codec, "TILE", size)
@@ -61,35 +82,29 @@ def tiled(patch, size):
 @each_op
 @each_dtype
 @each_kind
-def test_product(format, dtype, op):
+def test_product(format, dtype, op, device):
+    """A card compiles a kernel for each dtype of a weight, so there a shape has one only."""
     for i, shape in enumerate(SHAPES):
-        for own in {torch.float32, dtype if dtype in FLOATS else torch.bfloat16, FLOATS[i % 3]}:
-            spec = Spec(format, shape, own)
+        every = {torch.float32, dtype if dtype in FLOATS else torch.bfloat16, FLOATS[i % 3]}
+        for kind in every if device == HOST else FLOATS[i % 3 :][:1]:
+            spec = Spec(format, shape, kind)
             buffers = draw(spec)
-            w = weight(op, buffers, spec, dtype)
+            w, there = weight(op, buffers, spec, dtype), on(device, buffers)
             for rows in ROWS[i % 3 :: 3]:
-                x = rows_of_x(rows, len(w.mT[0]), dtype, seed=rows)
-                check = product_of(x, w)
-                for isa in ISAS:
-                    with forced(isa):
-                        check(product(op, x, buffers, spec), (isa, spec, rows))
+                assert_products(op, rows_of_x(rows, len(w.mT[0]), dtype, seed=rows), there, spec, w)
 
 
 @each_op
 @named("block", BLOCKS)
 @named("format", [NF4_DQ, replace(INT8, name="int8_blocks"), INT4_ZERO])
-def test_product_of_blocks(format, block, op):
+def test_product_of_blocks(format, block, op, device):
     """Widths of whole vectors of codes, but not always of whole blocks."""
     for shape in [(19, 128), (35, 384), (18, 4224)]:
         spec = Spec(replace(format, block=block), shape, torch.bfloat16)
         buffers = draw(spec)
-        w = weight(op, buffers, spec, torch.bfloat16)
+        w, there = weight(op, buffers, spec, torch.bfloat16), on(device, buffers)
         for rows in (1, 4, 6, 40):
-            x = rows_of_x(rows, len(w.mT[0]), torch.bfloat16)
-            check = product_of(x, w)
-            for isa in ISAS:
-                with forced(isa):
-                    check(product(op, x, buffers, spec), (isa, spec, rows))
+            assert_products(op, rows_of_x(rows, len(w.mT[0]), torch.bfloat16), there, spec, w)
 
 
 @pytest.mark.each_value
@@ -103,32 +118,25 @@ def test_product_by_tiles(format, dtype, op, monkeypatch):
         buffers = draw(spec)
         w = weight(op, buffers, spec, dtype)
         tiled(monkeypatch, size)
-        x = rows_of_x(rows, len(w.mT[0]), dtype)
-        check = product_of(x, w)
-        for isa in ISAS:
-            with forced(isa):
-                check(product(op, x, buffers, spec), (isa, spec, rows, size))
+        assert_products(op, rows_of_x(rows, len(w.mT[0]), dtype), buffers, spec, w, size)
 
 
 @pytest.mark.each_value
 @each_op
 @each_dtype
 @each_kind
-def test_unit_vectors_pick_out_the_weight(format, dtype, op, monkeypatch):
+def test_unit_vectors_pick_out_the_weight(format, dtype, op, device, monkeypatch):
     """All but one term are zero, so nothing is rounded, and the result is the decoded weight."""
     for shape in [(37, 100), (21, 384)]:
         spec = Spec(format, shape, torch.float16 if dtype == torch.float16 else torch.float32)
         buffers = draw(spec)
-        w = weight(op, buffers, spec, dtype)
+        w, there = weight(op, buffers, spec, dtype), on(device, buffers)
         for size in (8, 64):
             for start in range(0, len(w), size):
-                x = torch.eye(len(w), dtype=dtype)[start : start + size]
-                for isa in ISAS:
-                    with forced(isa):
-                        assert torch.equal(product(op, x, buffers, spec), w[start : start + size]), (isa, spec, start)
+                assert_picked(op, there, spec, w, start, size)
         with monkeypatch.context() as patch:
-            tiled(patch, 5000)
-            assert torch.equal(product(op, torch.eye(len(w), dtype=dtype), buffers, spec), w), spec
+            tiled(patch, 5000)  # on the host
+            assert torch.equal(product(op, torch.eye(len(w), dtype=dtype, device=device), there, spec).cpu(), w), spec
 
 
 @given(
@@ -140,29 +148,23 @@ def test_product_of_any_shape(op, format, block, own, dtype, rows, out, width, t
     spec = Spec(format if format.block is None else replace(format, block=block), (out, width), own)
     buffers = draw(spec, seed=width)
     w = weight(op, buffers, spec, dtype)
-    x = rows_of_x(rows, len(w.mT[0]), dtype)
-    check = product_of(x, w)
-    for isa in ISAS:
-        with forced(isa), pytest.MonkeyPatch.context() as patch:
-            if tile is not None:
-                tiled(patch, tile)
-            check(product(op, x, buffers, spec), isa)
+    with pytest.MonkeyPatch.context() as patch:
+        if tile is not None:
+            tiled(patch, tile)
+        assert_products(op, rows_of_x(rows, len(w.mT[0]), dtype), buffers, spec, w)
 
 
 @pytest.mark.parametrize("block", [64, 128, None], ids=str)
 @each_op
-def test_each_block_has_its_own_zero_point(op, block):
+def test_each_block_has_its_own_zero_point(op, block, device):
     """In the fastest kind of product, each element of a weight with a table of integers is picked out."""
     spec = Spec(replace(INT4_ZERO, block=block), (21, 384), torch.bfloat16)
     buffers = draw(spec)
     assert buffers[-1].unique().numel() > 8
-    w = weight(op, buffers, spec, torch.bfloat16)
+    w, there = weight(op, buffers, spec, torch.bfloat16), on(device, buffers)
     for size in (1, 3, 64):
         for start in range(0, len(w), size):
-            x = torch.eye(len(w), dtype=torch.bfloat16)[start : start + size]
-            for isa in ISAS:
-                with forced(isa):
-                    assert torch.equal(product(op, x, buffers, spec), w[start : start + size]), (isa, start)
+            assert_picked(op, there, spec, w, start, size)
 
 
 PLACES = {
@@ -175,19 +177,17 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @each_op
-def test_x_may_lie_anywhere_and_is_left_alone(op, place):
+def test_x_may_lie_anywhere_and_is_left_alone(op, place, device):
     for format in (NF4_DQ, INT8):
         spec = Spec(format, (64, 128), torch.bfloat16)
-        buffers = [shifted(b) for b in draw(spec)]
+        drawn = draw(spec)
+        buffers = [shifted(b.to(device)) for b in drawn]
         for dtype in DTYPES:
-            w = weight(op, buffers, spec, dtype)
+            w = weight(op, drawn, spec, dtype)
             for rows in (1, 6, 120):
-                x = place(rows_of_x(rows, len(w.mT[0]), dtype))
+                x = place(rows_of_x(rows, len(w.mT[0]), dtype).to(device))
                 before = [t.clone() for t in (x, *buffers)]
-                check = product_of(x, w)
-                for isa in ISAS:
-                    with forced(isa):
-                        check(product(op, x, buffers, spec), (isa, dtype, rows))
+                assert_products(op, x, buffers, spec, w, dtype)
                 assert all(map(alike, (x, *buffers), before))
 
 
@@ -225,24 +225,25 @@ def test_stacks(format, op):
 @each_op
 @each_dtype
 @named("format", [NF4_DQ, INT8, replace(NF4, name="flat", flat=True)])
-def test_sizes_of_zero(format, dtype, op):
+def test_sizes_of_zero(format, dtype, op, device):
     for shape in [(0, 64), (5, 0), (0, 0)]:
         spec = Spec(format, shape, torch.bfloat16)
         n, k = shape if op == "matmul_t" else shape[::-1]
         for rows in (0, 3, 300):
-            got = product(op, torch.ones(rows, n, dtype=dtype), draw(spec), spec)
-            assert torch.equal(got, torch.zeros(rows, k, dtype=dtype))
+            got = product(op, torch.ones(rows, n, dtype=dtype, device=device), on(device, draw(spec)), spec)
+            assert torch.equal(got.cpu(), torch.zeros(rows, k, dtype=dtype))
 
 
 @each_op
-def test_float16_overflows_to_infinity_as_torchs_does(op):
+def test_float16_overflows_to_infinity_as_torchs_does(op, device):
     spec = Spec(INT8, (4, 64), torch.float16)
     buffers = [torch.full((4, 64), 127, dtype=torch.int8), torch.full((4, 1), 3000.0)]
+    there = on(device, buffers)
     for rows in (1, 40):
         x = torch.full((rows, 64 if op == "matmul" else 4), 30.0, dtype=torch.float16)
         x[:, 0] = -x[:, 0]
-        assert torch.equal(product(op, x, buffers, spec), x @ weight(op, buffers, spec, torch.float16))
-        assert product(op, -x, buffers, spec).isneginf().all()
+        wanted, x = x @ weight(op, buffers, spec, torch.float16), x.to(device)
+        assert torch.equal(product(op, x, there, spec).cpu(), wanted) and product(op, -x, there, spec).isneginf().all()
 
 
 # --- threads and memory -----------------------------------------------------------------------------------------------
@@ -253,10 +254,8 @@ def test_the_number_of_threads_changes_no_bit(format):
     w = torch.randn(300, 512, generator=torch.Generator().manual_seed(0))
     spec = Spec(format, (300, 512), torch.bfloat16)
     buffers = draw(spec)
-    x = {
-        op: [rows_of_x(rows, n, d) for rows in (1, 6, 16, 600) for d in FLOATS]
-        for op, n in zip(OPS, (512, 300), strict=True)
-    }
+    rows = [*itertools.product((1, 6, 16), FLOATS), (100, FLOATS[0]), (600, FLOATS[1]), (100, FLOATS[2])]
+    x = {op: [rows_of_x(m, n, d) for m, d in rows] for op, n in zip(OPS, (512, 300), strict=True)}
 
     def everything():
         products = [product(op, t, buffers, spec) for op in OPS for t in x[op]]

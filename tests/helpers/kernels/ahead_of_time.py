@@ -12,13 +12,13 @@ nothing. Tensors on the CPU work too. A kernel that a call launches twice is rep
 without its interpreter.
 
 ``registers``, ``spills`` and ``stack`` are what ``ptxas -v`` prints for the PTX; ``shared`` adds its static shared
-memory to what Triton asks for at launch. :func:`opcodes` counts the machine's instructions, for estimates of time.
+memory to what Triton asks for at launch. :func:`uses` finds an instruction in the PTX, and :func:`longest_loop` counts
+the machine's instructions, for estimates of time.
 """
 
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,6 +30,7 @@ import pytest
 TARGETS = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block can have
 REGISTERS = 65536  # of a multiprocessor
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}  # the products of a generation
 INEXACT = r"\bfma\.|\.ftz|\.approx|div\.full"
 
 
@@ -112,12 +113,10 @@ def assert_exact(report: Report) -> None:
     assert not found, f"{report.name} for sm_{report.target} has {found and found[0]} in its PTX"
 
 
-def opcodes(report: Report) -> Counter[str]:
-    """Count the instructions of the machine code by name, without modifiers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(report.cubin)
-        listing = _run(_tool("cuobjdump"), "-sass", file.name)
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", listing, re.MULTILINE))
+def uses(report: Report, *instructions: str) -> bool:
+    """Return True if one of the ``instructions`` is in the PTX; listing the machine code takes as long as compiling."""
+    names = "|".join(map(re.escape, instructions))
+    return bool(re.search(rf"^\s*(?:@!?%\w+ +)?(?:{names})\b", report.ptx, re.MULTILINE))
 
 
 def longest_loop(report: Report) -> int:

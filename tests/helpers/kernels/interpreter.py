@@ -7,15 +7,21 @@
 
 TRITON_INTERPRET must be set before triton is imported, and torch's compiler or a peer may have imported it long ago. So
 pytest collects and reports a marked test, and a second process computes it, with TRITON_INTERPRET=1 from the start and
-FQUANT_KERNELS=triton. Every pointer that is read or written there must be inside one of the kernel's tensors.
+FQUANT_KERNELS=triton. It is one for the whole run, because it takes seconds to start. Every pointer that is read or
+written there must be inside one of the kernel's tensors.
 
 With ``--device cuda`` the body runs in pytest's own process, with compiled kernels and tensors on the card.
 """
 
 import importlib
 import inspect
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
+from typing import Any
 
 import numpy
 import pytest
@@ -48,12 +54,33 @@ def interpreter(request):
             assert dispatch.backend("cuda")[0] == "triton"
             yield run
         return
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv(dispatch.VARIABLE, "triton")
-            assert pool.submit(start).result() == ("triton", ("cuda", "cpu"))
-        yield lambda *test: pool.submit(run, *test).result()
+    yield in_process
+
+
+def in_process(*test: Any) -> None:
+    """Run the body of a test in the interpreter's process; if that dies, the next test starts another."""
+    try:
+        process().submit(run, *test).result()
+    except BrokenProcessPool:
+        process.cache_clear()
+        raise
+
+
+@cache
+def process() -> ProcessPoolExecutor:
+    """Return the interpreter's process, which is started at first use."""
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv(dispatch.VARIABLE, "triton")
+        assert pool.submit(start).result() == ("triton", ("cuda", "cpu"))
+    return pool
+
+
+def stop() -> None:
+    """End the interpreter's process, if there is one."""
+    if process.cache_info().currsize:
+        process().shutdown()
 
 
 def run(module, name, params):
@@ -79,10 +106,42 @@ def count_scalars(interpreter):
     interpreter._patch_lang_tensor = patched
 
 
+def quicken(interpreter: Any) -> Callable[[], None]:
+    """Leave out what the interpreter computes for nothing, most of its time; return what to call before each launch.
+
+    A launch replaces the builtins of Triton's language once, and not at every call of a device function. Dtypes are
+    looked up once. Without ``debug`` the interpreter checks sums of integers for overflow, and drops the result.
+    """
+    patch, patched, language = interpreter._patch_lang, set[Any](), interpreter.tl.core
+    of = interpreter._get_np_dtype
+    known = cache(of)  # pointers have no hash
+
+    def once(function: Any) -> Any:
+        if function not in patched:
+            patched.add(function)
+            return patch(function)
+
+    @cache
+    def builtins(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if language.is_builtin(member)]
+
+    def replaced(package: Any, *rest: Any) -> None:
+        for name in builtins(package):
+            if language.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_lang, interpreter._patch_builtin = once, replaced
+    interpreter._get_np_dtype = lambda dtype: known(dtype.scalar) if type(dtype.scalar) is language.dtype else of(dtype)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    return patched.clear
+
+
 def start():
     """Check the pointers of kernels from now on, and return the kernels and their devices."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     count_scalars(interpreter)
+    begin = quicken(interpreter)
     call, builder, bounds = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder, []
 
     def called(self, *args, **options):
@@ -90,13 +149,16 @@ def start():
         some = [getattr(t, "base", t) for t in every]  # of a descriptor, its tensor
         some = [t for t in some if isinstance(t, torch.Tensor) and t.numel()]
         bounds[:] = [(t.data_ptr(), t[tuple(n - 1 for n in t.shape)].data_ptr() + t.itemsize) for t in some]
+        begin()
         return call(self, *args, **options)
 
     def watched(touch, mask):
         def touched(self, pointers, *rest, **named):
             at, size = pointers.data[rest[mask].data], pointers.get_element_ty().primitive_bitwidth // 8
-            within = sum((low <= at) & (at + size <= high) for low, high in bounds)
-            assert within.all(), "a kernel reads or writes beyond its tensors"
+            least, most = (at.min(), at.max() + size) if at.size else (0, 0)
+            if at.size and not any(low <= least and most <= high for low, high in bounds):  # not in one tensor
+                within = sum((low <= at) & (at + size <= high) for low, high in bounds)
+                assert within.all(), "a kernel reads or writes beyond its tensors"
             return touch(self, pointers, *rest, **named)
 
         return touched

@@ -1,6 +1,7 @@
 """Attention against a loop over queries and heads, whole and in chunks; its derivatives and its memory."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,23 +78,35 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+COTANGENT = normal(2, 7, 4, 6, seed=9)
+
+
+def derivatives(f, args):
+    """Return values, gradients, tangents and second derivatives."""
+    value, pull, *_ = vjp(f, *args)
+    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
+    slope = lambda q: grad(lambda q: (f(q, *args[1:]) * COTANGENT).sum())(q)
+    return value, pull(COTANGENT), jvp(f, args, tangents)[1], grad(lambda q: (slope(q) ** 2).sum())(args[0])
+
+
+@cache
+def of_the_loop(name):
+    """Return the derivatives of the loop with OPTIONS, and its value for halved arguments."""
+    f, args = lambda *x: loop(*x, **OPTIONS[name]), heads(2)
+    return derivatives(f, args), f(*(t * 0.5 for t in args))
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, way):
     """Compare values, gradients, tangents, second derivatives and a vmap with those of the loop."""
-    options, args, cotangent = OPTIONS[name], heads(2), normal(2, 7, 4, 6, seed=9)
-    ours, theirs = (lambda *x, f=f: f(*x, **options) for f in (attention, loop))
-    (got, pulled, *_), (wanted, pull, *_) = vjp(ours, *args), vjp(theirs, *args)
+    options, args, (wanted, halved) = OPTIONS[name], heads(2), of_the_loop(name)
+    f = lambda *x: attention(*x, **options)
+    got = derivatives(f, args)
     torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(pulled(cotangent), pull(cotangent))
-    assert (wanted - loop(*args)).abs().max() > 1e-2 or name == "window beyond the sequence"
-    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
-    torch.testing.assert_close(jvp(ours, args, tangents)[1], jvp(theirs, args, tangents)[1])
-    second = lambda f: grad(lambda q: (grad(lambda q: (f(q, *args[1:]) * cotangent).sum())(q) ** 2).sum())(args[0])
-    torch.testing.assert_close(second(ours), second(theirs))
+    assert (wanted[0] - loop(*args)).abs().max() > 1e-2 or name == "window beyond the sequence"
     if "runs" not in options:  # which a captured function takes as an argument
-        stacked = tuple(torch.stack([t, t * 0.5]) for t in args)
-        torch.testing.assert_close(vmap(ours)(*stacked)[1], theirs(*(t * 0.5 for t in args)))
-        torch.testing.assert_close(jit(ours)(*args), got, rtol=0, atol=0)
+        torch.testing.assert_close(vmap(f)(*(torch.stack([t, t * 0.5]) for t in args))[1], halved)
+        torch.testing.assert_close(jit(f)(*args), got[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"cap": 0.0}, {"cap": -1.0}], ids=str)
@@ -212,25 +225,41 @@ SINKS: dict[str, Any] = {
 }
 
 
+wave = lambda f: lambda *x: f(*x).sin().sum()
+every = lambda f: grad(f, (0, 1, 2, 3))
+
+
+def derivatives_with_sinks(f, args, plain=None):
+    """Return values, gradients, tangents, a Hessian of sinks, and second derivatives, those of ``plain`` if given."""
+    value, pull, *_ = vjp(f, *args)
+    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
+    moved = lambda f: lambda *x: sum((g * t).sum() for g, t in zip(every(wave(f))(*x), tangents, strict=True))
+    curved = hessian(lambda s: wave(f)(*args[:3], s))(args[3])
+    return value, pull(COTANGENT), jvp(f, args, tangents)[1], curved, every(moved(plain or f))(*args)
+
+
+def with_sinks(kv_heads):
+    return *heads(kv_heads), normal(4, seed=5).double()
+
+
+@cache
+def of_the_loop_with_sinks(name, kv_heads):
+    """Return the derivatives of the loop, its gradient for negated sinks, and its value without sinks."""
+    options, args = SINKS[name], with_sinks(kv_heads)
+    f = lambda q, k, v, s: loop(q, k, v, sinks=s, **options)
+    plain = lambda q, k, v, s: dense(q, k, v, sinks=s.expand(2, 4), **options)
+    negated = grad(lambda s: wave(f)(*args[:3], s))(-args[3])
+    return derivatives_with_sinks(f, args, plain), negated, loop(*args[:3], **options)
+
+
 @named("kv_heads", [1, 4])
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks(name, kv_heads, way):
     """Compare values, all gradients, tangents, second derivatives and a vmap over sinks with those of the loop."""
-    options, args = SINKS[name], (*heads(kv_heads), normal(4, seed=5).double())
-    cotangent = normal(2, 7, 4, 6, seed=9)
-    ours, theirs = (lambda q, k, v, s, f=f: f(q, k, v, sinks=s, **options) for f in (attention, loop))
-    (got, pulled, *_), (wanted, pull, *_) = vjp(ours, *args), vjp(theirs, *args)
-    torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(pulled(cotangent), pull(cotangent))
-    assert (wanted - loop(*args[:3], **options)).abs().max() > 1e-2
-    tangents = tuple(normal(*t.shape, seed=20 + i).double() for i, t in enumerate(args))
-    torch.testing.assert_close(jvp(ours, args, tangents)[1], jvp(theirs, args, tangents)[1])
-    wave = lambda f: lambda *x: f(*x).sin().sum()
-    every = lambda f: grad(f, (0, 1, 2, 3))
-    moved = lambda f: lambda *x: sum((g * t).sum() for g, t in zip(every(wave(f))(*x), tangents, strict=True))
-    plain = lambda q, k, v, s: dense(q, k, v, sinks=s.expand(2, 4), **options)
-    torch.testing.assert_close(every(moved(ours))(*args), every(moved(plain))(*args))
-    curved = lambda f: hessian(lambda s: wave(f)(*args[:3], s))(args[3])
-    torch.testing.assert_close(curved(ours), curved(theirs))
-    each = vmap(grad(lambda s: wave(ours)(*args[:3], s)))(torch.stack([args[3], -args[3]]))
-    torch.testing.assert_close(each[1], grad(lambda s: wave(theirs)(*args[:3], s))(-args[3]))
+    options, args = SINKS[name], with_sinks(kv_heads)
+    wanted, negated, without = of_the_loop_with_sinks(name, kv_heads)
+    f = lambda q, k, v, s: attention(q, k, v, sinks=s, **options)
+    torch.testing.assert_close(derivatives_with_sinks(f, args), wanted)
+    assert (wanted[0] - without).abs().max() > 1e-2
+    each = vmap(grad(lambda s: wave(f)(*args[:3], s)))(torch.stack([args[3], -args[3]]))
+    torch.testing.assert_close(each[1], negated)

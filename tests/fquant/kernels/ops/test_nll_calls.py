@@ -6,49 +6,50 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fquant.device import HOST
 from fquant.kernels.ops.nll import nll, nll_backward
 from models import fused_cross_entropy
 from tests.helpers.arrays import named, rng
-from tests.helpers.formats import ISAS, alike, forced
+from tests.helpers.devices.placing import on
+from tests.helpers.formats import CARD, ISAS, alike, forced, own
 from tests.helpers.kernels.calls import all_alike, away, nodes
 from tests.helpers.kernels.losses import BACKENDS, DTYPES, IGNORE, PLACES, drawn
 
 X, TARGETS = torch.stack([drawn(4, 19, seed=i)[0] for i in range(3)]), torch.randint(19, (3, 4), generator=rng(5))
 FACTOR = torch.randn(3, 4, generator=rng(6))
-EACH = [nll_backward(*rows[:2], IGNORE, rows[2]) for rows in zip(X, TARGETS, FACTOR, strict=True)]
-STACKED = tuple(map(torch.stack, zip(*EACH, strict=True)))
 
 
-def test_mapped_rows_are_more_rows():
+def test_mapped_rows_are_more_rows(device):
+    x, t, g = given = on(device, (X, TARGETS, FACTOR))
     f = lambda x, t, g: nll_backward(x, t, IGNORE, g)
-    assert all_alike(vmap(f)(X, TARGETS, FACTOR), STACKED)
-    assert all_alike(vmap(f, (2, 1, 0))(X.movedim(0, 2), TARGETS.mT, FACTOR), STACKED)
-    assert all_alike(vmap(vmap(lambda x, t, g: f(x[None], t[None], g[None])))(X, TARGETS, FACTOR), vmap(vmap(
-        lambda value, slope: (value[None], slope[None])))(*STACKED))  # fmt: skip
-    assert alike(vmap(lambda x, t: nll(x, t, IGNORE))(X, TARGETS), STACKED[0])
-    one = torch.stack([f(X[0], t, FACTOR[0])[1] for t in TARGETS])
-    assert alike(vmap(f, (None, 0, None))(X[0], TARGETS, FACTOR[0])[1], one)
-    assert alike(
-        vmap(lambda x: nll_backward(x, TARGETS[0], IGNORE)[1])(X)[2], nll_backward(X[2], TARGETS[0], IGNORE)[1]
-    )
-    assert alike(vmap(lambda g: nll_backward(X[1], TARGETS[1], IGNORE, g)[1])(FACTOR)[1], STACKED[1][1])
-    assert vmap(f)(X[:, :0], TARGETS[:, :0], FACTOR[:, :0])[1].shape == (3, 0, 19)
+    stacked = tuple(map(torch.stack, zip(*map(f, *given), strict=True)))
+    assert all_alike(vmap(f)(x, t, g), stacked)
+    assert all_alike(vmap(f, (2, 1, 0))(x.movedim(0, 2), t.mT, g), stacked)
+    assert all_alike(vmap(vmap(lambda x, t, g: f(x[None], t[None], g[None])))(x, t, g), vmap(vmap(
+        lambda value, slope: (value[None], slope[None])))(*stacked))  # fmt: skip
+    assert alike(vmap(lambda x, t: nll(x, t, IGNORE))(x, t), stacked[0])
+    one = torch.stack([f(x[0], targets, g[0])[1] for targets in t])
+    assert alike(vmap(f, (None, 0, None))(x[0], t, g[0])[1], one)
+    assert alike(vmap(lambda x: nll_backward(x, t[0], IGNORE)[1])(x)[2], nll_backward(x[2], t[0], IGNORE)[1])
+    assert alike(vmap(lambda g: nll_backward(x[1], t[1], IGNORE, g)[1])(g)[1], stacked[1][1])
+    assert vmap(f)(x[:, :0], t[:, :0], g[:, :0])[1].shape == (3, 0, 19)
 
 
 OPS = {
-    "nll": lambda x, f: nll(x, TARGETS[0], IGNORE).sum(),
-    "nll_backward": lambda x, f: nll_backward(x, TARGETS[0], IGNORE)[0].sum(),
-    "nll_backward of a factor": lambda x, f: nll_backward(x.detach(), TARGETS[0], IGNORE, f)[1].sum(),
+    "nll": lambda x, t, f: nll(x, t, IGNORE).sum(),
+    "nll_backward": lambda x, t, f: nll_backward(x, t, IGNORE)[0].sum(),
+    "nll_backward of a factor": lambda x, t, f: nll_backward(x.detach(), t, IGNORE, f)[1].sum(),
 }
 FIX = r"it computes values only: differentiate fquant.kernels.reference.nll, the same in plain torch, or call"
 
 
 @pytest.mark.parametrize("name", OPS)
-@named("backend", ["reference", *ISAS[-1:]])
-def test_an_op_has_no_derivative_and_says_so(name, backend):
+@named("backend", ["reference", *ISAS[-1:], CARD])
+def test_an_op_has_no_derivative_and_says_so(name, backend, device):
+    x, targets, factor = on(device, (X[0], TARGETS[0], FACTOR[0]))
     at = int(name.endswith("factor"))
-    put = lambda t: OPS[name](*((X[0], t) if at else (t, FACTOR[0])))
-    t, op = (X[0], FACTOR[0])[at], name.partition(" ")[0]
+    put = lambda t: OPS[name](x if at else t, targets, t if at else factor)
+    t, op = (x, factor)[at], name.partition(" ")[0]
     with forced(backend):
         with pytest.raises(TypeError, match=f"a gradient through {op} was asked for; {FIX}"):
             put(t.clone().requires_grad_())
@@ -61,40 +62,42 @@ def test_an_op_has_no_derivative_and_says_so(name, backend):
             jvp(put, (t,), (t,))
 
 
-def test_a_call_is_a_node():
+def test_a_call_is_a_node(device):
+    (x, y), (t, other) = on(device, [list(rows[:2]) for rows in (X, TARGETS)])
     f = lambda x, t: nll_backward(x, t, IGNORE)
-    assert nodes(lambda x, t: nll(x, t, IGNORE), X[0], TARGETS[0]) == ["fquant.nll"]
-    assert nodes(f, X[0], TARGETS[0])[0] == "fquant.nll_backward"
-    assert nodes(vmap(f), X, TARGETS).count("fquant.nll_backward") == 1
-    assert all_alike(make_fx(f, tracing_mode="fake")(X[0], TARGETS[0])(X[1], TARGETS[1]), f(X[1], TARGETS[1]))
+    assert nodes(lambda x, t: nll(x, t, IGNORE), x, t) == ["fquant.nll"]
+    assert nodes(f, x, t)[0] == "fquant.nll_backward"
+    assert nodes(vmap(f), *on(device, (X, TARGETS))).count("fquant.nll_backward") == 1
+    assert all_alike(make_fx(f, tracing_mode="fake")(x, t)(y, other), f(y, other))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic):
+def test_compiled(dynamic, device):
     torch._dynamo.reset()
+    given = on(device, (X[0], TARGETS[0], FACTOR[0]))
     f = lambda x, t, g: (nll(2 * x, t, IGNORE), *nll_backward(2 * x, t, IGNORE, g))
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for c in (4, 3):
-        rows = X[0, :c], TARGETS[0, :c], FACTOR[0, :c]
+        rows = [t[:c] for t in given]
         assert all_alike(compiled(*rows), f(*rows))
 
 
-def test_schemas_and_fake_results_are_true():
+def test_schemas_and_fake_results_are_true(device):
     """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     ops, every = torch.ops.fquant, ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     check = lambda op, *args: torch.library.opcheck(op.default, args, test_utils=every)
     for i, dtype in enumerate((*DTYPES, torch.float64)):
-        x, targets = drawn(i, 9, dtype)
+        x, targets = drawn(i, 9, dtype, device=device)
         x = PLACES[-1 - i](x)
-        with forced((ISAS[-1:] or ("reference",))[0] if i % 2 else "reference"):
+        with forced(("reference", *own(device))[-1 if i % 2 else 0]):
             check(ops.nll, x, targets, IGNORE)
-            check(ops.nll_backward, x, targets, IGNORE, torch.ones(i, dtype=nll(x, targets, IGNORE).dtype))
+            check(ops.nll_backward, x, targets, IGNORE, torch.ones_like(nll(x, targets, IGNORE)))
             check(ops.nll_backward, x, targets, IGNORE)
 
 
-def test_a_fake_loss_is_fake():
+def test_a_fake_loss_is_fake(device):
     mode = FakeTensorMode()
-    x, t = mode.from_tensor(X[0].bfloat16()), mode.from_tensor(TARGETS[0])
+    x, t = (mode.from_tensor(t) for t in on(device, (X[0].bfloat16(), TARGETS[0])))
     value, slope = nll_backward(x, t, IGNORE)
     assert type(value) is type(slope) is FakeTensor and value.dtype is torch.float32 and slope.dtype is torch.bfloat16
     assert nll(X[0].to("meta"), TARGETS[0].to("meta"), IGNORE).is_meta
@@ -103,20 +106,21 @@ def test_a_fake_loss_is_fake():
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
-@named("backend", BACKENDS)
+@named("backend", [*BACKENDS, CARD])
 @named("dtype", DTYPES)
-def test_the_head_computes_with_them(backend, dtype):
+def test_the_head_computes_with_them(backend, dtype, device):
     """A loss and its gradients equal those in float64; the graph holds one op for each chunk."""
     x, w = torch.randn(2, 30, 16, generator=rng(1)), torch.randn(200, 16, generator=rng(2)) / 4
     x, w, targets = x.to(dtype), w.to(dtype), drawn(60, 200, seed=3)[1].reshape(2, 30)
     loss = lambda x, w, t: fused_cross_entropy.cross_entropy(x, w, t, chunk=25)
     true, value = grad_and_value(loss, (0, 1))(x.double(), w.double(), targets)
+    x, w, targets = on(device, (x, w, targets))
     with forced(backend):
         got, near = grad_and_value(loss, (0, 1))(x, w, targets)
         assert alike(near, loss(x, w, targets))
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(near.double(), value, rtol=rounding, atol=0)
-    for mine, exact in zip(got, true, strict=True):
+    torch.testing.assert_close(near.cpu().double(), value, rtol=rounding, atol=0)
+    for mine, exact in zip(on(HOST, got), true, strict=True):
         assert (mine - exact).norm() < 3 * rounding * exact.norm()
     assert nodes(loss, x, w, targets).count("fquant.nll") == 3
     seen = nodes(grad(loss, (0, 1)), x, w, targets)

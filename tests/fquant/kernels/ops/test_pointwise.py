@@ -15,11 +15,13 @@ from fquant.kernels.cpu import elementwise
 from fquant.kernels.ops import silu
 from fquant.kernels.ops.pointwise import pointwise, turn
 from fquant.kernels.ops.pointwise_program import ARITY, OWN, Program, Step, parse
-from tests.helpers.formats import ISAS, alike, forced
+from tests.helpers.devices.placing import on
+from tests.helpers.formats import CARD, ISAS, alike, forced
 from tests.helpers.kernels.pointwise import FLOATS, NUMBERS, TORCHS, cases, values
 from tests.helpers.kernels.threads import num_threads
 
 BACKENDS = ("reference", *ISAS)
+ANY = (*BACKENDS, CARD)
 OPS = tuple(op for op in TORCHS if op not in ("to", "where"))
 F32, BF16, F16 = FLOATS
 
@@ -29,40 +31,42 @@ def of_torch(op, dtype, args):
     return args[0].to(dtype) if op == "to" else getattr(torch, op)(*args)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ANY)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_step_has_the_bits_of_torch(op, dtype, backend):
+def test_a_step_has_the_bits_of_torch(op, dtype, backend, device):
     """Steps of tensors, of numbers on either side, and of a tensor without dims."""
     x, y, lone = values(1501, dtype, 0), values(1501, dtype, 1), torch.tensor(0.3).to(dtype)
+    there = on(device, [x, y, lone])
     cases = [(0,)] if ARITY[op] == 1 else [(0, 1), (1, 0), (0, 2), (2, 0), *((0, c) for c in NUMBERS)]
     with forced(backend):
         for args in cases:
             taken = [added_number(a, dtype, HOST) if op in ("add", "sub") and isinstance(a, float) else a for a in args]
-            got = pointwise([x, y, lone], [], Program((Step(op, dtype, tuple(taken)),), (3,), ()))
+            got = pointwise(there, [], Program((Step(op, dtype, tuple(taken)),), (3,), ()))
             wanted = of_torch(op, dtype, [[x, y, lone][a] if isinstance(a, int) else a for a in args])
-            assert alike(got[0], wanted.expand(1501)), args
+            assert alike(got[0].cpu(), wanted.expand(1501)), args
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_cast_has_the_bits_of_torch(backend):
+@pytest.mark.parametrize("backend", ANY)
+def test_a_cast_has_the_bits_of_torch(backend, device):
     with forced(backend):
         for a, b in itertools.product((*FLOATS, torch.bool), FLOATS):
             x = values(1501, F32).to(a)
-            assert alike(pointwise([x], [], Program((Step("to", b, (0,)),), (1,), ()))[0], x.to(b))
+            assert alike(pointwise([x.to(device)], [], Program((Step("to", b, (0,)),), (1,), ()))[0].cpu(), x.to(b))
             wide = values(3000, F32, 1)
             both = Program((Step("to", a, (0,)), Step("to", b, (1,))), (1, 2), ()) if a != torch.bool else None
             if both:
-                assert all(map(alike, pointwise([wide], [], both), (wide.to(a), wide.to(a).to(b))))
+                got = on(HOST, pointwise([wide.to(device)], [], both))
+                assert all(map(alike, got, (wide.to(a), wide.to(a).to(b))))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ANY)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_where_chooses_by_a_mask(dtype, backend):
+def test_where_chooses_by_a_mask(dtype, backend, device):
     mask, x, y = values(999, F32) > 0, values(999, dtype), values(999, dtype, 1)
     with forced(backend):
         both = Program((Step("where", dtype, (0, 1, 2)), Step("where", dtype, (0, 1, 0.5))), (3, 4), ())
-        got = pointwise([mask, x, y], [], both)
+        got = on(HOST, pointwise(on(device, [mask, x, y]), [], both))
     assert all(map(alike, got, (torch.where(mask, x, y), torch.where(mask, x, torch.tensor(0.5, dtype=dtype)))))
 
 
@@ -101,10 +105,10 @@ def test_any_program_has_the_bits_of_its_steps_alone(case, backend):
     assert all(map(alike, (*got, *write), (values[i] for i in (*program.new, *program.over))))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_read_may_be_written_over(backend):
+@pytest.mark.parametrize("backend", ANY)
+def test_what_is_read_may_be_written_over(backend, device):
     """Every read gives the old values, at any place in the program."""
-    p, g = values(2000, F32, 2), values(2000, F32, 3)
+    p, g = (values(2000, F32, seed).to(device) for seed in (2, 3))
     steps = (Step("add", F32, (0, 1)), Step("mul", F32, (2, 0)), Step("sub", F32, (3, 1)))
     old, grad = p.clone(), g.clone()
     with forced(backend):
@@ -112,10 +116,10 @@ def test_what_is_read_may_be_written_over(backend):
     assert alike(p, old + grad) and alike(g, old) and alike(got, (old + grad) * old - grad)
 
 
-@pytest.mark.parametrize("backend", ISAS)
+@pytest.mark.parametrize("backend", [*ISAS, CARD])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_tensors_are_shared_out(threads, backend):
-    x, w = values(300 * 1000, BF16).reshape(300, 1000), values(1000, BF16, 1)
+def test_large_tensors_are_shared_out(threads, backend, device):
+    x, w = values(300 * 1000, BF16).reshape(300, 1000).to(device), values(1000, BF16, 1).to(device)
     steps = (Step("to", F32, (0,)), Step("mul", F32, (2, 2)), Step("to", BF16, (3,)), Step("mul", BF16, (1, 4)))
     with num_threads(threads), forced(backend):
         got = pointwise([x, w], [], Program(steps, (3, 5), ()))
@@ -195,9 +199,10 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
     assert [(t.shape, t.dtype) for t in fakes] == [((5, 3, 4), F32), ((5, 3, 4), BF16)]
 
 
-def test_a_derivative_is_refused():
+def test_a_derivative_is_refused(device):
+    x = X.to(device)
     with pytest.raises(TypeError, match="a gradient through pointwise"):
-        pointwise([X.clone().requires_grad_(), X], [], ADD)
+        pointwise([x.clone().requires_grad_(), x], [], ADD)
 
 
 def test_plans_are_kept():

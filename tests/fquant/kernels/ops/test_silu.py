@@ -19,11 +19,12 @@ from fquant.kernels.ops.pointwise import pointwise
 from fquant.kernels.ops.pointwise_program import OWN, Program, Step
 from fquant.kernels.ops.silu import OPS, silu, silu_derivative
 from tests.helpers.arrays import named, rng
-from tests.helpers.formats import ISAS, alike, built, forced, shifted, strided
+from tests.helpers.formats import CARD, ISAS, alike, built, forced, own, shifted, strided
 from tests.helpers.kernels.threads import num_threads
 from tests.helpers.live_memory import Peak
 
-BACKENDS = ("reference", *ISAS)
+KERNELS = (*ISAS, CARD)
+BACKENDS = ("reference", *KERNELS)
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 UNITS = {"silu": 4, "silu_derivative": 5}  # of float32, as fquant/kernels/ops/silu.py promises
 OFTEN = {"silu": 6, "silu_derivative": 24}  # torch subtracts from 1, and has no s below e^-88
@@ -71,21 +72,24 @@ def assert_right(name, x, got, units, lost):
     assert bool((off <= 0).all()), (x[true.isfinite()][off.argmax()], float(off.max()))
 
 
+def assert_right_on(device, name, backend, x):
+    """Check the results of a backend for numbers on ``device``."""
+    units, lost = (OFTEN, 2.0**-121) if backend == "reference" else (UNITS, 2.0**-142)
+    with forced(backend):
+        assert_right(name, x, OPS[name](x.to(device)).cpu(), units[name], lost)
+
+
 @named("dtype", [BF16, F16])
 @named("backend", BACKENDS)
 @named("name", OWN)
-def test_of_every_number_of_16_bits(name, backend, dtype):
-    x, own = every(dtype), backend != "reference"
-    with forced(backend):
-        assert_right(name, x, OPS[name](x), (UNITS if own else OFTEN)[name], 2.0**-142 if own else 2.0**-121)
+def test_of_every_number_of_16_bits(name, backend, dtype, device):
+    assert_right_on(device, name, backend, every(dtype))
 
 
 @named("backend", BACKENDS)
 @named("name", OWN)
-def test_of_float32(name, backend):
-    x, own = torch.cat([some(), INFINITE, every(BF16).float()]), backend != "reference"
-    with forced(backend):
-        assert_right(name, x, OPS[name](x), (UNITS if own else OFTEN)[name], 2.0**-142 if own else 2.0**-121)
+def test_of_float32(name, backend, device):
+    assert_right_on(device, name, backend, torch.cat([some(), INFINITE, every(BF16).float()]))
 
 
 def test_the_reference_is_that_of_torch():
@@ -98,9 +102,9 @@ def test_the_reference_is_that_of_torch():
 
 
 @named("backend", BACKENDS)
-def test_what_is_infinite_comes_out_as_of_torch(backend):
+def test_what_is_infinite_comes_out_as_of_torch(backend, device):
     for dtype in (F32, BF16, F16, F64):
-        x = INFINITE.to(dtype)
+        x = INFINITE.to(device, dtype)
         with forced(backend):
             assert alike(silu(x), F.silu(x)) and silu_derivative(x).isnan().all()
         assert F.silu(x).isnan().tolist() == [False, True, True, True] and F.silu(x)[0] == math.inf
@@ -120,11 +124,11 @@ def test_instruction_sets_with_fused_products_have_the_same_bits(name):
 
 
 @named("dtype", [F32, BF16, F16])
-@named("backend", ISAS)
+@named("backend", KERNELS)
 @named("name", OWN)
-def test_an_element_depends_on_nothing_but_itself(name, backend, dtype):
+def test_an_element_depends_on_nothing_but_itself(name, backend, dtype, device):
     """A result depends neither on strides, nor on the number of elements, nor on other elements."""
-    x = torch.cat([SPECIAL, INFINITE, 8 * torch.randn(3000, generator=rng(4))]).to(dtype)
+    x = torch.cat([SPECIAL, INFINITE, 8 * torch.randn(3000, generator=rng(4))]).to(device, dtype)
     with forced(backend):
         whole = OPS[name](x)
         alone = torch.cat([OPS[name](one[None]) for one in x[:40]])
@@ -152,10 +156,10 @@ def test_large_tensors_are_shared_out(threads, backend):
 
 @named("dtype", [F32, BF16, F16])
 @named("backend", BACKENDS)
-def test_a_step_between_others_has_the_bits_of_the_op(backend, dtype):
+def test_a_step_between_others_has_the_bits_of_the_op(backend, dtype, device):
     """Tensors broadcast, and the program also uses its argument and overwrites it."""
     x, y = 4 * torch.randn(40, 300, generator=rng(6)), torch.randn(300, generator=rng(7))
-    x, y = strided(x.to(dtype)), y.to(dtype)
+    x, y = strided(x.to(device, dtype)), y.to(device, dtype)
     steps = (
         Step("mul", dtype, (0, 1)), Step("silu", dtype, (2,)), Step("silu_derivative", dtype, (2,)),
         Step("silu", dtype, (4,)), Step("mul", dtype, (3, 5)), Step("silu", F32, (2,)),
@@ -173,12 +177,12 @@ def test_a_step_between_others_has_the_bits_of_the_op(backend, dtype):
 
 @named("backend", BACKENDS)
 @named("name", OWN)
-def test_float64_is_computed_in_float64(name, backend):
+def test_float64_is_computed_in_float64(name, backend, device):
     x = some()[:5000].double()
     with forced(backend):
-        got = OPS[name](x.view(2, -1).mT)
+        got = OPS[name](x.to(device).view(2, -1).mT)
     assert got.is_contiguous()
-    torch.testing.assert_close(got, exact(name, x.view(2, -1).mT)[0], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(got.cpu(), exact(name, x.view(2, -1).mT)[0], rtol=1e-12, atol=1e-15)
 
 
 @built
@@ -196,56 +200,58 @@ X = 3 * torch.randn(3, 4, 5, generator=rng(9))
 
 
 @named("name", OWN)
-def test_mapped_it_is_itself(name):
-    op = OPS[name]
-    assert alike(vmap(op)(X), op(X)) and alike(vmap(vmap(op, 1), 2)(X), op(X.permute(2, 1, 0)))
-    assert alike(vmap(op, 2, 2)(X), op(X)) and vmap(op)(X[:, :0]).shape == (3, 0, 5)
+def test_mapped_it_is_itself(name, device):
+    op, x = OPS[name], X.to(device)
+    assert alike(vmap(op)(x), op(x)) and alike(vmap(vmap(op, 1), 2)(x), op(x.permute(2, 1, 0)))
+    assert alike(vmap(op, 2, 2)(x), op(x)) and vmap(op)(x[:, :0]).shape == (3, 0, 5)
 
 
-@named("backend", ["reference", *ISAS[-1:]])
+@named("backend", ["reference", *ISAS[-1:], CARD])
 @named("name", OWN)
-def test_an_op_has_no_derivative_and_says_so(name, backend):
+def test_an_op_has_no_derivative_and_says_so(name, backend, device):
     put, fix = lambda t: OPS[name](t).sum(), "it computes values only: differentiate torch.nn.functional.silu, or call"
+    x = X.to(device)
     with forced(backend):
         with pytest.raises(TypeError, match=f"a gradient through {name} was asked for; {fix}"):
-            put(X.clone().requires_grad_())
+            put(x.clone().requires_grad_())
         with torch.no_grad():
-            assert put(X.clone().requires_grad_()).isfinite()
+            assert put(x.clone().requires_grad_()).isfinite()
         for f in (grad(put), lambda t: vjp(put, t), vmap(grad(put))):
             with pytest.raises(TypeError, match=f"a gradient through {name} was asked for; {fix}"):
-                f(X)
+                f(x)
         with pytest.raises(TypeError, match=f"a tangent through {name} was asked for; {fix}"):
-            jvp(put, (X,), (X,))
+            jvp(put, (x,), (x,))
 
 
 @named("name", OWN)
-def test_a_call_is_a_node(name):
-    traced = make_fx(OPS[name], tracing_mode="fake")(X)
+def test_a_call_is_a_node(name, device):
+    x = X.to(device)
+    traced = make_fx(OPS[name], tracing_mode="fake")(x)
     assert [str(node.target) for node in traced.graph.nodes if node.op == "call_function"] == [f"fquant.{name}.default"]
-    assert alike(traced(2 * X), OPS[name](2 * X))
+    assert alike(traced(2 * x), OPS[name](2 * x))
 
 
 @named("dynamic", [False, True])
-def test_compiled(dynamic):
+def test_compiled(dynamic, device):
     torch._dynamo.reset()
-    f = lambda x: (silu(2 * x), silu_derivative(2 * x))
+    x, f = X.to(device), lambda x: (silu(2 * x), silu_derivative(2 * x))
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for c in (3, 2):
-        assert all(map(alike, compiled(X[:c]), f(X[:c])))
+        assert all(map(alike, compiled(x[:c]), f(x[:c])))
 
 
-def test_schemas_and_fake_results_are_true():
+def test_schemas_and_fake_results_are_true(device):
     """torch's own check of schemas, and of shapes, dtypes and strides of fake results."""
     every = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for i, dtype in enumerate((F32, BF16, F16, F64)):
-        with forced((ISAS[-1:] or ("reference",))[0] if i % 2 else "reference"):
+        with forced(("reference", *own(device))[-1 if i % 2 else 0]):
             for op in OPS.values():
-                torch.library.opcheck(op, (X.to(dtype).mT[i % 3 :],), test_utils=every)
+                torch.library.opcheck(op, (X.to(device, dtype).mT[i % 3 :],), test_utils=every)
     assert all(torch.Tag.pointwise in op.tags for op in OPS.values())
 
 
-def test_a_fake_result_is_fake():
-    x = FakeTensorMode().from_tensor(X.bfloat16().mT)
+def test_a_fake_result_is_fake(device):
+    x = FakeTensorMode().from_tensor(X.to(device).bfloat16().mT)
     for op in OPS.values():
         assert type(op(x)) is FakeTensor and op(x).dtype is BF16 and op(x).is_contiguous()
         assert op(X.to("meta")).is_meta

@@ -14,7 +14,7 @@ from fquant.kernels.ops.decoding import cached_attention
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike, shifted, strided
-from tests.helpers.kernels.ahead_of_time import TARGETS, assert_fits, compiled_for, opcodes
+from tests.helpers.kernels.ahead_of_time import TARGETS, TENSOR_CORES, assert_fits, compiled_for, uses
 from tests.helpers.kernels.decoding import DTYPES, OPTIONS, assert_right, drawn
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 
@@ -179,4 +179,4 @@ def test_compiled(target, b, h, kv, e, dtype, options):
         module().cached_attention(meta(b, h, e), cache, cache, position, sinks=sinks, **options)
     assert [r.name for r in reports] == ["_attend", "_merge"]
     list(map(assert_fits, reports))
-    assert opcodes(reports[0])["HMMA"] and "cp.async.cg.shared.global [ %" in reports[0].ptx
+    assert uses(reports[0], TENSOR_CORES[80]) and "cp.async.cg.shared.global [ %" in reports[0].ptx

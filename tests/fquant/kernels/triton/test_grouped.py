@@ -1,4 +1,8 @@
-"""Grouped products in the interpreter: each group equals its own product, and the host never reads the counts."""
+"""Grouped products in Triton: each group equals its own product, and the host never reads the counts.
+
+Tests marked ``interpreted`` run in Triton's interpreter, or on the card of ``--device``
+(tests/helpers/kernels/interpreter.py).
+"""
 
 import importlib
 from dataclasses import replace
@@ -40,33 +44,34 @@ def assert_groups(got, counts, of):
     assert start == len(got)
 
 
-def assert_grouped(w, x, g, counts, format, apart, plan=None):
+def assert_grouped(device, w, x, g, counts, format, apart, plan=None):
     """Check both products of a packed stack: one array of all groups, or an array each."""
+    w, x, g, there = (t.to(device) for t in (w, x, g, torch.tensor(counts)))
     p = quantize(w, format) if not apart else tree.map(lambda *t: torch.stack(t), *[quantize(m, format) for m in w])
     spec, values = Spec(p.format, p.shape, p.dtype), dequantize(p).to(x.dtype)
     kernels = importlib.import_module("fquant.kernels.triton.grouped")
     for a, across in ((x, False), (g, True)):
-        got = kernels.grouped_matmul(a, torch.tensor(counts), buffers(p), spec, across, plan)
+        got = kernels.grouped_matmul(a, there, buffers(p), spec, across, plan)
         one = lambda e, rows, a=a, across=across: (a[rows], values[e] if across else values[e].mT)
         assert_groups(got, counts, one)
 
 
 @named("format", FORMATS)
 @interpreted
-def test_packed_stacks(format):
+def test_packed_stacks(device, format):
     """Empty groups, groups of one row, and groups of several tiles; blocks of nested scales that straddle groups."""
     w = randn(6, 17, 136).to(BF16)
     for apart in (False, True):
         if not (format.flat and not apart):
-            assert_grouped(w, randn(33, 136).to(BF16), randn(33, 17).to(BF16), COUNTS, format, apart)
+            assert_grouped(device, w, randn(33, 136).to(BF16), randn(33, 17).to(BF16), COUNTS, format, apart)
 
 
 @interpreted
-def test_every_tile():
+def test_every_tile(device):
     for rows, arch in ((1, 90), (20, 90), (50, 80), (500, 90)):
         plan = grouped_plan(rows, arch)
         w, x, g = (t.to(torch.float16) for t in (randn(2, 40, 72), randn(plan.rows + 2, 72), randn(plan.rows + 2, 40)))
-        assert_grouped(w, x, g, [1, plan.rows + 1], NF4, True, plan)
+        assert_grouped(device, w, x, g, [1, plan.rows + 1], NF4, True, plan)
 
 
 @given(
@@ -74,24 +79,25 @@ def test_every_tile():
     of=st.sampled_from([BF16, torch.float16]), apart=st.booleans(), format=st.sampled_from(FORMATS[:2]),
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
-def _any_groups(counts, out, words, of, apart, format):
+def _any_groups(device, counts, out, words, of, apart, format):
     rows = sum(counts)
     if rows:
         w, x, g = randn(len(counts), out, 8 * words), randn(rows, 8 * words), randn(rows, out)
-        assert_grouped(w.to(BF16), x.to(of), g.to(of), counts, format, apart)
+        assert_grouped(device, w.to(BF16), x.to(of), g.to(of), counts, format, apart)
 
 
 @interpreted
-def test_any_groups():
-    _any_groups()
+def test_any_groups(device):
+    _any_groups(device)
 
 
 @interpreted
-def test_dense_stacks_and_outer_products():
+def test_dense_stacks_and_outer_products(device):
     """Both orientations, an outer product with zeros of empty groups, and operands with gaps between rows."""
+    counts = torch.tensor(COUNTS, device=device)
     for dtype in (BF16, torch.float16):
-        w, x, g = (t.to(dtype) for t in (randn(6, 70, 90), randn(33, 180)[:, :90], randn(33, 70)))
-        counts = torch.tensor(COUNTS)
+        w, x, g = (t.to(device, dtype) for t in (randn(6, 70, 90), randn(33, 180), randn(33, 70)))
+        x = x[:, :90]
         for a, across in ((x, False), (g, True)):
             got = grouped_ops.dense(a, counts, w, across)
             assert_groups(got, COUNTS, lambda e, r, a=a, w=w, across=across: (a[r], w[e] if across else w[e].mT))
@@ -103,7 +109,7 @@ def test_dense_stacks_and_outer_products():
 
 
 @interpreted
-def test_ops_leave_the_counts_to_the_device():
+def test_ops_leave_the_counts_to_the_device(device):
     """The ops call the kernels without a number of the counts, and other dtypes keep the loop of the host."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -111,7 +117,7 @@ def test_ops_leave_the_counts_to_the_device():
             raise AssertionError("the host reads the counts")
 
         patch.setattr(torch.Tensor, "tolist", refused)
-        w, x, counts = randn(2, 16, 64), randn(5, 64), torch.tensor([2, 3])
+        w, x, counts = (t.to(device) for t in (randn(2, 16, 64), randn(5, 64), torch.tensor([2, 3])))
         p = quantize(w.to(BF16), NF4)
         args = counts, buffers(p), Spec(p.format, p.shape, p.dtype)
         assert grouped_ops.packed(x.to(BF16), *args).shape == (5, 16)
@@ -123,7 +129,7 @@ def test_ops_leave_the_counts_to_the_device():
 
 @interpreted
 def test_counts_of_other_rows_are_an_assertion_of_the_device():
-    """Where the host reads them it raises an error."""
+    """Where the host reads them it raises an error. An assertion that fails on a card ends the use of the card."""
     w, x = randn(2, 16, 64).to(BF16), randn(5, 64).to(BF16)
     for counts in ([2, 2], [6, -1]):
         with pytest.raises(RuntimeError, match="grouped_mm got counts for other rows; wanted .* add up to 5"):
@@ -133,8 +139,9 @@ def test_counts_of_other_rows_are_an_assertion_of_the_device():
 
 
 @interpreted
-def test_nothing():
-    p = quantize(randn(2, 16, 64).to(BF16), NF4)
-    counts, spec = torch.tensor([0, 0]), Spec(p.format, p.shape, p.dtype)
-    assert grouped_ops.packed(randn(0, 64).to(BF16), counts, buffers(p), spec).shape == (0, 16)
-    assert not grouped_ops.outer(randn(0, 8).to(BF16), randn(0, 9).to(BF16), counts).any()
+def test_nothing(device):
+    p = quantize(randn(2, 16, 64).to(device, BF16), NF4)
+    counts, spec = torch.tensor([0, 0], device=device), Spec(p.format, p.shape, p.dtype)
+    no_rows = lambda n: torch.empty(0, n, dtype=BF16, device=device)
+    assert grouped_ops.packed(no_rows(64), counts, buffers(p), spec).shape == (0, 16)
+    assert not grouped_ops.outer(no_rows(8), no_rows(9), counts).any()
