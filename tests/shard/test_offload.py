@@ -15,6 +15,7 @@ from models import decoder
 from shard import host_memory
 from shard.passes.report import schedule
 from tests.helpers import ranks
+from tests.helpers.cases import slow_after
 from tests.helpers.graphs.retargeted import on_fakes, traced
 from tests.helpers.live_memory import Peak
 from tests.helpers.qlora_step import CFG, equal, start, tokens_of
@@ -210,7 +211,7 @@ def captured_for_cuda(world, rules, passes, recompute=True):
         return captured, of(captured), schedule(captured, mesh)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", slow_after(1, [1, 2]))
 def test_the_peak_of_a_device_sinks(world):
     """By the bytes of the base, but for those of blocks under way."""
     passes = (shard.passes.prefetch_gathers(),)

@@ -73,7 +73,7 @@ def replayed(name):
 
 @pytest.mark.parametrize(
     ("world", "name"),
-    slow_after(3, [(1, "blocks on the host"), (2, "activations stashed"), (2, "both"), (1, "both")]),
+    slow_after(2, [(1, "blocks on the host"), (2, "both"), (2, "activations stashed"), (1, "both")]),
 )
 def test_steps(world, name):
     assert min(ranks.run(world, replayed, name, timeout=180)) > 0

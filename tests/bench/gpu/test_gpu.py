@@ -12,6 +12,7 @@ from fquant.device import HOST
 from tests.bench.gpu import lines, step, table, whole
 from tests.bench.gpu.__main__ import COMMANDS, main
 from tests.bench.gpu.lines import Item, Result, Session
+from tests.helpers.cases import slow_after
 
 ROOT = Path(__file__).parents[3]
 H100 = DEVICES["h100"]
@@ -96,7 +97,7 @@ def test_kernels_with_the_host_standing_in():
     assert "of bf16" in found[3].measured and "bf16" in found[3].beside and "torch" in found[4].beside
 
 
-@pytest.mark.parametrize("how", ["captured", step.NODES, "uncaptured"])
+@pytest.mark.parametrize("how", slow_after(1, ["captured", step.NODES, "uncaptured"]))
 def test_a_step_with_the_host_standing_in(how):
     case = step.Case(whole.TINY, 2, 32)
     found = step.measured(case, HOST, H100, how, 1e12, 1)
@@ -107,6 +108,7 @@ def test_a_replayed_step_is_predicted_to_wait_for_nothing():
     assert step.waiting_nodes(step.Case(whole.TINY, 2, 32)) == []
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_rank_with_the_host_standing_in():
     assert whole.one_rank(HOST).met and whole.captured(HOST).met
 

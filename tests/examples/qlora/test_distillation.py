@@ -58,7 +58,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("given", slow_after(1, [*GIVEN.values()]), ids=GIVEN)
+@pytest.mark.parametrize("given", slow_after(0, [*GIVEN.values()]), ids=GIVEN)
 def test_the_divergence_falls(model, wider, text, tmp_path, given):
     given = {**SMALL, "teacher": None if "compare_dense" in given else wider, **given, "out": tmp_path / "run"}
     options = Options(model=model, data=str(text), objective="distill", steps=12, mesh="fsdp=1", **given)

@@ -87,6 +87,7 @@ def test_two_ranks_are_one(model, records, objective):
         assert losses == pytest.approx(found[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_merge_aware_trains_the_file_that_it_writes(model, text, tmp_path):
     """The merged folder has the bytes of the adapter merged into the packed base, by lora and by examples.merge."""
     options = Options(

@@ -177,7 +177,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("options", slow_after(1, [*KINDS.values()]), ids=KINDS)
+@pytest.mark.parametrize("options", slow_after(0, [*KINDS.values()]), ids=KINDS)
 def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
     """PEFT's folder of each says what was asked for, trains, and starts another run."""
     options = dataclasses.replace(given, steps=3, out=tmp_path / "a", **options)
@@ -259,7 +259,9 @@ def without_offload(given, tmp_path_factory):
     return options
 
 
-@pytest.mark.parametrize("offload", [{"offload": "block"}, {"offload": "block", "offload_activations": True}], ids=len)
+@pytest.mark.parametrize(
+    "offload", slow_after(1, [{"offload": "block", "offload_activations": True}, {"offload": "block"}]), ids=len
+)
 def test_offload_changes_no_bit(without_offload, tmp_path, offload):
     """On the host a fetch is a copy; a run may begin with offload and go on without."""
     out, wanted = tmp_path / "run", without_offload.out

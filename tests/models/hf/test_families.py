@@ -14,6 +14,7 @@ from fquant import NF4, jit, lora, quantize, tree
 from models import decoder, hf
 from models.hf import stacks
 from models.hf.families import FAMILIES as KINDS
+from tests.helpers.cases import slow_after
 from tests.helpers.hf_models import CONFIGS, random_params
 
 TOKENS = torch.randint(0, 96, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -145,7 +146,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(5, KINDS))
 def test_each_key_is_read_or_refused(kind, tmp_path):
     """Change one key at a time: logits equal those of transformers for the same folder, or the folder is refused."""
     base = {

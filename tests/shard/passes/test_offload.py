@@ -144,7 +144,7 @@ def spent(captured):
 
 
 @pytest.mark.parametrize(
-    ("layers", "options"), slow_after(1, [(4, {}), (8, {}), (4, {"offload": "block"}), (8, {"checkpoint": "none"})])
+    ("layers", "options"), slow_after(0, [(4, {}), (8, {}), (4, {"offload": "block"}), (8, {"checkpoint": "none"})])
 )
 def test_a_step_hardly_takes_longer(layers, options):
     """Elementwise chains that are fused later take less time than they seem to, and blocks share the link."""
@@ -218,7 +218,7 @@ def program(draw):
 
 def test_any_program():
     moved = 0
-    for seed in range(60):
+    for seed in range(30):
         draw = random.Random(seed)
         f, args = program(draw), [torch.sin(torch.arange(64.0).reshape(8, 8) * (i + 1)) for i in range(2)]
         before = trace(f, args, fuse=False, recompute=False)
