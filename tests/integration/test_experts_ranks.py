@@ -53,7 +53,7 @@ def on_a_mesh(axes, how):
 MESHES = [("each", {"fsdp": 2}), ("each", {"dp": 2}), ("whole", {"fsdp": 2}), ("whole", {"fsdp": 3})]
 
 
-@pytest.mark.parametrize("how, axes", slow_after(2, MESHES))
+@pytest.mark.parametrize("how, axes", slow_after(1, MESHES))
 def test_steps_equal_those_of_one_process(how, axes):
     base, adapters = model(how)
     x, y = batch(6)

@@ -141,7 +141,7 @@ def test_loss_is_that_of_the_logits(name, comm):
 
 @pytest.mark.parametrize(
     ("name", "comm"),
-    slow_after(2, dict.fromkeys([*zip(VARIANTS, TWICE, strict=False), *product(VARIANTS, TWICE)])),
+    slow_after(1, dict.fromkeys([*zip(VARIANTS, TWICE, strict=False), *product(VARIANTS, TWICE)])),
 )
 def test_second_order(name, comm):
     cfg, comm = VARIANTS[name], COMMS[comm]

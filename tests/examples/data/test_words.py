@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from examples.data import encode, words
 from examples.data.sources import stdlib_sources
+from tests.helpers.cases import slow_after
 from tests.helpers.data.chats import LLAMA_3
 from tests.helpers.tokenizers import byte_level
 
@@ -34,7 +35,7 @@ def samples():
     return [*mixed, *source, "", " ", "\n\n", "don't DON'T 1234567  x\n\n  y ", "ⱥ<think>b<|end|>"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(2, KINDS))
 def test_the_same_tokens(kind):
     tokenizer = byte_level(KINDS[kind], nfc=kind == "Qwen 2", size=500)
     ours = encoder(tokenizer)

@@ -58,7 +58,7 @@ def captured(name):
     return replay, args, cost(f, *args)
 
 
-@pytest.mark.parametrize("name", slow_after(3, STEPS))
+@pytest.mark.parametrize("name", slow_after(2, STEPS))
 def test_peak_is_what_a_replay_holds(name):
     replay, args, predicted = captured(name)
     with Peak() as peak:
@@ -185,7 +185,7 @@ def on_a_mesh(world):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("world", slow_after(1, [2, 1, 3]))
 def test_captured_on_ranks_is_eager_and_costs_what_is_counted(world):
     found = ranks.run(world, on_a_mesh, world, timeout=120)
     assert all(predicted == found[0] for predicted in found)

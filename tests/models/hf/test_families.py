@@ -36,7 +36,7 @@ def theirs(folder, dtype: Any = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_after(8, FAMILIES))
 def test_loss_and_gradients(name, tmp_path):
     """Compare the loss and the gradient of every parameter; the captured function has the bits of the eager one."""
     cfg, params = CONFIGS[name], random_params(CONFIGS[name])
@@ -146,7 +146,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_after(5, KINDS))
+@pytest.mark.parametrize("kind", slow_after(4, KINDS))
 def test_each_key_is_read_or_refused(kind, tmp_path):
     """Change one key at a time: logits equal those of transformers for the same folder, or the folder is refused."""
     base = {
