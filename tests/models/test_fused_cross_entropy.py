@@ -19,6 +19,7 @@ from fquant.lora import Adapted, Lora
 from fquant.packed_linear import linear
 from models import blocks, fused_cross_entropy
 from tests.helpers.arrays import normal
+from tests.helpers.cases import slow_after
 from tests.helpers.live_memory import Live
 
 VOCAB, DIM, RANK = 11, 64, 3
@@ -128,7 +129,7 @@ def stack(part):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", slow_after(5, TRAINED))
 def test_transforms(name, transform):
     part, base, _ = TRAINED[name]
     run = lambda loss: tree.leaves(TRANSFORMS[transform](of(loss, name), part, X, TARGETS, base))

@@ -256,7 +256,8 @@ def trained(options, axes):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("mesh", [pytest.param("fsdp=1", marks=pytest.mark.slow), "fsdp=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=2"])
 def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F811
     axes = axes_in(mesh)
     size = math.prod(axes.values())

@@ -10,6 +10,7 @@ from torch.func import grad, jvp, vmap
 
 from fquant import jit
 from fquant.compile.fake_tensor import _RULES, _VIEWS, Fake
+from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -100,7 +101,7 @@ CONDITIONS = LAYOUTS | {
 }
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", slow_after(2, CONDITIONS))
 def test_a_condition_is_not_cast(condition):
     """So its strides of zero stay, and the order of dims is that of the next operand."""
     of, mask = torch.rand(2, 3, 5), CONDITIONS[condition](torch.rand(2, 3, 5) > 0.5)
