@@ -24,12 +24,14 @@ from torch.fx import Node
 from ...device import HOST
 from ...kernels import cuda_plans
 from ...kernels.cuda_plans import TENSOR_CORES, Card, Few, Tiled, estimate, grouped_plan, in_words, plan_for
+from ...kernels.grouped_ops import num_groups
 from ...kernels.spec import Spec, spec_of
 from .. import collective_check, graph
 from ..cost import flops, ring
-from .devices import Chip, Device
+from .devices import Device
 
-FEW, SLAB, THIN, INSTRUCTIONS = 64, Tiled().size, 128, 10
+FEW, SLAB, INSTRUCTIONS = cuda_plans.FEW, Tiled().size, cuda_plans.SLAB_INSTRUCTIONS
+THIN = 128
 
 PRODUCT, THIN_PRODUCT, DECODE, ATTENTION = "product", "thin product", "decode", "attention"
 LOSS, NORM, ELEMENTWISE, LAUNCH, COLLECTIVE, COPY = (
@@ -130,34 +132,30 @@ def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
     """Return one kernel, or a decode and a product by slabs."""
     x, buffers, spec = _arguments(node)
     weights, dtype = math.prod(spec.shape), x.dtype
-    is_grouped = "grouped" in str(node.target)
-    groups = buffers[0].shape[0] if is_grouped and len(spec.shape) == 2 else 1
+    groups = num_groups(buffers, spec) if "grouped" in str(node.target) else None
+    weights *= groups if groups is not None and len(spec.shape) == 2 else 1
     packed, moved = _nbytes(buffers), _nbytes([x, *graph.tensors(node)])
     if device.chip is not None:
-        many = groups if len(spec.shape) == 2 else spec.shape[0]
-        part = Work(PRODUCT, counted, dtype, moved=packed + moved)
-        one = _one_kernel(part, str(node.target), x, spec, many if is_grouped else None, device, device.chip)
-        if one is not None:
-            return (one,)
+        whole = Work(PRODUCT, counted, dtype, moved=packed + moved)
+        if (found := _one_kernel(whole, str(node.target), x, spec, groups, device)) is not None:
+            return (found,)
     elif x.numel() <= FEW * x.shape[-1]:
         return (Work(PRODUCT, counted, dtype, weights, packed + moved),)
-    dense, on_host = groups * weights * dtype.itemsize, device.type == HOST.type
+    dense, on_host = weights * dtype.itemsize, device.type == HOST.type
     moves = 0 if on_host or 4 * device.cache >= 5 * SLAB else dense
     slabs = 1 if on_host else -(-dense // SLAB)
     again = (slabs - 1) * graph.nbytes(x)  # each slab meets all of x
     return (
-        Work(DECODE, decoded=groups * weights, moved=packed + moves, launches=slabs, scratch=0 if on_host else SLAB),
+        Work(DECODE, decoded=weights, moved=packed + moves, launches=slabs, scratch=0 if on_host else SLAB),
         Work(PRODUCT, counted, dtype, moved=moved + again + moves, launches=slabs),
     )
 
 
-def _one_kernel(
-    part: Work, op: str, x: Tensor, spec: Spec, groups: int | None, device: Device, chip: Chip
-) -> Work | None:
-    """Return ``part`` with the seconds of the kernel that decodes for itself; None if the product is by slabs."""
-    across = op.partition(".default")[0].endswith("_t")
-    out, width = spec.shape[-2:]
-    depth, wide, words = *((out, width) if across else (width, out)), in_words(spec)
+def _one_kernel(whole: Work, op: str, x: Tensor, spec: Spec, groups: int | None, device: Device) -> Work | None:
+    """Return ``whole`` with the seconds of the kernel that decodes for itself; None if the product is by slabs."""
+    assert (chip := device.chip) is not None
+    across, words = op.partition(".default")[0].endswith("_t"), in_words(spec)
+    depth, wide = spec.shape[-2:] if across else spec.shape[:-3:-1]
     if groups is None:
         rows, num = x.shape[-2], math.prod(x.shape[:-2])
         plan = plan_for(rows, spec, x.dtype, across, words, chip.generation)
@@ -166,12 +164,12 @@ def _one_kernel(
         plan = grouped_plan(rows, chip.generation) if words and x.dtype in TENSOR_CORES else Tiled()
     if isinstance(plan, Tiled) or spec.format.vectors is not None:
         return None
-    launches = 1 if isinstance(plan, Few) or plan.splits == 1 else 2
+    splits = 1 if isinstance(plan, Few) else plan.splits
+    launches, scratch = (2, 4 * splits * rows * num * wide) if splits > 1 else (1, 0)
     operations = device.flops / (chip.processors * chip.clock)
     card = Card(chip.processors, chip.clock, operations, device.bandwidth * device.share.memory)
     each = estimate(plan, rows, depth, wide, spec.format.bits, chip.generation, card) - launches * cuda_plans.LAUNCH
-    scratch = 0 if launches == 1 else 4 * plan[-1] * rows * num * wide
-    return dataclasses.replace(part, kernel=num * each, launches=launches, scratch=scratch)
+    return dataclasses.replace(whole, kernel=num * each, launches=launches, scratch=scratch)
 
 
 def _collective(name: str, node: Node) -> Work:

@@ -1,4 +1,4 @@
-"""Products with packed weights on CUDA, and the choice of how to compute one.
+"""Products with packed weights on CUDA, and those by slabs of the weight.
 
 ``cuda_plans.py`` has the plans and chooses by estimates. ``python -m tests.bench.gpu sweep`` measures all candidates.
 Slabs are rows of the weight for ``x · Wᵀ`` and columns for ``g · W``, so each gives a complete part of the result.
