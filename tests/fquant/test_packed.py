@@ -72,7 +72,8 @@ def test_equals_bitsandbytes(format, block, dtype, eager):
             assert same_bits(got.scale.offset, state.offset)
         else:
             assert same_bits(got.scale.reshape(-1), state.absmax)
-        assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state).reshape(w.shape))
+        # FP4's second zero has either sign there, by the kernel that the CPU allows.
+        assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state).reshape(w.shape) + 0.0)
 
 
 @named("dtype", FLOATS)
@@ -95,7 +96,7 @@ def test_flat_equals_bitsandbytes(format, dtype):
     got = quantize(w, format)
     assert same_bits(got.codes, codes[:, 0])
     assert same_bits(got.scale.codes if nested else got.scale, state.absmax)
-    assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state))
+    assert same_bits(dequantize(got), bnb.dequantize_4bit(codes, state) + 0.0)
 
 
 # --- a naive loop -----------------------------------------------------------------------------------------------------
