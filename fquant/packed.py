@@ -5,7 +5,8 @@
 
 The invariants of a Packed, for a weight of shape ``(out, in)``:
 
-* ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. Rows are padded to whole bytes.
+* ``codes`` is u8[out, in·bits/8], or i8[out, in] for a format without a table. A row is a stream of bits, the first
+  code in the highest bits (``format.bits``), padded to whole bytes.
 * ``scale`` is f32[out, blocks], one absmax a block, or a Packed of that array (double quantisation).
 * Blocks run along rows, and the last block of a row may be short. If ``in`` is a multiple of the block size, the
   buffers are bitsandbytes' flat ones, reshaped. They equal those of its CPU backend byte for byte. Integer codes are
@@ -131,23 +132,24 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_sc
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
+    by_rows = lambda part: part[0] if format.flat else part.reshape(*shape[:-1], part.shape[-1])
     vectors = zero = None
-    if format.vectors is None:
-        if format.in_absmax:
-            codes, absmax = tiny_blocks.encode(rows, format)
-        else:
-            codes, absmax, zero = round_to_nearest.encode(rows, format)
-        top = _largest(rows, absmax, format)
-    else:
+    if format.vectors is not None:
         absmax = additive_quantization.scales(rows, format)
         top = _largest(rows, absmax, format)
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
-    if format.flat:
-        codes, absmax = (codes.reshape(shape) if format.bits == 8 else codes[0]), absmax[0]
+    elif format.in_absmax:
+        codes, absmax = tiny_blocks.encode(rows, format)
+        top = _largest(rows, absmax, format)
     else:
-        by_rows = lambda part: part.reshape(*shape[:-1], part.shape[-1])
-        codes, absmax, zero = by_rows(codes), by_rows(absmax), None if zero is None else by_rows(zero)
-    scale = absmax if format.scale is None else _quantize(absmax, format.scale, is_scale=True)
+        absmax, zero = round_to_nearest.scales(rows, format)
+        top = _largest(rows, absmax, format)
+    scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, is_scale=True)
+    if format.vectors is None and not format.in_absmax:  # whose codes are those of the scale as it is decoded
+        decoded = absmax if isinstance(scale, Tensor) else dequantize(scale).reshape(absmax.shape)
+        codes = round_to_nearest.codes(rows, decoded, zero, format)
+    codes = codes.reshape(shape) if format.flat and format.bits == 8 else by_rows(codes)
+    zero = None if zero is None else by_rows(zero)
     out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
     if not is_scale:
         _check_range(out, top)
@@ -282,7 +284,7 @@ def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float | Tensor:
     if not bad.any():
         top = rows.float().abs().max().item()
         fault = f"{format.name}: a block has values up to {top:g}, and their range is beyond float32"
-        expect(not format.zero, f"{fault}; use another format")
+        expect(not (format.zero or format.mean), f"{fault}; use another format")
         raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
     row, column = bad.nonzero()[0].tolist()
     fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"

@@ -9,13 +9,45 @@ point: Jacob et al. 2018 (integer-arithmetic-only inference); GPTQ and AWQ store
 v1.0, 2023. FP8's E4M3: Micikevicius et al. 2022. The tables of values are in ``tables``.
 """
 
-from .definition import BLOCKS, CODES, FORMER_NAMES, Format, Vectors, named, num_blocks, num_bytes
-from .known import AQ_2X8, AQ_3X8, DYNAMIC8, FORMATS, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
-from .tables import E2M1, E4M3
+from .definition import BITS, BLOCKS, CODES, FORMER_NAMES, Format, Vectors, named, num_blocks, num_bytes
+from .known import (
+    AF4,
+    AQ_2X8,
+    AQ_3X8,
+    DYNAMIC8,
+    FORMATS,
+    FP4,
+    FP8,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP8_TENSOR,
+    INT2,
+    INT2_ZERO,
+    INT3,
+    INT3_ZERO,
+    INT4,
+    INT4_ZERO,
+    INT8,
+    INT8_GROUP,
+    INT8_ROW,
+    INT8_ROW_ZERO,
+    INT8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NF4,
+    NF4_DQ,
+    NVFP4,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    TERNARY,
+)  # fmt: skip
+from .tables import E2M1, E4M3, E5M2, E8M0
 from .text import parse, read
 
 __all__ = [
-    "AQ_2X8", "AQ_3X8", "BLOCKS", "CODES", "DYNAMIC8", "E2M1", "E4M3", "FORMATS", "FORMER_NAMES", "FP4", "FP8", "INT4",
-    "INT4_ZERO", "INT8", "MXFP4", "NF4", "NF4_DQ", "Format", "Vectors", "named", "num_blocks", "num_bytes", "parse",
-    "read",
+    "AF4", "AQ_2X8", "AQ_3X8", "BITS", "BLOCKS", "CODES", "DYNAMIC8", "E2M1", "E4M3", "E5M2", "E8M0", "FORMATS",
+    "FORMER_NAMES", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3", "INT3_ZERO",
+    "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "MXFP4", "MXFP8", "NF4",
+    "NF4_DQ", "NVFP4", "SCALE_E4M3", "SCALE_E8M0", "TERNARY", "Format", "Vectors", "named", "num_blocks",
+    "num_bytes", "parse", "read",
 ]  # fmt: skip

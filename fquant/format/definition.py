@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 from ..tree import at, expect, value
 
 CODES = 256  # vectors in a stage: the code of a vector is a byte
+BITS = (2, 3, 4, 8)
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # renamed formats: the name in older files -> the name now
+LATER = ("zero", "shared", "mean", "unit")  # fields that older files lack
 NAMED: dict[str, Format] = {}  # formats by name, whose text is their name
 
 
@@ -35,7 +37,7 @@ class Format:
     """The meaning of the codes of a quantised array.
 
         name     lower case, unique; used by command lines and files
-        bits     4 or 8 bits a code; two 4-bit codes share a byte, the first in the high half
+        bits     2, 3, 4 or 8 bits a code; a row is a stream of bits, the first code in the highest bits of a byte
         block    elements along a row that share one scale; None: the whole row
         table    the value of every code, in units of the scale; None: int8 in units of scale / 127, or vectors
                  The codes that are no number have NaN.
@@ -44,9 +46,14 @@ class Format:
         center   the mean is subtracted before quantising and kept as ``Packed.offset``
         vectors  the sizes of the vectors that are learned and kept as ``Packed.vectors``; None: there are none
         zero     a block has a zero point, kept as ``Packed.zero``, which is subtracted from the table's values
-        text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it is not in this file
+        shared   the array has one scale, which is kept for each block
+        mean     the scale is the mean absolute value of a block, at least 1e-5, in place of absmax / unit
+        unit     the value, in units of the scale, that is the absmax of a block; None: the largest of the table
+        text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
-        in_absmax  True if the scale of a block is its absmax: the largest value of the table is 1
+        integers the first and the last value of a table of integers in steps of one, but for NaN; None: another table
+        in_absmax  True if kernels encode it: 4 or 8 bits, and the scale of a block is its absmax, because the largest
+                 value of the table is 1
         rows_alone  True if codes and scales of a row depend on that row alone, but for nested scales
 
     Raises ValueError for a field that the format cannot have.
@@ -61,38 +68,51 @@ class Format:
     center: bool = False
     vectors: Vectors | None = None
     zero: bool = False
+    shared: bool = False
+    mean: bool = False
+    unit: float | None = None
     text: ClassVar[str]
     plain: ClassVar[Format]
+    integers: ClassVar[tuple[int, int] | None]
     in_absmax: ClassVar[bool]
     rows_alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
-        bits, block, table, blocks = self.bits, self.block, self.table, ", ".join(map(str, BLOCKS))
         with at(self.name):
-            expect(bits in (4, 8), f"bits is {bits}; wanted 4 or 8")
-            expect(block is None or block in BLOCKS, f"block is {block}; wanted one of {blocks}")
-            if table is None:
-                expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
-            else:
-                expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
-                object.__setattr__(self, "table", with_one_nan(table))
-            expect(isinstance(self.zero, bool), f"zero is {self.zero!r}; wanted True or False")
-            if self.zero:
-                expect(table is not None, "a zero point needs a table; use the integers 0 to 15, or 0 to 255")
-            for name in ("flat", "center", "vectors") if self.zero else ():
-                expect(not getattr(self, name), f"a zero point does not combine with {name}; leave one out")
-            for name in ("table", "scale", "flat", "center") if self.vectors else ():
-                expect(not getattr(self, name), f"learned vectors do not combine with {name}; leave it out")
-            if self.vectors and block:
-                fault = f"block is {block}; wanted whole vectors of {self.vectors.dim} elements"
-                expect(block % self.vectors.dim == 0, fault)
+            self._check()
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
-        top = 1.0 if table is None else max(abs(x) for x in table if x == x)
-        object.__setattr__(self, "in_absmax", top == 1.0 and not self.zero)
-        object.__setattr__(self, "rows_alone", not (self.flat or self.center or self.vectors))
+        top = 1.0 if self.table is None else max(abs(x) for x in self.table if x == x)
+        plain = not (self.zero or self.shared or self.mean or self.unit)
+        object.__setattr__(self, "integers", _integers(self.table))
+        object.__setattr__(self, "in_absmax", top == 1.0 and self.bits >= 4 and plain)
+        object.__setattr__(self, "rows_alone", not (self.flat or self.center or self.vectors or self.shared))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
+
+    def _check(self) -> None:
+        bits, block, table, blocks = self.bits, self.block, self.table, ", ".join(map(str, BLOCKS))
+        expect(bits in BITS, f"bits is {bits}; wanted one of {', '.join(map(str, BITS))}")
+        expect(block is None or block in BLOCKS, f"block is {block}; wanted one of {blocks}")
+        if table is None:
+            expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
+        else:
+            expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
+            object.__setattr__(self, "table", with_one_nan(table))
+        for name in ("zero", "shared", "mean"):
+            expect(isinstance(getattr(self, name), bool), f"{name} is {getattr(self, name)!r}; wanted True or False")
+            fix = "use the integers 0 to 15, or 0 to 255" if name == "zero" else "give one"
+            expect(not getattr(self, name) or table is not None, f"{name} needs a table; {fix}")
+        for name in ("flat", "center", "vectors", "mean", "unit") if self.zero else ():
+            expect(not getattr(self, name), f"a zero point does not combine with {name}; leave one out")
+        for name in ("table", "scale", "flat", "center") if self.vectors else ():
+            expect(not getattr(self, name), f"learned vectors do not combine with {name}; leave it out")
+        if self.vectors and block:
+            fault = f"block is {block}; wanted whole vectors of {self.vectors.dim} elements"
+            expect(block % self.vectors.dim == 0, fault)
+        if self.unit is not None:
+            expect(table is not None and not self.mean, "a unit needs a table, and does not combine with mean")
+            expect(0 < self.unit < math.inf, f"unit is {self.unit}; wanted a finite number above 0")
 
     def __hash__(self) -> int:
         return hash(self.text)  # strings cache their hash; tuples, here of hundreds of values, do not
@@ -112,7 +132,13 @@ def _spell(format: Format) -> str:
 
 def _to_dict(format: Format) -> dict[str, Any]:
     parts = asdict(format) | {"scale": format.scale and _to_dict(format.scale)}
-    return parts if format.zero else {name: part for name, part in parts.items() if name != "zero"}  # as older files
+    return {name: part for name, part in parts.items() if name not in LATER or part}  # as older files
+
+
+def _integers(table: tuple[float, ...] | None) -> tuple[int, int] | None:
+    values = [x for x in table or () if x == x]
+    steps = values and math.isfinite(values[0]) and values == [values[0] + i for i in range(len(values))]
+    return (int(values[0]), int(values[-1])) if steps and values[0] == round(values[0]) else None
 
 
 def with_one_nan(table: Iterable[float]) -> tuple[float, ...]:

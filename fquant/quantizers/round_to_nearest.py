@@ -1,94 +1,148 @@
-"""Round to nearest: the codes of tables whose unit is not the absmax, with their scales and zero points.
+"""Round to nearest: scales and zero points of blocks, and the codes of tables in units of a scale.
 
-    rows f[rows width]  ->  codes u8[rows bytes], scale f32[rows blocks], zero f32[rows blocks] or None
+    rows f[rows width]                          ->  scale f32[rows blocks], zero f32[rows blocks] or None
+    rows, scale and zero, as they are decoded   ->  codes u8[rows bytes]
 
-The table of a format decides the recipe:
+The fields of a format decide the scale:
 
-    integers in steps of one  scale = absmax / largest value; code of round(x / scale)                 INT4
-      with zero points        lo, hi = min(0, x), max(0, x);  scale = (hi - lo) / steps;
-                              zero = round(first value - lo / scale), which is a value of the table    INT4_ZERO
-    E2M1                      scale = 2^(floor(log2(absmax)) - 2), and larger than 6 is 6              MXFP4
-    E4M3                      scale = absmax / 448                                                     FP8
+    usual                  absmax / unit, by default the largest value that the table has with both signs
+    scales in E8M0         2^(floor(log2(absmax)) - e), where 2^e is the power of two of the largest value
+    zero points            lo, hi = min(0, x), max(0, x);  scale = (hi - lo) / steps;
+                           zero = round(first value - lo / scale), which is a value of the table
+    mean                   the mean of |x|, at least 1e-5
+    shared                 the largest of these, or the mean of all
 
-Halves go to even. So 0 is exact in every format. A block of zeros has scale 0, or 2^-126 if E2M1. Other scales are at
-least 2^-126, the least normal float32.
+and its table decides the code of y = x / scale:
+
+    integers in steps of one   round(y + zero)
+    E4M3, E5M2, E2M1           the nearest, halves to the even code; larger than the largest is the largest
+    others                     the nearest, halves to the smaller value
+
+So 0 is exact in every table that has it. A block of zeros has scale 0, or 2^-126 if scales are powers of two. Other
+scales are at least 2^-126, the least normal float32.
 Integers as in Jacob et al. 2018, section 3, and equal to torchao's ``choose_qparams_affine`` and ``quantize_affine``.
-E2M1 as in OCP Microscaling Formats v1.0, section 6.3; its power of two is a float32 here. E4M3 saturates, as in
-Micikevicius et al. 2022.
+Powers of two as in OCP Microscaling Formats v1.0, section 6.3. E4M3 and E5M2 saturate, as in Micikevicius et al. 2022.
+The mean is that of BitNet b1.58, Ma et al. 2024. NVFP4 as in NVIDIA's recipe: codes are found with decoded scales.
 
 Formats in units of the absmax have kernels of their own (``kernels.packed_ops.encode``). All of this is torch.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..format import E2M1, E4M3, Format, num_blocks
+from ..format import E2M1, E4M3, E5M2, E8M0, Format, bits, num_blocks
+from ..kernels.reference import midpoints
 from ..tree import expect
 
 CHUNK = 1 << 20  # elements quantised at a time, which bounds the memory beside the weight
 LEAST_POWER = -126
 TINY = 2.0**LEAST_POWER  # the least normal float32; its reciprocal is finite
-LARGEST_E4M3 = 448.0
+LEAST_MEAN = 1e-5
+FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
-def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise ``rows`` f[rows width] to codes, scale and zero, which the module's docstring describes.
+def scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and zero points of ``rows`` f[rows width].
 
     A scale is NaN or infinite where ``rows`` are. Raises ValueError for a table without a recipe.
     """
     _check(format)
-    parts = rows.split(max(1, CHUNK // max(rows.shape[1], 1)))
-    codes, scale, zero = zip(*[_encode(part, format) for part in parts], strict=True)
-    return torch.cat(codes), torch.cat(scale), torch.cat(zero) if format.zero else None
+    if format.mean and format.shared:
+        mean = rows.float().abs().mean().clamp(min=LEAST_MEAN)
+        return mean.repeat(rows.shape[0], num_blocks(format, rows.shape[1])), None
+    parts = [_scales(part, format) for part in _chunks(rows)]
+    scale = torch.cat([scale for scale, _ in parts])
+    if format.shared:
+        scale = scale.amax().repeat(scale.shape)  # a copy: one element of stride 0 is contiguous to torch
+    return scale, torch.cat([zero for _, zero in parts]) if format.zero else None
+
+
+def codes(rows: Tensor, scale: Tensor, zero: Tensor | None, format: Format) -> Tensor:
+    """Return the codes of ``rows`` f[rows width], given the scales and zero points f32[rows blocks] of their blocks."""
+    zeros = torch.zeros_like(scale) if zero is None else zero
+    sizes = [len(part) for part in _chunks(rows)]
+    parts = zip(_chunks(rows), scale.split(sizes), zeros.split(sizes), strict=True)
+    return torch.cat([bits.pack(_index(*part, format), format.bits) for part in parts])
+
+
+def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(max(1, CHUNK // max(rows.shape[1], 1)))
 
 
 def _check(format: Format) -> None:
-    table = format.table
-    assert table is not None
+    assert format.table is not None
     fault = f"quantize to {format.name} is not supported"
     if format.zero:
-        expect(_is_integers(table), f"{fault}: a zero point is beside another table than integers in steps of one")
-    signed = _is_integers(table) and table[0] < 0 < table[-1]
-    known = format.zero or signed or table in (E2M1, E4M3)
-    expect(known, f"{fault}: wanted a table whose largest value is 1, signed integers in steps of one, E2M1 or E4M3")
+        expect(format.integers, f"{fault}: a zero point is beside another table than integers in steps of one")
+    elif format.table != E8M0:
+        values = _finite(format)
+        expect(max(values) > 0, f"{fault}: the table has no value above 0")
+        fix = "wanted values of both signs, or of one sign and a zero point"
+        expect(min(values) < 0 or format.flat, f"{fault}: the table has no value below 0; {fix}")
 
 
-def _is_integers(table: tuple[float, ...]) -> bool:
-    return all(value == i + table[0] for i, value in enumerate(table)) and table[0] == round(table[0])
+def _finite(format: Format) -> list[float]:
+    return sorted(x for x in format.table or () if math.isfinite(x))
 
 
-def _encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise some rows; zero points are 0 for a format without them."""
-    assert format.table is not None
-    width, x = rows.shape[1], rows.float()
-    blocks = num_blocks(format, width)
-    block = format.block or width
-    x = F.pad(x, (0, blocks * block - width)).unflatten(1, (blocks, block))  # [rows blocks block]
-    first, last = format.table[0], format.table[-1]
-    absmax, zero = x.abs().amax(-1), torch.zeros_like(x[..., 0])
+def _blocks(rows: Tensor, format: Format) -> Tensor:
+    """Return ``rows`` in float32 by blocks, f32[rows blocks block], padded with zeros."""
+    width = rows.shape[1]
+    count, block = num_blocks(format, width), format.block or width
+    return F.pad(rows.float(), (0, count * block - width)).unflatten(1, (count, block))
+
+
+def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Return the scales of some rows, and their zero points, which are 0 for a format without them."""
+    x, values = _blocks(rows, format), _finite(format)
+    absmax = x.abs().amax(-1)
+    zero = torch.zeros_like(absmax)
+    if format.table == E8M0:  # a power of two is exact in units of one
+        return torch.ones_like(absmax).where(absmax.isfinite(), absmax), zero
     if format.zero:
+        first, last = values[0], values[-1]
         low, high = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
         scale = _at_least_tiny((high - low) / (last - first))
-        zero = (first - torch.round(low / scale.clamp(min=TINY))).clamp(first, last)
-    elif format.table == E2M1:
-        power = (torch.frexp(absmax).exponent - 3).clamp(min=LEAST_POWER)  # absmax is [1/2, 1) · 2^exponent
+        return scale, (first - torch.round(low / scale.clamp(min=TINY))).clamp(first, last)
+    if format.mean:
+        block, width = x.shape[-1], rows.shape[1]
+        count = torch.full((x.shape[1],), block, dtype=torch.float32, device=x.device)
+        count[-1] = width - (x.shape[1] - 1) * block
+        return (x.abs().sum(-1) / count).clamp(min=LEAST_MEAN), zero
+    largest = min(values[-1], -values[0]) if values[0] < 0 else values[-1]
+    if format.scale is not None and format.scale.table == E8M0:
+        down = math.frexp(largest)[1]  # absmax is [1/2, 1) · 2^exponent, and the largest [1/2, 1) · 2^down
+        power = (torch.frexp(absmax).exponent - down).clamp(min=LEAST_POWER)
         scale = torch.ldexp(torch.ones_like(absmax), power.where(absmax > 0, LEAST_POWER))
-        scale = scale.where(absmax.isfinite(), absmax)
+        return scale.where(absmax.isfinite(), absmax), zero
+    return _at_least_tiny(absmax / (format.unit or largest)), zero
+
+
+def _index(rows: Tensor, scale: Tensor, zero: Tensor, format: Format) -> Tensor:
+    """Return the codes u8[rows width], one a byte."""
+    table, x, width = format.table, _blocks(rows, format), rows.shape[1]
+    if format.mean:
+        y = x / scale[..., None]
     else:
-        scale = _at_least_tiny(absmax / (LARGEST_E4M3 if format.table == E4M3 else last))
-    y = x * (1.0 / scale.clamp(min=TINY))[..., None]
-    if format.table == E2M1:
-        index = _e2m1(y)
-    elif format.table == E4M3:
-        index = y.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
+        y = x * (1.0 / scale.clamp(min=TINY))[..., None]
+    if format.integers is not None:
+        first, last = format.integers
         index = ((torch.round(y) + zero[..., None]).clamp(first, last).nan_to_num() - first).to(torch.uint8)
-    index = index.flatten(1)[:, :width]
-    if format.bits == 4:
-        index = F.pad(index, (0, width % 2))
-        index = index[:, 0::2] << 4 | index[:, 1::2]
-    return index, scale, zero
+    elif table in FLOAT8:
+        largest = max(_finite(format))
+        index = y.clamp(-largest, largest).to(FLOAT8[table]).view(torch.uint8)
+    elif table == E2M1:
+        index = _e2m1(y)
+    elif table == E8M0:
+        index = (torch.frexp(y).exponent + 126).clamp(0, 254).to(torch.uint8)
+    else:
+        order, middles = midpoints(format)
+        at = torch.bucketize(y.contiguous(), middles.to(y.device), out_int32=True)
+        index = torch.tensor(order, dtype=torch.uint8, device=y.device)[at]
+    return index.flatten(1)[:, :width]
 
 
 def _at_least_tiny(scale: Tensor) -> Tensor:

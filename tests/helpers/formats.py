@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fquant.format import DYNAMIC8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP4, FP8, INT2_ZERO, INT3, INT3_ZERO, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.kernels import cpu
 from fquant.kernels.dispatch import BY_DEVICE, VARIABLE
 from fquant.kernels.spec import layout
@@ -53,7 +53,10 @@ KINDS = (  # and every kind of scales and of block layouts
     INT4_ZERO,
     replace(INT4_ZERO, name="zero_dq", block=64, scale=DYNAMIC8),
     replace(INT4, name="int4_row", block=None),
-    replace(MXFP4, name="e2m1_16", block=16),
+    replace(MXFP4.plain, name="e2m1_16", block=16),
+    replace(INT2_ZERO, name="int2_16", block=16),
+    replace(INT3, name="int3_row", block=None),
+    INT3_ZERO,
     replace(FP8, name="int8_zero", block=None, table=tuple(map(float, range(256))), zero=True),
     FP8,
 )

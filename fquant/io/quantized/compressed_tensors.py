@@ -233,7 +233,7 @@ def _check(scheme: Scheme, weight: str, entries: Entries, shape: tuple[int, ...]
     scale(torch.uint8 if kind == MX4 else E4M3)
     if kind == NV4:
         expect_entry(entries, f"{base}.weight_global_scale", (torch.float32,), (1,), ())
-    return blocked(weight, MXFP4, grid.columns, width)
+    return blocked(weight, MXFP4.plain, grid.columns, width)
 
 
 def _packed(

@@ -88,7 +88,7 @@ def check_entries(method: Fp8 | FbgemmFp8, weight: str, entries: Entries, shape:
     wanted = grid.shape(shape)
     shapes = {TENSOR: ((), (1,), (1, 1)), ROW: ((out, 1), (out,))}.get(grid, (wanted,))
     expect_entry(entries, scale, (E8M0, torch.uint8) if exponents else _FLOATS, *shapes)
-    return blocked(weight, MXFP4 if is_fp4 else FP8, grid.columns, width)
+    return blocked(weight, MXFP4.plain if is_fp4 else FP8, grid.columns, width)
 
 
 def buffers(

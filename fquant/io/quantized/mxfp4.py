@@ -48,7 +48,7 @@ def check_entries(method: Mxfp4, weight: str, entries: Entries, shape: tuple[int
     scaled = (*shape[:-1], shape[-1] // BLOCK)
     expect_entry(entries, blocks, (torch.uint8,), (*scaled, BLOCK // 2))
     expect_entry(entries, scales, (torch.uint8,), scaled)
-    return MXFP4
+    return MXFP4.plain
 
 
 def buffers(

@@ -156,13 +156,14 @@ def _static(spec: Spec) -> tuple[Packed, int, Format | None]:
     if format.flat and shape[-1] % (format.block or width) == 0:
         width = shape[-1]  # no block straddles a row, so the flat layout is the layout by rows
     block = format.block or width
-    if format.bits == 4 and format.block is None:
+    if format.bits < 8 and format.block is None:
         block = 1 << max(6, (width - 1).bit_length())  # because C shifts by the block size: one that holds a row
     w = Packed(width=width, block=block, bits=format.bits, dtype=DTYPES[dtype])
     nested = format.scale
     if format.table is not None:
-        w.table_memory = torch.tensor(format.table, dtype=torch.float32, device="cpu")
-        values = [abs(v) for v in w.table_memory.tolist() if v != 0]
+        padding = [0.0] * (16 - len(format.table))  # C widens codes of fewer bits to 4
+        w.table_memory = torch.tensor([*format.table, *padding], dtype=torch.float32, device="cpu")
+        values = [abs(v) for v in format.table if v == v and v != 0]
         w.table, w.least = w.table_memory.data_ptr(), 2.0**-125 / min(values, default=1.0)
         if format.zero:  # of integers up to 255, no difference from a tame zero point is below 2^-33 but 0
             tame = all(abs(v) < 256 and v == round(v) for v in format.table)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...format import Format, num_blocks
+from ...format.bits import unpack
 from ..spec import Spec, scales, split
 
 CHUNK = 1 << 20  # elements quantised at a time, which bounds the memory beside the weight
@@ -71,8 +72,9 @@ def _decode_rows(codes: Tensor, absmax: Tensor, zero: Tensor | None, format: For
     """Dequantise codes, scales and zero points f32[... blocks] to f32[... width]."""
     if format.table is None:
         values = codes.float()
-    elif format.bits == 8:
-        values = torch.tensor(format.table, dtype=torch.float32, device=codes.device)[codes.int()]
+    elif format.bits != 4:
+        table = torch.tensor(format.table, dtype=torch.float32, device=codes.device)
+        values = table[unpack(codes, format.bits, width).int()]
     else:
         # Both values of a byte at once: half as many look-ups, and no unpacked indices.
         pairs = [(high, low) for high in format.table for low in format.table]
@@ -118,9 +120,9 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
 
 @lru_cache(maxsize=256)
 def midpoints(format: Format) -> tuple[list[int], Tensor]:
-    """Return the codes in the order of their values, and the midpoints between those values, f32[codes - 1]."""
+    """Return the codes of numbers in the order of their values, and the midpoints between those, f32[codes - 1]."""
     assert format.table is not None
-    order = sorted(range(len(format.table)), key=format.table.__getitem__)
+    order = sorted((i for i, x in enumerate(format.table) if x == x), key=format.table.__getitem__)
     table = torch.tensor([format.table[i] for i in order], dtype=torch.float32, device="cpu")
     return order, (table[:-1] + table[1:]) / 2
 

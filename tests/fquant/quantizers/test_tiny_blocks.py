@@ -93,21 +93,19 @@ def test_decoded_values_are_those_of_bitsandbytes(values, kind):
         if x.isfinite().all() and shape[1] % 64 == 0:
             codes, state = peer.quantize_4bit(x, quant_type=kind[:3], compress_statistics=kind.endswith("dq"))
             theirs = peer.dequantize_4bit(codes, state).reshape(shape)
-            assert same_bits(dequantize(quantize(x, KINDS[kind])), theirs), (shape, dtype)
+            mine = dequantize(quantize(x, KINDS[kind]))
+            assert same_bits(mine + 0.0, theirs + 0.0), (shape, dtype)  # zeros may have another sign
 
 
 def test_the_second_zero_of_fp4():
-    """bitsandbytes decodes it to -0 or +0, by the width; ours is +0 for any."""
+    """bitsandbytes decodes it to -0 or +0, by the width and the CPU; ours is +0 for any."""
     x = torch.full((1, 64), 1e-4)
     x[0, 0] = 1.0
-    signs = {}
     for width in (30, 64):
         codes, state = peer.quantize_4bit(x[:, :width].contiguous(), quant_type="fp4")
         mine = dequantize(quantize(x[:, :width], replace(FP4, flat=width % 64 > 0)))
         theirs = peer.dequantize_4bit(codes, state)
         assert mine.equal(theirs) and not mine.signbit().any()
-        signs[width] = bool(theirs.signbit().any())
-    assert signs == {30: True, 64: False}
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-13, 1e5])
@@ -149,8 +147,13 @@ def test_a_layer_of_bitsandbytes_in_eval_mode_is_not_its_own_weight():
 SCALES = (3.4e38, 3e38, 1e38, 6.5e4, 1e4, 1e-4, 1e-6, 1e-30, 1e-36, 1e-37, 1e-38, 1e-39, 1e-41, 1e-44)
 BEYOND = {  # the one clear error of formats that cannot hold a scale
     ("int8", 1e5): r"^[\d.e+]+ is beyond float16's 65504, to which int8 rounds first; use another format$",
-    ("int4_zero", 2e38): r"^int4_zero: a block has values up to [\d.e+]+, and their range is beyond float32",
+    **{
+        (name, 2e38): rf"^{name}: a block has values up to [\d.e+]+, and their range is beyond float32"
+        for name in ("int4_zero", "int3_zero")
+    },
 }
+# Normal values relative to the largest are within 1; INT2 and a mean of them decode to more, beyond the dtype.
+WIDE = ("int2", "int2_zero", "ternary")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -160,10 +163,12 @@ def test_the_round_trip_at_the_ends_of_the_range(name, dtype):
     format, unit = FORMATS[name], normal(8, 256)
     unit = (unit / unit.abs().max()).to(torch.float32)
     usual = (dequantize(quantize(unit, format)) - unit).abs().max().item()
-    usual = max(usual, 0.2) if name == "mxfp4" else usual  # whose error changes within a power of two
+    usual = max(usual, {"mxfp4": 0.2, "mxfp8": 0.13}.get(name, 0))  # whose errors change within a power of two
     for scale in SCALES:
         x = (unit.double() * scale).to(dtype)
-        if not x.isfinite().all():
+        if not x.isfinite().all() or (format.mean and scale < 1e-3):  # a mean is at least 1e-5
+            continue
+        if name in WIDE and 4 * scale > torch.finfo(dtype).max:
             continue
         error = next((text for (it, least), text in BEYOND.items() if it == name and scale >= least), None)
         if error is not None:

@@ -185,6 +185,24 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
     }
 }
 
+/* Widen n codes of 2 or 3 bits to 4 bits; n is the rest of a row, or a multiple of 8. */
+INLINE void NAME(widen)(const uint8_t *restrict codes, int bits, int64_t n, uint8_t *restrict out) {
+    int64_t i = 0;
+    if (bits == 2) {
+        for (; i < (n + 3) / 4; i++) {
+            uint32_t c = codes[i];
+            out[2 * i] = (uint8_t)((c >> 6) << 4 | (c >> 4 & 3)), out[2 * i + 1] = (uint8_t)((c >> 2 & 3) << 4 | (c & 3));
+        }
+    } else {
+        int64_t bytes = (3 * n + 7) / 8;
+        for (; i < (n + 7) / 8; i++) {
+            uint32_t c = 0;
+            for (int k = 0; k < 3; k++) c = c << 8 | (3 * i + k < bytes ? codes[3 * i + k] : 0);
+            for (int k = 0; k < 4; k++) out[4 * i + k] = (uint8_t)((c >> (21 - 6 * k) & 7) << 4 | (c >> (18 - 6 * k) & 7));
+        }
+    }
+}
+
 /* Decode n elements of a row from `column`, a multiple of 32; `past`: with non-temporal stores, to an aligned out. */
 INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column, int64_t n, int past, int dtype,
                           char *out) {
@@ -211,12 +229,16 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
             block = column >> shift;
         }
 #endif
+        uint8_t wide[PIECE / 2 + 4];
+        int64_t start = column;
+        if (w->bits < 4) NAME(widen)(codes + column * w->bits / 8, w->bits, end - column, wide);
         for (int64_t next; column < end; column = next) {
             float scale = scales[block - first];
             const float *zero = zeros ? zeros + block : NULL;
             next = MIN((block + 1) * w->block, end);
             __builtin_prefetch(codes + column * w->bits / 8 + AHEAD);
             if (w->bits == 4) NAME(block4)(w, own, codes + column / 2, next - column, scale, zero, dtype, out);
+            else if (w->bits < 4) NAME(block4)(w, own, wide + (column - start) / 2, next - column, scale, zero, dtype, out);
             else NAME(block8)(w, own, codes + column, next - column, scale, zero, dtype, out);
             out += (next - column) * size;
             block += next == (block + 1) * w->block;

@@ -9,7 +9,7 @@ typedef struct { /* a packed array */
     const uint8_t *nested_bytes; /* u8[4, 256]: nested_table, byte by byte */
     const float *nested_offset;/* f32[], or NULL */
     const float *offset;       /* f32[], or NULL */
-    const float *table;        /* f32[1 << bits]; NULL: the codes are int8 */
+    const float *table;        /* f32[1 << bits], at least 16; NULL: the codes are int8 */
     const float *zero;         /* f32[rows, blocks]: subtracted from values of the table; or NULL */
     int64_t rows, width, block, nested_block;
     int32_t bits, dtype;

@@ -9,6 +9,7 @@ from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32
 
 from fquant import tree
 from fquant.format import (
+    AF4,
     AQ_2X8,
     AQ_3X8,
     BLOCKS,
@@ -35,6 +36,7 @@ from tests.helpers.formats import KINDS, alike
 TABLES = {
     "nf4": (NF4, bnb.get_4bit_type("nf4", device="cpu")),
     "fp4": (FP4, bnb.get_4bit_type("fp4", device="cpu")),
+    "af4": (AF4, bnb.get_4bit_type("af4", device="cpu").flip(0)),
     "dynamic8": (DYNAMIC8, bnb.create_dynamic_map(signed=True)),
 }
 
@@ -53,7 +55,7 @@ def test_a_format_is_a_value():
 
 
 REFUSED = {
-    "bits": (dict(bits=5), r"mine: bits is 5; wanted 4 or 8"),
+    "bits": (dict(bits=5), r"mine: bits is 5; wanted one of 2, 3, 4, 8"),
     "block": (dict(block=48), r"mine: block is 48; wanted one of 16, 32, 64, 128, 256, 512, 1024, 2048, 4096"),
     "block of zero": (dict(block=0), r"mine: block is 0; wanted one of"),
     "table too short": (dict(table=(0.0, 1.0)), r"mine: the table has 2 values; 4 bits need 16"),
@@ -61,12 +63,17 @@ REFUSED = {
     "4 bits without a table": (dict(table=None), r"mine: codes without a table are int8, so bits is 8 and not 4"),
     "zero of a flat format": (dict(zero=True, flat=True), "mine: a zero point does not combine with flat; leave one"),
     "zero and a mean": (dict(zero=True, center=True), "mine: a zero point does not combine with center; leave one out"),
-    "zero of integers": (dict(bits=8, table=None, zero=True), "mine: a zero point needs a table; use the integers"),
+    "zero of integers": (dict(bits=8, table=None, zero=True), "mine: zero needs a table; use the integers"),
     "zero of vectors": (
         dict(bits=8, block=None, table=None, vectors=Vectors(8, 2), zero=True),
-        "mine: a zero point needs a table",
+        "mine: zero needs a table",
     ),
     "zero of another kind": (dict(zero=1), "mine: zero is 1; wanted True or False"),
+    "shared of another kind": (dict(shared="yes"), "mine: shared is 'yes'; wanted True or False"),
+    "mean without a table": (dict(bits=8, table=None, mean=True), "mine: mean needs a table; give one"),
+    "mean and zero": (dict(mean=True, zero=True), "mine: a zero point does not combine with mean; leave one out"),
+    "mean and unit": (dict(mean=True, unit=2.0), "mine: a unit needs a table, and does not combine with mean"),
+    "unit of 0": (dict(unit=0.0), "mine: unit is 0.0; wanted a finite number above 0"),
 }
 
 
@@ -81,7 +88,7 @@ def test_parse():
         assert parse(name) is format
         for block in BLOCKS:
             assert parse(name, block) == replace(format, block=block)
-    with pytest.raises(ValueError, match="format 'nf5' is unknown; wanted one of nf4, nf4_dq, fp4, int8"):
+    with pytest.raises(ValueError, match="format 'nf5' is unknown; wanted one of nf4, nf4_dq, fp4, af4"):
         parse("nf5")
     with pytest.raises(ValueError, match="nf4: block is 100; wanted one of 16"):
         parse("nf4", 100)
@@ -183,7 +190,7 @@ def test_text_of_no_format(text):
 def test_text_of_an_impossible_format():
     with pytest.raises(ValueError, match="nf4: block is 48; wanted one of 16"):
         read("nf4:48")
-    with pytest.raises(ValueError, match="mine: bits is 5; wanted 4 or 8"):
+    with pytest.raises(ValueError, match="mine: bits is 5; wanted one of 2, 3, 4, 8"):
         read(replace(NF4, name="mine").text.replace('"bits":4', '"bits":5'))
 
 
