@@ -27,7 +27,8 @@ from .autodiff import forward_mode, to_front
 from .kernels import grouped_ops, packed_ops
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers
-from .packed_linear import CONSTANT, Adapted, Weight, merged, scaling
+from .packed_linear import Adapted, Weight, merged, scaling
+from .packed_product import CONSTANT
 
 
 def grouped_linear(x: Tensor, w: Weight, counts: Tensor, bias: Tensor | None = None) -> Tensor:

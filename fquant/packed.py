@@ -44,7 +44,7 @@ from .kernels import packed_ops
 from .kernels.dispatch import empty, has_no_values
 from .kernels.spec import FLOATS, Spec
 from .lazy import Lazy
-from .quantizers import additive_quantization, round_to_nearest, tiny_blocks
+from .quantizers import additive_quantization, round_to_nearest, tiny_blocks, validate
 from .tree import expect, node, static
 
 PIECE = 1 << 20  # bytes of the rows that are read at a time to the host
@@ -110,7 +110,11 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
         whole = lazy.map(each, w)
         return replace(whole, read=partial(_by_rows, w, format)) if by_rows else whole
     expect(isinstance(w, Tensor), f"quantize got a {type(w).__name__}; wanted a tensor", TypeError)
-    expect(w.dtype in FLOATS, f"quantize got {_name(w.dtype)}; wanted {', '.join(map(_name, FLOATS))}", TypeError)
+    expect(
+        w.dtype in FLOATS,
+        f"quantize got {validate.name(w.dtype)}; wanted {', '.join(map(validate.name, FLOATS))}",
+        TypeError,
+    )
     got = f"quantize got shape {tuple(w.shape)}"
     expect(w.ndim and w.numel(), f"{got}; wanted at least one element along one dim")
     expect(w.ndim > 1 or format.flat, f"{got}; wanted a matrix [out in], leave norms and biases dense")
@@ -121,14 +125,24 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
         not learned, f"{format.name} learns vectors, which a CUDA graph cannot record; quantize before", RuntimeError
     )
     if importance is not None:
-        _check_importance(importance, w, format)
+        validate.check_importance(importance, w, format)
         importance = importance.detach().reshape(-1, w.shape[-1])  # [1 in] or [rows in]
     return _quantize(w.detach(), format, importance)
 
 
-def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False) -> Packed:
+def unchecked(w: Tensor, format: Format) -> Packed:
+    """Quantise ``w`` f[... out in] without a look at its values, for a trace: a block that is not finite is NaN.
+
+    Blocks so small that kernels lose them may become zeros (``quantizers.tiny_blocks``).
+    """
+    return _quantize(w.detach(), format, checks=False)
+
+
+def _quantize(
+    w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False, checks: bool = True
+) -> Packed:
     shape, dtype = tuple(w.shape), w.dtype
-    offset = _mean(w) if format.center else None
+    offset = (_mean(w) if checks else w.float().mean()) if format.center else None
     if offset is not None:
         w = w - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
@@ -136,22 +150,22 @@ def _quantize(w: Tensor, format: Format, importance: Tensor | None = None, is_sc
     vectors = zero = None
     if format.vectors is not None:
         absmax = additive_quantization.scales(rows, format)
-        top = _largest(rows, absmax, format)
+        top = validate.largest(rows, absmax, format)
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     elif format.in_absmax:
-        codes, absmax = tiny_blocks.encode(rows, format)
-        top = _largest(rows, absmax, format)
+        codes, absmax = tiny_blocks.encode(rows, format) if checks else packed_ops.encode(rows, format)
+        top = validate.largest(rows, absmax, format) if checks else 0.0
     else:
         absmax, zero = round_to_nearest.scales(rows, format)
-        top = _largest(rows, absmax, format)
-    scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, is_scale=True)
+        top = validate.largest(rows, absmax, format) if checks else 0.0
+    scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, None, True, checks)
     if format.vectors is None and not format.in_absmax:  # whose codes are those of the scale as it is decoded
         decoded = absmax if isinstance(scale, Tensor) else dequantize(scale).reshape(absmax.shape)
         codes = round_to_nearest.codes(rows, decoded, zero, format)
     codes = codes.reshape(shape) if format.flat and format.bits == 8 else by_rows(codes)
     zero = None if zero is None else by_rows(zero)
     out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)
-    if not is_scale:
+    if checks and not is_scale:
         _check_range(out, top)
     return out
 
@@ -203,7 +217,7 @@ def _check_range(p: Packed, scale: float | Tensor) -> None:
         fault = f"{p.format.name}: values above {most / 8:g} in a CUDA graph; quantise outside, or divide the weight"
         return torch._assert_async(scale * unit <= most / 8, fault)
     if scale * unit > most / 8 and not bool(dequantize(p).isfinite().all()):
-        fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {_name(p.dtype)}"
+        fault = f"{p.format.name}: values up to {scale * unit:g} decode beyond {validate.name(p.dtype)}"
         raise ValueError(f"{fault}; divide the weight, or use a wider dtype or another format")
 
 
@@ -254,42 +268,3 @@ def buffers(p: Packed) -> list[Tensor]:
     """Return ``tree.leaves(p)`` faster, because the product of one row hardly takes longer than the pytree."""
     found = [p.codes, *(buffers(p.scale) if isinstance(p.scale, Packed) else (p.scale,))]
     return found + [t for t in (p.offset, p.vectors, p.zero) if t is not None]
-
-
-def _check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
-    fix = "leave it out, or quantize to a format of vectors"
-    expect(format.vectors, f"{format.name} has no use for importance; {fix}")
-    shape, wanted = tuple(importance.shape), tuple(w.shape)
-    fits = shape in (wanted, wanted[-1:]) and importance.is_floating_point() and importance.device == w.device
-    got = f"importance: got {_name(importance.dtype)} {shape} on {importance.device}"
-    expect(fits, f"{got}; wanted floats {wanted[-1:]} or {wanted} on {w.device}")
-    fits = has_no_values(importance) or bool((importance.isfinite() & (importance >= 0)).all() & (importance > 0).any())
-    expect(fits, "importance: got a value that is negative or not finite, or zeros only; wanted f >= 0")
-
-
-def _largest(rows: Tensor, absmax: Tensor, format: Format) -> float | Tensor:
-    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite.
-
-    While a CUDA graph is recorded it stays on the device, which asserts that it is finite.
-    """
-    if has_no_values(absmax):
-        return 0.0
-    if is_recording(absmax.device):
-        top = absmax.max()
-        torch._assert_async(top.isfinite(), f"{format.name}: a weight in a CUDA graph has values that are not finite")
-        return top
-    if math.isfinite(top := float(absmax.max())):  # NaN exceeds all: one pass, because small ops take long to start
-        return top
-    bad = ~torch.isfinite(rows.float())
-    if not bad.any():
-        top = rows.float().abs().max().item()
-        fault = f"{format.name}: a block has values up to {top:g}, and their range is beyond float32"
-        expect(not (format.zero or format.mean), f"{fault}; use another format")
-        raise ValueError(f"{top:g} is beyond float16's 65504, to which {format.name} rounds first; use another format")
-    row, column = bad.nonzero()[0].tolist()
-    fault = f"{int(bad.sum())} of {rows.numel()} values are NaN or infinite, the first at row {row}, column {column}"
-    raise ValueError(f"{fault}; a quantised weight must be finite")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ the backward, so a dense weight never exists. Its backward and its jvp are the F
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,35 +21,42 @@ from . import random
 from .adapted import merge_aware
 from .adapted.merge_aware import StraightThrough
 from .adapted.nodes import Adapted, Lora, Scaled, scaling
-from .autodiff import to_front
 from .communication import LookedUpRows
 from .device import HOST
+from .dynamic_quantization import Activations, Outliers, fake_quantize, separate
+from .format import Format
 from .kernels import dispatch, packed_ops
+from .kernels.integer_ops import is_integer
 from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
+from .packed_product import Product, matmul
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
 Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough
 
 
-def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
     """Return ``x · Wᵀ + bias``, f[... out] in x's dtype, for x f[... in], w [out in] and bias f[out].
+
+    With ``act``, a format or :class:`Outliers`, x is quantised first, and derivatives are straight-through
+    (``dynamic_quantization``); an adapter still gets x as it is.
 
     The weight is cast to x's dtype. An adapter's product is computed in the adapter's dtype. Raises TypeError for
     another kind of weight, ValueError where the sizes do not fit.
     """
+    if act is not None:
+        y = _with_act(x, w, act)
+        return y if bias is None else _with_bias(y, bias)
     match w:
         case Packed():
             _check(x, w.shape)
-            inputs, spec = buffers(w), Spec(w.format, w.shape, w.dtype)
+            inputs = buffers(w)
             if x.ndim == 2 and dispatch.is_direct(x, *inputs):  # because dispatch takes as long as the product of a row
-                y = packed_ops.product("matmul", x, inputs, spec)
-            elif (n := len(inputs)) > SLOTS:
-                raise ValueError(f"linear got a weight of {n} buffers; wanted at most {SLOTS}, nest scales less")
+                y = packed_ops.product("matmul", x, inputs, Spec(w.format, w.shape, w.dtype))
             else:
-                y = _matmul(x, _Product(spec), *inputs, *[None] * (SLOTS - n))
+                y = _packed(x, w)
         case Tensor():
             _check(x, tuple(w.shape))
             y = _few_rows(x, w) if _has_few_rows(x, w) else x @ w.to(x.dtype).mT
@@ -63,11 +70,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
             return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
-    if bias is None:
-        return y
-    if bias.shape != y.shape[-1:]:
-        raise ValueError(f"linear got a bias {tuple(bias.shape)}; wanted {(y.shape[-1],)}, the rows of the weight")
-    return y + bias.to(y.dtype)
+    return y if bias is None else _with_bias(y, bias)
 
 
 def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
@@ -139,16 +142,48 @@ def _merge_aware_rows(tokens: Tensor, base: Any, lora: Lora) -> Tensor:
     return merge_aware.passed(embedding(tokens, w.merged), lambda a, b: F.embedding(tokens, b) @ a, w.a, w.b)
 
 
-def _adapted(x: Tensor, w: Adapted) -> Tensor:
+def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
+    if bias.shape != y.shape[-1:]:
+        raise ValueError(f"linear got a bias {tuple(bias.shape)}; wanted {(y.shape[-1],)}, the rows of the weight")
+    return y + bias.to(y.dtype)
+
+
+def _packed(x: Tensor, w: Packed, act: str = "") -> Tensor:
+    inputs, product = buffers(w), Product(Spec(w.format, w.shape, w.dtype), act=act)
+    if (n := len(inputs)) > SLOTS:
+        raise ValueError(f"linear got a weight of {n} buffers; wanted at most {SLOTS}, nest scales less")
+    return matmul(x, product, *inputs, *[None] * (SLOTS - n))
+
+
+def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
+    """Return the product of quantised x."""
+    if isinstance(w, Scaled):
+        return scaled_outputs(linear(scaled(x, w.ia3.inputs), w.base, act=act), w)
+    if isinstance(w, StraightThrough) or (isinstance(w, Adapted) and w.merge_aware):
+        raise TypeError("linear got act beside a merge-aware weight; attach the adapter without merge_aware")
+    if isinstance(w, Adapted):
+        return _adapted(x, w, act)
+    if isinstance(act, Outliers):
+        usual, large = separate(x, act)
+        return linear(usual, w, act=act.format) + linear(large, w)
+    if not isinstance(act, Format):
+        raise TypeError(f"linear got act of type {type(act).__name__}; wanted a Format or Outliers")
+    if isinstance(w, Packed) and is_integer(act, rows=True) and is_integer(w.format):
+        _check(x, w.shape)
+        return _packed(x, w, act.text)
+    return linear(fake_quantize(x, act), w)
+
+
+def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
     lora = w.lora
-    y = linear(x, w.base)
+    y = linear(x, w.base, act=act)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
     update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
     update = update.to(y.dtype)
     if lora.magnitude is None:
         return y + update
     gain = (lora.magnitude / row_norms(w.base, lora)).to(y.dtype)  # f[out]
-    return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base) + gain * update
+    return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base, act=act) + gain * update
 
 
 def row_norms(base: Weight, lora: Lora) -> Tensor:
@@ -191,91 +226,6 @@ def _is_transformed() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return forward_ad._current_level >= 0
-
-
-class _Product(NamedTuple):
-    """The static half of a product: the spec of the weight, ``x · W`` or ``x · Wᵀ``, and the number of stacked dims.
-
-    A tuple, because torch.compile loses other objects that are created while tracing and passed to a Function.
-    """
-
-    spec: Spec
-    transposed: bool = False
-    stacked: int = 0
-
-
-class _ReverseOnly(torch.autograd.Function):
-    """The product ``x · Wᵀ`` f[*stack ... out], or ``x · W``, of x f[*stack ... in] and the buffers of a Packed.
-
-    It takes exactly ``SLOTS`` buffers, absent ones None, because torch.compile miscounts variadic arguments.
-    """
-
-    @staticmethod
-    def forward(
-        x: Tensor, product: _Product,
-        b0: Tensor, b1: Tensor, b2: Tensor | None, b3: Tensor | None,
-        b4: Tensor | None, b5: Tensor | None, b6: Tensor | None, b7: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        present = [b for b in (b0, b1, b2, b3, b4, b5, b6, b7) if b is not None]
-        op, k = packed_ops.matmul_t if product.transposed else packed_ops.matmul, product.stacked
-        if x.ndim == k + 2:
-            return op(x, present, product.spec)
-        rows = x.reshape(*x.shape[:k], math.prod(x.shape[k:-1]), x.shape[-1])  # [*stack m in]
-        y = op(rows, present, product.spec)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.product = inputs[1]
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
-        ctx.set_materialize_grads(False)  # so that only requested tangents are not None
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> Any:
-        if any(ctx.needs_input_grad[2:]):
-            raise TypeError(CONSTANT.format("gradient"))
-        if g is None:
-            return (None,) * (2 + SLOTS)
-        product = ctx.product._replace(transposed=not ctx.product.transposed)
-        return _matmul(g, product, *ctx.saved_tensors), *(None,) * (1 + SLOTS)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, product: _Product, *buffers: Tensor | None) -> tuple[Tensor, int]:
-        at, _, *dims = in_dims
-        k = product.stacked
-        if all(dim is None for dim in dims):  # the weight is shared: the mapped dim is one more dim of rows
-            return _matmul(x.movedim(at, k), product, *buffers), k
-        n = info.batch_size
-        stacked = [t if t is None else to_front(t, dim, n) for t, dim in zip(buffers, dims, strict=True)]
-        return _matmul(to_front(x, at, n), product._replace(stacked=k + 1), *stacked), 0
-
-
-class _Matmul(_ReverseOnly):
-    """The product with a forward derivative."""
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _: Any, *tangents: Any) -> Tensor:
-        if any(t is not None for t in tangents):
-            raise TypeError(CONSTANT.format("tangent"))
-        return _matmul(dx, ctx.product, *ctx.saved_tensors)
-
-
-def _matmul(x: Tensor, *rest: Any) -> Tensor:
-    """Apply the Function without its jvp under torch.compile, which refuses one; call the kernel if it suffices."""
-    if torch.compiler.is_dynamo_compiling():
-        return _ReverseOnly.apply(x.view_as(x), *rest)  # because torch.compile takes grad's own x for a constant
-    # Outside of differentiation and vmap the kernel suffices; applying takes as long as the product of a row.
-    plain = not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0
-    if plain and not torch._C._are_functorch_transforms_active():
-        return _ReverseOnly.forward(x, *rest)
-    return _Matmul.apply(x, *rest)
-
-
-CONSTANT = (
-    "the {} of a packed weight was asked for, but a Packed is a constant; "
-    "train a Lora beside it (fquant.lora.init, attach) or dequantize it first"
-)
 
 
 def _check_tokens(tokens: Tensor, shape: tuple[int, ...]) -> None:

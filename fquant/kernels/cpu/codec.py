@@ -37,10 +37,10 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
     outer = stack(spec, buffers)
     values = empty(*outer, *spec.shape, dtype=out)
     if outer and (spec.format.flat or spec.format.center):  # each array has scales or offsets of its own
-        for array, *own in _flattened(len(outer), values, *buffers):
+        for array, *own in flattened(len(outer), values, *buffers):
             array.copy_(decode(own, spec, out))
     elif values.numel():
-        w = _packed(buffers, spec)
+        w = packed(buffers, spec)
         call("decode", w, 0, w.rows, 0, w.width, DTYPES[out], values, w.width)
     return values
 
@@ -51,10 +51,10 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
     if not x.numel() or not y.numel():
         return y.zero_()
     if outer:
-        for x_, y_, *own in _flattened(len(outer), x, y, *buffers):
+        for x_, y_, *own in flattened(len(outer), x, y, *buffers):
             _product(name, x_, own, spec, y_)
         return y
-    w = _packed(buffers, spec)
+    w = packed(buffers, spec)
     if x.dtype in DTYPES and w.width == spec.shape[1]:
         args = w, x.contiguous(), rows, y, DTYPES[x.dtype]
         if size := call(name, *args, None):
@@ -67,7 +67,7 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
 matmul, matmul_t = partial(_product, "matmul"), partial(_product, "matmul_t")
 
 
-def _flattened(dims: int, *stacked: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def flattened(dims: int, *stacked: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each array of a stack with ``dims`` dims."""
     return zip(*(t.flatten(0, dims - 1) for t in stacked), strict=True)
 
@@ -103,7 +103,7 @@ def _encoding(format: Format, block: int) -> Encoding:
     return how
 
 
-def _packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
+def packed(buffers: Sequence[Tensor], spec: Spec) -> Packed:
     """Return the array for C, which reads the memory of ``buffers``; a stack becomes more rows."""
     if all(b.is_contiguous() for b in buffers):
         found = in_place(spec, buffers[0].numel(), *[b.data_ptr() for b in buffers])

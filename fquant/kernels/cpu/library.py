@@ -47,6 +47,12 @@ class Encoding(ctypes.Structure):
     _fields_ = _fields((Pointer, "middles order grid"), (Long, "block"), (Int, "bits sorted"))
 
 
+class Rounding(ctypes.Structure):
+    """``Rounding`` of csrc/work.h."""
+
+    _fields_ = _fields((Float, "first last unit"), (Int, "zero halves"))
+
+
 class Step(ctypes.Structure):
     """An operation, ``op`` being an index into ``OPS``, on registers."""
 
@@ -86,6 +92,7 @@ def load() -> ctypes.CDLL:
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
+        "integer_matmul": [packed, Long, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
         "fold": [Pointer, Pointer, Long, Pointer],
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],
@@ -96,7 +103,7 @@ def load() -> ctypes.CDLL:
         "cached_attention": [*[Pointer] * 6, *[Long] * 5, Double, Double, Int],
         "dense_matmul": [*[Pointer] * 3, Long, Long, Long, Int],
     }
-    wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention)), len(OPS), PIECE]
+    wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding)), len(OPS), PIECE]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
     complete = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:

@@ -22,6 +22,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "dequantize.h"
 #include "gemv.h"
 #include "gemm.h"
+#include "integers.h"
 #include "threefry.h"
 #include "exp.h"
 #include "rows.h"

@@ -47,7 +47,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, quantize_row, integer_rows;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -83,7 +83,8 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The instruction sets; `isa` below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
-                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, load_##ISA, attention_room_##ISA, \
+                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, \
+                               quantize_row_##ISA, integer_rows_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
                                PANEL_##ISA, BF16}
 #define PASTE(a, b) a##_##b
@@ -135,7 +136,7 @@ TARGET(AVX512)
 #include "isa.h"
 TARGET_END
 
-TARGET(AVX512 ",avx512vbmi,avx512bf16")
+TARGET(AVX512 ",avx512vbmi,avx512bf16,avx512vnni")
 #define LANES_BF16
 #define ISA avx512_bf16
 #include "isa.h"
@@ -165,7 +166,7 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 /* Constants that library.py has as well: sizes of structures, the number of operations, and TILE. */
 EXPORT int fquant_sizes(int which) {
     const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
-                            sizeof(Attention), OPS, TILE};
+                            sizeof(Attention), sizeof(Rounding), OPS, TILE};
     return (int)sizes[which];
 }
 
@@ -177,7 +178,8 @@ EXPORT const char *fquant_isa(int i) {
     if (i >= 1 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return NULL;
     if (i >= 2 && !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))) return NULL;
-    if (i >= 3 && !(__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))) return NULL;
+    if (i >= 3 && !(__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+                    __builtin_cpu_supports("avx512vnni"))) return NULL;
 #endif
     return available[i].name;
 }
@@ -218,6 +220,13 @@ EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *
 EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                                void *room) {
     return product(isa, threads, 1, w, x, m, y, dtype, room);
+}
+
+/* The integers of x [m, width], quantised by rows, times those of w, whose first is `first`, to y [m, rows]. If `room`
+   is NULL, return its bytes only. */
+EXPORT int64_t fquant_integer_matmul(int isa, int threads, const Packed *w, int64_t first, const Rounding *how,
+                                     const void *x, int64_t m, void *y, int dtype, void *room) {
+    return integer_product(isa, threads, w, first, how, x, m, y, dtype, room);
 }
 
 /* Fold keys with data [n] to new keys [n]. */

@@ -66,3 +66,38 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     }
     return 0;
 }
+
+/* x · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
+static int64_t integer_product(int isa, int threads, const Packed *w, int64_t first, const Rounding *how, const void *x,
+                               int64_t m, void *y, int dtype, void *room) {
+    const Kernels *k = &available[isa].kernels;
+    Integers work = {.w = *w, .how = *how, .dtype = dtype, .first = first, .words = (w->width + 1) / 2};
+    int64_t chunks = (m + MOST_X - 1) / MOST_X, chunk = padded_to((m + chunks - 1) / chunks, k->panel);
+    int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes);
+    work.group = group_of(w->rows, threads), work.tall = tall;
+    int64_t parts[4] = {tall * work.words * 4, tall * work.words * 4, tall * 4, w->zero ? blocks * tall * 4 : 0};
+    int64_t high = padded_to(work.group, k->lanes), more = work.group * (blocks + 64) * 4;
+    int64_t scratch = work.group * APART * 4 + 2 * high * tall * 4 + (w->zero ? 2 : 1) * more;
+    int64_t slabs = slabs_of(work.words), total = 64;
+    scratch = padded_to(MAX(scratch, MAX(w->width * 4, (int64_t)k->lanes * APART * 4)), 64);
+    for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
+    if (!room) return total + scratch * threads;
+    char *at = (char *)padded_to((intptr_t)room, 64);
+    work.q = (int16_t *)at, at += padded_to(parts[0], 64);
+    work.copy = at, at += padded_to(parts[1], 64);
+    work.scale = (float *)at, at += padded_to(parts[2], 64);
+    work.sums = (float *)at, at += padded_to(parts[3], 64);
+    for (int64_t start = 0; start < m; start += chunk) {
+        work.m = MIN(chunk, m - start);
+        work.x = (const char *)x + start * w->width * size_of(dtype);
+        work.y = (char *)y + start * w->rows * size_of(dtype);
+        memset(work.scale, 0, (size_t)parts[2]);
+        memset(work.sums, 0, (size_t)parts[3]);
+        run(k->quantize_row, &work, work.m, (size_t)scratch, at, threads);
+        Gemm pack = {.x = work.q, .copy = work.copy, .m = work.m, .inner = 2 * work.words, .words = work.words,
+                     .dtype = BF16, .half = 1}; /* pairs of 16-bit numbers of any kind */
+        run(k->pack, &pack, (work.m + k->panel - 1) / k->panel * slabs, (size_t)scratch, at, threads);
+        run(k->integer_rows, &work, (w->rows + work.group - 1) / work.group, (size_t)scratch, at, threads);
+    }
+    return 0;
+}

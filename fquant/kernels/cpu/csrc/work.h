@@ -36,6 +36,22 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     int dtype, half, interleaved;
 } Gemm;
 
+/* How rows of x are quantised: to integers from `first` to `last` in units of absmax / unit, or with a zero point; or
+   as LLM.int8(), after rounding to float16. */
+typedef struct { float first, last, unit; int32_t zero, halves; } Rounding;
+
+typedef struct { /* x [m, width] in `words` pairs of integers a row; tall: m, padded; first: of the integers of w */
+    Packed w;
+    Rounding how;
+    const void *x;
+    void *y, *copy; /* copy: q, packed in panels */
+    int16_t *q;     /* [m, 2 words] */
+    float *scale;   /* f32[tall]: of rows of x */
+    float *sums;    /* f32[blocks, tall]: of the integers of each block; only with zero points */
+    int64_t m, words, tall, group, first;
+    int dtype;
+} Integers;
+
 typedef struct { /* n words of each key, or bytes that are 1 for words up to `most`; or data for each of n keys */
     const uint64_t *keys, *data;
     void *out;

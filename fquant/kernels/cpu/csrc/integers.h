@@ -1,0 +1,182 @@
+/* x · wᵀ of integers: rows of x are quantised, the codes of both are multiplied and summed as integers, and the sum of
+   each block is scaled. The inner dimension is in words of two 16-bit integers, so that gemm.h packs x. Codes minus
+   their zero point are at most 255, and int32 holds 2^15 products of them with 8-bit codes. */
+
+
+typedef int32_t NAME(Sums) __attribute__((vector_size(LANES * 4), may_alias));
+typedef int16_t NAME(Pairs) __attribute__((vector_size(LANES * 4), may_alias));
+
+/* c + the products of pairs of 16-bit integers */
+INLINE NAME(Sums) NAME(dot16)(Bits a, Bits b, NAME(Sums) c) {
+#if defined(LANES_BF16)
+    return (NAME(Sums))_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#elif defined(LANES_AVX512)
+    return c + (NAME(Sums))_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(LANES_AVX2)
+    return c + (NAME(Sums))_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    NAME(Sums) low_a = ((NAME(Sums))a << 16) >> 16, low_b = ((NAME(Sums))b << 16) >> 16;
+    return c + low_a * low_b + ((NAME(Sums))a >> 16) * ((NAME(Sums))b >> 16);
+#endif
+}
+
+/* Quantise row `unit` of x: integers to q [inner, padded to words], its scale, and the sums of its blocks. */
+UNIT(quantize_row) {
+    const Integers *p = work;
+    int64_t k = p->w.width, padded = p->words * 2, blocks = blocks_of(&p->w);
+    float *row = scratch, low = 0.0f, high = 0.0f;
+    uint32_t largest = 0; /* magnitudes as bits: NaN exceeds infinity and infinity all else */
+    int16_t *q = p->q + unit * padded;
+    NAME(floats)(p->x, p->dtype, unit * k, k, row);
+    if (p->how.halves) for (int64_t i = 0; i < k; i++) row[i] = from_f16(to_f16(row[i]));
+    for (int64_t i = 0; i < k; i++) largest = MAX(largest, bits_of(row[i]) & 0x7fffffff);
+    if (p->how.zero) for (int64_t i = 0; i < k; i++) low = MIN(low, row[i]), high = MAX(high, row[i]);
+    float top = float_of(largest), scale = top / p->how.unit, by, zero = 0.0f;
+    if (p->how.zero && largest < 0x7f800000) scale = (high - low) / (p->how.last - p->how.first);
+    if (p->how.halves) {
+        by = top > 0.0f ? 1.0f / top * 127.0f : 0.0f;
+        scale = top * (float)(1.0 / 127.0);
+    } else {
+        if (scale > 0.0f && scale < 0x1p-126f) scale = 0x1p-126f;
+        by = 1.0f / (scale < 0x1p-126f ? 0x1p-126f : scale);
+        if (p->how.zero) {
+            zero = p->how.first - rintf(low / (scale < 0x1p-126f ? 0x1p-126f : scale));
+            zero = MIN(MAX(zero, p->how.first), p->how.last);
+        }
+    }
+    p->scale[unit] = scale;
+    for (int64_t i = 0; i < k; i++) {
+        float y = rintf(row[i] * by) + zero;
+        y = y > p->how.first ? y : p->how.first; /* also for NaN, whose row is NaN by its scale */
+        y = y < p->how.last ? y : p->how.last;
+        q[i] = (int16_t)(y - zero);
+    }
+    for (int64_t i = k; i < padded; i++) q[i] = 0;
+    if (!p->w.zero) return;
+    for (int64_t b = 0; b < blocks; b++) {
+        int32_t sum = 0;
+        for (int64_t i = b * p->w.block; i < MIN(k, (b + 1) * p->w.block); i++) sum += q[i];
+        p->sums[b * p->tall + unit] = (float)sum;
+    }
+}
+
+/* The integers of n elements of a row of the weight from `column`, both multiples of 8 unless the row ends. */
+INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int64_t n, int16_t *restrict out) {
+    const Packed *w = &p->w;
+    const uint8_t *codes = w->codes + row * bytes_of(w) + column * w->bits / 8;
+    int16_t first = (int16_t)p->first;
+    uint8_t wide[2 * SLAB / 2 + 4];
+    if (w->bits == 8 && !w->table) {
+        for (int64_t i = 0; i < n; i++) out[i] = (int8_t)codes[i];
+        return;
+    }
+    if (w->bits == 8) {
+        for (int64_t i = 0; i < n; i++) out[i] = (int16_t)(codes[i] + first);
+        return;
+    }
+    if (w->bits < 4) NAME(widen)(codes, w->bits, n, wide), codes = wide;
+    for (int64_t i = 0; i + 1 < n; i += 2) {
+        out[i] = (int16_t)((codes[i / 2] >> 4) + first);
+        out[i + 1] = (int16_t)((codes[i / 2] & 15) + first);
+    }
+    if (n % 2) out[n - 1] = (int16_t)((codes[n / 2] >> 4) + first);
+}
+
+/* A sliver of rows times a panel of x, n words. Integer sums are read from `open` unless they begin here, and written
+   there unless the block ends here; then they are scaled and added to `totals`. The ints are constants. */
+INLINE void NAME(micro16)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
+                          int begins, int ends, int32_t *open, float *totals, const float *scale, const float *zero,
+                          int64_t next, const float *sums) {
+    NAME(Sums) part[SUMS][VECS], *kept = (NAME(Sums) *)open;
+    UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = begins ? (NAME(Sums)){0} : kept[r * vecs + v];
+    for (int64_t k = 0; k < n; k++) {
+        Bits x[VECS];
+        UNROLLED(v, vecs) x[v] = ((const Bits *)panel)[k * vecs + v];
+        UNROLLED(r, rows) {
+            Bits by = sliver[r * apart + k] - (Bits){0};
+            UNROLLED(v, vecs) part[r][v] = NAME(dot16)(x[v], by, part[r][v]);
+        }
+    }
+    if (!ends) {
+        UNROLLED(r, rows) UNROLLED(v, vecs) kept[r * vecs + v] = part[r][v];
+        return;
+    }
+    UNROLLED(r, rows)
+        UNROLLED(v, vecs) {
+            Lanes t = __builtin_convertvector(part[r][v], Lanes), *to = (Lanes *)totals + r * vecs + v;
+            if (zero) t = t - zero[r * next] * ((const Lanes *)sums)[v];
+            *to = *to + t * scale[r * next];
+        }
+}
+
+/* Multiply `group` rows of the weight with all of x. */
+UNIT(integer_rows) {
+    const Integers *p = work;
+    const Packed *w = &p->w;
+    int64_t group = p->group, row = unit * group, rows = MIN(group, w->rows - row), blocks = blocks_of(w);
+    int64_t panels = (p->m + PANEL - 1) / PANEL, high = padded_to(group, LANES), tall = p->tall;
+    uint32_t *sliver = scratch;
+    int32_t *open = (int32_t *)(sliver + group * APART);
+    float *totals = (float *)(open + high * tall), turned[LANES][MOST_ROWS];
+    float *scales = totals + high * tall, *zeros = w->zero ? scales + group * (blocks + 64) : NULL;
+    memset(totals, 0, (size_t)(high * tall * 4));
+    memset(sliver + rows * APART, 0, (size_t)((group - rows) * APART * 4));
+    memset(scales + rows * (blocks + 64), 0, (size_t)((group - rows) * (blocks + 64) * 4));
+    for (int64_t r = 0; r < rows; r++) {
+        float *to = scales + r * (blocks + 64);
+        NAME(scales)(w, (row + r) * blocks, blocks, to);
+        if (!w->table) for (int64_t b = 0; b < blocks; b++) to[b] *= (float)(1.0 / 127.0);
+        if (zeros) memcpy(zeros + r * (blocks + 64), w->zero + (row + r) * blocks, (size_t)blocks * 4);
+    }
+    if (zeros) memset(zeros + rows * (blocks + 64), 0, (size_t)((group - rows) * (blocks + 64) * 4));
+    int64_t each = MIN((w->block + 1) / 2, p->words); /* words of a block */
+    for (int64_t slab = 0; slab < p->words; slab += SLAB) {
+        int64_t words = MIN(SLAB, p->words - slab), n = MIN(2 * words, w->width - 2 * slab);
+        for (int64_t r = 0; r < rows; r++) {
+            sliver[r * APART + words - 1] = 0;
+            NAME(integers16)(p, row + r, 2 * slab, n, (int16_t *)(sliver + r * APART));
+        }
+        for (int64_t k = 0; k < words;) {
+            int64_t block = (slab + k) / each, end = MIN((block + 1) * each, p->words) - slab;
+            int64_t steps = MIN(MIN(STEPS, words - k), end - k);
+            int begins = (slab + k) % each == 0, ends = k + steps == end;
+            for (int64_t j = 0; j < panels; j++) {
+                int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
+                const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
+                const float *sums = p->sums + block * tall + j * PANEL;
+                for (int64_t r = 0; r < rows; r += most) {
+                    const uint32_t *from = sliver + r * APART + k;
+                    int64_t at = j * PANEL * high + r * width;
+                    const float *scale = scales + r * (blocks + 64) + block;
+                    const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
+#define KIND(N, B, E)                                                                                               \
+    NAME(micro16)(from, APART, x, steps, SUMS / N, MIN(N, VECS), B, E, open + at, totals + at, scale, zero, blocks + 64, sums)
+#define CASE(N)                                                         \
+    case N:                                                             \
+        if (N <= VECS) {                                                \
+            if (begins && ends) KIND(N, 1, 1);                          \
+            else if (begins) KIND(N, 1, 0);                             \
+            else if (ends) KIND(N, 0, 1);                               \
+            else KIND(N, 0, 0);                                         \
+        }                                                               \
+        break;
+                    switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
+#undef KIND
+                }
+            }
+            k += steps;
+        }
+    }
+    for (int64_t m = 0; m < p->m; m += LANES) {
+        int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
+        float *from = totals + j * PANEL * high + m % PANEL;
+        Lanes scale;
+        memcpy(&scale, p->scale + m, sizeof scale);
+        for (int64_t r = 0; r < rows; r++) *(Lanes *)(from + r * width) *= scale;
+        for (int64_t r = 0; r < rows; r += LANES)
+            NAME(turn)((uint32_t *)from + r * width, width, LANES, (uint32_t *)turned[0] + r, MOST_ROWS);
+        for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
+            NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
+    }
+}

@@ -1,0 +1,41 @@
+"""Products of integers on the CPU (csrc/integers.h)."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...format import Format
+from .. import reference
+from ..spec import Spec
+from .codec import flattened, packed
+from .library import DTYPES, Rounding, call, result
+
+MOST = 1 << 15  # elements of a block whose sum of products fits int32
+
+
+def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format, out: Tensor | None = None) -> Tensor:
+    """Return the product by C, or by the reference where a sum may be beyond int32."""
+    *outer, rows, width = x.shape
+    y = result(out, *outer, rows, spec.shape[0], dtype=x.dtype)
+    if not x.numel() or not y.numel():
+        return y.zero_()
+    if min(width, spec.format.block or width) > MOST or x.dtype not in DTYPES:
+        return y.copy_(reference.integer_matmul(x, buffers, spec, act))
+    if outer:
+        for x_, y_, *own in flattened(len(outer), x, y, *buffers):
+            integer_matmul(x_, own, spec, act, y_)
+        return y
+    w, first = packed(buffers, spec), (spec.format.integers or (0,))[0]
+    args = w, first, _rounding(act), x.contiguous(), rows, y, DTYPES[x.dtype]
+    call("integer_matmul", *args, torch.empty(call("integer_matmul", *args, None), dtype=torch.uint8, device="cpu"))
+    return y
+
+
+@lru_cache(maxsize=64)
+def _rounding(act: Format) -> Rounding:
+    if act.integers is None:
+        return Rounding(first=-127, last=127, unit=127, zero=0, halves=1)
+    first, last = act.integers
+    return Rounding(first=first, last=last, unit=act.unit or last, zero=act.zero, halves=0)

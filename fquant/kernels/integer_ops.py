@@ -1,0 +1,65 @@
+"""The product of integers: rows of x are quantised as they arrive, and multiplied with the codes of a packed weight.
+
+    y = integer_matmul(x, buffers, spec, act)        x f[*stack m in], act a format of integers
+
+A row of x becomes integers of at most 255 and a scale (and, with a zero point, an integer that is subtracted). A block
+of the weight gives one exact integer sum, which is scaled in float32: ``(sum - zero · sum of x) · scale``. Blocks are
+added in order, and the total is scaled by the row of x. So all backends give the same bits.
+
+Sources: dynamic quantisation of activations, Jacob et al. 2018; by token, Yao et al. 2022 (ZeroQuant).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..format import Format, read
+from .packed_ops import _checked_product
+from .registry import by_backend, register
+from .spec import Spec, spec_of
+
+
+def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format) -> Tensor:
+    """Return ``x · Wᵀ`` f[*stack m out] in x's dtype, for x f[*stack m in] that is rounded to the integers of ``act``.
+
+    Raises ValueError unless :func:`is_integer` is true of ``act`` by rows and of the weight, and what the product of a
+    packed weight raises.
+    """
+    return _OP(x, buffers, spec.format.text, spec.shape, spec.dtype, act.text)
+
+
+def is_integer(format: Format, rows: bool = False) -> bool:
+    """Return True if the codes of ``format`` are integers by rows; if ``rows``, with one 8-bit scale for a row."""
+    integer = format.integers is not None or (format.table is None and format.vectors is None)
+    alone = not (format.flat or format.center or format.mean)
+    by_row = format.bits == 8 and format.block is None and format.scale is None and not format.shared
+    return integer and (by_row and alone if rows else not (format.flat or format.center))
+
+
+def _check(
+    op: str, x: Tensor, buffers: list[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype, act: str
+) -> tuple[Any, ...]:
+    spec, how = spec_of(text, shape, dtype), read(act)
+    if not is_integer(spec.format):
+        raise ValueError(f"{op} got a weight in {spec.format.name}; wanted integers in blocks along rows")
+    if not is_integer(how, rows=True):
+        raise ValueError(f"{op} got act {how.name}; wanted 8-bit integers with one float32 scale for a row")
+    x, buffers, spec = _checked_product("matmul", x, buffers, spec)
+    return x, buffers, spec, how
+
+
+def _real(x: Tensor, buffers: list[Tensor], spec: Spec, act: Format, **out: Tensor) -> Tensor:
+    return by_backend("integer_matmul", x, buffers, spec, act, **out)
+
+
+_OP = register(
+    "integer_matmul(Tensor x, Tensor[] buffers, str format, int[] shape, ScalarType dtype, str act) -> Tensor",
+    _check, lambda x, buffers, spec, act: x.new_empty(*x.shape[:-1], spec.shape[0]), None,
+    "multiply with fquant.linear(x, w, act=...), which has derivatives with respect to x", real=_real,
+)  # fmt: skip
+register_flop_formula(torch.ops.fquant.integer_matmul)(
+    lambda x, buffers, format, shape, *_, **__: 2 * x[0] * shape[0] * shape[1]
+)

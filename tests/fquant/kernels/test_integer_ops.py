@@ -1,0 +1,121 @@
+"""Tests of products of integers: bits of every backend against the reference, and the reference against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fquant import dequantize, quantize
+from fquant.format import (
+    DYNAMIC8,
+    INT2_ZERO,
+    INT3,
+    INT4,
+    INT4_ZERO,
+    INT8,
+    INT8_GROUP,
+    INT8_ROW,
+    INT8_ROW_ZERO,
+    INT8_TENSOR,
+    NF4,
+    TERNARY,
+)  # fmt: skip
+from fquant.kernels import integer_ops, reference
+from fquant.kernels.spec import Spec
+from fquant.packed import buffers
+from tests.helpers.arrays import named, rng, same_bits
+from tests.helpers.formats import ISAS, built, forced, strided
+
+WEIGHTS = [
+    INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT2_ZERO, TERNARY,
+    replace(INT4_ZERO, name="int4_zero_16", block=16), replace(INT4_ZERO, name="int4_zero_row", block=None),
+    replace(INT4, name="int4_dq", block=32, scale=DYNAMIC8), replace(INT8_GROUP, name="int8_2048", block=2048),
+]  # fmt: skip
+ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, replace(INT8_ROW, name="int8_row_all", unit=127.5)]
+SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96)]  # m out in
+
+
+def inputs(format, m, out, width, dtype):
+    x = (torch.randn(m, width, generator=rng(0)) + 0.3) * torch.randn(m, 1, generator=rng(1)).exp()
+    x[m // 2] = 0.0
+    x[0, 0] = -50.0
+    w = quantize(torch.randn(out, width, generator=rng(2)), format)
+    return x.to(dtype), w, Spec(format, w.shape, w.dtype)
+
+
+@built
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@named("act", ACTS)
+@named("format", WEIGHTS)
+def test_every_instruction_set_gives_the_bits_of_the_reference(format, act, dtype):
+    for shape in SHAPES if dtype == torch.float32 else SHAPES[1:3]:
+        x, w, spec = inputs(format, *shape, dtype)
+        wanted = reference.integer_matmul(x, buffers(w), spec, act)
+        for isa in ISAS:
+            with forced(isa):
+                assert same_bits(integer_ops.integer_matmul(x, buffers(w), spec, act), wanted), (isa, shape)
+
+
+@named("act", ACTS)
+@named("format", WEIGHTS)
+def test_the_product_is_that_of_the_decoded_values(format, act):
+    x, w, spec = inputs(format, 33, 30, 301, torch.float32)
+    q, scale = reference.quantize_rows(x, act)
+    wanted = (q * scale.double()) @ dequantize(w).double().mT
+    got = integer_ops.integer_matmul(x, buffers(w), spec, act).double()
+    assert (got - wanted).norm() < 1e-6 * wanted.norm()
+    rounded = x.half() if act == INT8 else x
+    near = (q * scale.double() - rounded.double()).abs() <= (0.5 + 1e-5) * scale.double()  # half a step
+    assert near.all() if act.unit != 127.5 else near.float().mean() > 0.99  # absmax itself is cut off
+
+
+def test_quantised_rows_are_those_of_quantize():
+    x = torch.randn(9, 130, generator=rng(0)) + 0.2
+    for act in ACTS:
+        q, scale = reference.quantize_rows(x, act)
+        values = dequantize(quantize(x, act)).double()
+        assert (q * scale.double() - values).abs().max() < 1e-5
+        assert isinstance(quantize(x, act).scale, Tensor)
+
+
+@built
+def test_a_stack_strides_and_empty_products():
+    x, w, spec = inputs(INT4_ZERO, 7, 50, 301, torch.float32)
+    wanted = integer_ops.integer_matmul(x, buffers(w), spec, INT8_ROW)
+    assert same_bits(integer_ops.integer_matmul(strided(x), [strided(b) for b in buffers(w)], spec, INT8_ROW), wanted)
+    two = [torch.stack([b, b]) for b in buffers(w)]
+    stacked = integer_ops.integer_matmul(torch.stack([x, 2 * x]), two, spec, INT8_ROW)
+    assert same_bits(stacked[0], wanted) and same_bits(stacked[1], 2 * wanted)
+    assert integer_ops.integer_matmul(x[:0], buffers(w), spec, INT8_ROW).shape == (0, 50)
+    assert integer_ops.integer_matmul(x.double(), buffers(w), spec, INT8_ROW).dtype == torch.float64
+
+
+@built
+def test_a_long_row_whose_sum_is_beyond_int32():
+    x = torch.ones(2, 140_000)
+    w = quantize(torch.ones(3, 140_000), INT8)
+    y = integer_ops.integer_matmul(x, buffers(w), Spec(INT8, w.shape, w.dtype), INT8_ROW)
+    assert torch.allclose(y, torch.full((2, 3), 140_000.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@built
+def test_a_row_that_is_not_finite_is_nan_and_no_other(bad):
+    x, w, spec = inputs(INT8, 7, 50, 301, torch.float32)
+    x[3, 7] = bad
+    for isa in (*ISAS, "reference"):
+        with forced(isa):
+            y = integer_ops.integer_matmul(x, buffers(w), spec, INT8_ROW)
+            assert not y[3].isfinite().any() and y[[0, 1, 2, 4, 5, 6]].isfinite().all()
+
+
+def test_what_is_not_integers_is_refused():
+    x, w, spec = inputs(INT8, 7, 50, 64, torch.float32)
+    with pytest.raises(ValueError, match="integer_matmul got act nf4; wanted 8-bit integers with one float32 scale"):
+        integer_ops.integer_matmul(x, buffers(w), spec, NF4)
+    with pytest.raises(ValueError, match="integer_matmul got a weight in nf4; wanted integers in blocks along rows"):
+        n = quantize(torch.ones(5, 64), NF4)
+        integer_ops.integer_matmul(x, buffers(n), Spec(NF4, n.shape, n.dtype), INT8_ROW)
+    with pytest.raises(TypeError, match="a gradient through integer_matmul was asked for; multiply with fquant.linear"):
+        integer_ops.integer_matmul(x.requires_grad_(), buffers(w), spec, INT8_ROW)
