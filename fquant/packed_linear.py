@@ -31,10 +31,12 @@ from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
 from .packed_product import Product, matmul
+from .quantized_training.products import product
+from .quantized_training.recipes import FakeQuantization, Products, Trainable
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
-Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough
+Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
@@ -68,6 +70,11 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
             y = merge_aware.linear(x, found)
         case Scaled(base=base, ia3=ia3):
             return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
+        case Trainable(weight=Tensor() as dense, recipe=Products() as recipe):
+            _check(x, tuple(dense.shape))
+            y = product(x, dense, recipe)
+        case Trainable(weight=dense, recipe=FakeQuantization() as recipe):
+            y = linear(x, _fake(dense, recipe), act=recipe.act)
         case _:
             raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
     return y if bias is None else _with_bias(y, bias)
@@ -95,6 +102,8 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             return dequantize(rows).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
+        case Trainable(weight=dense, recipe=recipe):
+            return embedding(tokens, _fake(dense, recipe) if isinstance(recipe, FakeQuantization) else dense)
         case Adapted(base=base, lora=lora, merge_aware=True):
             return _merge_aware_rows(tokens, base, lora)
         case Adapted(base=base, lora=lora):
@@ -148,6 +157,11 @@ def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
     return y + bias.to(y.dtype)
 
 
+def _fake(w: Any, recipe: FakeQuantization) -> Any:
+    """Return the weight as it will be quantised; a packed one is already."""
+    return w if recipe.weight is None or isinstance(w, Packed) else fake_quantize(w, recipe.weight)
+
+
 def _packed(x: Tensor, w: Packed, act: str = "") -> Tensor:
     inputs, product = buffers(w), Product(Spec(w.format, w.shape, w.dtype), act=act)
     if (n := len(inputs)) > SLOTS:
@@ -161,6 +175,8 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
         return scaled_outputs(linear(scaled(x, w.ia3.inputs), w.base, act=act), w)
     if isinstance(w, StraightThrough) or (isinstance(w, Adapted) and w.merge_aware):
         raise TypeError("linear got act beside a merge-aware weight; attach the adapter without merge_aware")
+    if isinstance(w, Trainable):
+        raise TypeError("linear got act beside a Trainable; name the format of x in its recipe")
     if isinstance(w, Adapted):
         return _adapted(x, w, act)
     if isinstance(act, Outliers):
@@ -197,9 +213,9 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
     return (square_norms(base, a.dtype) + 2 * s * cross + s * s * square).clamp(min=0).sqrt().detach()
 
 
-def square_norms(w: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+def square_norms(w: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
-    if isinstance(w, Scaled | StraightThrough):
+    if isinstance(w, Scaled | StraightThrough | Trainable):
         raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
     if isinstance(w, Adapted):
         norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()

@@ -1,6 +1,7 @@
-"""The product of integers: rows of x are quantised as they arrive, and multiplied with the codes of a packed weight.
+"""Products of integers: rows of x are quantised as they arrive, and multiplied with the codes of a packed weight.
 
     y = integer_matmul(x, buffers, spec, act)        x f[*stack m in], act a format of integers
+    y = integer_mm(a, b, act_a, act_b)               a f[m k] · b f[n k]ᵀ, both quantised by rows
 
 A row of x becomes integers of at most 255 and a scale (and, with a zero point, an integer that is subtracted). A block
 of the weight gives one exact integer sum, which is scaled in float32: ``(sum - zero · sum of x) · scale``. Blocks are
@@ -10,13 +11,16 @@ Sources: dynamic quantisation of activations, Jacob et al. 2018; by token, Yao e
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..autodiff import to_front
 from ..format import Format, read
+from .arguments import COMPUTED
 from .packed_ops import _checked_product
 from .registry import by_backend, register
 from .spec import Spec, spec_of
@@ -29,6 +33,15 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
     packed weight raises.
     """
     return _OP(x, buffers, spec.format.text, spec.shape, spec.dtype, act.text)
+
+
+def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format) -> Tensor:
+    """Return ``a · bᵀ`` f[m n] in a's dtype, for a f[m k] and b f[n k] of that dtype, rounded to integers by rows.
+
+    Raises ValueError for shapes that do not fit and formats that are not :func:`is_integer` by rows; TypeError for
+    another dtype.
+    """
+    return _MM(a, b, act_a.text, act_b.text)
 
 
 def is_integer(format: Format, rows: bool = False) -> bool:
@@ -51,6 +64,26 @@ def _check(
     return x, buffers, spec, how
 
 
+def _check_mm(op: str, a: Tensor, b: Tensor, act_a: str, act_b: str) -> tuple[Any, ...]:
+    hows = read(act_a), read(act_b)
+    for how in hows:
+        if not is_integer(how, rows=True):
+            raise ValueError(f"{op} got act {how.name}; wanted 8-bit integers with one float32 scale for a row")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"{op} got a {tuple(a.shape)} and b {tuple(b.shape)}; wanted [m k] and [n k]")
+    if a.dtype not in COMPUTED or a.dtype != b.dtype or a.device != b.device:
+        raise TypeError(f"{op} got a {a.dtype} on {a.device} and b {b.dtype} on {b.device}; wanted one float dtype")
+    return a, b, *hows
+
+
+def _vmap_mm(op: Any, info: Any, in_dims: Any, a: Tensor, b: Tensor, *acts: str) -> tuple[Tensor, int]:
+    if in_dims[1] is None:  # rows are independent
+        rows = a.movedim(in_dims[0], 0)
+        return op(rows.flatten(0, 1), b, *acts).unflatten(0, rows.shape[:2]), 0
+    pairs = zip(*(to_front(t, dim, info.batch_size) for t, dim in zip((a, b), in_dims, strict=False)), strict=True)
+    return torch.stack([op(x, y, *acts) for x, y in pairs]), 0
+
+
 def _real(x: Tensor, buffers: list[Tensor], spec: Spec, act: Format, **out: Tensor) -> Tensor:
     return by_backend("integer_matmul", x, buffers, spec, act, **out)
 
@@ -60,6 +93,12 @@ _OP = register(
     _check, lambda x, buffers, spec, act: x.new_empty(*x.shape[:-1], spec.shape[0]), None,
     "multiply with fquant.linear(x, w, act=...), which has derivatives with respect to x", real=_real,
 )  # fmt: skip
+_MM = register(
+    "integer_mm(Tensor a, Tensor b, str act_a, str act_b) -> Tensor",
+    _check_mm, lambda a, b, *_: a.new_empty(len(a), len(b)), _vmap_mm,
+    "multiply with fquant.linear and a Trainable, which has derivatives", real=partial(by_backend, "integer_mm"),
+)  # fmt: skip
+register_flop_formula(torch.ops.fquant.integer_mm)(lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0])
 register_flop_formula(torch.ops.fquant.integer_matmul)(
     lambda x, buffers, format, shape, *_, **__: 2 * x[0] * shape[0] * shape[1]
 )

@@ -22,6 +22,7 @@ from ..kernels.dispatch import has_no_values
 from ..lazy import Lazy
 from ..packed import Packed
 from ..packed_linear import Adapted, Lora, square_norms
+from ..quantized_training.recipes import Trainable
 from ..tree import expect
 
 Adapters = dict[str, Lora]
@@ -177,6 +178,8 @@ def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
             return _shape(like, stacked)
         case Adapted(base=base) | Scaled(base=base):
             return _shape(base, stacked)
+        case Trainable(weight=weight):
+            return _shape(weight, stacked)
         case LookedUpRows(table=table, size=size):
             return size, _shape(table)[1]
         case Packed():

@@ -11,7 +11,7 @@ from .causal_attention import attention, attention_backward
 from .codec import decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
-from .integers import integer_matmul
+from .integers import integer_matmul, integer_mm
 from .library import isas, load
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward

@@ -33,6 +33,19 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
     return y
 
 
+def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format, out: Tensor | None = None) -> Tensor:
+    """Return the product by C, or by the reference where a sum may be beyond int32."""
+    y = result(out, len(a), len(b), dtype=a.dtype)
+    if not a.numel() or not y.numel():
+        return y.zero_()
+    if a.shape[1] > MOST or a.dtype not in DTYPES:
+        return y.copy_(reference.integer_mm(a, b, act_a, act_b))
+    a, b = a.contiguous(), b.contiguous()
+    args = a, len(a), _rounding(act_a), b, len(b), _rounding(act_b), a.shape[1], y, DTYPES[a.dtype]
+    call("integer_mm", *args, torch.empty(call("integer_mm", *args, None), dtype=torch.uint8, device="cpu"))
+    return y
+
+
 @lru_cache(maxsize=64)
 def _rounding(act: Format) -> Rounding:
     if act.integers is None:

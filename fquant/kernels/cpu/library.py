@@ -93,6 +93,13 @@ def load() -> ctypes.CDLL:
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
         "integer_matmul": [packed, Long, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
+        "integer_mm": [
+            *(Pointer, Long, ctypes.POINTER(Rounding)) * 2,
+            Long,
+            Pointer,
+            Int,
+            Pointer,
+        ],
         "fold": [Pointer, Pointer, Long, Pointer],
         "bits": [Pointer, Long, Long, Pointer],
         "bernoulli": [Pointer, Long, Long, Long, Pointer],

@@ -60,3 +60,9 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
         total = total + part * absmax[..., None, :, i]
     assert isinstance(total, Tensor)
     return (total * scale_of_x).to(x.dtype)
+
+
+def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format) -> Tensor:
+    """Return the product with sums of integers in float64."""
+    (q, scale), (r, scale_of_b) = quantize_rows(a, act_a), quantize_rows(b, act_b)
+    return ((q @ r.mT).float() * scale_of_b.mT * scale).to(a.dtype)

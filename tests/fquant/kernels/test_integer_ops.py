@@ -119,3 +119,36 @@ def test_what_is_not_integers_is_refused():
         integer_ops.integer_matmul(x, buffers(n), Spec(NF4, n.shape, n.dtype), INT8_ROW)
     with pytest.raises(TypeError, match="a gradient through integer_matmul was asked for; multiply with fquant.linear"):
         integer_ops.integer_matmul(x.requires_grad_(), buffers(w), spec, INT8_ROW)
+
+
+# --- two dense operands -----------------------------------------------------------------------------------------------
+
+
+@built
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("acts", [(INT8_ROW, INT8_ROW), (INT8_ROW_ZERO, INT8_ROW), (INT8, INT8_ROW_ZERO)], ids=str)
+def test_dense_operands(acts, dtype):
+    for m, n, k in [(1, 5, 64), (7, 50, 301), (600, 26, 96), (33, 30, 2201)]:
+        a, b = torch.randn(m, k, generator=rng(0)).to(dtype), (torch.randn(n, k, generator=rng(1)) + 0.2).to(dtype)
+        (q, scale), (r, scale_of_b) = reference.quantize_rows(a, acts[0]), reference.quantize_rows(b, acts[1])
+        wanted = reference.integer_mm(a, b, *acts)
+        exact = (q * scale.double()) @ (r * scale_of_b.double()).mT
+        assert (wanted.double() - exact).norm() < {torch.float32: 1e-6}.get(dtype, 4e-3) * exact.norm()
+        for isa in ISAS:
+            with forced(isa):
+                assert same_bits(integer_ops.integer_mm(a, b, *acts), wanted), isa
+                assert same_bits(integer_ops.integer_mm(a.mT.contiguous().mT, b, *acts), wanted)
+    stack = torch.stack([a, a.flip(0)])
+    one = lambda a, b: integer_ops.integer_mm(a, b, *acts)
+    assert same_bits(torch.vmap(one, (0, None))(stack, b)[1], one(a.flip(0), b))
+    assert same_bits(torch.vmap(one)(stack, torch.stack([b, 2 * b]))[1], one(a.flip(0), 2 * b))
+
+
+def test_dense_operands_that_do_not_fit():
+    a = torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"integer_mm got a \(3, 4\) and b \(3, 5\); wanted \[m k\] and \[n k\]"):
+        integer_ops.integer_mm(a, torch.ones(3, 5), INT8_ROW, INT8_ROW)
+    with pytest.raises(TypeError, match="integer_mm got a torch.float32 on cpu and b torch.bfloat16"):
+        integer_ops.integer_mm(a, a.bfloat16(), INT8_ROW, INT8_ROW)
+    with pytest.raises(ValueError, match="integer_mm got act int4; wanted 8-bit"):
+        integer_ops.integer_mm(a, a, INT8_ROW, INT4)

@@ -23,7 +23,7 @@ INLINE NAME(Sums) NAME(dot16)(Bits a, Bits b, NAME(Sums) c) {
 /* Quantise row `unit` of x: integers to q [inner, padded to words], its scale, and the sums of its blocks. */
 UNIT(quantize_row) {
     const Integers *p = work;
-    int64_t k = p->w.width, padded = p->words * 2, blocks = blocks_of(&p->w);
+    int64_t k = p->inner, padded = p->words * 2, blocks = blocks_of(&p->w);
     float *row = scratch, low = 0.0f, high = 0.0f;
     uint32_t largest = 0; /* magnitudes as bits: NaN exceeds infinity and infinity all else */
     int16_t *q = p->q + unit * padded;
@@ -66,6 +66,10 @@ INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int
     const uint8_t *codes = w->codes + row * bytes_of(w) + column * w->bits / 8;
     int16_t first = (int16_t)p->first;
     uint8_t wide[2 * SLAB / 2 + 4];
+    if (w->bits == 16) {
+        memcpy(out, codes, (size_t)n * 2);
+        return;
+    }
     if (w->bits == 8 && !w->table) {
         for (int64_t i = 0; i < n; i++) out[i] = (int8_t)codes[i];
         return;

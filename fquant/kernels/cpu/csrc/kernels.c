@@ -226,7 +226,13 @@ EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void
    is NULL, return its bytes only. */
 EXPORT int64_t fquant_integer_matmul(int isa, int threads, const Packed *w, int64_t first, const Rounding *how,
                                      const void *x, int64_t m, void *y, int dtype, void *room) {
-    return integer_product(isa, threads, w, first, how, x, m, y, dtype, room);
+    return integer_product(isa, threads, w, first, how, x, m, w->width, y, dtype, room);
+}
+
+/* a [m, inner] · b [n, inner]ᵀ to y [m, n], both quantised by rows. If `room` is NULL, return its bytes only. */
+EXPORT int64_t fquant_integer_mm(int isa, int threads, const void *a, int64_t m, const Rounding *how_a, const void *b,
+                                 int64_t n, const Rounding *how_b, int64_t inner, void *y, int dtype, void *room) {
+    return dense_integer_product(isa, threads, a, m, how_a, b, n, how_b, inner, y, dtype, room);
 }
 
 /* Fold keys with data [n] to new keys [n]. */

@@ -67,11 +67,11 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     return 0;
 }
 
-/* x · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
+/* x [m, inner] · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
 static int64_t integer_product(int isa, int threads, const Packed *w, int64_t first, const Rounding *how, const void *x,
-                               int64_t m, void *y, int dtype, void *room) {
+                               int64_t m, int64_t inner, void *y, int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    Integers work = {.w = *w, .how = *how, .dtype = dtype, .first = first, .words = (w->width + 1) / 2};
+    Integers work = {.w = *w, .how = *how, .dtype = dtype, .first = first, .inner = inner, .words = (w->width + 1) / 2};
     int64_t chunks = (m + MOST_X - 1) / MOST_X, chunk = padded_to((m + chunks - 1) / chunks, k->panel);
     int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes);
     work.group = group_of(w->rows, threads), work.tall = tall;
@@ -89,7 +89,7 @@ static int64_t integer_product(int isa, int threads, const Packed *w, int64_t fi
     work.sums = (float *)at, at += padded_to(parts[3], 64);
     for (int64_t start = 0; start < m; start += chunk) {
         work.m = MIN(chunk, m - start);
-        work.x = (const char *)x + start * w->width * size_of(dtype);
+        work.x = (const char *)x + start * inner * size_of(dtype);
         work.y = (char *)y + start * w->rows * size_of(dtype);
         memset(work.scale, 0, (size_t)parts[2]);
         memset(work.sums, 0, (size_t)parts[3]);
@@ -100,4 +100,22 @@ static int64_t integer_product(int isa, int threads, const Packed *w, int64_t fi
         run(k->integer_rows, &work, (w->rows + work.group - 1) / work.group, (size_t)scratch, at, threads);
     }
     return 0;
+}
+
+/* a [m, inner] · b [n, inner]ᵀ, both quantised by rows. Without `room`, return its bytes and do nothing. */
+static int64_t dense_integer_product(int isa, int threads, const void *a, int64_t m, const Rounding *how_a, const void *b,
+                                     int64_t n, const Rounding *how_b, int64_t inner, void *y, int dtype, void *room) {
+    const Kernels *k = &available[isa].kernels;
+    int64_t width = padded_to(inner, 2), codes = padded_to(n * width * 2, 64), scales = padded_to(n * 4, 64);
+    float none = 0.0f;
+    Packed w = {.rows = n, .width = width, .block = width, .bits = 16, .table = &none};
+    int64_t rest = integer_product(isa, threads, &w, 0, how_a, a, m, inner, y, dtype, NULL);
+    int64_t row = padded_to(inner * 4, 64);
+    if (!room) return 64 + codes + scales + MAX(rest, row * threads);
+    char *at = (char *)padded_to((intptr_t)room, 64);
+    Integers quantised = {.w = w, .how = *how_b, .x = b, .q = (int16_t *)at, .scale = (float *)(at + codes), .m = n,
+                          .inner = inner, .words = width / 2, .dtype = dtype};
+    w.codes = (const uint8_t *)at, w.scale = at + codes;
+    run(k->quantize_row, &quantised, n, (size_t)row, at + codes + scales, threads);
+    return integer_product(isa, threads, &w, 0, how_a, a, m, inner, y, dtype, at + codes + scales);
 }

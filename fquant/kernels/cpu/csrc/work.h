@@ -12,7 +12,7 @@ typedef struct { /* a packed array */
     const float *table;        /* f32[1 << bits], at least 16; NULL: the codes are int8 */
     const float *zero;         /* f32[rows, blocks]: subtracted from values of the table; or NULL */
     int64_t rows, width, block, nested_block;
-    int32_t bits, dtype;
+    int32_t bits, dtype;       /* bits: 16 for the integers of a dense weight, which integers.h reads */
     float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0, with zero
                                   points that are tame (dequantize.h) */
 } Packed;
@@ -40,7 +40,7 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
    as LLM.int8(), after rounding to float16. */
 typedef struct { float first, last, unit; int32_t zero, halves; } Rounding;
 
-typedef struct { /* x [m, width] in `words` pairs of integers a row; tall: m, padded; first: of the integers of w */
+typedef struct { /* x [m, inner] in `words` pairs of integers a row; tall: m, padded; first: of the integers of w */
     Packed w;
     Rounding how;
     const void *x;
@@ -48,7 +48,7 @@ typedef struct { /* x [m, width] in `words` pairs of integers a row; tall: m, pa
     int16_t *q;     /* [m, 2 words] */
     float *scale;   /* f32[tall]: of rows of x */
     float *sums;    /* f32[blocks, tall]: of the integers of each block; only with zero points */
-    int64_t m, words, tall, group, first;
+    int64_t m, inner, words, tall, group, first;
     int dtype;
 } Integers;
 
