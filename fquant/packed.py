@@ -130,17 +130,20 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
     return _quantize(w.detach(), format, importance)
 
 
-def unchecked(w: Tensor, format: Format) -> Packed:
+def unchecked(w: Tensor, format: Format, draws: Tensor | None = None) -> Packed:
     """Quantise ``w`` f[... out in] without a look at its values, for a trace: a block that is not finite is NaN.
+
+    With ``draws`` f32[... out in], uniform in [0, 1), integers are rounded up with the probability of the rest.
 
     Blocks so small that kernels lose them may become zeros (``quantizers.tiny_blocks``).
     """
-    return _quantize(w.detach(), format, checks=False)
+    return _quantize(w.detach(), format, checks=False, draws=draws)
 
 
 def _quantize(
-    w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False, checks: bool = True
-) -> Packed:
+    w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False, checks: bool = True,
+    draws: Tensor | None = None,
+) -> Packed:  # fmt: skip
     shape, dtype = tuple(w.shape), w.dtype
     offset = (_mean(w) if checks else w.float().mean()) if format.center else None
     if offset is not None:
@@ -161,7 +164,7 @@ def _quantize(
     scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, None, True, checks)
     if format.vectors is None and not format.in_absmax:  # whose codes are those of the scale as it is decoded
         decoded = absmax if isinstance(scale, Tensor) else dequantize(scale).reshape(absmax.shape)
-        codes = round_to_nearest.codes(rows, decoded, zero, format)
+        codes = round_to_nearest.codes(rows, decoded, zero, format, draws)
     codes = codes.reshape(shape) if format.flat and format.bits == 8 else by_rows(codes)
     zero = None if zero is None else by_rows(zero)
     out = Packed(codes, scale, format, shape, dtype, offset, vectors, zero)

@@ -31,12 +31,14 @@ from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers, dequantize
 from .packed_product import Product, matmul
+from .quantized_training import weights
 from .quantized_training.products import product
 from .quantized_training.recipes import FakeQuantization, Products, Trainable
+from .quantized_training.weights import Carried
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
-Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable
+Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable | Carried
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
@@ -70,6 +72,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
             y = merge_aware.linear(x, found)
         case Scaled(base=base, ia3=ia3):
             return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
+        case Carried(packed=packed):
+            y = linear(x, packed) + weights.linear(x, w)
         case Trainable(weight=Tensor() as dense, recipe=Products() as recipe):
             _check(x, tuple(dense.shape))
             y = product(x, dense, recipe)

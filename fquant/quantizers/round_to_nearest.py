@@ -60,11 +60,15 @@ def scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     return scale, torch.cat([zero for _, zero in parts]) if format.zero else None
 
 
-def codes(rows: Tensor, scale: Tensor, zero: Tensor | None, format: Format) -> Tensor:
-    """Return the codes of ``rows`` f[rows width], given the scales and zero points f32[rows blocks] of their blocks."""
+def codes(rows: Tensor, scale: Tensor, zero: Tensor | None, format: Format, draws: Tensor | None = None) -> Tensor:
+    """Return the codes of ``rows`` f[rows width], given the scales and zero points f32[rows blocks] of their blocks.
+
+    With ``draws`` f32[rows width] in [0, 1) an integer is floor(y + zero + draw).
+    """
     zeros = torch.zeros_like(scale) if zero is None else zero
     sizes = [len(part) for part in _chunks(rows)]
-    parts = zip(_chunks(rows), scale.split(sizes), zeros.split(sizes), strict=True)
+    drawn = [None] * len(sizes) if draws is None else draws.reshape(rows.shape).split(sizes)
+    parts = zip(_chunks(rows), scale.split(sizes), zeros.split(sizes), drawn, strict=True)
     return torch.cat([bits.pack(_index(*part, format), format.bits) for part in parts])
 
 
@@ -121,7 +125,7 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return _at_least_tiny(absmax / (format.unit or largest)), zero
 
 
-def _index(rows: Tensor, scale: Tensor, zero: Tensor, format: Format) -> Tensor:
+def _index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, format: Format) -> Tensor:
     """Return the codes u8[rows width], one a byte."""
     table, x, width = format.table, _blocks(rows, format), rows.shape[1]
     if format.mean:
@@ -130,7 +134,8 @@ def _index(rows: Tensor, scale: Tensor, zero: Tensor, format: Format) -> Tensor:
         y = x * (1.0 / scale.clamp(min=TINY))[..., None]
     if format.integers is not None:
         first, last = format.integers
-        index = ((torch.round(y) + zero[..., None]).clamp(first, last).nan_to_num() - first).to(torch.uint8)
+        y = torch.round(y) if draws is None else torch.floor(y + _blocks(draws, format))
+        index = ((y + zero[..., None]).clamp(first, last).nan_to_num() - first).to(torch.uint8)
     elif table in FLOAT8:
         largest = max(_finite(format))
         index = y.clamp(-largest, largest).to(FLOAT8[table]).view(torch.uint8)
