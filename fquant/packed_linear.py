@@ -21,6 +21,8 @@ from . import random
 from .adapted import merge_aware
 from .adapted.merge_aware import StraightThrough
 from .adapted.nodes import Adapted, Lora, Scaled, scaling
+from .calibration import statistics
+from .calibration.statistics import Probed
 from .communication import LookedUpRows
 from .device import HOST
 from .dynamic_quantization import Activations, Outliers, fake_quantize, separate
@@ -38,7 +40,7 @@ from .quantized_training.weights import Carried
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
-Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable | Carried
+Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable | Carried | Probed
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
@@ -72,6 +74,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
             y = merge_aware.linear(x, found)
         case Scaled(base=base, ia3=ia3):
             return scaled_outputs(linear(scaled(x, ia3.inputs), base, bias), w)
+        case Probed(weight=weight, probe=probe):
+            y = linear(x, weight) + statistics.linear(x, probe)
         case Carried(packed=packed):
             y = linear(x, packed) + weights.linear(x, w)
         case Trainable(weight=Tensor() as dense, recipe=Products() as recipe):

@@ -69,7 +69,7 @@ def codes(rows: Tensor, scale: Tensor, zero: Tensor | None, format: Format, draw
     sizes = [len(part) for part in _chunks(rows)]
     drawn = [None] * len(sizes) if draws is None else draws.reshape(rows.shape).split(sizes)
     parts = zip(_chunks(rows), scale.split(sizes), zeros.split(sizes), drawn, strict=True)
-    return torch.cat([bits.pack(_index(*part, format), format.bits) for part in parts])
+    return torch.cat([bits.pack(index(*part, format), format.bits) for part in parts])
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return _at_least_tiny(absmax / (format.unit or largest)), zero
 
 
-def _index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, format: Format) -> Tensor:
+def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, format: Format) -> Tensor:
     """Return the codes u8[rows width], one a byte."""
     table, x, width = format.table, _blocks(rows, format), rows.shape[1]
     if format.mean:
