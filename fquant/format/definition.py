@@ -52,6 +52,7 @@ class Format:
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
         integers the first and the last value of a table of integers in steps of one, but for NaN; None: another table
+        levels   the table as integers in units of 1, or of 1/127; None: they are no such
         in_absmax  True if kernels encode it: 4 or 8 bits, and the scale of a block is its absmax, because the largest
                  value of the table is 1
         rows_alone  True if codes and scales of a row depend on that row alone, but for nested scales
@@ -74,6 +75,7 @@ class Format:
     text: ClassVar[str]
     plain: ClassVar[Format]
     integers: ClassVar[tuple[int, int] | None]
+    levels: ClassVar[tuple[int, ...] | None]
     in_absmax: ClassVar[bool]
     rows_alone: ClassVar[bool]
 
@@ -86,6 +88,7 @@ class Format:
         top = 1.0 if self.table is None else max(abs(x) for x in self.table if x == x)
         plain = not (self.zero or self.shared or self.mean or self.unit)
         object.__setattr__(self, "integers", _integers(self.table))
+        object.__setattr__(self, "levels", _levels(self.table, self.integers))
         object.__setattr__(self, "in_absmax", top == 1.0 and self.bits >= 4 and plain)
         object.__setattr__(self, "rows_alone", not (self.flat or self.center or self.vectors or self.shared))
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
@@ -139,6 +142,17 @@ def _integers(table: tuple[float, ...] | None) -> tuple[int, int] | None:
     values = [x for x in table or () if x == x]
     steps = values and math.isfinite(values[0]) and values == [values[0] + i for i in range(len(values))]
     return (int(values[0]), int(values[-1])) if steps and values[0] == round(values[0]) else None
+
+
+def _levels(table: tuple[float, ...] | None, integers: tuple[int, int] | None) -> tuple[int, ...] | None:
+    if table is None:
+        return None
+    unit = 1 if integers else 127
+    if any(math.isinf(x) for x in table):
+        return None
+    levels = tuple(0 if x != x else round(unit * x) for x in table)
+    close = all(x != x or abs(unit * x - n) < 1e-6 for x, n in zip(table, levels, strict=True))
+    return levels if close and max(map(abs, levels)) < 256 else None
 
 
 def with_one_nan(table: Iterable[float]) -> tuple[float, ...]:

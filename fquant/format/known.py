@@ -12,6 +12,7 @@ SCALE_E8M0 = Format("scale_e8m0", bits=8, block=4096, table=E8M0, flat=True)
 
 NF4 = Format("nf4", bits=4, block=64, table=NORMAL4)
 NF4_DQ = replace(NF4, name="nf4_dq", scale=DYNAMIC8)
+NF4_INT8 = replace(NF4, name="nf4_int8", table=tuple(round(127 * x) / 127 for x in NORMAL4))  # the codes of NF4
 FP4 = Format("fp4", bits=4, block=64, table=FP4_VALUES)
 AF4 = Format("af4", bits=4, block=64, table=ABNORMAL4)
 
@@ -43,4 +44,4 @@ FORMATS = named(
     NF4, NF4_DQ, FP4, AF4, INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT3_ZERO, INT2, INT2_ZERO,
     TERNARY, FP8, FP8_E4M3, FP8_E5M2, FP8_TENSOR, MXFP8, MXFP4, NVFP4, AQ_2X8, AQ_3X8,
 )  # fmt: skip
-named(DYNAMIC8, SCALE_E4M3, SCALE_E8M0, INT8_ROW_ZERO)
+named(DYNAMIC8, SCALE_E4M3, SCALE_E8M0, INT8_ROW_ZERO, NF4_INT8)

@@ -7,6 +7,9 @@ A row of x becomes integers of at most 255 and a scale (and, with a zero point, 
 of the weight gives one exact integer sum, which is scaled in float32: ``(sum - zero · sum of x) · scale``. Blocks are
 added in order, and the total is scaled by the row of x. So all backends give the same bits.
 
+The codes of NF4 are integers too in the format NF4_INT8, whose table is NF4's rounded to multiples of 1/127: a packed
+weight changes over by ``replace(p, format=NF4_INT8)``, and one row is then multiplied at the speed of int4.
+
 Sources: dynamic quantisation of activations, Jacob et al. 2018; by token, Yao et al. 2022 (ZeroQuant).
 """
 
@@ -46,9 +49,15 @@ def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format) -> Tensor:
 
 def is_integer(format: Format, rows: bool = False) -> bool:
     """Return True if the codes of ``format`` are integers by rows; if ``rows``, with one 8-bit scale for a row."""
-    integer = format.integers is not None or (format.table is None and format.vectors is None)
+    integer = format.levels is not None or (format.table is None and format.vectors is None)
     alone = not (format.flat or format.center or format.mean)
-    by_row = format.bits == 8 and format.block is None and format.scale is None and not format.shared
+    by_row = (
+        (format.table is None or format.integers is not None)
+        and format.bits == 8
+        and format.block is None
+        and format.scale is None
+        and not format.shared
+    )
     return integer and (by_row and alone if rows else not (format.flat or format.center))
 
 

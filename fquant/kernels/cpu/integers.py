@@ -27,8 +27,9 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
         for x_, y_, *own in flattened(len(outer), x, y, *buffers):
             integer_matmul(x_, own, spec, act, y_)
         return y
-    w, first = packed(buffers, spec), (spec.format.integers or (0,))[0]
-    args = w, first, _rounding(act), x.contiguous(), rows, y, DTYPES[x.dtype]
+    w, levels = packed(buffers, spec), _levels(spec.format)
+    unit, plain = 1 if spec.format.integers else 127, spec.format.integers is not None
+    args = w, levels, plain, unit, _rounding(act), x.contiguous(), rows, y, DTYPES[x.dtype]
     call("integer_matmul", *args, torch.empty(call("integer_matmul", *args, None), dtype=torch.uint8, device="cpu"))
     return y
 
@@ -52,3 +53,11 @@ def _rounding(act: Format) -> Rounding:
         return Rounding(first=-127, last=127, unit=127, zero=0, halves=1)
     first, last = act.integers
     return Rounding(first=first, last=last, unit=act.unit or last, zero=act.zero, halves=0)
+
+
+@lru_cache(maxsize=64)
+def _levels(format: Format) -> Tensor | None:
+    """Return the integer of each code i16[1 << bits], at least 16; None for int8 codes."""
+    if format.levels is None:
+        return None
+    return torch.tensor([*format.levels, *[0] * (16 - len(format.levels))], dtype=torch.int16, device="cpu")

@@ -92,7 +92,7 @@ def load() -> ctypes.CDLL:
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
-        "integer_matmul": [packed, Long, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
+        "integer_matmul": [packed, Pointer, Int, Int, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
         "integer_mm": [
             *(Pointer, Long, ctypes.POINTER(Rounding)) * 2,
             Long,

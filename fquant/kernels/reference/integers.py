@@ -47,10 +47,13 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
     codes, scale, _, zero = split(spec, buffers)
     absmax = scale[0] if format.scale is None else decode(scale, scales(spec), torch.float32)
     if format.table is None:
-        w, absmax = codes.double(), absmax * (1 / 127)
+        w = codes.double()
     else:
-        assert format.integers is not None
-        w = unpack(codes, format.bits, width).double() + format.integers[0]
+        assert format.levels is not None
+        levels = torch.tensor(format.levels, dtype=torch.float64, device=codes.device)
+        w = levels[unpack(codes, format.bits, width).int()]
+    if format.integers is None:
+        absmax = absmax * (1 / 127)
     total, block = 0.0, format.block or width
     for i in range(num_blocks(format, width)):
         some = slice(i * block, (i + 1) * block)

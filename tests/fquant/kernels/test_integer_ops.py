@@ -19,6 +19,7 @@ from fquant.format import (
     INT8_ROW_ZERO,
     INT8_TENSOR,
     NF4,
+    NF4_INT8,
     TERNARY,
 )  # fmt: skip
 from fquant.kernels import integer_ops, reference
@@ -28,12 +29,12 @@ from tests.helpers.arrays import named, rng, same_bits
 from tests.helpers.formats import ISAS, built, forced, strided
 
 WEIGHTS = [
-    INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT2_ZERO, TERNARY,
+    INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT2_ZERO, TERNARY, NF4_INT8,
     replace(INT4_ZERO, name="int4_zero_16", block=16), replace(INT4_ZERO, name="int4_zero_row", block=None),
     replace(INT4, name="int4_dq", block=32, scale=DYNAMIC8), replace(INT8_GROUP, name="int8_2048", block=2048),
 ]  # fmt: skip
 ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, replace(INT8_ROW, name="int8_row_all", unit=127.5)]
-SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96)]  # m out in
+SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96), (2, 37, 256), (4, 16, 1024)]  # m out in
 
 
 def inputs(format, m, out, width, dtype):
@@ -49,7 +50,7 @@ def inputs(format, m, out, width, dtype):
 @named("act", ACTS)
 @named("format", WEIGHTS)
 def test_every_instruction_set_gives_the_bits_of_the_reference(format, act, dtype):
-    for shape in SHAPES if dtype == torch.float32 else SHAPES[1:3]:
+    for shape in SHAPES if dtype == torch.float32 else (SHAPES[1], SHAPES[4]):
         x, w, spec = inputs(format, *shape, dtype)
         wanted = reference.integer_matmul(x, buffers(w), spec, act)
         for isa in ISAS:
@@ -152,3 +153,16 @@ def test_dense_operands_that_do_not_fit():
         integer_ops.integer_mm(a, a.bfloat16(), INT8_ROW, INT8_ROW)
     with pytest.raises(ValueError, match="integer_mm got act int4; wanted 8-bit"):
         integer_ops.integer_mm(a, a, INT8_ROW, INT4)
+
+
+def test_nf4_as_integers_is_near_to_nf4():
+    """The opt-in route of one row: the same codes, with levels rounded to multiples of 1/127 of the absmax."""
+    w, x = torch.randn(64, 1024, generator=rng(0)), torch.randn(1, 1024, generator=rng(1))
+    p = quantize(w, NF4)
+    q = replace(p, format=NF4_INT8)
+    gap = max(abs(a - b) for a, b in zip(NF4.table, NF4_INT8.table, strict=True))
+    assert gap <= 0.5 / 127
+    got = integer_ops.integer_matmul(x, buffers(q), Spec(NF4_INT8, q.shape, q.dtype), INT8_ROW)
+    wanted, nf4 = x @ w.mT, x @ dequantize(p).mT
+    off = lambda y, z: float((y - z).norm() / z.norm())
+    assert off(got, nf4) < 0.012 and off(got, wanted) < 1.02 * off(nf4, wanted)

@@ -64,7 +64,7 @@ UNIT(quantize_row) {
 INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int64_t n, int16_t *restrict out) {
     const Packed *w = &p->w;
     const uint8_t *codes = w->codes + row * bytes_of(w) + column * w->bits / 8;
-    int16_t first = (int16_t)p->first;
+    const int16_t *levels = p->levels.levels;
     uint8_t wide[2 * SLAB / 2 + 4];
     if (w->bits == 16) {
         memcpy(out, codes, (size_t)n * 2);
@@ -74,16 +74,19 @@ INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int
         for (int64_t i = 0; i < n; i++) out[i] = (int8_t)codes[i];
         return;
     }
+    if (w->bits == 8 && p->levels.plain) {
+        for (int64_t i = 0; i < n; i++) out[i] = (int16_t)(codes[i] + levels[0]);
+        return;
+    }
     if (w->bits == 8) {
-        for (int64_t i = 0; i < n; i++) out[i] = (int16_t)(codes[i] + first);
+        for (int64_t i = 0; i < n; i++) out[i] = levels[codes[i]];
         return;
     }
     if (w->bits < 4) NAME(widen)(codes, w->bits, n, wide), codes = wide;
-    for (int64_t i = 0; i + 1 < n; i += 2) {
-        out[i] = (int16_t)((codes[i / 2] >> 4) + first);
-        out[i + 1] = (int16_t)((codes[i / 2] & 15) + first);
-    }
-    if (n % 2) out[n - 1] = (int16_t)((codes[n / 2] >> 4) + first);
+    int64_t i = 0;
+    Table16 t = NAME(table16)((const uint16_t *)levels);
+    for (; i + 32 <= n; i += 32) NAME(lookup16)(codes + i / 2, t, (uint16_t *)out + i);
+    for (; i < n; i++) out[i] = levels[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
 }
 
 /* A sliver of rows times a panel of x, n words. Integer sums are read from `open` unless they begin here, and written
@@ -129,7 +132,7 @@ UNIT(integer_rows) {
     for (int64_t r = 0; r < rows; r++) {
         float *to = scales + r * (blocks + 64);
         NAME(scales)(w, (row + r) * blocks, blocks, to);
-        if (!w->table) for (int64_t b = 0; b < blocks; b++) to[b] *= (float)(1.0 / 127.0);
+        if (p->levels.unit != 1) for (int64_t b = 0; b < blocks; b++) to[b] *= (float)(1.0 / 127.0);
         if (zeros) memcpy(zeros + r * (blocks + 64), w->zero + (row + r) * blocks, (size_t)blocks * 4);
     }
     if (zeros) memset(zeros + rows * (blocks + 64), 0, (size_t)((group - rows) * (blocks + 64) * 4));
@@ -184,3 +187,122 @@ UNIT(integer_rows) {
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
     }
 }
+
+#if defined(LANES_AVX2) || defined(LANES_AVX512)
+enum { NAME(BYTES) = 1 };
+
+/* Few rows of x: bound by the read of the weight. Bytes are multiplied, 32 at a time. */
+
+/* c + the products of unsigned and signed bytes, whose sums in pairs fit int16. */
+INLINE __m256i NAME(dot8)(__m256i u, __m256i s, __m256i c) {
+#ifdef LANES_BF16
+    return _mm256_dpbusd_epi32(c, u, s);
+#else
+    return _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+#endif
+}
+
+/* The same of signed bytes from -127 on. */
+INLINE __m256i NAME(dot8_signed)(__m256i w, __m256i x, __m256i c) {
+    return NAME(dot8)(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x), c);
+}
+
+/* Add the products of 64 codes of 4 bits, or of 32 of 8 bits. kind, a constant: 0 for 4-bit codes as they are, 1 for
+   their levels, 2 for 8 bits, of which the highest is flipped by `flip`. */
+INLINE __m256i NAME(dot_codes)(const uint8_t *codes, const int8_t *x, __m256i levels, __m256i flip, int kind, __m256i c) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)codes), four = _mm256_set1_epi8(15);
+    __m256i first = _mm256_loadu_si256((const __m256i *)x);
+    _mm_prefetch((const char *)codes + AHEAD, _MM_HINT_T0);
+    if (kind == 2) return NAME(dot8_signed)(_mm256_xor_si256(v, flip), first, c);
+    __m256i second = _mm256_loadu_si256((const __m256i *)(x + 32));
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(v, 4), four), low = _mm256_and_si256(v, four);
+    if (kind == 1) {
+        c = NAME(dot8_signed)(_mm256_shuffle_epi8(levels, high), first, c);
+        return NAME(dot8_signed)(_mm256_shuffle_epi8(levels, low), second, c);
+    }
+#ifdef LANES_BF16
+    return _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(c, high, first), low, second);
+#else
+    __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(high, first), _mm256_maddubs_epi16(low, second));
+    return _mm256_add_epi32(c, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+/* The sums of four vectors of integers. */
+INLINE __m128i NAME(sums4)(const __m256i *v) {
+    __m256i ab = _mm256_hadd_epi32(v[0], v[1]), cd = _mm256_hadd_epi32(v[2], v[3]), all = _mm256_hadd_epi32(ab, cd);
+    return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+/* Four rows of the weight times a row of x. `scales` and `zeros` are f32[blocks, 4]. */
+INLINE void NAME(four_rows)(const Integers *p, int64_t row, int64_t m, const float *scales, const float *zeros, int kind,
+                            float *out) {
+    const Packed *w = &p->w;
+    int64_t blocks = blocks_of(w), bytes = bytes_of(w), each = MIN(w->block * w->bits / 8, bytes), step = kind == 2 ? 32 : 64;
+    const uint8_t *codes = w->codes + row * bytes;
+    const int8_t *x = p->bytes + m * p->inner;
+    const int32_t *whole = p->whole + m * blocks;
+    int8_t table[16];
+    for (int i = 0; i < 16; i++) table[i] = kind == 1 ? (int8_t)p->levels.levels[i] : 0;
+    __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    __m256i flip = _mm256_set1_epi8(w->table ? (char)0x80 : 0);
+    /* what the integers that are multiplied lack, times the sum of x */
+    int32_t lacks = kind == 1 || !w->table ? 0 : p->levels.levels[0] + (kind == 2 ? 128 : 0);
+    __m128 total = _mm_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++) {
+        __m256i part[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+        for (int64_t i = b * each; i < MIN((b + 1) * each, bytes); i += 32)
+            UNROLLED(r, 4) part[r] = NAME(dot_codes)(codes + r * bytes + i, x + i * step / 32, levels, flip, kind, part[r]);
+        __m128i sums = _mm_add_epi32(NAME(sums4)(part), _mm_set1_epi32(lacks * whole[b]));
+        __m128 t = _mm_cvtepi32_ps(sums);
+        if (zeros) t = _mm_sub_ps(t, _mm_mul_ps(_mm_loadu_ps(zeros + 4 * b), _mm_set1_ps((float)whole[b])));
+        total = _mm_add_ps(total, _mm_mul_ps(t, _mm_loadu_ps(scales + 4 * b)));
+    }
+    _mm_storeu_ps(out, _mm_mul_ps(total, _mm_set1_ps(p->scale[m])));
+}
+
+/* Multiply GROUP rows of the weight, four at a time, with each row of x. */
+UNIT(few_integers) {
+    const Integers *p = work;
+    const Packed *w = &p->w;
+    int64_t row = unit * GROUP, stop = MIN(row + GROUP, w->rows), blocks = blocks_of(w);
+    float *one = scratch, *scales = one + blocks + 64, *zeros = w->zero ? scales + 4 * blocks : NULL, y[4];
+    int kind = w->bits == 8 ? 2 : p->levels.plain ? 0 : 1;
+    for (int64_t rows; row < stop; row += rows) {
+        rows = MIN(4, stop - row); /* the last four rows are computed again if fewer are left */
+        int64_t from = MIN(row, w->rows - 4);
+        for (int64_t r = 0; r < 4; r++) {
+            NAME(scales)(w, (from + r) * blocks, blocks, one);
+            float by = p->levels.unit != 1 ? (float)(1.0 / 127.0) : 1.0f;
+            for (int64_t b = 0; b < blocks; b++) scales[4 * b + r] = one[b] * by;
+            if (zeros) for (int64_t b = 0; b < blocks; b++) zeros[4 * b + r] = w->zero[(from + r) * blocks + b];
+        }
+        for (int64_t m = 0; m < p->m; m++) {
+            if (kind == 0) NAME(four_rows)(p, from, m, scales, zeros, 0, y);
+            else if (kind == 1) NAME(four_rows)(p, from, m, scales, zeros, 1, y);
+            else NAME(four_rows)(p, from, m, scales, zeros, 2, y);
+            NAME(halves)(y + (row - from), rows, p->dtype, p->y, m * w->rows + row);
+        }
+    }
+}
+
+/* Rows of q as bytes, and the sums of their blocks. */
+UNIT(load_bytes) {
+    const Integers *p = work;
+    const int16_t *q = p->q + unit * 2 * p->words;
+    int8_t *out = p->bytes + unit * p->inner;
+    int64_t blocks = blocks_of(&p->w);
+    if (p->w.bits == 8) for (int64_t i = 0; i < p->inner; i++) out[i] = (int8_t)q[i];
+    else for (int64_t i = 0; i < p->inner; i += 64)
+        for (int64_t k = 0; k < 32; k++) out[i + k] = (int8_t)q[i + 2 * k], out[i + 32 + k] = (int8_t)q[i + 2 * k + 1];
+    for (int64_t b = 0; b < blocks; b++) {
+        int32_t sum = 0;
+        for (int64_t i = b * p->w.block; i < MIN(p->inner, (b + 1) * p->w.block); i++) sum += q[i];
+        p->whole[unit * blocks + b] = sum;
+    }
+}
+#else
+enum { NAME(BYTES) = 0 };
+UNIT(few_integers) { (void)work, (void)unit; }
+UNIT(load_bytes) { (void)work, (void)unit; }
+#endif

@@ -47,17 +47,18 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, quantize_row, integer_rows;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, quantize_row, integer_rows, few_integers, load_bytes;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
     int lanes, panel; /* words of a vector, and of a panel */
-    int bf16;         /* true if bf16 is multiplied as it is, not in float32 */
+    int bf16, bytes;  /* true if bf16 is multiplied as it is, not in float32; and if bytes are */
 } Kernels;
 
 enum { AHEAD = 8192 };  /* bytes of codes to prefetch ahead: the best measured */
 enum { PAST = 8 << 20 }; /* bytes of a result from which stores are non-temporal */
 enum { GROUP = 16 };     /* rows of a weight in a unit of `gemv` */
+enum { FEW_INTEGERS = 4 }; /* rows of x up to which their bytes are multiplied with rows of the weight */
 enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay in registers */
 
 /* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
@@ -84,9 +85,9 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
                                attention_##ISA, cached_##ISA, dense_matmul_##ISA, \
-                               quantize_row_##ISA, integer_rows_##ISA, load_##ISA, attention_room_##ISA, \
+                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_bytes_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
-                               PANEL_##ISA, BF16}
+                               PANEL_##ISA, BF16, BYTES_##ISA}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -222,11 +223,12 @@ EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void
     return product(isa, threads, 1, w, x, m, y, dtype, room);
 }
 
-/* The integers of x [m, width], quantised by rows, times those of w, whose first is `first`, to y [m, rows]. If `room`
+/* The integers of x [m, width], quantised by rows, times the levels of w, to y [m, rows]. If `room`
    is NULL, return its bytes only. */
-EXPORT int64_t fquant_integer_matmul(int isa, int threads, const Packed *w, int64_t first, const Rounding *how,
-                                     const void *x, int64_t m, void *y, int dtype, void *room) {
-    return integer_product(isa, threads, w, first, how, x, m, w->width, y, dtype, room);
+EXPORT int64_t fquant_integer_matmul(int isa, int threads, const Packed *w, const int16_t *levels, int plain, int unit,
+                                     const Rounding *how, const void *x, int64_t m, void *y, int dtype, void *room) {
+    Levels of = {levels, plain, unit};
+    return integer_product(isa, threads, w, of, how, x, m, w->width, y, dtype, room);
 }
 
 /* a [m, inner] · b [n, inner]ᵀ to y [m, n], both quantised by rows. If `room` is NULL, return its bytes only. */

@@ -68,10 +68,10 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
 }
 
 /* x [m, inner] · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
-static int64_t integer_product(int isa, int threads, const Packed *w, int64_t first, const Rounding *how, const void *x,
+static int64_t integer_product(int isa, int threads, const Packed *w, Levels levels, const Rounding *how, const void *x,
                                int64_t m, int64_t inner, void *y, int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    Integers work = {.w = *w, .how = *how, .dtype = dtype, .first = first, .inner = inner, .words = (w->width + 1) / 2};
+    Integers work = {.w = *w, .how = *how, .dtype = dtype, .levels = levels, .inner = inner, .words = (w->width + 1) / 2};
     int64_t chunks = (m + MOST_X - 1) / MOST_X, chunk = padded_to((m + chunks - 1) / chunks, k->panel);
     int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes);
     work.group = group_of(w->rows, threads), work.tall = tall;
@@ -80,10 +80,26 @@ static int64_t integer_product(int isa, int threads, const Packed *w, int64_t fi
     int64_t scratch = work.group * APART * 4 + 2 * high * tall * 4 + (w->zero ? 2 : 1) * more;
     int64_t slabs = slabs_of(work.words), total = 64;
     scratch = padded_to(MAX(scratch, MAX(w->width * 4, (int64_t)k->lanes * APART * 4)), 64);
+    /* few rows of bytes, on machines that multiply them */
+    int64_t step = 256 / MAX(w->bits, 1), few = m <= FEW_INTEGERS && k->bytes && w->rows >= 4 && !how->zero && how->unit <= 127.0f;
+    few = few && (w->bits == 4 || w->bits == 8) && w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
     for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
+    if (few) scratch = padded_to((blocks * 9 + 64) * 4, 64), total = 64 + padded_to(parts[0], 64) * 2 + 64 + padded_to(m * blocks * 4, 64) + 64;
     if (!room) return total + scratch * threads;
     char *at = (char *)padded_to((intptr_t)room, 64);
     work.q = (int16_t *)at, at += padded_to(parts[0], 64);
+    if (few) {
+        Packed dense = *w;
+        dense.zero = NULL; /* sums are those of load_bytes */
+        work.bytes = (int8_t *)at, at += padded_to(parts[0], 64);
+        work.scale = (float *)at, at += 64;
+        work.whole = (int32_t *)at, at += padded_to(m * blocks * 4, 64);
+        work.m = m, work.x = x, work.y = y, work.w = dense;
+        run(k->quantize_row, &work, m, (size_t)padded_to(inner * 4, 64), NULL, 1);
+        work.w = *w;
+        run(k->load_bytes, &work, m, 0, NULL, 1);
+        return run(k->few_integers, &work, (w->rows + GROUP - 1) / GROUP, (size_t)scratch, at, threads);
+    }
     work.copy = at, at += padded_to(parts[1], 64);
     work.scale = (float *)at, at += padded_to(parts[2], 64);
     work.sums = (float *)at, at += padded_to(parts[3], 64);
@@ -108,8 +124,9 @@ static int64_t dense_integer_product(int isa, int threads, const void *a, int64_
     const Kernels *k = &available[isa].kernels;
     int64_t width = padded_to(inner, 2), codes = padded_to(n * width * 2, 64), scales = padded_to(n * 4, 64);
     float none = 0.0f;
+    Levels dense = {NULL, 0, 1};
     Packed w = {.rows = n, .width = width, .block = width, .bits = 16, .table = &none};
-    int64_t rest = integer_product(isa, threads, &w, 0, how_a, a, m, inner, y, dtype, NULL);
+    int64_t rest = integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, NULL);
     int64_t row = padded_to(inner * 4, 64);
     if (!room) return 64 + codes + scales + MAX(rest, row * threads);
     char *at = (char *)padded_to((intptr_t)room, 64);
@@ -117,5 +134,5 @@ static int64_t dense_integer_product(int isa, int threads, const void *a, int64_
                           .inner = inner, .words = width / 2, .dtype = dtype};
     w.codes = (const uint8_t *)at, w.scale = at + codes;
     run(k->quantize_row, &quantised, n, (size_t)row, at + codes + scales, threads);
-    return integer_product(isa, threads, &w, 0, how_a, a, m, inner, y, dtype, at + codes + scales);
+    return integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, at + codes + scales);
 }

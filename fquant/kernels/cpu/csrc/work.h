@@ -40,7 +40,10 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
    as LLM.int8(), after rounding to float16. */
 typedef struct { float first, last, unit; int32_t zero, halves; } Rounding;
 
-typedef struct { /* x [m, inner] in `words` pairs of integers a row; tall: m, padded; first: of the integers of w */
+/* How codes of w are integers: levels [1 << bits], or int8 codes if NULL; plain: code + levels[0], levels of step 1. */
+typedef struct { const int16_t *levels; int32_t plain, unit; } Levels; /* unit: 1 if the step is 1, else 127 */
+
+typedef struct { /* x [m, inner] in `words` pairs of integers a row; tall: m, padded */
     Packed w;
     Rounding how;
     const void *x;
@@ -48,7 +51,10 @@ typedef struct { /* x [m, inner] in `words` pairs of integers a row; tall: m, pa
     int16_t *q;     /* [m, 2 words] */
     float *scale;   /* f32[tall]: of rows of x */
     float *sums;    /* f32[blocks, tall]: of the integers of each block; only with zero points */
-    int64_t m, inner, words, tall, group, first;
+    int8_t *bytes;  /* [m, inner]: for few rows, q of 4-bit weights in groups of 64 by even and odd places */
+    int32_t *whole; /* i32[m, blocks]: `sums` as integers; for few rows */
+    int64_t m, inner, words, tall, group;
+    Levels levels;
     int dtype;
 } Integers;
 
