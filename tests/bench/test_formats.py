@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from fquant import AQ_3X8, NF4, dequantize, quantize, random
-from tests.bench import formats
-from tests.bench.formats import COLUMNS, Options
+from fquant.format import FORMATS
+from tests.bench import formats as program
+from tests.bench.formats import Options, speeds
+from tests.bench.formats import errors as formats
+from tests.bench.formats.errors import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "formats.json"
-    command = [sys.executable, "-m", "tests.bench.formats", "--dim", "128", "--tokens", "64", "--json", str(path)]
+    command = [sys.executable, "-m", "tests.bench.formats", "--only", "errors", "--dim", "128", "--tokens", "64"]
+    command += ["--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
@@ -26,13 +30,12 @@ def found(tmp_path_factory):
 
 def test_every_figure_is_there(found):
     figures, text = found
-    scaled = ("int4", "int4_zero", "mxfp4", "fp8")
-    assert COLUMNS == ("nf4", "nf4_dq", "fp4", "int8", "aq_2x8", "aq_2x8+i", "aq_3x8", "aq_3x8+i", *scaled)
+    assert set(COLUMNS) == {*FORMATS, "aq_2x8+i", "aq_3x8+i"}
     rows = {row["name"]: row["figures"] for row in figures["rows"]}
     assert list(rows) == [f"{kind}: {row}" for kind in formats.WEIGHTS for row in ("bits", "weights", "outputs")]
     assert all(tuple(row) == COLUMNS and min(row.values()) > 0 for row in rows.values())
     assert "weights 128 x 128, 64 inputs, seed 0" in text and all(name in text for name in [*COLUMNS, *rows])
-    bits = {"int4_zero": 4 + 64 / 128, "mxfp4": 5.0, "fp8": 8.25}
+    bits = {"int4_zero": 4 + 64 / 128, "mxfp4": 4 + 8 / 32 + 32 / 128**2, "fp8": 8.25}
     bits |= {"nf4": 4.5, "fp4": 4.5, "int8": 8 + 32 / 128, "aq_2x8": 2 + (128 * 32 + 2 * 256 * 8 * 32) / 128**2}
     assert all(rows[f"{kind}: bits"][name] == size for kind in formats.WEIGHTS for name, size in bits.items())
 
@@ -72,6 +75,16 @@ def test_what_is_quantised():
     ],
 )
 def test_bad_options(args, message, capsys):
-    assert formats.main(args) == 2
+    assert program.main(args) == 2
     assert capsys.readouterr().err.strip() == message
     assert Options().check() is None
+
+
+def test_every_timed_row_is_there_beside_its_bounds():
+    tables = list(speeds.measure(rows=8, width=128, repeats=1))
+    rows = [row for _, found in tables for row in found]
+    names = ["dynamic-int8 8 x 128 x 128", "mixed-int8 8 x 128 x 128", "one row", "error of nf4 as int8 beside nf4"]
+    assert [row.name for row in rows] == [*names, "training step"]
+    assert all(min(row.figures.values()) > 0 for row in rows) and rows[3].figures["int4 as int8"] < 3
+    assert [w.at_most for row in rows for w in row.wanted] == [1 / 1.5, 1 / 1.5, 1.1, 1.0, 1 / 1.25]
+    assert all(next(iter(row.figures)) == columns[0] for columns, found in tables for row in found)
