@@ -9,6 +9,7 @@ writes, and each file is written whole.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,20 @@ from .progress import lines
 RUN, STATE, BEST = "run.json", "state.safetensors", "best.json"
 Publish = Callable[[Path], None]  # writes the results of training to a folder
 Validation = tuple[int, float]  # steps done, and the loss in nats a token
+
+
+def publish_nothing(run: Any, state: Any, folder: Path) -> None:
+    """Publish nothing, as a program whose state is all that it has."""
+
+
+def without_validation(run: Any, state: Any) -> dict[str, Any]:
+    """Return no loss, as a program without held-out data."""
+    return {"validation": math.nan}
+
+
+def as_it_is(run: Any, state: Any) -> Any:
+    """Return the state, of which every rank has all."""
+    return state
 
 
 def save(folder: Path, state: Any, done: int, keep: int, publish: Publish) -> None:

@@ -42,6 +42,8 @@ JOBS = {
     "selective": dataclasses.replace(JOB, checkpoint="selective"),
     "accumulate": dataclasses.replace(JOB, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
+    "full": dataclasses.replace(JOB, format=None, train=shard.Precision()),
+    "full, none": dataclasses.replace(JOB, format=None, train=shard.Precision(), checkpoint="none"),
     "head": dataclasses.replace(
         JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True, family="qwen3"), targets=("v",)
     ),
