@@ -26,7 +26,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-import shard
 from fquant import lazy
 from fquant.compile.roofline import Device, named
 from models import hf
@@ -46,6 +45,7 @@ from ..common.command_line import (
 )  # fmt: skip
 from ..common.pricing import Job, Price, price
 from ..common.training_step import Checkpoint, Offload
+from ..qlora import full_training
 from . import plot, tables
 
 GIB = 2**30
@@ -68,6 +68,8 @@ class Options:
     mi300x; cpu and cuda are those of this machine, whose rates are measured if they have no entry."""
     train: Literal["lora", "full"] = "lora"
     """full: every weight is trained, which takes --format none."""
+    wire: Literal["int8", "fp8", "ternary"] | None = None
+    """Of --train full: matrices of layers are quantised when they are gathered."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 add 16 and 24 KiB of vectors to each weight."""
     block: int | None = None
@@ -108,6 +110,8 @@ class Options:
         fmt = parse_format(self.format, self.block)
         check(cfg, fmt, self.seq, self.model)
         targets, dtypes = parse_targets(self.targets, cfg), None
+        if self.train == "lora" and self.wire is not None:
+            raise ValueError(f"--wire is {self.wire} with --train lora, whose base travels packed; leave it out")
         if self.train == "full":
             if fmt is not None or base is not None:
                 raise ValueError(
@@ -115,7 +119,7 @@ class Options:
                 )
             if (self.rank, self.targets, self.offload) != (16, "all", None):
                 raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")
-            dtypes = shard.Precision(DTYPES[self.dtype])
+            dtypes = full_training.precision(self)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
         return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, self.offload, self.offload_activations, dtypes)
 

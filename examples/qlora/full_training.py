@@ -57,8 +57,8 @@ def check(options: Options) -> None:
         raise ValueError("--offload block with --train full, whose blocks stay on the device; leave it out")
 
 
-def precision(options: Options) -> shard.Precision | None:
-    """Return the dtypes of a run of full training, and None of one of adapters.
+def precision(options: Any) -> shard.Precision | None:
+    """Return the dtypes of full training by the options ``train``, ``dtype`` and ``wire``, and None of adapters.
 
     A table and a head travel as they are, as in BitNet, whose tables are not quantised.
     """

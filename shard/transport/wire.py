@@ -180,8 +180,10 @@ def scales_of(statistics: Tensor, message: Message, numbers: list[int]) -> Tenso
     """Return the scales f32[matrices] of the statistics of all ranks; ``numbers`` are the elements of each matrix."""
     if message.wire.statistic == "max":
         return statistics / LARGEST[message.wire.name]
-    counts = torch.tensor(numbers, dtype=torch.float64, device=statistics.device)
-    return (statistics.double() / FRACTION / counts).float().clamp(min=LEAST)
+    sums = zip(
+        statistics.double().unbind(), numbers, strict=True
+    )  # numbers, because a constant tensor is none of a step
+    return torch.stack([total / (FRACTION * number) for total, number in sums]).float().clamp(min=LEAST)
 
 
 _STATIC = "str wire, ScalarType dtype, int[] matrices, int total, int rank, int ranks"

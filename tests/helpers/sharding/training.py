@@ -11,7 +11,10 @@ from models import decoder
 from models.blocks import IGNORE
 from tests.helpers.sharding.meshes import batch
 
-PASSES = (shard.passes.regather_blocks(), shard.passes.prefetch_gathers(), shard.passes.overlap_reductions())
+PASSES = (
+    shard.passes.regather_blocks(), shard.passes.deduplicate_gathers(budget=1 << 16), shard.passes.prefetch_gathers(),
+    shard.passes.overlap_reductions(),
+)  # fmt: skip
 EXACT = shard.Precision(torch.float64, torch.float64)
 RATE, EPS = 1e-3, 1e-6
 
