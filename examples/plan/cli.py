@@ -115,7 +115,7 @@ class Options:
         if self.train == "full":
             if fmt is not None or base is not None:
                 raise ValueError(
-                    f"--train full with --format {self.format}; wanted none, of a folder that is not packed"
+                    f"--train full with --format {self.format}; wanted none, and a folder of dense weights"
                 )
             if (self.rank, self.targets, self.offload) != (16, "all", None):
                 raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")

@@ -86,7 +86,7 @@ def load(folder: Path, setup: Setup, state: State) -> State:
     """Return the saved state of a run, on any mesh; ``state`` is the first one."""
     if setup.train is None:
         return checkpoints.load(folder, state)
-    found = checkpoints.load(folder, shard.whole_like(state))
+    found = checkpoints.lazy(folder, shard.whole_like(state))  # a rank reads one tensor at a time
     return agree.attempt("resume", lambda: shard.part(found, state, setup.mesh, setup.rules))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fquant import tree
+from fquant import lazy, tree
 from fquant.device import HOST
 
 from ..collectives import all_gather
@@ -76,7 +76,8 @@ def part(x: Any, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
         rank 0  {"w": w}  ->  FloatBundle(first half)
         rank 1  {"w": w}  ->  FloatBundle(second half)
 
-    No collective: every rank has read ``x``. Raises ValueError for a tree of another structure or other shapes.
+    No collective: every rank has ``x``, or opened it. Lazy leaves are read one at a time. Raises ValueError for a tree
+    of another structure or other shapes.
     """
     rank, ranks = position(mesh, rules.block or ())
     leaves, structure = tree.flatten(like, is_leaf=is_bundle)
@@ -101,12 +102,13 @@ def _split(x: Any, leaves: list[Any], structure: tree.Structure) -> list[Any]:
 
 def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
     if not is_bundle(like):
+        x = lazy.read(x)
         return x.to(like.device) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
     if not isinstance(like.values, Tensor):
         inner, structure = tree.flatten(like.values)
-        mine = [_rows(t, to, rank, ranks) for t, to in zip(x, inner, strict=True)]
+        mine = [_rows(lazy.read(t), to, rank, ranks) for t, to in zip(x, inner, strict=True)]
         return FloatBundle(tree.unflatten(structure, mine), like.layout, like.precision)
-    for (path, t), buffer in zip(tree.items(x), like.layout.buffers, strict=True):
+    for (path, t), buffer in zip(tree.items(lazy.like(x)), like.layout.buffers, strict=True):
         if tuple(t.shape) != buffer.shape:
             raise ValueError(f"{path}: got shape {tuple(t.shape)}, wanted {buffer.shape}")
     n = like.values.shape[0]
@@ -114,7 +116,7 @@ def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
     for t, (first, count) in zip(tree.leaves(x), spans(like.layout), strict=True):
         low, high = max(first, begin), min(first + count, begin + n)
         if low < high:
-            out[low - begin : high - begin] = t.reshape(-1)[low - first : high - first].to(out.device)
+            out[low - begin : high - begin] = lazy.read(t).reshape(-1)[low - first : high - first].to(out.device)
     return FloatBundle(out, like.layout, like.precision)
 
 
