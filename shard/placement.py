@@ -91,7 +91,7 @@ def place(
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
     parts = _as_master(parts, layouts, train)
     ends = {path: layouts[path].size // t.itemsize for path, t in parts.items()}
-    placed = {path: _dtensor(t, mesh, placements, ends[path]) for path, t in parts.items()}
+    placed = {path: _dtensor(t, mesh, placements, (ends[path],)) for path, t in parts.items()}
     out = _with_bundles(base, placed, layouts, on_host, train)
     return (out, *(replicate(each, mesh) for each in beside)) if isinstance(params, tuple) else out
 
@@ -160,9 +160,9 @@ def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: Devi
     return {path: new(path, it.size // ranks) for path, it in layouts.items()}
 
 
-def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], size: int) -> DTensor:
-    """Return the DTensor [size] with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
-    meta = TensorMeta(torch.Size([size]), (1,), part.dtype)
+def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
+    """Return the DTensor of ``shape`` with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
+    meta = TensorMeta(torch.Size(shape), part.stride(), part.dtype)
     return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
@@ -213,6 +213,22 @@ def local(x: Any) -> Any:
         return t.to_local()
 
     return _map_bundles(lambda b: tree.map(one, b), x)
+
+
+def at_rest(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+    """Return the local tree ``x`` of what is trained with its bundles as DTensors, as :func:`place` made them; no copy.
+
+    So torch.distributed.checkpoint reads and writes them, on meshes of as many ranks. Of a moment in codes each tensor
+    is sharded along dim 0.
+    """
+    _, ranks = position(mesh, rules.block or ())
+    axes = mesh.mesh_dim_names or ()
+    placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
+
+    def one(t: Tensor) -> Tensor:
+        return _dtensor(t, mesh, placements, (t.shape[0] * ranks, *t.shape[1:]))
+
+    return _map_bundles(lambda b: tree.map(one, b) if isinstance(b, FloatBundle) else b, x)
 
 
 def collect(x: Any) -> Any:

@@ -152,12 +152,15 @@ def open(x: FloatBundle, group: dist.ProcessGroup | None, scales: Tensor | None 
     Along the group's axis: sharded in, replicated out, each rank having a loss of its own. One all-gather; the backward
     is one reduce-scatter in ``precision.reduce``. Without a group: a cast. The wire's rounding is straight-through.
 
-    Raises ValueError for a wire format whose scales are of whole tensors, without ``scales`` (see ``wire_scales``).
+    Raises ValueError for a wire format whose scales are of whole tensors, without ``scales`` (see ``wire_scales``), and
+    for one with values that are not float32.
     """
     kind = x.precision.wire
     if kind is not None and kind.statistic is not None and scales is None:
         fix = "open shard.scaled(params, shard.wire_scales(params, mesh, rules))"
         raise ValueError(f"a bundle that travels as {kind.name} has no scales; {fix}")
+    if kind is not None and x.values.dtype != torch.float32:
+        raise ValueError(f"a bundle of {x.values.dtype} was to travel as {kind.name}; wanted float32, or wire=None")
     if not x.layout.buffers:
         return tree.unflatten(x.layout.structure, [])
     way = _Way(x.layout, x.precision, x.values.dtype, group)

@@ -7,8 +7,8 @@ Inside a whole tree a FloatBundle is its block: tensors of the master's dtype by
 nothing of a mesh. An optimiser may keep a moment in another form than floats, such as packed codes beside scales. Then
 each of its tensors is one of dim 0 in equal parts, and a list of the whole ones stands there.
 
-The first rank holds one tree on the host, others one block at a time. Ranks may use torch.distributed.checkpoint on the
-result of :func:`shard.place` instead, which needs no whole tree.
+The first rank holds one tree on the host, others one block at a time. Ranks of one mesh may use
+torch.distributed.checkpoint on the result of :func:`shard.at_rest` instead, which needs no whole tree.
 """
 
 from collections.abc import Callable

@@ -340,11 +340,14 @@ def faulty(name):
         train = dataclasses.replace(EXACT, wire=shard.wire.INT8)
     elif name == "dense":
         train, p = Precision(wire=shard.wire.INT8, dense="head"), tree.map(lambda t: t.float(), p)
+    elif name == "narrow":
+        train, p = Precision(wire=shard.wire.INT8), tree.map(lambda t: t.float(), p)
     elif name == "scales":
         train, p = Precision(wire=shard.wire.TERNARY), tree.map(lambda t: t.float(), p)
     placed = shard.place(p, dims_of(p), rules, mesh, train=train)
     local = placed if name == "placed" else shard.local(placed)
     whole = Rules(block=None)
+    local = tree.map(lambda t: t.bfloat16(), local) if name == "narrow" else local
     if name == "reduce":
         shard.reduce(local, mesh, whole)
     shard.comm(mesh, whole if name == "comm" else rules).load(local)
@@ -358,6 +361,7 @@ FAULTS = {
     "wire": "got torch.float64 to be sent as int8, wanted at most 32 bits; use wire=None, or cast it to float32",
     "dense": "precision dense: no block matches 'head'; the blocks are",
     "scales": "a bundle that travels as ternary has no scales; open shard.scaled",
+    "narrow": "a bundle of torch.bfloat16 was to travel as int8; wanted float32, or wire=None",
     "placed": "the bundle holds a DTensor, which torch.func cannot trace; pass shard.local",
     "comm": "the bundle holds 256 of 512 elements, and this comm gathers from 1 ranks; make the comm with the mesh",
     "reduce": "a bundle holds 256 of 512 elements, and these rules split blocks over 1 ranks; pass the mesh",

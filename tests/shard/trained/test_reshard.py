@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import shard
 from fquant import INT8, lazy, quantize, tree
@@ -57,6 +58,23 @@ def cut(found):
 def test_from_any_number_of_ranks_to_any_other(n, m):
     found = ranks.run(n, whole)[0]
     assert all(ranks.run(m, cut, found))
+
+
+def through_dcp(folder):
+    """Save what is trained at rest, and load it into other memory."""
+    mesh, rules, x, placed = local()
+    rest = shard.at_rest(x, mesh, rules)
+    assert tree.structure(rest[0]) == tree.structure(placed)
+    assert same_bits(shard.collect(rest[0]), shard.collect(placed)) and same_bits(shard.local(rest), x)
+    dcp.save(dict(tree.items(rest)), checkpoint_id=folder)
+    empty = shard.at_rest(tree.map(torch.zeros_like, x), mesh, rules)
+    dcp.load(dict(tree.items(empty)), checkpoint_id=folder)
+    return same_bits(shard.local(empty), x)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_torch_saves_what_is_at_rest(n, tmp_path):
+    assert all(ranks.run(n, through_dcp, str(tmp_path / "checkpoint")))
 
 
 def wrong(name):
