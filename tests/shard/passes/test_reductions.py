@@ -33,7 +33,7 @@ def with_and_without(name):
     return found
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", ["bf16", pytest.param("f32", marks=pytest.mark.slow)])
 def test_the_next_block_computes_meanwhile(name):
     for (plain, before, peak), (once, one, peak_of_one), (twice, two, peak_of_two) in ranks.run(
         2, with_and_without, name

@@ -94,7 +94,7 @@ def counted(kind):
     return rows, {c.name: c.payload for c in of(traced).collectives}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_bytes_on_the_wire(n):
     """Of a layer; its vectors travel in bfloat16 and its matrices in 8, 2 or 16 bits, of INT8 a scale for each 256."""
     layer = training.params(CFG, torch.float32).layers[0]
