@@ -4,7 +4,7 @@
     python -m examples.export DIR OUT --to bnb-nf4                     # also bnb-nf4-dq, bnb-fp4, bnb-int8
     python -m examples.export DIR OUT --to compressed-tensors --kind int4
     python -m examples.export DIR OUT --to merged --adapter ADAPTER    # a plain 16-bit folder
-    python -m examples.export RUN/checkpoints/step-40                  # the PEFT adapter of a run of examples.qlora
+    python -m examples.export RUN/checkpoints/step-40                  # what a run of examples.qlora has trained
 
 Weights are read, converted and written one at a time, so memory is that of the largest. ``--adapter`` merges a PEFT
 adapter into the weights on the way. At the end a sample of rows is read back and compared. An interrupted export
@@ -41,6 +41,7 @@ from .common.command_line import DTYPES, command_line
 from .common.model_folders import MIB, companions
 from .common.progress import bar
 from .common.training_step import State
+from .qlora import full_training
 from .qlora import options as qlora
 
 Target = Literal["gguf", "bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-int8", "compressed-tensors", "merged", "adapter"]
@@ -62,8 +63,8 @@ class Options:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="")] = NOT_GIVEN
     """File (gguf) or folder to write; of an adapter by default IN-adapter."""
     to: Target | None = None
-    """Format to write; merged: a plain folder in 16 or 32 bits; adapter: what a run has trained, for PEFT. Default:
-    adapter of the folder of a run, gguf of any other."""
+    """Format to write; merged: a plain folder in 16 or 32 bits; adapter: what a run has trained, for PEFT, or of full
+    training for transformers. Default: adapter of the folder of a run, gguf of any other."""
     kind: str | None = None
     """Of gguf: q4_k (default), q8_0, q6_k, q4_0, bf16, f16, f32; of compressed-tensors: int8 (default), int4, fp8; of
     merged: bf16 (default), f16, f32."""
@@ -166,16 +167,19 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
 
 
 def adapter_of(options: Options) -> str:
-    """Write the adapter of a run or of one of its checkpoints; return a line about it."""
+    """Write the adapter, or the model, of a run or of one of its checkpoints; return a line about it."""
     run, file = checkpoints.run_of(options.model)
     base = Path(runs.restored(qlora.Options, run / checkpoints.RUN).model)
     state = safetensors.load(file)
     if not isinstance(state, State):
         raise ValueError(f"{file}: got a {type(state).__name__}, wanted the state of a run of examples.qlora")
     cfg = hf.read_config(base)
+    if not isinstance(state.trained, dict):
+        full_training.write(options.out, base, cfg, state.trained)
+        return f"written {options.out}: the model after {int(state.done)} steps, of {base}"
     names = partial(hf.module_name, cfg=cfg)
-    peft.save(options.out, state.adapters, names, base_model=str(base), tied=hf.tied_modules(cfg))
-    return f"written {options.out}: {len(state.adapters)} adapters after {int(state.done)} steps, of {base}"
+    peft.save(options.out, state.trained, names, base_model=str(base), tied=hf.tied_modules(cfg))
+    return f"written {options.out}: {len(state.trained)} adapters after {int(state.done)} steps, of {base}"
 
 
 def contents(out: Path) -> dict[str, list[int]]:

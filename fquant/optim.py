@@ -107,12 +107,16 @@ def lion(lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0)
     return Optimizer(init, update)
 
 
-def clip_by_global_norm(max_norm: float) -> Optimizer[tuple[()]]:
-    """Scale all gradients in float32 by min(1, max_norm / (norm + 1e-6)), as torch's ``clip_grad_norm_`` does."""
+def clip_by_global_norm(max_norm: float, norm: Callable[[Any], Tensor] | None = None) -> Optimizer[tuple[()]]:
+    """Scale all gradients in float32 by min(1, max_norm / (norm + 1e-6)), as torch's ``clip_grad_norm_`` does.
+
+    ``norm`` is :func:`global_norm` by default; of gradients that are spread over ranks, one such as
+    ``shard.global_norm``.
+    """
     expect(max_norm > 0, f"max_norm: got {max_norm}, wanted above 0")
 
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
-        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / ((norm or global_norm)(grads) + 1e-6)).clamp(max=1.0)
         return tree.map(lambda g: g.float() * factor, grads), state
 
     return Optimizer(lambda params: (), update)

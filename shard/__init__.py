@@ -1,17 +1,20 @@
-"""Sharding: a device mesh, parameters as bundles of bytes, pure collectives, and passes that schedule them."""
+"""Sharding: a device mesh, parameters as bundles of bytes or floats, pure collectives, passes that schedule them."""
 
 from . import passes
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, traffic
 from .communication import comm
-from .data import max_local_rows, psum, reduce, rows, share
+from .data import global_norm, max_local_rows, psum, reduce, rows, share
 from .device_mesh import abstract_mesh, close, device_of, mesh
-from .placement import abstract_local, collect, local, on_host, place, replicate
+from .placement import abstract_local, at_rest, collect, local, on_host, place, replicate
 from .row_exchange import exchange_rows, local_range
 from .rules import Rules
+from .trained import FloatBundle, Precision, part, scaled, whole, whole_like, wire_scales
+from .transport import wire
 
 __all__ = [
-    "Bundle", "Rules", "abstract_local", "abstract_mesh", "all_gather", "all_reduce", "close", "collect", "comm",
-    "device_of", "enter", "exchange_rows", "exit", "local", "local_range", "max_local_rows", "mesh", "on_host",
-    "passes", "place", "psum", "reduce", "reduce_scatter", "replicate", "rows", "share", "traffic",
+    "Bundle", "FloatBundle", "Precision", "Rules", "abstract_local", "abstract_mesh", "all_gather", "all_reduce",
+    "at_rest", "close", "collect", "comm", "device_of", "enter", "exchange_rows", "exit", "global_norm", "local",
+    "local_range", "max_local_rows", "mesh", "on_host", "part", "passes", "place", "psum", "reduce", "reduce_scatter",
+    "replicate", "rows", "scaled", "share", "traffic", "whole", "whole_like", "wire", "wire_scales",
 ]  # fmt: skip

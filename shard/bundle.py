@@ -76,20 +76,26 @@ class Bundle(Loadable):
 tree.add_later_fields(Bundle, "offloaded")
 
 
-def plan(block: Any, ranks: int) -> Layout:
-    """Return the layout of ``block``, a tree of tensors or meta tensors, padded to divide by ``ranks``."""
+def plan(block: Any, ranks: int, align: int = ALIGN) -> Layout:
+    """Return the layout of ``block``, a tree of tensors or meta tensors, padded to divide by ``ranks``.
+
+    Offsets, and the part of a rank, are multiples of ``align`` bytes.
+    """
     buffers, offset = [], 0
     for path, t in tree.items(block):
         buffers.append(Buffer(path, t.dtype, tuple(t.shape), offset))
-        offset += _align(buffers[-1].nbytes, ALIGN)
-    return Layout(tree.structure(block), tuple(buffers), _align(offset, ALIGN * ranks))
+        offset += round_up(buffers[-1].nbytes, align)
+    return Layout(tree.structure(block), tuple(buffers), round_up(offset, align * ranks))
 
 
 def write(block: Any, layout: Layout, device: torch.device = HOST) -> Tensor:
-    """Return the bytes u8[size] of ``block``, whose tensors may be on other devices; padding is zero."""
+    """Return the bytes u8[size] of ``block``, whose tensors may be on other devices; padding is zero.
+
+    A tensor of another dtype than that of its buffer is cast.
+    """
     out = torch.zeros(layout.size, dtype=torch.uint8, device=device)
     for buffer, t in zip(layout.buffers, tree.leaves(block), strict=True):
-        out[buffer.offset : buffer.end] = raw(t)
+        out[buffer.offset : buffer.end] = raw(t.to(buffer.dtype))
     return out
 
 
@@ -111,5 +117,6 @@ def raw(t: Tensor) -> Tensor:
     return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _align(n: int, to: int) -> int:
+def round_up(n: int, to: int) -> int:
+    """Return the first multiple of ``to`` that is at least ``n``."""
     return -(-n // to) * to

@@ -8,6 +8,9 @@
 need not recompute (shard/passes/regather.py). ``pick`` brings the rows of an embedding, and ``cut`` the tokens to the
 rows of a head, if these are fewer bytes than the table. Code that computes logits gathers the head, once if it is the
 embedding too. With ``deduplicate_gathers`` the rows come on top.
+
+A FloatBundle, which is trained, is opened whole by all of them: its gradient is that of the whole table, and goes back
+in the one reduce-scatter of its block.
 """
 
 from dataclasses import replace
@@ -26,6 +29,7 @@ from .bundle import Bundle
 from .collectives import all_gather
 from .device_mesh import device_of, position
 from .rules import Rules, check_rules
+from .trained import FloatBundle, Scaled, float_bundle
 from .transport.host import arrived, fetch
 
 
@@ -35,7 +39,8 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
         rank 0  first half of a block's bytes   -> comm.load ->  the block
         rank 1  second half                     -> comm.load ->  the block
 
-    Blocks are constants and have no gradient; the backward gathers them again. Without ``recompute`` blocks are not
+    Packed blocks are constants and have no gradient. That of a FloatBundle is this rank's part of the sum over the axis
+    ``rules.block``, by one reduce-scatter a block. The backward gathers blocks again. Without ``recompute`` none are
     recomputed, for a step that is captured with ``regather_blocks``; uncaptured, it keeps every gathered block.
 
     ``tokens`` is the maximum over ranks of the tokens that are looked up, or have a loss, at once. It is the same
@@ -58,6 +63,10 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
         return replace(x, bytes=arrived(fetch(x.bytes, device)), offloaded=False) if x.offloaded else x
 
     def open(x: Any) -> Any:
+        if isinstance(x, FloatBundle | Scaled):
+            b, scales = (x.bundle, x.scales) if isinstance(x, Scaled) else (x, None)
+            _check_held(b.values, float_bundle.length(b.layout), ranks, "elements")
+            return float_bundle.open(b, group, scales)
         x = near(x)
         return bundle.read(all_gather(x.bytes, group) if group else x.bytes, x.layout)
 
@@ -65,11 +74,15 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
         return Comm(open=open, wrap=wrap)
 
     def pick(x: Any, ids: Tensor) -> Any:
+        if not isinstance(x, Bundle):
+            return open(x)
         x = near(x)
         is_less = sharded_embedding.is_less(x.layout, ranks, tokens)
         return sharded_embedding.rows(x, ids, group, tokens) if is_less else open(x)
 
     def cut(x: Any, rows: Tensor, path: str) -> Any:
+        if not isinstance(x, Bundle):
+            return open(x)
         x = near(x)
         is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
@@ -80,10 +93,12 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
 def _check(x: Any, ranks: int) -> None:
     if not isinstance(x, Bundle):
         raise TypeError(f"a {type(x).__name__} is closed, and this comm opens bundles made by shard.place")
-    if isinstance(x.bytes, DTensor):
+    _check_held(x.bytes, x.layout.size, ranks, "bytes")
+
+
+def _check_held(part: Tensor, size: int, ranks: int, unit: str) -> None:
+    if isinstance(part, DTensor):
         raise TypeError("the bundle holds a DTensor, which torch.func cannot trace; pass shard.local(base) to the step")
-    if x.bytes.shape[-1] * ranks != x.layout.size:
-        held = (
-            f"the bundle holds {x.bytes.shape[-1]} of {x.layout.size} bytes, and this comm gathers from {ranks} ranks"
-        )
+    if part.shape[-1] * ranks != size:
+        held = f"the bundle holds {part.shape[-1]} of {size} {unit}, and this comm gathers from {ranks} ranks"
         raise ValueError(f"{held}; make the comm with the mesh and the rules that the bundle was placed with")

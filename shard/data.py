@@ -3,7 +3,8 @@
 Every rank computes gradients of its share of the batch. They are summed, never averaged. A loss divides by the *global*
 number of tokens, which is known beforehand (``psum`` of the counts). So shares may differ in size and in the number of
 tokens that count. The sum over ranks is the gradient of one process on the whole batch. Sums are taken outside
-autodiff, on one flat buffer for each dtype. Random draws use the numbers of rows in the whole batch (``rows``).
+autodiff, on one flat buffer for each dtype. Only those of trained blocks are taken inside, along the axis that splits
+the blocks (trained/). Random draws use the numbers of rows in the whole batch (``rows``).
 """
 
 import functools
@@ -18,6 +19,7 @@ from fquant import tree
 from .collectives import all_reduce
 from .device_mesh import Axes, device_of, groups, position
 from .rules import Rules
+from .trained.float_bundle import FloatBundle, is_bundle, length
 
 _ops = torch.ops._c10d_functional
 
@@ -75,9 +77,57 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
 def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
     """Return the gradients of the whole batch: the sum, over its axes, of those of every rank's share.
 
-    Raises TypeError, by path, for a leaf that is not a float.
+        dp 0, fsdp 0   FloatBundle(a), b  ->  FloatBundle(a + e), b + d + f + h        a, c, e, g have been summed over
+        dp 0, fsdp 1   FloatBundle(c), d  ->  FloatBundle(c + g), b + d + f + h        fsdp by the reduce-scatters
+        dp 1, fsdp 0   FloatBundle(e), f  ->  FloatBundle(a + e), b + d + f + h
+        dp 1, fsdp 1   FloatBundle(g), h  ->  FloatBundle(c + g), b + d + f + h
+
+    Leaves outside of bundles take one all-reduce for each dtype. Each FloatBundle takes one over the axes that do not
+    split its block, and none on a mesh without such an axis.
+
+    Raises TypeError, by path, for a leaf that is not a float, ValueError for a bundle that was placed for other rules.
     """
+    rules = rules or Rules()
     for path, leaf in tree.items(grads):
         if not leaf.is_floating_point():
             raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
-    return psum(grads, mesh, (rules or Rules()).batch)
+    whole, parts, structure = _apart(grads, mesh, rules)
+    whole = psum(whole, mesh, rules.batch)
+    rest = groups(mesh, tuple(axis for axis in rules.batch if axis != rules.block))
+    sums = {i: tree.map(lambda t: functools.reduce(all_reduce, rest, t), b) for i, b in parts.items()}
+    return tree.unflatten(structure, [(whole | sums)[i] for i in range(len(whole) + len(sums))])
+
+
+def global_norm(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Tensor:
+    """Return the Euclidean norm f32[] of the whole gradient, of :func:`reduce`: that of ``optim.global_norm``.
+
+        rank 0  FloatBundle(a), c  ->  sqrt(|a|² + |b|² + |c|²)
+        rank 1  FloatBundle(b), c  ->  sqrt(|a|² + |b|² + |c|²)
+
+    One all-reduce of a number, over the axis that splits blocks; none without bundles. Squares are summed in float32.
+    No derivative is meant.
+    """
+    rules = rules or Rules()
+    whole, parts, _ = _apart(grads, mesh, rules)
+    squares = lambda leaves: torch.stack([t.float().square().sum() for t in leaves]).sum()
+    total = squares(whole.values()) if whole else None
+    if parts:
+        own = squares(tree.leaves(parts))
+        shared = psum(own, mesh, rules.block or ())
+        total = shared if total is None else total + shared
+    if total is None:
+        raise ValueError("global_norm: got a tree without leaves, wanted at least one tensor")
+    return total.sqrt()
+
+
+def _apart(x: Any, mesh: DeviceMesh, rules: Rules) -> tuple[dict[int, Tensor], dict[int, FloatBundle], Any]:
+    """Return the leaves outside of bundles, and the bundles, each by its place, and the structure of both."""
+    leaves, structure = tree.flatten(x, is_leaf=is_bundle)
+    _, ranks = position(mesh, rules.block or ())
+    parts = {i: leaf for i, leaf in enumerate(leaves) if is_bundle(leaf)}
+    for b in parts.values():
+        held, size = b.values.shape[0], length(b.layout)
+        if held * ranks != size:
+            fault = f"a bundle holds {held} of {size} elements, and these rules split blocks over {ranks} ranks"
+            raise ValueError(f"{fault}; pass the mesh and the rules that it was placed with")
+    return {i: leaf for i, leaf in enumerate(leaves) if i not in parts}, parts, structure

@@ -3,8 +3,11 @@
     base = shard.place(params, decoder.dims(cfg), rules, mesh)
     base, adapters = shard.place((params, adapters), decoder.dims(cfg), rules, mesh)
 
+    params = shard.place(params, decoder.dims(cfg), rules, mesh, train=shard.Precision(torch.bfloat16))
+
 Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
-second tree of a pair, what is trained, is small and replicated. Both are on the device of the mesh from then on. Only
+second tree of a pair, what is trained, is small and replicated. With ``train`` the blocks themselves are trained, and
+become FloatBundles, whose values are a float DTensor. Both are on the device of the mesh from then on. Only
 an offloaded block is in the host's memory, and no step has it on the device for longer than it uses it. All ranks first
 compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
 
@@ -15,8 +18,9 @@ compare their arguments (agree.py). Parameters come from one of two sources, and
   opened for the mesh's device are quantised there (``hf.lazy(folder, device=shard.device_of(mesh))``).
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,26 +32,32 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fquant import lazy, tree
 from fquant.device import HOST
+from fquant.lazy import Lazy
 
 from . import agree, bundle, host_memory, pieces
 from .bundle import Bundle, Layout
 from .collectives import all_gather
 from .device_mesh import device_of, position
 from .rules import Dims, Rules, check_dims, check_rules, offloaded
+from .trained import FloatBundle, Precision, float_bundle
 
 
-def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any = None) -> Any:
+def place(
+    params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any = None, train: Precision | None = None
+) -> Any:
     """Return ``params`` with every block of ``dims`` as a Bundle over ``mesh``; replicate the second tree of a pair.
 
         rank 0  {"w": w}  ->  {"w": Bundle(first half of the bytes of w)}       cut along the axis ``rules.block``
         rank 1  {"w": w}  ->  {"w": Bundle(second half)}
 
-    There is no backward: placed bytes are constants of a step. ``config`` is an object that all ranks must share,
-    compared by repr, and of a dataclass field by field.
+    There is no backward: placing is done outside of steps. ``config`` is an object that all ranks must share, compared
+    by repr, and of a dataclass field by field. With ``train`` each block is a FloatBundle of float32 master weights, or
+    float64 if any weight is, and steps may differentiate it.
 
     Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
     only some leaves of a tree are Lazy; or if a rank fails to read. So it does for a tree with tensors on several
-    devices, or on one that is neither the host nor the mesh's.
+    devices, or on one that is neither the host nor the mesh's. With ``train`` it raises TypeError for weights that are
+    packed or integers, ValueError for rules under which blocks cannot be trained.
     """
     base, *beside = params if isinstance(params, tuple) else (params,)
     device = device_of(mesh)
@@ -55,53 +65,86 @@ def place(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, config: Any =
     def arguments() -> dict[str, str]:
         for tree_ in (base, *beside):
             _check_devices(tree_, device)
-        facts = {"rules": repr(rules), "mesh": repr(tuple(mesh.shape))} | agree.fields("config", config)
+        facts = {"rules": repr(rules), "mesh": repr(tuple(mesh.shape)), "train": repr(train)}
+        facts |= agree.fields("config", config)
         facts |= agree.fingerprint(base)
         for i, tree_ in enumerate(beside):
             facts |= {f"{path} of tree {i + 2}": text for path, text in agree.fingerprint(tree_).items()}
         return facts | {f"dims of {path}": repr(names) for path, names in dims.items()}
 
     agree.same("place", agree.attempt("place", arguments))
-    layouts, part, ranks = _layouts(base, dims, rules, mesh)
+    layouts, part, ranks = _layouts(base, dims, rules, mesh, train)
     on_host = offloaded(rules, layouts)
+    if train is not None:  # a tensor is cast where it is written, and a Lazy one where it is read
+        dtype = float_bundle.master(lazy.like(base), train)
+        source = tree.map(lambda x: lazy.map(partial(_cast, dtype), x) if isinstance(x, Lazy) else x, base)
+    else:
+        source = base
     agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
     parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
-    for path, offset, sent in pieces.of(base, layouts, device):
+    for path, offset, sent in pieces.of(source, layouts, device):
         begin = part * parts[path].numel() - offset  # of this rank's part in the piece
         low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
         if low < high:
             parts[path][low - begin : high - begin] = sent[low:high]
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
-    placed = {path: _dtensor(parts[path], mesh, placements, layouts[path].size) for path in layouts}
-    out = _with_bundles(base, placed, layouts, on_host)
+    parts = _as_master(parts, layouts, train)
+    ends = {path: layouts[path].size // t.itemsize for path, t in parts.items()}
+    placed = {path: _dtensor(t, mesh, placements, (ends[path],)) for path, t in parts.items()}
+    out = _with_bundles(base, placed, layouts, on_host, train)
     return (out, *(replicate(each, mesh) for each in beside)) if isinstance(params, tuple) else out
 
 
-def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> Any:
-    """Return ``local(place(params, dims, rules, mesh))`` in meta tensors, without communication or reading.
+def abstract_local(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, train: Precision | None = None) -> Any:
+    """Return :func:`local` of the placed tree in meta tensors, without communication or reading.
 
-    ``params`` are tensors, meta tensors, or Lazy. Raises ValueError if a weight is in no block.
+    ``params`` are tensors, meta tensors, or Lazy. Raises the errors of :func:`place` for weights and rules.
     """
-    layouts, _, ranks = _layouts(params, dims, rules, mesh)
+    layouts, _, ranks = _layouts(params, dims, rules, mesh, train)
     parts = {path: torch.empty(it.size // ranks, dtype=torch.uint8, device="meta") for path, it in layouts.items()}
-    return _with_bundles(params, parts, layouts, offloaded(rules, layouts))
+    return _with_bundles(params, _as_master(parts, layouts, train), layouts, offloaded(rules, layouts), train)
 
 
 def on_host(x: Any) -> set[int]:
     """Return the ids of the bytes of offloaded bundles in the tree ``x``, for a trace of meta tensors for a device."""
     found = set[int]()
-    _map_bundles(lambda b: found.update({id(b.bytes)} if b.offloaded else ()), x)
+    _map_bundles(lambda b: found.update({id(b.bytes)} if isinstance(b, Bundle) and b.offloaded else ()), x)
     return found
 
 
-def _layouts(params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh) -> tuple[dict[str, Layout], int, int]:
+def _layouts(
+    params: Any, dims: Dims, rules: Rules, mesh: DeviceMesh, train: Precision | None = None
+) -> tuple[dict[str, Layout], int, int]:
     """Return the layout of every block, this rank's part of it, and the number of parts."""
     check_rules(rules, mesh)
     like = lazy.like(params)
     check_dims(dims, like)
     part, ranks = position(mesh, rules.block or ())
-    return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
+    if train is None:
+        return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
+    dtype = float_bundle.master(like, train)
+    if rules.offload is not None:
+        raise ValueError(f"rule offload: got {rules.offload!r}, and trained blocks stay on the device; use None")
+    if rules.block is not None and rules.block not in rules.batch:
+        fault = f"rule block: {rules.block!r} does not split the batch, so every rank would add the same gradient"
+        raise ValueError(f"{fault}; add it to batch, {rules.batch!r}, or use block=None")
+    layouts = {path: float_bundle.plan(tree.get(like, path), ranks, dtype) for path in sorted(dims)}
+    if train.dense is not None and not any(re.fullmatch(train.dense, path) for path in layouts):
+        raise ValueError(f"precision dense: no block matches {train.dense!r}; the blocks are {', '.join(layouts)}")
+    return layouts, part, ranks
+
+
+def _cast(dtype: torch.dtype, t: Tensor) -> Tensor:
+    return t.to(dtype)
+
+
+def _as_master(parts: dict[str, Tensor], layouts: dict[str, Layout], train: Precision | None) -> dict[str, Tensor]:
+    """Return the bytes ``parts`` as floats, if the blocks are to be trained; a block without tensors is float32."""
+    if train is None:
+        return parts
+    dtype = lambda layout: layout.buffers[0].dtype if layout.buffers else torch.float32
+    return {path: t.view(dtype(layouts[path])) for path, t in parts.items()}
 
 
 def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -117,16 +160,23 @@ def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: Devi
     return {path: new(path, it.size // ranks) for path, it in layouts.items()}
 
 
-def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], nbytes: int) -> DTensor:
-    """Return the DTensor u8[nbytes] with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
-    meta = TensorMeta(torch.Size([nbytes]), (1,), part.dtype)
+def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
+    """Return the DTensor of ``shape`` with this rank's ``part``, which stays where it is, unlike in ``from_local``."""
+    meta = TensorMeta(torch.Size(shape), part.stride(), part.dtype)
     return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
-def _with_bundles(params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout], on_host: set[str]) -> Any:
-    """Return ``params`` with a Bundle in place of every block."""
+def _with_bundles(
+    params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout], on_host: set[str], train: Precision | None
+) -> Any:
+    """Return ``params`` with a Bundle, or a FloatBundle, in place of every block."""
     chosen = {id(tree.get(params, path)) for path in layouts}
-    bundled = lambda path, _: Bundle(parts[path], layouts[path], path in on_host)
+
+    def bundled(path: str, _: Any) -> Any:
+        if train is None:
+            return Bundle(parts[path], layouts[path], path in on_host)
+        return FloatBundle(parts[path], layouts[path], float_bundle.precision_of(path, layouts[path], train))
+
     return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
 
@@ -149,37 +199,55 @@ def replicate(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def local(x: Any) -> Any:
-    """Return ``x`` with this rank's part of the bytes of each bundle as a plain tensor, for a step; no copy.
+    """Return ``x`` with this rank's part of each bundle as a plain tensor, for a step; no copy.
 
     Raises RuntimeError inside a transform of torch.func, which cannot trace through a DTensor.
     """
 
-    def one(b: Bundle) -> Bundle:
-        if not isinstance(b.bytes, DTensor):
-            return b
+    def one(t: Any) -> Any:
+        if not isinstance(t, DTensor):
+            return t
         if (active := peek_interpreter_stack()) is not None:
             fault = f"shard.local(base) was called inside torch.func.{active.key().name.lower()}"
             raise RuntimeError(f"{fault}; call it once outside and pass its result as an argument")
-        return replace(b, bytes=b.bytes.to_local())
+        return t.to_local()
 
-    return _map_bundles(one, x)
+    return _map_bundles(lambda b: tree.map(one, b), x)
+
+
+def at_rest(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+    """Return the local tree ``x`` of what is trained with its bundles as DTensors, as :func:`place` made them; no copy.
+
+    So torch.distributed.checkpoint reads and writes them, on meshes of as many ranks. Of a moment in codes each tensor
+    is sharded along dim 0.
+    """
+    _, ranks = position(mesh, rules.block or ())
+    axes = mesh.mesh_dim_names or ()
+    placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
+
+    def one(t: Tensor) -> Tensor:
+        return _dtensor(t, mesh, placements, (t.shape[0] * ranks, *t.shape[1:]))
+
+    return _map_bundles(lambda b: tree.map(one, b) if isinstance(b, FloatBundle) else b, x)
 
 
 def collect(x: Any) -> Any:
     """Return the placed tree ``x`` whole, on every rank, by one all-gather for each block.
 
-    It is called outside of steps and has no backward. Raises ValueError for the result of :func:`local`.
+    It is called outside of steps and has no backward; a trained block has its master weights. Raises ValueError for the
+    result of :func:`local`; of a trained tree, :func:`whole` collects that.
     """
 
-    def one(b: Bundle) -> Any:
-        if not isinstance(b.bytes, DTensor):
+    def one(b: Any) -> Any:
+        (t,) = tree.leaves(b)
+        if not isinstance(t, DTensor):
             raise ValueError("collect got a local bundle; wanted the placed tree, before shard.local")
-        mesh = b.bytes.device_mesh
-        whole = b.bytes.to_local().to(device_of(mesh))
-        for axis, placement in enumerate(b.bytes.placements):
+        mesh = t.device_mesh
+        whole = t.to_local().to(device_of(mesh))
+        for axis, placement in enumerate(t.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
                 whole = all_gather(whole, mesh.get_group(axis))
-        return bundle.read(whole, b.layout)
+        return bundle.read(whole.view(torch.uint8), b.layout)
 
     return _map_bundles(one, x)
 
@@ -204,5 +272,5 @@ def _check_devices(x: Any, wanted: torch.device) -> None:
 
 
 def _map_bundles(f: Any, x: Any) -> Any:
-    is_bundle = lambda y: isinstance(y, Bundle)
+    is_bundle = lambda y: isinstance(y, Bundle | FloatBundle)
     return tree.map(lambda leaf: f(leaf) if is_bundle(leaf) else leaf, x, is_leaf=is_bundle)

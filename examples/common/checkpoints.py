@@ -9,16 +9,20 @@ writes, and each file is written whole.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fquant import tree
-from fquant.io import safetensors
+from fquant.io import safetensors, tree_json
+from fquant.lazy import Lazy
 from fquant.tree import expect
 from shard import agree
 
@@ -27,6 +31,20 @@ from .progress import lines
 RUN, STATE, BEST = "run.json", "state.safetensors", "best.json"
 Publish = Callable[[Path], None]  # writes the results of training to a folder
 Validation = tuple[int, float]  # steps done, and the loss in nats a token
+
+
+def publish_nothing(run: Any, state: Any, folder: Path) -> None:
+    """Publish nothing, as a program whose state is all that it has."""
+
+
+def without_validation(run: Any, state: Any) -> dict[str, Any]:
+    """Return no loss, as a program without held-out data."""
+    return {"validation": math.nan}
+
+
+def as_it_is(run: Any, state: Any) -> Any:
+    """Return the state, of which every rank has all."""
+    return state
 
 
 def save(folder: Path, state: Any, done: int, keep: int, publish: Publish) -> None:
@@ -54,12 +72,31 @@ def load(folder: Path, like: Any) -> Any:
     there = lambda t, like: t.to(like.device) if isinstance(t, Tensor) and not like.is_meta else t
 
     def read() -> Any:
-        state = safetensors.load(folder / STATE)
-        fault = f"{folder / STATE}: holds another tree than this run's; resume with the release that wrote it"
-        expect(tree.structure(state) == tree.structure(like), fault)
-        return tree.map(there, state, like)
+        return tree.map(there, _checked(folder, safetensors.load(folder / STATE), like), like)
 
     return agree.attempt("resume", read)
+
+
+def lazy(folder: Path, like: Any) -> Any:
+    """Return the last state of a run as :func:`load` does, except that no tensor is read yet (fquant.lazy)."""
+
+    def opened() -> Any:
+        found = safetensors.tree_header(folder / STATE)
+
+        def leaf(name: str) -> Lazy:
+            entry = found.tensors[name]
+            meta = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            return Lazy(partial(safetensors.read, found, name), meta, partial(safetensors.stamp, found, name))
+
+        return _checked(folder, tree_json.decode(found.metadata[safetensors.TREE], leaf), like)
+
+    return agree.attempt("resume", opened)
+
+
+def _checked(folder: Path, state: Any, like: Any) -> Any:
+    fault = f"{folder / STATE}: holds another tree than this run's; resume with the release that wrote it"
+    expect(tree.structure(state) == tree.structure(like), fault)
+    return state
 
 
 def step_folder(folder: Path, done: int) -> Path:

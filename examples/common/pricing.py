@@ -16,6 +16,7 @@ offloaded counts as the host's.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +43,9 @@ from .command_line import pattern, quantised
 from .training_step import Checkpoint, Offload, Setup, initial, rules, train_step
 
 FEW = 4  # layers of the smaller of two steps: a first, a last, and two between, of which one is gathered by the other
-KINDS = {"base": "base.", "adapters": "state.adapters.", "moments": "state.moments."}  # arguments, by their paths
+KINDS = {"base": "base.", "adapters": "state.trained.", "moments": "state.moments."}  # arguments, by their paths
 
+BLOCK = re.compile(r"(?:base|state\.trained)\.(embed|final|layers\.(\d+))\.(?:bytes|values)")
 UPDATE, OPTIMISER = "update", "optimiser"
 FAR = ("host", "fetched", "stashed")  # figures of the host
 
@@ -71,6 +73,7 @@ class Job:
     base: Any = None
     offload: Offload | None = None
     offload_activations: bool = False
+    train: shard.Precision | None = None  # of full training, which has no adapters
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Price:
     """The cost of a step on one rank: bytes at the peak by kind, FLOPs, bytes moved and sent."""
 
     base: int
-    adapters: int
+    adapters: int  # or the parameters of full training
     moments: int  # of the optimiser
     gathered: int  # blocks that were gathered from all ranks
     activations: int  # and all else: gradients, the batch
@@ -131,7 +134,8 @@ def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> 
         donated = written_over(args, options.pop("donate"))
         call, far = partial(trace.apply, train_step), shard.on_host(args["base"])
         captured = trace.trace(call, args, donated, **options, device=on, host=far)
-        phases = _phases(captured, 2 * job.cfg.num_layers * len(job.targets), job.cfg.num_layers)
+        leaves = 2 * job.cfg.num_layers * len(job.targets) if job.train is None else None
+        phases = _phases(captured, leaves, job.cfg.num_layers)
         found = cost_of(captured)
         out: Figures = {(name,): getattr(found, name) for name in ("flops", *FAR)}
         for c in found.collectives:
@@ -158,18 +162,21 @@ def total(found: Figures) -> Price:
 def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[str, Any]:
     """Return the arguments of ``train_step`` by name; their tensors are on the device meta."""
     stash = (device or DEVICES["h100"]) if job.offload_activations else None
-    schedule = optim.cosine(1e-2, 60, 6)  # no rate changes a cost
-    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
-    sizes = job.batch, job.seq, job.checkpoint, job.stream, rules(job.offload)
-    setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash)
+    schedule, sharding = optim.cosine(1e-2, 60, 6), rules(job.offload)  # no rate changes a cost
+    clip = optim.clip_by_global_norm(1.0, partial(shard.global_norm, mesh=mesh, rules=sharding))
+    opt = optim.chain(clip, optim.adamw(schedule, weight_decay=0.0))
+    sizes = job.batch, job.seq, job.checkpoint, job.stream, sharding
+    setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash, train=job.train)
     with torch.device("meta"):
         shapes = decoder.shapes(job.cfg, job.weights)
         weights = quantised(shapes, job.format) if job.base is None else job.base
-        adapters = lora.init(weights, pattern(job.targets), job.rank)
+        local = shard.abstract_local(weights, decoder.dims(job.cfg), setup.rules, mesh, job.train)
+        is_full = job.train is not None
+        trained = local if is_full else lora.init(weights, pattern(job.targets), job.rank)
         tokens = [torch.empty(job.batch, job.seq, dtype=torch.int64) for _ in range(3)]
         return {
-            "state": initial(adapters, opt),
-            "base": shard.abstract_local(weights, decoder.dims(job.cfg), setup.rules, mesh),
+            "state": initial(trained, opt),
+            "base": [] if is_full else local,
             "micros": tuple((data.Rows(*tokens), None) for _ in range(job.accumulate)),
             "count": torch.empty((), dtype=torch.int64),
             "setup": setup,
@@ -215,7 +222,7 @@ def _memory(captured: trace.Captured, phases: Mapping[Node, str], device: Device
     return out
 
 
-def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node, str]:
+def _phases(captured: trace.Captured, leaves: int | None, num_layers: int) -> dict[Node, str]:
     """Return the phase of every node that is no argument."""
     nodes, phase, out = list(captured.module.graph.nodes), "start", dict[Node, str]()
     begin = _begin(nodes, dict(zip(nodes, captured.paths, strict=False)), leaves, num_layers)
@@ -225,32 +232,40 @@ def _phases(captured: trace.Captured, leaves: int, num_layers: int) -> dict[Node
     return out
 
 
-def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int, num_layers: int) -> dict[Node, str]:
+def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int | None, num_layers: int) -> dict[Node, str]:
     """Return the nodes that begin a phase: a layer begins when its bytes have arrived, in the forward and backward.
 
-    The update begins with the reduction over ranks, which concatenates all gradients.
+    The update begins with the reduction over ranks, which concatenates all gradients, more than ``leaves``. With full
+    training, which is None, it begins when the gradients of the last block stand side by side.
     """
     paths = dict(inputs)
-    summed = next(n for n in nodes if n.target is torch.ops.aten.cat.default and len(n.all_input_nodes) > leaves)
-    out = {min(summed.all_input_nodes, key=nodes.index): UPDATE}
+    joins = [n for n in nodes if n.target is torch.ops.aten.cat.default]
+    joined = [n for n in joins if graph.shape(n).numel() > len(n.all_input_nodes)]  # more than numbers
+    if leaves is None:
+        update = nodes[nodes.index(joined[-1]) + 1]
+    else:
+        update = min(next(n for n in joined if len(n.all_input_nodes) > leaves).all_input_nodes, key=nodes.index)
+    out = {update: UPDATE}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}
     forward = True
-    for node in nodes:
+    for node in nodes[: nodes.index(update)]:
         for path in (paths.get(near, "") for near in node.all_input_nodes if node.op == "call_function"):
+            block = BLOCK.fullmatch(path)
+            if block is None:
+                continue
             if _is_ahead(node):  # the layer begins when it is waited for
                 paths[node] = path
-            elif path == "base.embed.bytes":
+            elif block[1] == "embed":
                 forward = True  # of the next micro-batch
-            elif path == "base.final.bytes":
+            elif block[1] == "final":
                 out[node], forward = "head", False
-            elif path.startswith("base.layers."):
-                at = int(path.split(".")[2])
-                out[node] = "forward" if forward else backward.get(at, "backward")
+            else:
+                out[node] = "forward" if forward else backward.get(int(block[2]), "backward")
     return out
 
 
 def _is_ahead(node: Node) -> bool:
-    """Return True for a node that brings a block perhaps ahead of its layer: a fetch, a gather, and a wait between."""
-    if graph.is_wait(node):
-        return any(graph.collective(user) == "all_gather" for user in node.users)
+    """Return True for a node that brings a block perhaps ahead of its layer: a fetch, a gather, what is between."""
+    if any(graph.collective(user) == "all_gather" for user in node.users):
+        return True
     return graph.collective(node) == "all_gather" or graph.transfer(node) == "fetch"

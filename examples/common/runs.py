@@ -108,14 +108,6 @@ class Options:
         return values
 
 
-def _publish_nothing(run: Any, state: Any, folder: Path) -> None:
-    pass
-
-
-def _without_validation(run: Any, state: Any) -> dict[str, Any]:
-    return {"validation": math.nan}
-
-
 class Program(NamedTuple):
     """The functions of a program that trains; all but ``prepare`` run on each rank, ``publish``, ``show`` on the first.
 
@@ -131,11 +123,13 @@ class Program(NamedTuple):
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
-    publish: Callable[..., None] = _publish_nothing  # writes what is of use without the state
+    # run, whole state, folder: writes what is of use without the state
+    publish: Callable[..., None] = checkpoints.publish_nothing
     # run, state -> fields of the step's figures, "validation" among them: the loss of held-out data, in nats a token
-    validate: Callable[..., dict[str, Any]] = _without_validation
+    validate: Callable[..., dict[str, Any]] = checkpoints.without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
+    whole: Callable[[Any, Any], Any] = checkpoints.as_it_is  # of all ranks, on rank 0; every rank calls it
 
 
 T = TypeVar("T", bound=Options)
@@ -220,17 +214,20 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
         if not math.isfinite(step.loss):
             raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
         done += 1
-        publish = partial(program.publish, run, state)
         if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
             step = replace(step, **program.validate(run, state))
             history.append((done, step.validation))
-            best = partial(program.publish_best, run, state, step) if program.publish_best else publish
-            checkpoints.save_best(folder, history, best)
+            if checkpoints.is_best(history):
+                kept = program.whole(run, state)
+                publish = partial(program.publish, run, kept)
+                best = partial(program.publish_best, run, kept, step) if program.publish_best else publish
+                checkpoints.save_best(folder, history, best)
         shown.step(step)
         if is_over := checkpoints.is_over(history, options.patience):
             shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
         if done % options.save_every == 0 or done == options.steps or is_over:
-            checkpoints.save(folder, state, done, options.keep, publish)
+            kept = program.whole(run, state)
+            checkpoints.save(folder, kept, done, options.keep, partial(program.publish, run, kept))
     return state
 
 

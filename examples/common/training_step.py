@@ -1,4 +1,4 @@
-"""One step of LoRA fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
+"""One step of fine-tuning as one pure function: the job runs it, the plan prices it, the benchmark times it.
 
     step = jit(train_step, **setup.capture())
     state, measured = step(state, base, micros, count, setup)
@@ -6,6 +6,10 @@
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
 and the new adapters, which are written over the old ones. Adapters are kept in float32 and computed with in
 ``Setup.dtype``, the dtype of the residual stream.
+
+With ``Setup.train`` the parameters themselves are trained, in bundles of floats over the mesh, in place of adapters.
+Each rank then has its part of them, of their gradients and moments. Nothing is frozen, and what stands in place of the
+base are the scales of messages (``shard.wire_scales``), if their format has any.
 
 Checkpointing modes:
 
@@ -63,6 +67,7 @@ class Setup:
     objective: Objective = Objective()
     merge_aware: bool = False  # compute with the packed weights that the adapters will be merged into
     stash: roofline.Device | None = None  # whose link to the host has time for activations, or whose memory needs it
+    train: shard.Precision | None = None  # of the parameters; None trains adapters
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
@@ -80,7 +85,8 @@ class Setup:
     def gathering(self) -> tuple[Pass, ...]:
         """Return the passes that place gathers and fetches."""
         again = () if self.checkpoint == "full" else (shard.passes.regather_blocks(),)
-        return (*again, shard.passes.prefetch_gathers())
+        reductions = () if self.train is None else (shard.passes.overlap_reductions(),)
+        return (*again, shard.passes.prefetch_gathers(), *reductions)
 
 
 def rules(offload: Offload | None) -> shard.Rules:
@@ -90,11 +96,14 @@ def rules(offload: Offload | None) -> shard.Rules:
 
 @tree.node
 class State:
-    """Adapters, the optimiser's moments, and the number of steps done, i64[]."""
+    """The adapters or the parameters, the optimiser's moments, and the number of steps done, i64[]."""
 
-    adapters: lora.Adapters
+    trained: Any  # dict of Lora by path; with full training the parameters, f32
     moments: Any
     done: Tensor
+
+
+tree.FORMER_FIELDS["examples.State", "adapters"] = "trained"
 
 
 @tree.node
@@ -106,8 +115,18 @@ class Measured:
     lr: Tensor
 
 
+def held(trained: Any, base: Any, setup: Setup) -> Any:
+    """Return what a step holds fixed: the base, or with full training the scales of messages."""
+    return base if setup.train is None else shard.wire_scales(trained, setup.mesh, setup.rules)
+
+
 def attached(adapters: Any, base: Any, keys: Tensor | None, setup: Setup) -> Any:
-    """Return the base with its adapters; a merge-aware sum is in float32, as in the file that is written."""
+    """Return the parameters: the base with its adapters; a merge-aware sum is in float32, as in the file.
+
+    With full training they are given in place of adapters, and :func:`held` in place of the base.
+    """
+    if setup.train is not None:
+        return shard.scaled(adapters, base)
     if setup.merge_aware:
         return lora.attach(base, adapters, keys, merge_aware=True)
     return lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
@@ -125,31 +144,32 @@ def loss(
 def train_step(
     state: State, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup, teacher: Any = None
 ) -> tuple[State, Measured]:
-    """Take one step: gradients of all ``micros``, their sum over ranks, and one update of the adapters.
+    """Take one step: gradients of all ``micros``, their sum over ranks, and one update of what is trained.
 
     ``base`` is ``shard.local(...)`` of the placed base, and so is ``teacher``, of the objective that has one; ``count``
-    i64[] is the number of targets of the global batch.
+    i64[] is the number of targets of the global batch. With full training ``base`` is not used.
     """
-    total = None
+    total, base = None, held(state.trained, base, setup)
     for batch, keys in micros:
-        gradient = grad_and_value(loss)(state.adapters, base, batch, count, keys, setup, teacher)
+        gradient = grad_and_value(loss)(state.trained, base, batch, count, keys, setup, teacher)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
     return update(state, total, setup)
 
 
 def update(state: State, total: Any, setup: Setup) -> tuple[State, Measured]:
-    """Update the adapters with this rank's part ``total`` of the gradients and of the loss."""
+    """Update what is trained with this rank's part ``total`` of the gradients and of the loss."""
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
-    updates, moments = setup.opt.update(grads, state.moments, state.adapters)
-    adapters = optim.apply_updates(state.adapters, updates)
+    updates, moments = setup.opt.update(grads, state.moments, state.trained)
+    trained = optim.apply_updates(state.trained, updates)
     value = value.clone()  # a view of the buffer that was summed over ranks would keep all gradients
-    measured = Measured(value, optim.global_norm(grads), setup.schedule(state.done))
-    return State(adapters, moments, state.done + 1), measured
+    measured = Measured(value, shard.global_norm(grads, setup.mesh, setup.rules), setup.schedule(state.done))
+    return State(trained, moments, state.done + 1), measured
 
 
 def judge(adapters: Any, base: Any, batch: Any, count: Tensor, setup: Setup) -> Tensor:
     """Return this rank's part of the loss of preferences over ``count``, and of what is judged right: f64[2]."""
     with torch.no_grad():
+        base = held(adapters, base, setup)
         params, options = attached(adapters, base, None, setup), (setup.cfg, setup.comm(), setup.dtype)
         value = loss(adapters, base, batch, count, None, setup)
         right = objectives.num_right(setup.objective, params, base, batch, *options)
@@ -160,7 +180,7 @@ def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup, teacher: 
     """Return the summed loss of this rank's rows in nats, and the number of their targets: f64[2]."""
     with torch.no_grad():
         one = torch.ones((), device=batch.tokens.device)
-        nats = loss(adapters, base, batch, one, None, setup, teacher)
+        nats = loss(adapters, held(adapters, base, setup), batch, one, None, setup, teacher)
     return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
 
 
@@ -178,6 +198,6 @@ def limit(step: Any, device: roofline.Device) -> float:
     return roofline.limit(captured.module.graph, device)
 
 
-def initial(adapters: lora.Adapters, opt: optim.Optimizer) -> State:
+def initial(trained: Any, opt: optim.Optimizer) -> State:
     """Return the state before the first step."""
-    return State(adapters, opt.init(adapters), torch.tensor(0, device=tree.leaves(adapters)[0].device))
+    return State(trained, opt.init(trained), torch.tensor(0, device=tree.leaves(trained)[0].device))

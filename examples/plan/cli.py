@@ -4,6 +4,7 @@
     python -m examples.plan --model qwen3-8b --device rtx4090 --seq 4096 --batch 2
     python -m examples.plan --model DIR --mesh dp=2,fsdp=4 --json
     python -m examples.plan --model llama3-70b --device rtx4090 --offload block
+    python -m examples.plan --model llama3-8b --train full --format none --mesh fsdp=8
     python -m examples.plan --model DIR --device cpu             # this machine, measured for half a second
 
 The step is traced, not estimated (examples/common/pricing.py), as the device runs it. Two times are printed:
@@ -44,6 +45,7 @@ from ..common.command_line import (
 )  # fmt: skip
 from ..common.pricing import Job, Price, price
 from ..common.training_step import Checkpoint, Offload
+from ..qlora import full_training
 from . import plot, tables
 
 GIB = 2**30
@@ -64,6 +66,10 @@ class Options:
     device: str = "h200"
     """What a rank runs on: b200, h200, h100, a100 (or a100-80), a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090,
     mi300x; cpu and cuda are those of this machine, whose rates are measured if they have no entry."""
+    train: Literal["lora", "full"] = "lora"
+    """full: every weight is trained, which takes --format none."""
+    wire: Literal["int8", "fp8", "ternary"] | None = None
+    """Of --train full: matrices of layers are quantised when they are gathered."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: left dense. aq_2x8 and aq_3x8 add 16 and 24 KiB of vectors to each weight."""
     block: int | None = None
@@ -103,9 +109,19 @@ class Options:
         cfg, weights, base = self.found()
         fmt = parse_format(self.format, self.block)
         check(cfg, fmt, self.seq, self.model)
-        targets = parse_targets(self.targets, cfg)
+        targets, dtypes = parse_targets(self.targets, cfg), None
+        if self.train == "lora" and self.wire is not None:
+            raise ValueError(f"--wire is {self.wire} with --train lora, whose base travels packed; leave it out")
+        if self.train == "full":
+            if fmt is not None or base is not None:
+                raise ValueError(
+                    f"--train full with --format {self.format}; wanted none, and a folder of dense weights"
+                )
+            if (self.rank, self.targets, self.offload) != (16, "all", None):
+                raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")
+            dtypes = full_training.precision(self)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
-        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, self.offload, self.offload_activations)
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, self.offload, self.offload_activations, dtypes)
 
     def found(self) -> tuple[Config, torch.dtype, Any]:
         """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""

@@ -36,20 +36,28 @@ ACROSS = 4  # meshes beside each other
 
 def show(console: Console, options: Options, device: Device, rows: list[Row]) -> None:
     """Print the tables and an answer."""
+    is_full = options.train == "full"
+    trained = "all weights" if is_full else f"{options.format} base, rank {options.rank} adapters of {options.targets}"
     console.print(
-        f"{options.model}, {options.format} base, rank {options.rank} adapters of {options.targets}\n"
+        f"{options.model}, {trained}\n"
         f"{options.batch} x {options.seq} tokens a rank, {options.dtype} stream, {options.checkpoint} checkpointing\n",
         highlight=False,
     )
-    found = [memory(rows), memory_bars(options, device, rows), least(rows), predicted(options, device, rows)]
+    found = [
+        memory(rows, {"adapters": "trained"} if is_full else {}),
+        memory_bars(options, device, rows),
+        least(rows),
+        predicted(options, device, rows),
+    ]
     found += [offloaded(rows)] if any(x.price.host for x in rows) else []
     found += [kinds(rows[at : at + ACROSS]) for at in range(0, len(rows), ACROSS)]
     console.print(*found, answer(options, rows), highlight=False)
 
 
-def memory(rows: list[Row]) -> Table:
-    """Return the bytes by kind."""
-    out = table("GiB of a rank at its peak", "mesh", *(kind.replace("moments", "optimiser") for kind in MEMORY), "peak")
+def memory(rows: list[Row], names: Mapping[str, str]) -> Table:
+    """Return the bytes by kind, of which some have other names."""
+    names = {"moments": "optimiser", **names}
+    out = table("GiB of a rank at its peak", "mesh", *(names.get(kind, kind) for kind in MEMORY), "peak")
     for column, colour in zip(out.columns[1:], MEMORY.values(), strict=False):
         column.style = colour
     for x in rows:

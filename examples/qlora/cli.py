@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 -m examples.qlora --model DIR --data FILE
     python -m examples.qlora --model DIR --device cuda           # a rank on each CUDA device
     python -m examples.qlora --resume runs/qlora                 # continue, to the bit
+    python -m examples.qlora --train full --format none          # every weight, sharded with its moments
 
-Writes adapter/ for PEFT, loss.png and the files of every run (examples/common/runs.py) to a folder of its own. The
-training is in examples/qlora/train.py.
+Writes adapter/ for PEFT, or model/ for transformers, loss.png and the files of every run (examples/common/runs.py) to a
+folder of its own. The training is in examples/qlora/train.py.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from ..data import show as show_rows
 from ..data import tokenizer as data_tokenizer
 from ..data.options import Note
 from ..data.store import Progress
-from . import train
+from . import full_training, train
 from .adapters import merged
 from .measure import Judgement, Result, measure, validate
 from .options import Options
@@ -83,6 +84,10 @@ def shown(options: Options, work: train.Work) -> bool:
 def title(run: Run) -> str:
     """Return the kind of base and adapters as one line."""
     options, adapters = run.options, f"{len(run.work.adapters)} adapters of rank {run.options.rank}"
+    if run.setup.train is not None:
+        wire = f", {options.wire} messages" if options.wire else ""
+        kept = f"{run.setup.checkpoint} checkpointing, {options.dtype}"
+        return f"{kept}; all {run.work.parameters:,} parameters are trained{wire}"
     far = [name for name, on in (("blocks", options.offload), ("activations", options.offload_activations)) if on]
     offload = f", {' and '.join(far)} offloaded" if far else ""
     return f"{run.setup.checkpoint} checkpointing{offload}, {options.dtype}; base in {options.format}, {adapters}"
@@ -100,10 +105,18 @@ def speed_text(tokens_per_second: float, share: float) -> str:
     return f"{tokens_per_second:,.0f} tok/s, {100 * share:.0f} % of the limit"
 
 
+def whole(run: Run, state: State) -> State:
+    """Return the state as it is saved."""
+    return full_training.whole(run.setup, state)
+
+
 def publish(run: Run, state: State, folder: Path) -> None:
-    """Write the adapter to ``folder``."""
+    """Write the adapter, or the model that was trained in full, to ``folder``."""
+    if run.setup.train is not None:
+        full_training.write(folder / full_training.MODEL, run.options.model, run.work.cfg, state.trained)
+        return
     names, tied = partial(hf.module_name, cfg=run.work.cfg), hf.tied_modules(run.work.cfg)
-    peft.save(folder / ADAPTER, state.adapters, names, base_model=str(run.options.model), tied=tied)
+    peft.save(folder / ADAPTER, state.trained, names, base_model=str(run.options.model), tied=tied)
 
 
 def show(run: Run, state: State, result: Result | Judgement) -> None:
@@ -117,29 +130,35 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
     else:
         dense = "" if result.perplexity_bf16 is None else f"bf16 base {result.perplexity_bf16:.1f}, "
         base = "base" if options.format == "none" else f"{options.format} base"
-        after = f"{base} {result.perplexity_packed:.1f}, with the adapter {result.perplexity_adapted:.1f}"
+        with_what = "trained in full" if options.train == "full" else "with the adapter"
+        after = f"{base} {result.perplexity_packed:.1f}, {with_what} {result.perplexity_adapted:.1f}"
         subtitle = f"held-out perplexity: {dense}{after}"
         console.print(table(result, options, dist.get_world_size()))
     if options.merge_aware:
         out, work = folder / MERGED, run.work
         if out.exists():  # of fewer steps, before the run was extended
             shutil.rmtree(out)
-        hf.save_packed(out, work.cfg, merged(work.packed, state.adapters), companions(options.model))
+        hf.save_packed(out, work.cfg, merged(work.packed, state.trained), companions(options.model))
         copy_companions(options.model, out)
         console.print(f"merged  {out}", soft_wrap=True)
-    name = f"{options.model.name}: {options.objective}, adapters of rank {options.rank} beside a frozen base"
+    is_full = options.train == "full"
+    kind = "all weights" if is_full else f"adapters of rank {options.rank} beside a frozen base"
+    name = f"{options.model.name}: {options.objective}, {kind}"
     drawn = curve(
         folder, f"{name}\n{subtitle}", "loss (nats a token)" if run.setup.objective.name in ON_DOCUMENTS else "loss"
     )
-    console.print(f"adapter {folder / ADAPTER}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
+    what = f"model   {folder / full_training.MODEL}" if is_full else f"adapter {folder / ADAPTER}"
+    console.print(f"{what}\nmetrics {folder / METRICS}\ncurve   {drawn}", soft_wrap=True)
 
 
 def table(result: Result, options: Options, ranks: int) -> Table:
     """Return the one table at the end, with a column for each base that was measured."""
     packed = options.format != "none"
     base = options.format if packed else "unchanged"
-    title = f"{options.model.name}: {base} base, rank {options.rank} adapters, {ranks} ranks"
-    names = ("packed base", "packed + adapter") if packed else ("base", "base + adapter")
+    is_full = options.train == "full"
+    kind = "trained in full" if is_full else f"rank {options.rank} adapters"
+    title = f"{options.model.name}: {base} base, {kind}, {ranks} ranks"
+    names = ("packed base", "packed + adapter") if packed else ("base", "trained" if is_full else "base + adapter")
     plain = result.perplexity_bf16
     sizes = f"{result.bytes_packed:,}", f"{result.bytes_bf16 / result.bytes_packed:.2f}x smaller" if packed else ""
     sent = f"{result.wire_packed:,}", ""
@@ -188,8 +207,9 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 
 PROGRAM = runs.Program(
-    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate
-)
+    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate,
+    whole=whole,
+)  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> int:

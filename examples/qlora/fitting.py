@@ -19,7 +19,7 @@ from models import hf
 from ..common import devices, pricing
 from ..common.command_line import DTYPES, parse_format, quantised
 from ..common.training_step import MODES, ROOM, Checkpoint, Offload
-from . import adapters, teacher
+from . import adapters, full_training, teacher
 from .options import Options
 
 GIB = 2**30
@@ -49,7 +49,10 @@ def choose_checkpoint(options: Options, axes: Axes, count: int = 1) -> Checkpoin
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The predicted bytes of a rank at its peak: of a step, and of all frozen weights among them."""
+    """The predicted bytes of a rank at its peak: of a step, and of what is split over fsdp among them.
+
+    That are frozen weights, or with full training the parameters and their moments.
+    """
 
     total: int
     frozen: int
@@ -65,7 +68,7 @@ def peaks(options: Options, count: int = 1) -> Callable[..., Peak]:
     targets = tuple(name for name in names if name not in adapters.PATHS) or names[:1]
     base = lazy.like(quantised(found, fmt))
     more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
-    more["offload_activations"] = options.offload_activations
+    more |= {"offload_activations": options.offload_activations, "train": full_training.precision(options)}
     taught = teacher.find(options, cfg, found)
     card = None if (device := parse(options.device)) == HOST else roofline.of(device)
 
@@ -74,7 +77,8 @@ def peaks(options: Options, count: int = 1) -> Callable[..., Peak]:
         job = pricing.Job(cfg, fmt, targets, options.rank, rows, options.seq, checkpoint=mode, offload=offload, **more)
         price = pricing.price(job, axes, device=card)
         held = tree.nbytes(lazy.like(taught.weights)) // axes.get("fsdp", 1) if taught else 0
-        return Peak(price.peak + held, price.base + held)
+        split = price.base if options.train == "lora" else price.adapters + price.moments
+        return Peak(price.peak + held, split + held)
 
     return peak
 
@@ -93,6 +97,11 @@ def _too_big(options: Options, peak: Callable[..., Peak], axes: Axes, mode: Chec
     meshes = (axes | {"fsdp": n} for n in RANKS if n > now and rest + full.frozen * now / n <= room)  # at the least
     if fits := next((mesh for mesh in meshes if peak("full", mesh).total <= room), None):
         fixes.append(f"--mesh {','.join(f'{axis}={size}' for axis, size in fits.items())}")
-    if options.offload is None and rest <= room and peak("full", axes, "block").total <= room:
+    if (
+        options.offload is None
+        and options.train == "lora"
+        and rest <= room
+        and peak("full", axes, "block").total <= room
+    ):
         fixes.append("--offload block")
     return f"{fault}; use {', or '.join(fixes) or 'more fsdp, and a smaller --batch or --seq'}"

@@ -66,24 +66,26 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
     """
     if run.setup.objective.name not in objectives.ON_DOCUMENTS:
         say("measuring the preferences that were held out")
-        before, after = judged(run, run.local, {}), judged(run, run.local, state.adapters)
-        return Judgement(before[0], *after)
-    say("measuring the base with its adapter")
-    adapted = perplexity(run, run.local, state.adapters)
+        after = judged(run, run.local, state.trained)
+        frozen, base = untrained(run)
+        return Judgement(judged(frozen, base, {})[0], *after)
+    say(f"measuring {'the trained model' if run.setup.train else 'the base with its adapter'}")
+    adapted = perplexity(run, run.local, state.trained)
     say("measuring the base")
-    packed = perplexity(run, run.local, {})
+    frozen, base = untrained(run)
+    packed = perplexity(frozen, base, {})
     merged = survives = None
     if run.options.merge_aware:
         say("measuring the merged weights")
         setup, dims = run.setup, decoder.dims(run.work.cfg)
-        whole = shard.place(merged_base(run.work.packed, state.adapters), dims, setup.rules, setup.mesh, run.work.cfg)
+        whole = shard.place(merged_base(run.work.packed, state.trained), dims, setup.rules, setup.mesh, run.work.cfg)
         merged = perplexity(run, shard.local(whole), {})
         survives = (math.log(packed) - math.log(merged)) / (math.log(packed) - math.log(adapted))
     more = merged, survives, None, None, None
     if run.teacher is not None:
         say("measuring the teacher")
-        divergences = mean_loss(run, run.local, {}), mean_loss(run, run.local, state.adapters)
-        more = merged, survives, perplexity(run, run.teacher, {}, run.setup.objective.teacher), *divergences
+        divergences = mean_loss(frozen, base, {}), mean_loss(run, run.local, state.trained)
+        more = merged, survives, perplexity(frozen, run.teacher, {}, run.setup.objective.teacher), *divergences
     bytes_bf16, bytes_packed = (tree.nbytes(lazy.like(x)) for x in (run.work.dense, run.work.packed))
     sent = bytes_sent(run, state, run.base)
     if run.work.packed is run.work.dense:
@@ -94,6 +96,15 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
     dense = shard.place(run.work.dense, decoder.dims(run.work.cfg), run.setup.rules, run.setup.mesh, run.work.cfg)
     plain = perplexity(run, shard.local(dense), {})
     return Result(bytes_bf16, bytes_packed, bytes_sent(run, state, dense), sent, plain, packed, adapted, *more)
+
+
+def untrained(run: Run) -> tuple[Run, Any]:
+    """Return the run beside its base, and this rank's part of that; with full training it is placed once more."""
+    if run.setup.train is None:
+        return run, run.local
+    setup, work = dataclasses.replace(run.setup, train=None), run.work
+    placed = shard.place(work.dense, decoder.dims(work.cfg), setup.rules, setup.mesh, work.cfg)
+    return dataclasses.replace(run, setup=setup), shard.local(placed)
 
 
 def bytes_sent(run: Run, state: State, placed: Any) -> int:
@@ -118,7 +129,7 @@ def perplexity(run: Run, local: Any, adapters: lora.Adapters, cfg: Config | None
 
 def validate(run: Run, state: State) -> dict[str, float]:
     """Return the mean loss of the held-out rows."""
-    return {"validation": mean_loss(run, run.local, state.adapters)}
+    return {"validation": mean_loss(run, run.local, state.trained)}
 
 
 def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None = None) -> float:

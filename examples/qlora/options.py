@@ -3,10 +3,11 @@
 Some are left open (None) until the model and the data are known: :meth:`Options.resolved`. Those of the model that is
 shipped suit that model alone. Otherwise a run has three epochs, and its peak learning rate is that of QLoRA (Dettmers
 et al. 2023, appendix B): 2e-4, and 1e-4 from 33 B parameters on. It does not depend on the rank, because adapters are
-scaled by alpha / rank.
+scaled by alpha / rank. That of full training is 2e-5, as of Llama 2's chat models (Touvron et al. 2023).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,13 +25,15 @@ from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint, Offload
 from ..data.options import DataOptions
+from . import full_training
 from .adapters import AdapterOptions
 
 SHIPPED = Path(__file__).parent.parent / "model"
 DEMO: dict[str, Any] = {"lr": 1e-2, "steps": 60, "compare_dense": True}  # for the model that is shipped
+DEMO_FULL = {"lr": 1e-3, "compare_dense": False}
 EPOCHS = 3.0
 LARGE = 30_000_000_000  # parameters
-RATE, RATE_LARGE = 2e-4, 1e-4
+RATE, RATE_LARGE, RATE_FULL = 2e-4, 1e-4, 2e-5
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Options(AdapterOptions, DataOptions, runs.Options):
 
     model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+    train: Literal["lora", "full"] = "lora"
+    """full: train every weight of a dense base (--format none), with its moments spread over the ranks of fsdp."""
+    wire: Literal["int8", "fp8", "ternary"] | None = None
+    """Of --train full: quantise the matrices of layers when they are gathered; gradients are of what was gathered."""
     format: FormatName = "nf4_dq"
     """How base weights are packed; none: as they are in the folder, dense or quantised. aq_2x8 and aq_3x8 learn 16 and
     24 KiB of vectors a weight, slowly."""
@@ -98,9 +105,10 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
     """Rule of the updates; sgd has a momentum of 0.9."""
     weight_decay: float = 0.0
-    """Decay of the adapters towards 0, times the learning rate."""
+    """Decay of what is trained towards 0, times the learning rate."""
     lr: float | None = None
-    """Peak learning rate; default: 2e-4, of 33 B parameters or more 1e-4, and 1e-2 for the model that is shipped."""
+    """Peak learning rate; default: 2e-4, of 33 B parameters or more 1e-4, of --train full 2e-5, and 1e-2 for the model
+    that is shipped, in full 1e-3."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after its warm-up."""
     warmup: int | None = None
@@ -133,6 +141,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_adapters()
         self.check_data()
         self.check_objective()
+        full_training.check(self)
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; leave one out")
         if self.steps is not None:
@@ -183,11 +192,12 @@ class Options(AdapterOptions, DataOptions, runs.Options):
 
     def resolved(self, rows: int, parameters: int) -> "Options":
         """Return these options with nothing left open, for ``rows`` of data and a model of ``parameters``."""
-        shipped = DEMO if self.model == SHIPPED else {}
+        is_full = self.train == "full"
+        shipped = (DEMO | (DEMO_FULL if is_full else {})) if self.model == SHIPPED else {}
         steps = self.steps or (None if self.epochs else shipped.get("steps"))
         steps = steps or math.ceil((self.epochs or EPOCHS) * rows / (self.batch * self.accumulate))
         self.check_warmup(steps)
-        rate = self.lr or shipped.get("lr") or (RATE_LARGE if parameters >= LARGE else RATE)
+        rate = self.lr or shipped.get("lr") or (RATE_FULL if is_full else RATE_LARGE if parameters >= LARGE else RATE)
         compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
         return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares)
 
@@ -209,9 +219,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
             return optim.constant(self.lr, warmup)
         return {"cosine": optim.cosine, "linear": optim.linear}[self.schedule](self.lr, self.steps, warmup)
 
-    def optimiser(self) -> optim.Optimizer:
-        """Return the optimiser, behind the clipping of gradients."""
+    def optimiser(self, norm: Callable[[Any], torch.Tensor] | None = None) -> optim.Optimizer:
+        """Return the optimiser, behind the clipping of gradients, whose norm is that of ``optim`` by default."""
         rate, decay = self.learning_rate(), self.weight_decay
         made = {"adamw": optim.adamw, "lion": optim.lion}.get(self.optimizer)
         rule = made(rate, weight_decay=decay) if made else optim.sgd(rate, momentum=0.9, weight_decay=decay)
-        return optim.chain(optim.clip_by_global_norm(self.clip), rule)
+        return optim.chain(optim.clip_by_global_norm(self.clip, norm), rule)

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from shard import agree
 from shard.device_mesh import device_of
 from shard.host_memory import local_ranks
 
-from ..common import checkpoints, devices, objectives, training_step
+from ..common import devices, objectives, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
 from ..data import dataset as data
 from ..data.options import Note
 from ..data.store import Progress
-from . import adapters, teacher
+from . import adapters, full_training, teacher
 from .fitting import choose_checkpoint
 from .options import Options
 from .teacher import Teacher
@@ -47,7 +48,7 @@ class Work:
     parameters: int
     dense: Any  # the base as it is in the files, Lazy; quantised folders have packed weights
     packed: Any  # the base quantised, Lazy; ``dense`` itself with --format none
-    adapters: lora.Adapters
+    adapters: lora.Adapters  # none with --train full
     train: data.Stored
     held: data.Rows | data.Preferences
     teacher: Teacher | None = None
@@ -55,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """The constants of a run; ``base`` is placed."""
+    """The constants of a run; ``base`` is placed, and nothing with --train full."""
 
     options: Options
     work: Work
@@ -97,8 +98,9 @@ def prepare(
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
+    full_training.check_base(options, dense)
     taught = teacher.find(options, cfg, dense, device)
-    begun = adapters.start(options, cfg, packed, options.seed)
+    begun = adapters.start(options, cfg, packed, options.seed) if options.train == "lora" else {}
     train, held = options.rows(options.model, note, progress, KINDS[options.objective])
     parameters = sum(t.numel() for t in tree.leaves(decoder.shapes(cfg)))
     options = options.resolved(len(train.rows), parameters)
@@ -111,7 +113,7 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     ((run, state),) = start_many([options])
-    return run, state if options.resume is None else checkpoints.load(run.options.folder(), state)
+    return run, state if options.resume is None else full_training.load(run.options.folder(), run.setup, state)
 
 
 def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
@@ -135,18 +137,17 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         agree.same("start", facts)
     rules = training_step.rules(options.offload)
     rows = shard.max_local_rows(options.batch, mesh, rules) * options.answers()
+    norm = partial(shard.global_norm, mesh=mesh, rules=rules)
     setups = [
         Setup(
-            its.cfg, mesh, its.options.optimiser(), its.options.learning_rate(), rows, options.seq, mode,
+            its.cfg, mesh, its.options.optimiser(norm), its.options.learning_rate(), rows, options.seq, mode,
             DTYPES[options.dtype], rules, minimised(its), options.merge_aware,
-            card if options.offload_activations else None,
+            card if options.offload_activations else None, full_training.precision(options),
         )
         for its in works
     ]  # fmt: skip
     first, setup = works[0], setups[0]
-    beside = lambda w: adapters.beside(w.options, devices.to(w.adapters, device), w.packed)
-    begun = agree.attempt("norms", lambda: [beside(w) for w in works])
-    placed, begun = shard.place((first.packed, begun), decoder.dims(first.cfg), setup.rules, mesh, first.cfg)
+    placed, begun = place(works, setup)
     taught = None
     if first.teacher is not None:
         dims = decoder.dims(first.teacher.cfg)
@@ -163,6 +164,22 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         )
         for work, its, a in zip(works, setups, begun, strict=True)
     ]
+
+
+def place(works: Sequence[Work], setup: Setup) -> tuple[Any, list[Any]]:
+    """Return the placed base, and what each run trains: adapters, or this rank's part of all parameters.
+
+    Raises ValueError for full training of several runs, whose parameters would be as many times the model.
+    """
+    first, device = works[0], device_of(setup.mesh)
+    where = decoder.dims(first.cfg), setup.rules, setup.mesh, first.cfg
+    if setup.train is not None:
+        if len(works) > 1:
+            raise ValueError("--train full of several experiments at once; run examples.qlora for each")
+        return [], [shard.local(shard.place(first.dense, *where, setup.train))]  # nothing else holds their memory
+    beside = lambda w: adapters.beside(w.options, devices.to(w.adapters, device), w.packed)
+    begun = agree.attempt("norms", lambda: [beside(w) for w in works])
+    return shard.place((first.packed, begun), *where)
 
 
 def _raise(fault: ValueError | None) -> None:

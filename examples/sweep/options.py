@@ -31,6 +31,7 @@ class Options(qlora.Options):
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
         super().check()
+        expect(self.train == "lora", "--train full of a sweep; wanted lora, or a run of examples.qlora for each")
         for one in self.experiments():
             one.check()
         names = self.names()

@@ -87,7 +87,7 @@ def sweep_step(
     for group in groups:
         totals: list[Any] = [None] * len(group)
         for rows in zip(*(micros[i] for i in group), strict=True):
-            many = [(states[i].adapters, counts[i], *one) for i, one in zip(group, rows, strict=True)]
+            many = [(states[i].trained, counts[i], *one) for i, one in zip(group, rows, strict=True)]
             some = gradients(many, base, setups[group[0]], teacher)
             totals = [x if sum_ is None else tree.map(torch.add, sum_, x) for sum_, x in zip(totals, some, strict=True)]
         found |= {i: training_step.update(states[i], total, setups[i]) for i, total in zip(group, totals, strict=True)}
@@ -127,14 +127,14 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
     """Return the groups of experiments of one structure, split where the first gradients differ from those alone."""
     by_kind: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
-        shapes = [tuple(t.shape) for t in tree.leaves(state.adapters)]
-        by_kind.setdefault(repr((tree.structure(state.adapters), shapes)), []).append(i)
+        shapes = [tuple(t.shape) for t in tree.leaves(state.trained)]
+        by_kind.setdefault(repr((tree.structure(state.trained), shapes)), []).append(i)
     groups: list[tuple[int, ...]] = []
     for group in by_kind.values():
         many = []
         for i in group:
             micros, count = train.micro_batches(runs[i], 0)
-            many.append((states[i].adapters, count, *micros[0]))
+            many.append((states[i].trained, count, *micros[0]))
         f = jit(gradients, passes=runs[0].setup.gathering())
         constants = runs[0].local, runs[group[0]].setup, runs[0].teacher
         together, alone = f(many, *constants), [f([one], *constants)[0] for one in many]
@@ -164,7 +164,7 @@ def take(run: Run, training: States) -> tuple[States, Step]:
 def validate(run: Run, training: States) -> dict[str, Any]:
     """Return the mean loss of the held-out tokens in nats: the lowest, and that of each experiment."""
     each = zip(run.runs, training.many, strict=True)
-    found = [measurement.mean_loss(one, one.local, state.adapters) for one, state in each]
+    found = [measurement.mean_loss(one, one.local, state.trained) for one, state in each]
     return {"validation": min(found), "validations": found}
 
 

@@ -1,9 +1,11 @@
 """The gathers of a graph, as its passes see them.
 
 A gather brings an argument. It is a chain of nodes: the argument (``source``), views and copies of it (``chain``), the
-node that issues the collective (``issue``), and the node that waits for it (``wait``). An argument on the host is
-brought to the device by a fetch, which is a gather too. If ranks have parts of it, the fetch and an all-gather follow
-each other: two *stages* of one gather.
+node that issues the collective (``issue``), and the node that waits for it (``wait``). A copy may be a cast, or a
+quantised message, which is decoded behind the wait; its scales are computed before (``sides``), and do not move.
+
+An argument on the host is brought to the device by a fetch, which is a gather too. If ranks have parts of it, the fetch
+and an all-gather follow each other: two *stages* of one gather.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from torch.fx import Graph, Node
 
 from fquant.compile import graph
 
-_COPIES = (torch.ops.aten.clone.default,)
+COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_ENCODE, _DECODE = "fquant.encode_message.default", "fquant.decode_messages.default"  # of shard.transport.wire
 _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _KNOWN = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single", "broadcast")
 
@@ -57,10 +60,21 @@ class Gather:
         return self.stages[-1].wait
 
     @property
+    def result(self) -> Node:
+        """The node with what was gathered: the wait, or the node that decodes it."""
+        users = list(self.wait.users)
+        return users[0] if len(users) == 1 and str(users[0].target) == _DECODE else self.wait
+
+    @property
+    def sides(self) -> tuple[Node, ...]:
+        """Nodes that it reads beside its source: the scales of a message."""
+        return tuple(near for node in self.nodes for near in node.all_input_nodes[1:])
+
+    @property
     def key(self) -> object:
         """Equal for gathers with equal results, unless their source is written between."""
         form = lambda node: (node.target, str([x for x in node.args if not isinstance(x, Node)]), str(node.kwargs))
-        return self.source, *map(form, self.nodes)
+        return self.source, self.sides, *map(form, self.nodes)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +84,7 @@ class Gather:
     @property
     def reads(self) -> set[int]:
         """The memory that must not be written between issue and wait."""
-        return graph.all_storages((self.source, *self.nodes[:-2]))
+        return graph.all_storages((self.source, *self.sides, *self.nodes[:-2]))
 
 
 def gathers(g: Graph) -> list[Gather]:
@@ -120,10 +134,14 @@ def _wait_name(issue: Node) -> str:
 def origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the origin of the input of a collective, and the views, waits and copies from there to it, in order."""
     (node,), chain = issue.all_input_nodes, []
-    while len(node.all_input_nodes) == 1 and (graph.is_view(node) or node.target in _COPIES):
+    while str(node.target) == _ENCODE or (len(node.all_input_nodes) == 1 and _is_copy(node)):
         chain.insert(0, node)
-        (node,) = node.all_input_nodes
+        node = node.all_input_nodes[0]
     return node, tuple(chain)
+
+
+def _is_copy(node: Node) -> bool:
+    return graph.is_view(node) or node.target in COPIES
 
 
 def positions(g: Graph) -> tuple[dict[Node, int], Callable[[set[int], int, int], bool]]:

@@ -43,12 +43,13 @@ class PrefetchGathers:
         previous = dict[int, int]()  # by stages to come: the wait before which the previous gather's is issued
         for k, x in enumerate(found):
             issued, size, targets = at[x.issue], x.nbytes, list[int]()
+            ready = max((at[node] for node in x.sides), default=-1)
             end = bisect.bisect(waits, issued)  # the first wait after its issue, which is its own as traced
             traced = end
             for ahead, stage in enumerate(reversed(x.stages), 1):
                 for target in range(max(previous.get(ahead, 0), k - self.depth * ahead), end):
                     fits = self.budget is None or max(early[target:end]) + size <= self.budget
-                    if fits and not written(x.reads, waits[target], issued):
+                    if fits and ready < waits[target] and not written(x.reads, waits[target], issued):
                         break
                 else:
                     target = end

@@ -26,7 +26,7 @@ def _regather(g: Graph) -> None:
     found, (at, written), returned = gathers(g), positions(g), graph.all_storages(graph.outputs(g))
     waits, uses = [at[x.wait] for x in found], _uses(g, found)
     for x in found:
-        (memory,) = graph.storages(x.wait)
+        (memory,) = graph.storages(x.result)
         runs: list[list[Node]] = [[]]
         for node in uses[memory]:
             if runs[-1] and any(at[runs[-1][-1]] < wait < at[node] for wait in waits):
@@ -41,8 +41,8 @@ def _regather(g: Graph) -> None:
 
 def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
     """Return the nodes that read or view the result of each gather, in order, by its memory."""
-    uses: dict[int, list[Node]] = {storage: [] for storage in graph.all_storages(x.wait for x in found)}
-    own = {node for x in found for node in x.nodes}
+    uses: dict[int, list[Node]] = {storage: [] for storage in graph.all_storages(x.result for x in found)}
+    own = {node for x in found for node in (*x.nodes, x.result)}
     for node in g.nodes:
         if node not in own and node.op != "output":
             for storage in graph.all_storages(node.all_input_nodes) & uses.keys():
@@ -52,7 +52,7 @@ def _uses(g: Graph, found: list[Gather]) -> dict[int, list[Node]]:
 
 def _gather_again(g: Graph, x: Gather, memory: int, run: list[Node]) -> None:
     """Copy the gather ``x`` to the first node of ``run``, and let the nodes of ``run`` use the copy."""
-    copies: dict[Node, Node] = {x.source: x.source}
+    copies: dict[Node, Node] = {node: node for node in (x.source, *x.sides)}
 
     def copy(node: Node) -> Node:
         if node not in copies:

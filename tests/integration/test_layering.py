@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fquant", "shard", "models", "examples")
 OURS = (*PACKAGES, "tests")
-# What shard may import of fquant.
-GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile")
+# What shard may import of fquant; autodiff for the Function that opens a block to be trained.
+GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile", "autodiff")
 COMPILE_FACE = ("Captured", "Pass", "all_gather_text", "flops", "graph", "liveness", "roofline")  # and of the compiler
 COMPILE = ("compile", "device", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
 PASSES = ("compile.graph", "compile.liveness", "compile.passes", "device", "kernels", "tree")  # and its passes

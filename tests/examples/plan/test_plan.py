@@ -42,6 +42,9 @@ JOBS = {
     "selective": dataclasses.replace(JOB, checkpoint="selective"),
     "accumulate": dataclasses.replace(JOB, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
+    "full": dataclasses.replace(JOB, format=None, train=shard.Precision()),
+    "full, ternary": dataclasses.replace(JOB, format=None, train=shard.Precision(wire=shard.wire.TERNARY)),
+    "full, none": dataclasses.replace(JOB, format=None, train=shard.Precision(), checkpoint="none"),
     "head": dataclasses.replace(
         JOB, cfg=dataclasses.replace(TINY, vocab=20000, qk_norm=True, family="qwen3"), targets=("v",)
     ),
@@ -362,6 +365,8 @@ BAD = {
     "--reserve 200": "--reserve is 200.0; wanted 0 to the 140 GiB there are",
     "--reserve nan": "--reserve is nan",
     "--link 0": "--link is 0.0; wanted GB/s above 0",
+    "--train full": "--train full with --format nf4_dq; wanted none, and a folder of dense weights",
+    "--wire fp8": "--wire is fp8 with --train lora, whose base travels packed; leave it out",
     "--sequence 3": "--sequence is no option; did you mean --seq?",
 }
 

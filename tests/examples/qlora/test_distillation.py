@@ -42,7 +42,7 @@ def judged(options):
     state = safetensors.load(options.out / "state.safetensors")
     base, dense = lazy.read(its.packed), lazy.read(its_teacher.weights)
     held, found = its.held, []
-    for params in (base, lora.attach(base, state.adapters)):
+    for params in (base, lora.attach(base, state.trained)):
         logits = (
             decoder.forward(x, held.tokens, c, segments=held.segments, dtype=torch.float32)
             for x, c in ((params, cfg), (dense, its_teacher.cfg))

@@ -99,7 +99,7 @@ def test_merge_aware_trains_the_file_that_it_writes(model, text, tmp_path):
     cfg, dense = hf.load(model)
     base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", lambda w: quantize(w, NF4_DQ), dense)
     state = safetensors.load(tmp_path / "run" / "state.safetensors")
-    wanted, _ = lora.merge_packed(base, state.adapters)
+    wanted, _ = lora.merge_packed(base, state.trained)
     found = lazy.read(hf.lazy(tmp_path / "run" / "merged")[1])
     assert all(map(same_bits, tree.leaves(found), tree.leaves(wanted)))
     assert not same_bits(found.layers[0].q.codes, base.layers[0].q.codes) and isinstance(found.layers[0].q, Packed)
@@ -121,7 +121,7 @@ def test_without_dither_adapters_begin_at_zero(model, text):
 
 def begins(options):
     _, state = train.start(options)
-    return float(torch.stack([x.b.abs().max() for x in state.adapters.values()]).max())
+    return float(torch.stack([x.b.abs().max() for x in state.trained.values()]).max())
 
 
 REFUSED = {

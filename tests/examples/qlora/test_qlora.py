@@ -234,7 +234,7 @@ def test_a_run_is_resumed_with_the_options_it_had(whole, tmp_path, capsys):
 def test_saved_state_is_a_tree(whole):
     state = safetensors.load(whole[1] / "state.safetensors")
     assert isinstance(state, State) and int(state.done) == STEPS
-    assert isinstance(state.adapters["layers.0.q"], lora.Lora)
+    assert isinstance(state.trained["layers.0.q"], lora.Lora)
 
 
 @pytest.mark.slow

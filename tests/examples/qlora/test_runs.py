@@ -94,9 +94,9 @@ def flops(options):
     batches = measure.in_batches(run)
     setup, found = run.setup, []
     for rows in batches:
-        found.append(cost(training_step.evaluate, state.adapters, run.local, rows, setup).flops)
+        found.append(cost(training_step.evaluate, state.trained, run.local, rows, setup).flops)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        params = training_step.attached(state.adapters, run.local, None, setup)
+        params = training_step.attached(state.trained, run.local, None, setup)
         for rows in batches:
             decoder.forward(params, rows.tokens, setup.cfg, setup.comm(), rows.segments, setup.dtype)
     return sum(found), counter.get_total_flops(), sum(len(rows.tokens) for rows in batches), len(run.work.held.tokens)
@@ -115,7 +115,7 @@ def test_an_adapter_comes_out_of_any_checkpoint(whole, tmp_path, capsys, where):
     file = whole.out / where if where.endswith("safetensors") else whole.out / where / "state.safetensors"
     state = safetensors.load(file)
     assert f"14 adapters after {int(state.done)} steps" in capsys.readouterr().out
-    assert_same(adapters_in(tmp_path), {path: state.adapters[path] for path in adapters_in(tmp_path)})
+    assert_same(adapters_in(tmp_path), {path: state.trained[path] for path in adapters_in(tmp_path)})
     assert export.main([str(tmp_path / "adapter"), str(tmp_path / "b"), "--to", "adapter"]) == 2
     assert "got no state.safetensors there, wanted the folder of a run" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def test_the_adapter_outlives_a_last_measurement_that_dies(given, tmp_path):
     (fault,) = ranks.run(1, work_and_die, dataclasses.replace(given, steps=2, out=tmp_path / "a"), timeout=120)
     assert fault == "the last measurement died"
     written, state = adapters_in(tmp_path / "a"), safetensors.load(tmp_path / "a" / "state.safetensors")
-    assert_same(written, {path: state.adapters[path] for path in written})
+    assert_same(written, {path: state.trained[path] for path in written})
 
 
 KINDS = {

@@ -128,7 +128,7 @@ def test_a_run_writes_everything(model, text, tmp_path, capsys):
 def validated(options):
     """Return the held-out losses of every experiment before its first step, and the number of traces of a loss."""
     begun = alone.start_many(options.experiments())
-    losses = [measure.mean_loss(run, run.local, state.adapters) for run, state in begun]
+    losses = [measure.mean_loss(run, run.local, state.trained) for run, state in begun]
     return losses, len(begun[0][0].evaluate.traced)
 
 

@@ -1,0 +1,102 @@
+"""Full training: every weight of a dense base is trained, in bundles of floats over the mesh (shard/trained/).
+
+    python -m examples.qlora --train full --format none --model DIR --data FILE
+
+A run differs from one of adapters in its trained tree, which is the model. Rank 0 writes it whole: float32 masters and
+moments in the state, and a folder for transformers, in the dtypes of the base, beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import shard
+from fquant import lazy, tree
+from models import hf
+from models.config import Config
+from models.export.folder import copy_companions
+from shard import agree
+from shard.trained import float_bundle
+
+from ..common import checkpoints
+from ..common.command_line import DTYPES
+from ..common.model_folders import companions
+from ..common.training_step import Setup, State
+
+if TYPE_CHECKING:
+    from .options import Options
+
+MODEL = "model"  # folder in that of a run
+OF_ADAPTERS = (
+    "rank", "alpha", "targets", "dropout", "dora", "rank_stabilised", "rank_pattern", "alpha_pattern", "adapter",
+    "merge_aware", "dither",
+)  # fmt: skip
+WITH_REFERENCE = ("dpo", "kto")
+
+
+def check(options: Options) -> None:
+    """Raise ValueError for options of the other kind of training."""
+    if options.train == "lora":
+        if options.wire is not None:
+            raise ValueError(f"--wire is {options.wire} with --train lora, whose base travels packed; leave it out")
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in OF_ADAPTERS:
+        if getattr(options, name) != defaults[name]:
+            raise ValueError(f"--{name.replace('_', '-')} with --train full, which has no adapters; leave it out")
+    if options.format != "none":
+        fault = f"--train full with --format {options.format}, whose packed weights have no gradient"
+        raise ValueError(f"{fault}; use --format none, or --train lora")
+    if options.objective in WITH_REFERENCE:
+        fault = f"--train full with --objective {options.objective}, whose reference is the base without adapters"
+        raise ValueError(f"{fault}; use --objective orpo, or --train lora")
+    if options.offload is not None:
+        raise ValueError("--offload block with --train full, whose blocks stay on the device; leave it out")
+
+
+def precision(options: Any) -> shard.Precision | None:
+    """Return the dtypes of full training by the options ``train``, ``dtype`` and ``wire``, and None of adapters.
+
+    A table and a head travel as they are, as in BitNet, whose tables are not quantised.
+    """
+    if options.train == "lora":
+        return None
+    wire = None if options.wire is None else shard.wire.WIRES[options.wire]
+    return shard.Precision(DTYPES[options.dtype], wire=wire, dense=None if wire is None else "embed|final")
+
+
+def check_base(options: Options, dense: Any) -> None:
+    """Raise ValueError for a base with weights that cannot be trained in full."""
+    if (dtypes := precision(options)) is not None:
+        try:
+            float_bundle.master(lazy.like(dense), dtypes)
+        except TypeError as error:
+            raise ValueError(f"--train full of {options.model}: {error}") from error
+
+
+def whole(setup: Setup, state: State) -> State:
+    """Return the state as it is saved; with full training every rank takes part, and rank 0 has the tensors."""
+    return state if setup.train is None else shard.whole(state, setup.mesh, setup.rules)
+
+
+def load(folder: Path, setup: Setup, state: State) -> State:
+    """Return the saved state of a run, on any mesh; ``state`` is the first one."""
+    if setup.train is None:
+        return checkpoints.load(folder, state)
+    found = checkpoints.lazy(folder, shard.whole_like(state))  # a rank reads one tensor at a time
+    return agree.attempt("resume", lambda: shard.part(found, state, setup.mesh, setup.rules))
+
+
+def write(out: Path, base: Path, cfg: Config, trained: Any) -> None:
+    """Write the whole ``trained`` parameters as a folder for transformers, in the dtypes of the folder ``base``."""
+    _, like = hf.lazy(base)
+    cast = lambda t, like: t.to(like.dtype)
+    fresh = out.with_name(f"{out.name}.new")  # so that a run that is killed has the former one
+    shutil.rmtree(fresh, ignore_errors=True)
+    hf.save(fresh, cfg, tree.map(cast, trained, lazy.like(like)), extra=companions(base))
+    copy_companions(base, fresh)
+    shutil.rmtree(out, ignore_errors=True)
+    fresh.rename(out)

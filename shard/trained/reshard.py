@@ -1,0 +1,129 @@
+"""Trained trees whole, and cut again for any mesh: what a checkpoint or a model's folder holds.
+
+    whole = shard.whole(state, mesh, rules)            # every rank calls it; rank 0 has the tree, on the host
+    state = shard.part(read, state, mesh, rules)       # of a tree that was whole, this rank's part
+
+Inside a whole tree a FloatBundle is its block: tensors of the master's dtype by name, without padding. So it says
+nothing of a mesh. An optimiser may keep a moment in another form than floats, such as packed codes beside scales. Then
+each of its tensors is one of dim 0 in equal parts, and a list of the whole ones stands there.
+
+The first rank holds one tree on the host, others one block at a time. Ranks of one mesh may use
+torch.distributed.checkpoint on the result of :func:`shard.at_rest` instead, which needs no whole tree.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fquant import lazy, tree
+from fquant.device import HOST
+
+from ..collectives import all_gather
+from ..device_mesh import position
+from ..rules import Rules
+from .float_bundle import FloatBundle, is_bundle, length, spans
+
+
+def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+    """Return the tree ``x`` with every FloatBundle whole, on the host of rank 0; other ranks get meta tensors.
+
+        rank 0  FloatBundle(first half)   ->  {"w": w}
+        rank 1  FloatBundle(second half)  ->  {"w": meta}
+
+    ``x`` is placed or local. One all-gather for each tensor of a bundle, outside of steps; no backward. On one device
+    it is a copy.
+    """
+    group = mesh.get_group(rules.block) if rules.block and position(mesh, rules.block)[1] > 1 else None
+    is_first = dist.get_rank() == 0
+
+    def gathered(t: Tensor) -> Tensor:
+        t = t.to_local() if isinstance(t, DTensor) else t
+        found = all_gather(t.contiguous(), group) if group is not None else t
+        return found.to(HOST, copy=True) if is_first else found.to("meta")
+
+    return tree.map(lambda y: _opened(y, gathered) if is_bundle(y) else y, x, is_leaf=is_bundle)
+
+
+def whole_like(x: Any) -> Any:
+    """Return the result of :func:`whole` in meta tensors, without communication."""
+    meta = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+    def one(y: FloatBundle) -> Any:
+        if isinstance(y.values, Tensor):
+            return _opened(y, lambda t: torch.empty(length(y.layout), dtype=t.dtype, device="meta"))
+        return _opened(y, meta)
+
+    return tree.map(lambda y: one(y) if is_bundle(y) else y, x, is_leaf=is_bundle)
+
+
+def _opened(x: FloatBundle, gathered: Callable[[Tensor], Tensor]) -> Any:
+    """Return the block of a bundle, or the list of the tensors that an optimiser keeps in its place."""
+    if not isinstance(x.values, Tensor):
+        return [gathered(t) for t in tree.leaves(x.values)]
+    flat, buffers = gathered(x.values), x.layout.buffers
+    parts = [flat.narrow(0, *span).view(b.shape) for span, b in zip(spans(x.layout), buffers, strict=True)]
+    return tree.unflatten(x.layout.structure, parts)
+
+
+def part(x: Any, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+    """Return this rank's part of the whole tree ``x``, in the form and on the devices of the local tree ``like``.
+
+        rank 0  {"w": w}  ->  FloatBundle(first half)
+        rank 1  {"w": w}  ->  FloatBundle(second half)
+
+    No collective: every rank has ``x``, or opened it. Lazy leaves are read one at a time. Raises ValueError for a tree
+    of another structure or other shapes.
+    """
+    rank, ranks = position(mesh, rules.block or ())
+    leaves, structure = tree.flatten(like, is_leaf=is_bundle)
+    found = _split(x, leaves, structure)
+    return tree.unflatten(structure, [_cut(*each, rank, ranks) for each in zip(found, leaves, strict=True)])
+
+
+def _split(x: Any, leaves: list[Any], structure: tree.Structure) -> list[Any]:
+    """Return the subtrees of ``x`` in the places of ``leaves``."""
+    tops = [whole_like(leaf) for leaf in leaves]
+    wanted = tree.structure(tree.unflatten(structure, tops))
+    if tree.structure(x) != wanted:
+        odd = set(tree.paths(x)) ^ set(tree.paths(tree.unflatten(structure, tops)))
+        where = f"{min(odd)} is in one only" if odd else "their static fields or containers differ"
+        raise ValueError(f"part: got a tree of another structure ({where}); wanted one from shard.whole of the same")
+    given, out = iter(tree.leaves(x)), []
+    for top in tops:
+        inner, form = tree.flatten(top)
+        out.append(tree.unflatten(form, [next(given) for _ in inner]))
+    return out
+
+
+def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
+    if not is_bundle(like):
+        x = lazy.read(x)
+        return x.to(like.device) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
+    if not isinstance(like.values, Tensor):
+        inner, structure = tree.flatten(like.values)
+        mine = [_rows(lazy.read(t), to, rank, ranks) for t, to in zip(x, inner, strict=True)]
+        return FloatBundle(tree.unflatten(structure, mine), like.layout, like.precision)
+    for (path, t), buffer in zip(tree.items(lazy.like(x)), like.layout.buffers, strict=True):
+        if tuple(t.shape) != buffer.shape:
+            raise ValueError(f"{path}: got shape {tuple(t.shape)}, wanted {buffer.shape}")
+    n = like.values.shape[0]
+    out, begin = torch.zeros_like(like.values), rank * n
+    for t, (first, count) in zip(tree.leaves(x), spans(like.layout), strict=True):
+        low, high = max(first, begin), min(first + count, begin + n)
+        if low < high:
+            out[low - begin : high - begin] = lazy.read(t).reshape(-1)[low - first : high - first].to(out.device)
+    return FloatBundle(out, like.layout, like.precision)
+
+
+def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return this rank's rows of ``t``, whose padding at the end depends on the number of ranks."""
+    rows = like.shape[0]
+    padded = t.new_zeros((rows * ranks, *t.shape[1:]))
+    kept = min(len(padded), len(t))
+    padded[:kept] = t[:kept]
+    return padded[rank * rows : (rank + 1) * rows].to(like.device, like.dtype)
