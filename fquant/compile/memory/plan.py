@@ -43,7 +43,7 @@ OUT_VARIANTS[_aten.pow.Tensor_Scalar] = _aten.pow.Tensor_Scalar_out
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn", "grouped_matmul", "grouped_matmul_t", "grouped_mm", "grouped_outer",
-    "cached_attention", "dense_matmul",
+    "cached_attention", "dense_matmul", "adam_update", "momentum_update",
 )  # fmt: skip
 _OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)

@@ -12,6 +12,7 @@ from .codec import decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
 from .library import isas, load
+from .moments import adam_update, momentum_update
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward
 from .threads import usable_cores

@@ -14,5 +14,6 @@ from .causal_attention import attention, attention_backward
 from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoints, times_scale
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
+from .moments import adam_update, encode_moment, momentum_update
 from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward
