@@ -1,7 +1,7 @@
 """The codes of moments of optimisers: how a number in units of its block's scale becomes a code, as tables.
 
 A code is the number of thresholds that are not above the number, in the order of the table's values. So every backend
-gives the same code, whatever it computes. A *rounding* makes the thresholds of a format:
+gives the same code, by any computation. A *rounding* makes the thresholds of a format:
 
     nearest   the nearest value; of two at the same distance the upper, and E4M3's even one. It is torchao's. Of the
               dynamic maps of 8 bits thresholds are those of a formula, which differ from the middles between values by
@@ -13,6 +13,7 @@ The scale of a block is max(absmax, 1e-12) / largest value of the table. With th
 in a short last block, which divides; other blocks are multiplied by the reciprocal.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,25 +75,26 @@ def codes(format: Format, rounding: str) -> Codes:
     """Return the codes and the thresholds of a format with a table."""
     assert format.table is not None
     table = torch.tensor(format.table, dtype=torch.float32, device=HOST)
+    numbers = lambda x: torch.tensor(x, dtype=torch.int64, device=HOST)
     order = sorted((i for i, x in enumerate(format.table) if x == x), key=format.table.__getitem__)
     if rounding == "grid":
         place = torch.zeros(len(table), dtype=torch.int64, device=HOST)
-        place[torch.tensor(order, device=HOST)] = torch.arange(len(order), device=HOST)
+        place[numbers(order)] = torch.arange(len(order), device=HOST)
         grid = place[reference.grid(format).long()]
         rank = lambda x: grid[((x.clamp(-1, 1) + 1.0) * 0.5 * 65535.0 + 0.5).int()]
     elif (parts := segments(format)) is not None:
         rank = lambda x: _by_segment(x, parts)
     elif format.table == E4M3:
         order = [i for i in order if i != 0x80]  # the zero with a sign is not made
-        values = table[torch.tensor(order, device=HOST)]
+        values = table[numbers(order)]
         rank = lambda x: torch.searchsorted(values, x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     else:
-        values = table[torch.tensor(order, device=HOST)].double()
+        values = table[numbers(order)].double()
         return Codes(tuple(order), ((values[:-1] + values[1:]) / 2).float())
     return Codes(tuple(order), _steps(rank, len(order) - 1))
 
 
-def _steps(rank, count: int) -> Tensor:
+def _steps(rank: Callable[[Tensor], Tensor], count: int) -> Tensor:
     """Return the least float32 at which the function ``rank``, which rises, is at least 1, 2, ... count."""
     wanted = torch.arange(1, count + 1, device=HOST)
     low, high = (torch.full((count,), x, dtype=torch.int64, device=HOST) for x in (-0x44000000, 0x44000000))
@@ -125,7 +127,8 @@ def segments(format: Format) -> Segments | None:
         first += count
         edge.append(middle(first))
     wide = lambda numbers: torch.tensor(numbers, dtype=torch.float32, device=HOST)
-    return Segments(wide(edge), *map(wide, zip(*rows, strict=True)), signed)
+    slope, start, last = map(wide, zip(*rows, strict=True))
+    return Segments(wide(edge), slope, start, last, signed)
 
 
 def _by_segment(x: Tensor, parts: Segments) -> Tensor:

@@ -25,7 +25,7 @@ OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
     "silu", "silu_derivative",
 )  # fmt: skip
-RULES = ("adamw", "adam", "lion", "sgd", "nesterov")
+RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 Pointer, Long, Int, Float, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_double
 
 
@@ -122,7 +122,11 @@ def load() -> ctypes.CDLL:
         "dense_matmul": [*[Pointer] * 3, Long, Long, Long, Int],
         "update": [ctypes.POINTER(Update)],
     }
-    wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention, Moment, Update)), len(OPS), PIECE]
+    wanted = [
+        *map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention, Moment, Update)),
+        len(OPS),
+        PIECE,
+    ]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
     complete = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:

@@ -71,8 +71,9 @@ def _described(
     formats: tuple[str, ...], rounding: str, rule: str, b1: float, b2: float, eps: float, decay: float, apply: bool
 ) -> Update | None:
     """Return the update without tensors; None if C has no codes of a format."""
-    moments = [_moment(read(text), rounding) for text in formats]
-    if None in moments:
+    found = [_moment(read(text), rounding) for text in formats]
+    moments = [moment for moment in found if moment is not None]
+    if len(moments) < len(found):
         return None
     chunk = max(moment.block for moment in moments)
     static = Update(chunk=chunk, b1=b1, rest1=1 - b1, b2=b2, rest2=1 - b2, eps=eps, decay=decay)

@@ -1,7 +1,7 @@
 """Steps of optimisers whose moments are packed, as two ops: a moment is decoded, updated and encoded in one pass.
 
     adam_update        two moments: AdamW, and Adam, whose decay is coupled to the gradient
-    momentum_update    one: SGD with momentum (``sgd``, ``nesterov``) and Lion (``lion``)
+    momentum_update    one: SGD with momentum (``sgd``, ``nesterov``), Lion, a mean (``mean``, ``nesterov_mean``)
 
 AdamW with moments of 8 bits reads and writes 16 bytes an element, and 28 in float32. A moment is its codes and its
 scales, of a flat format (``fquant/format/known.py``); ``moment_codes.py`` defines the codes. With decoded moments m and
@@ -11,14 +11,15 @@ v, gradient g and parameter p in float32, in this order of operations:
     adam      g = g + decay·p, and change = f · (m·r1) / (sqrt(v)·r2 + eps)
     sgd       g = g + decay·p;  m = b1·m + g;  change = f · m
     nesterov  the same, and change = f · (g + b1·m)
+    mean      g = g + decay·p;  m = b1·m + (1-b1)·g;  change = f · m, or for nesterov_mean f · ((1-b1)·g + b1·m)
     lion      change = f · (sign(b1·m + (1-b1)·g) + decay·p);  m = b2·m + (1-b2)·g
 
 ``rates`` f32[3] are f, minus the learning rate, r1 = 1 / (1 - b1^t) and r2 = 1 / sqrt(1 - b2^t). The first result is
 the change f32, or with ``apply`` the parameter p + change, rounded to its dtype. The moments that it depends on are
 not rounded; the codes and scales of the new ones follow.
 
-The results of all backends have the same bits. NaN or infinity in a gradient makes the scale of its block NaN or
-infinite, and so every moment of the block NaN or infinite from then on. There are no derivatives. Under vmap the op
+The results of all backends have the same bits. NaN or infinity in a gradient makes the scale of its block so. From then
+on every moment of the block is NaN or infinite. There are no derivatives. Under vmap the op
 runs for one element after the other.
 """
 
@@ -33,7 +34,7 @@ from ..moment_codes import ROUNDINGS
 from ..registry import register
 from ..spec import FLOATS, Spec, layout
 
-RULES = ("sgd", "nesterov", "lion")
+RULES = ("sgd", "nesterov", "lion", "mean", "nesterov_mean")
 
 
 def adam_update(

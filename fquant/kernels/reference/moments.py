@@ -38,6 +38,10 @@ def momentum_update(
     if rule == "lion":
         change = factor * (torch.sign(b1 * m + (1 - b1) * g) + decay * p)
         m = b2 * m + (1 - b2) * g
+    elif rule in ("mean", "nesterov_mean"):
+        g = g + decay * p
+        m = b1 * m + (1 - b1) * g
+        change = factor * ((1 - b1) * g + b1 * m if rule == "nesterov_mean" else m)
     else:
         g = g + decay * p
         m = b1 * m + g

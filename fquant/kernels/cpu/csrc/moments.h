@@ -122,6 +122,9 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
             Bits sign = ((Bits)lean & 0x80000000) | bits_of(1.0f);
             change = NAME(either)(is_nan, lean, (Lanes)(sign & ~is_zero)) + decay * p;
             mean = b2 * mean + rest2 * g;
+        } else if (rule == MEAN || rule == NESTEROV_MEAN) {
+            change = mean = b1 * mean + rest1 * g;
+            if (rule == NESTEROV_MEAN) change = rest1 * g + b1 * mean;
         } else {
             change = mean = b1 * mean + g;
             if (rule == NESTEROV) change = g + b1 * mean;
@@ -189,6 +192,6 @@ UNIT(update) {
         if (u->apply) NAME(step)(u, start, stop, R, 1); \
         else NAME(step)(u, start, stop, R, 0);          \
         break;
-    switch (u->rule) { RULE(ADAMW) RULE(ADAM) RULE(LION) RULE(SGD) RULE(NESTEROV) }
+    switch (u->rule) { RULE(ADAMW) RULE(ADAM) RULE(LION) RULE(SGD) RULE(NESTEROV) RULE(MEAN) RULE(NESTEROV_MEAN) }
 #undef RULE
 }

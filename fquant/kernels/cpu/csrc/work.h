@@ -112,7 +112,7 @@ typedef struct {
 } Pointwise;
 
 /* A step of an optimiser whose moments are packed (moments.h). A moment has blocks of a power of two up to a PIECE. */
-enum { ADAMW, ADAM, LION, SGD, NESTEROV }; /* library.py numbers the rules like this */
+enum { ADAMW, ADAM, LION, SGD, NESTEROV, MEAN, NESTEROV_MEAN }; /* library.py numbers the rules like this */
 enum { AHEAD_OF = 1024 };                  /* elements to prefetch ahead */
 typedef struct {
     const float *table;       /* f32[1 << bits] */
