@@ -12,19 +12,15 @@ static const uint8_t *NAME(codes_of)(const Moment *m, const State *s, int64_t at
     return room;
 }
 
-/* The 8-bit codes of numbers in units of their scale, by the formula of a dynamic map. */
+/* The 8-bit codes of numbers in units of their scale, by the formula of a dynamic map; -1 means 0. */
 INLINE Bits NAME(by_segment)(const Moment *m, Lanes v, const int has_sign) {
     const float *edges = m->segments, *slopes = edges + 8, *starts = edges + 16, *lasts = edges + 24;
     Bits size = (Bits)v & 0x7fffffff, segment = NAME(high_half)(size >> 16, m->low, m->high);
     segment = segment - (Bits)((Ints)size >= (Ints)NAME(entry8)(edges, segment));
     Lanes at = (Lanes)size * NAME(entry8)(slopes, segment) + NAME(entry8)(starts, segment);
-    Ints k = __builtin_convertvector(NAME(smaller)(at, NAME(entry8)(lasts, segment)), Ints);
-    if (has_sign) {
-        Ints minus = (Ints)v >> 31;
-        k = (k ^ minus) - minus + 127;
-        k = NAME(greater)(k, (Ints){0});
-    }
-    return (Bits)k & 255;
+    at = NAME(smaller)(at, NAME(entry8)(lasts, segment));
+    if (has_sign) return (Bits)__builtin_convertvector((Lanes)((Bits)at | ((Bits)v & 0x80000000)), Ints) + 127;
+    return (Bits)__builtin_convertvector(at, Ints);
 }
 
 /* The same by upper bits. */

@@ -11,7 +11,7 @@
    integers, gather   LANES bytes as signed integers in float, and their values in a table of 256
    smaller, root      the smaller of two, the second if one is NaN; square roots
    greater            the larger of two signed integers
-   narrow4            stores the lowest bytes of four vectors of numbers below 256
+   narrow4            stores four vectors of signed integers as bytes, limited to 0 and 255
    high_half          the upper half of (u - from) * by for u < 2^16, with 0 for u < from
    entry8             the entries of a table of eight floats by the lower three bits
    sum4, transpose    the sums of four vectors; LANES rows of LANES words, with stride `apart`, as columns
@@ -78,7 +78,7 @@ INLINE Lanes NAME(root)(Lanes x) {
 }
 INLINE Ints NAME(greater)(Ints a, Ints b) { return (Ints)NAME(either)((Bits)(a > b), (Lanes)a, (Lanes)b); }
 INLINE void NAME(narrow4)(const Bits *v, uint8_t *out) {
-    for (int i = 0; i < 4 * LANES; i++) out[i] = (uint8_t)v[i / LANES][i % LANES];
+    for (int i = 0; i < 4 * LANES; i++) out[i] = (uint8_t)MIN(MAX((int32_t)v[i / LANES][i % LANES], 0), 255);
 }
 INLINE Bits NAME(high_half)(Bits u, uint32_t from, uint32_t by) {
     return (((u - from) & (Bits)((Ints)u > (Ints)((Bits){0} + from))) * by) >> 16;
@@ -153,7 +153,7 @@ INLINE Lanes NAME(smaller)(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m5
 INLINE Lanes NAME(root)(Lanes x) { return (Lanes)_mm512_sqrt_ps((__m512)x); }
 INLINE Ints NAME(greater)(Ints a, Ints b) { return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE void NAME(narrow4)(const Bits *v, uint8_t *out) {
-    UNROLLED(i, 4) _mm_storeu_si128((__m128i *)(out + 16 * i), _mm512_cvtepi32_epi8((__m512i)v[i]));
+    UNROLLED(i, 4) _mm_storeu_si128((__m128i *)(out + 16 * i), _mm512_cvtusepi32_epi8(_mm512_max_epi32((__m512i)v[i], _mm512_setzero_si512())));
 }
 INLINE Bits NAME(high_half)(Bits u, uint32_t from, uint32_t by) {
     __m512i above = _mm512_subs_epu16((__m512i)u, _mm512_set1_epi32((int)from));
