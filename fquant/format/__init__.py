@@ -32,6 +32,11 @@ from .known import (
     INT8_ROW,
     INT8_ROW_ZERO,
     INT8_TENSOR,
+    MOMENT4,
+    MOMENT4_UNSIGNED,
+    MOMENT8,
+    MOMENT8_UNSIGNED,
+    MOMENT_FP8,
     MXFP4,
     MXFP8,
     NF4,
@@ -48,7 +53,8 @@ from .text import parse, read
 __all__ = [
     "AF4", "AQ_2X8", "AQ_3X8", "BITS", "BLOCKS", "CODES", "DYNAMIC8", "E2M1", "E4M3", "E5M2", "E8M0", "FORMATS",
     "FORMER_NAMES", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3", "INT3_ZERO",
-    "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "MXFP4", "MXFP8", "NF4",
-    "NF4_DQ", "NF4_INT8", "NVFP4", "SCALE_E4M3", "SCALE_E8M0", "TERNARY", "Format", "Vectors", "named", "num_blocks",
-    "num_bytes", "parse", "read",
+    "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "MOMENT4",
+    "MOMENT4_UNSIGNED", "MOMENT8", "MOMENT8_UNSIGNED", "MOMENT_FP8", "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8",
+    "NVFP4", "SCALE_E4M3", "SCALE_E8M0", "TERNARY", "Format", "Vectors", "named", "num_blocks", "num_bytes",
+    "parse", "read",
 ]  # fmt: skip

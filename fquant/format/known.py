@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .definition import Format, Vectors, named
-from .tables import ABNORMAL4, E2M1, E4M3, E5M2, E8M0, FP4_VALUES, NORMAL4, dynamic_map, integers
+from .tables import ABNORMAL4, E2M1, E4M3, E5M2, E8M0, FP4_VALUES, NORMAL4, SIXTEENTHS, dynamic_map, integers
 
 # Scales of scales. The first two have one for each 4096, which are equal or 1, so that kernels decode them.
 DYNAMIC8 = Format("dynamic8", bits=8, block=256, table=dynamic_map(), flat=True, center=True)
@@ -40,8 +40,16 @@ NVFP4 = Format("nvfp4", bits=4, block=16, table=E2M1, scale=SCALE_E4M3)
 AQ_2X8 = Format("aq_2x8", bits=8, block=None, vectors=Vectors(dim=8, stages=2))
 AQ_3X8 = Format("aq_3x8", bits=8, block=None, vectors=Vectors(dim=8, stages=3))
 
+# Moments of optimisers: blocks run over the flattened array, and second moments have no sign.
+MOMENT8 = Format("moment8", bits=8, block=256, table=dynamic_map(), flat=True)
+MOMENT8_UNSIGNED = Format("moment8_unsigned", bits=8, block=256, table=dynamic_map(signed=False), flat=True)
+MOMENT4 = Format("moment4", bits=4, block=128, table=dynamic_map(decades=3), flat=True)
+MOMENT4_UNSIGNED = Format("moment4_unsigned", bits=4, block=128, table=SIXTEENTHS, flat=True)
+MOMENT_FP8 = Format("moment_fp8", bits=8, block=256, table=E4M3, flat=True)
+
 FORMATS = named(
     NF4, NF4_DQ, FP4, AF4, INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT3_ZERO, INT2, INT2_ZERO,
     TERNARY, FP8, FP8_E4M3, FP8_E5M2, FP8_TENSOR, MXFP8, MXFP4, NVFP4, AQ_2X8, AQ_3X8,
 )  # fmt: skip
 named(DYNAMIC8, SCALE_E4M3, SCALE_E8M0, INT8_ROW_ZERO, NF4_INT8)
+named(MOMENT8, MOMENT8_UNSIGNED, MOMENT4, MOMENT4_UNSIGNED, MOMENT_FP8)

@@ -1,9 +1,9 @@
 """The values of codes: the tables of formats.
 
-Sources: NF4, Dettmers et al. 2023 (QLoRA); the dynamic 8-bit map, Dettmers et al. 2022 (8-bit optimizers via block-wise
-quantization); E2M1, OCP Microscaling Formats v1.0, 2023; E4M3 and E5M2, Micikevicius et al. 2022; E8M0, OCP;
-AF4, Yoshida 2023 (NF4 isn't information theoretically optimal). NF4, FP4 and the dynamic
-map equal those of bitsandbytes bit for bit.
+Sources: NF4, Dettmers et al. 2023 (QLoRA); the dynamic maps of 8 bits, Dettmers et al. 2022 (8-bit optimizers via
+block-wise quantization); those of 4 bits, Li et al. 2023 (memory efficient optimizers with 4-bit states); E2M1 and
+E8M0, OCP Microscaling Formats v1.0, 2023; E4M3 and E5M2, Micikevicius et al. 2022; AF4, Yoshida 2023 (NF4 isn't
+information theoretically optimal). NF4, FP4 and the dynamic maps of 8 bits equal those of bitsandbytes bit for bit.
 """
 
 import math
@@ -14,13 +14,16 @@ from ..device import HOST
 from .definition import with_one_nan
 
 
-def dynamic_map() -> tuple[float, ...]:
-    """Return the signed dynamic map: each decade of 1e-6 .. 1 has twice as many values as the one before."""
+def dynamic_map(decades: int = 7, signed: bool = True) -> tuple[float, ...]:
+    """Return the dynamic map of ``decades`` up to 1: each has twice as many values as the one before, and 0 and 1.
+
+    A signed map has the negatives of all values but 1. One without signs has two values for each of theirs.
+    """
     values = [0.0, 1.0]
-    for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device=HOST)
-        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-        values += middles.tolist() + (-middles).tolist()
+    for i in range(decades):
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32, device=HOST)
+        middles = 10.0 ** (i + 1 - decades) * ((edges[:-1] + edges[1:]) / 2.0)
+        values += middles.tolist() + ((-middles).tolist() if signed else [])
     return tuple(sorted(values))
 
 
@@ -33,6 +36,9 @@ NORMAL4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
 # Sign, two exponent bits, one mantissa bit, in the order of the bit pattern and so not sorted. Both zeros are +0.
 _FP4_MAGNITUDE = tuple(x / 12 for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 FP4_VALUES = _FP4_MAGNITUDE + tuple(0.0 - x for x in _FP4_MAGNITUDE)
+
+# Sixteenths without a zero, for the second moments of optimisers, which would divide by it.
+SIXTEENTHS = tuple(i / 16 for i in range(1, 17))
 
 # Sign, two exponent bits with bias 1, one mantissa bit: the values of four bits in MXFP4 and NVFP4, in their order.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -10,7 +10,8 @@ our own, pointwise programs, and casts, which become copies. A view of a planned
 is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
 receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
 receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A
-sum over ranks is written over its addend if nothing else reads that.
+sum over ranks is written over its addend if nothing else reads that. A step of an optimiser with packed moments writes
+over the parameter and the moments that are donated.
 """
 
 import mmap
@@ -43,10 +44,11 @@ OUT_VARIANTS[_aten.pow.Tensor_Scalar] = _aten.pow.Tensor_Scalar_out
 OURS = (  # ops of torch.ops.fquant that have one
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn", "grouped_matmul", "grouped_matmul_t", "grouped_mm", "grouped_outer",
-    "cached_attention", "dense_matmul",
+    "cached_attention", "dense_matmul", "adam_update", "momentum_update",
 )  # fmt: skip
 _OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
+_STEPS = ("fquant.adam_update.default", "fquant.momentum_update.default")  # result i may be over argument i + 1
 _SUM = "_c10d_functional.all_reduce.default"  # by name, because a build of torch may lack the op
 
 
@@ -78,7 +80,8 @@ class MemoryPlan:
 
 def plan_memory(graph: Graph) -> MemoryPlan | None:
     """Return a copy of ``graph`` whose results are in one piece of memory if possible; None if none can be."""
-    slots, nbytes = _assign_slots(graph)
+    over = _steps_in_place(graph)
+    slots, nbytes = _assign_slots(graph, over)
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
@@ -93,6 +96,8 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
     for node in graph.nodes:
         if node in slots:
             results = [slot and planned(f"{node.name}_at_{i}", slot) for i, slot in enumerate(slots[node])]
+            for i, copy in over.get(node, {}).items():
+                results[i] = copies[copy] = copies[copy.args[0]]  # type: ignore[index]
             call = new.node_copy(node, copies.__getitem__)
             remaining = _write_to(call, results)
             copies[node] = call if isinstance(node.meta["val"], list | tuple) else results[0] or call
@@ -147,6 +152,27 @@ def _sums_in_place(graph: Graph) -> set[Node]:
     return found
 
 
+def _steps_in_place(graph: Graph) -> dict[Node, dict[int, Node]]:
+    """Return the results of steps of optimisers that are copied over an argument of the graph, with that copy.
+
+    That must be the argument whose new value the result is, and the step the last to read it.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    found = dict[Node, dict[int, Node]]()
+    for node in [node for node in graph.nodes if str(node.target) in _STEPS]:
+        for item in node.users:
+            i, copies = item.args[1] if item.target is operator.getitem else None, [*item.users]
+            if i is None or len(copies) != 1 or copies[0].target is not _aten.copy_.default:
+                continue
+            old: Any = node.args[i + 1]  # type: ignore[operator]
+            readers = [user for user in old.users if user is not copies[0]]
+            last = all(place[user] <= place[node] for user in readers) and node.args.count(old) == 1
+            alike = graphs.tensor_layouts(old) == graphs.tensor_layouts(item)
+            if copies[0].args[0] is old and old.op == "placeholder" and last and alike:
+                found.setdefault(node, {})[i] = copies[0]  # type: ignore[index]
+    return found
+
+
 def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
     """Let ``call`` write into ``results``; return the indices of the results that it still returns."""
     if call.target is OP:
@@ -166,8 +192,11 @@ def _out_variant(node: Node) -> Any:
     return getattr(torch.ops.fquant, name).out if name else OUT_VARIANTS.get(node.target)
 
 
-def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
-    """Return the slots of the results of each node that can be planned, and the bytes of all."""
+def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict[Node, list[Slot | None]], int]:
+    """Return the slots of the results of each node that can be planned, and the bytes of all.
+
+    The results ``over`` arguments need no slots; nodes whose other results cannot be planned are removed from it.
+    """
     calls = [node for node in graph.nodes if graphs.is_issue(node) or graphs.is_wait(node)]
     in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
     external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
@@ -177,12 +206,19 @@ def _assign_slots(graph: Graph) -> tuple[dict[Node, list[Slot | None]], int]:
         tensors = graphs.tensors(node) if _can_write_to(node) else []
         fill = [0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
         fit = [full and t.untyped_storage()._cdata not in external for full, t in zip(fill, tensors, strict=True)]
+        placed = over.get(node, {})
+        if not tensors or not all(ok or i in placed for i, ok in enumerate(fit)):
+            over.pop(node, None)  # an op writes all its results into given memory, or none
+            placed = {}
         for i, t in enumerate(tensors):
-            if all(fit) or (fit[i] and node.target is OP):
+            if i in placed:
+                continue
+            if all(ok or k in placed for k, ok in enumerate(fit)) or (fit[i] and node.target is OP):
                 results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
     offsets, nbytes = assign_offsets(spans)
-    slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node, _ in results}
+    made = dict.fromkeys([*over, *(node for node, _ in results)])
+    slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node in made}
     for (node, i), offset in zip(results, offsets, strict=True):
         slots[node][i] = Slot(offset, graphs.tensors(node)[i])
     return slots, nbytes

@@ -13,6 +13,7 @@ from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm
 from .library import isas, load
+from .moments import adam_update, momentum_update
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward
 from .threads import usable_cores

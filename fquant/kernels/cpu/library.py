@@ -25,6 +25,7 @@ OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
     "silu", "silu_derivative",
 )  # fmt: skip
+RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 Pointer, Long, Int, Float, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_double
 
 
@@ -80,6 +81,30 @@ class Attention(ctypes.Structure):
     )  # fmt: skip
 
 
+class Moment(ctypes.Structure):
+    """``Moment`` of csrc/work.h."""
+
+    _fields_ = _fields(
+        (Pointer, "table thresholds order segments cells"), (Long, "block"), (ctypes.c_uint32, "low high"),
+        (Int, "bits has_sign grid"), (Float, "least top"),
+    )  # fmt: skip
+
+
+class State(ctypes.Structure):
+    """``State`` of csrc/work.h."""
+
+    _fields_ = _fields((Pointer, "codes scale new_codes new_scale"))
+
+
+class Update(ctypes.Structure):
+    """``Update`` of csrc/work.h."""
+
+    _fields_ = _fields(
+        (Pointer, "grad param out rates"), (Moment * 2, "moments"), (State * 2, "states"), (Long, "n chunk"),
+        (Float, "b1 rest1 b2 rest2 eps decay"), (Int, "rule grad_dtype param_dtype apply"),
+    )  # fmt: skip
+
+
 @cache
 def load() -> ctypes.CDLL:
     """Return the library; raise ImportError if it was not built, or from other sources."""
@@ -109,8 +134,10 @@ def load() -> ctypes.CDLL:
         "attention": [ctypes.POINTER(Attention)],
         "cached_attention": [*[Pointer] * 6, *[Long] * 5, Double, Double, Int],
         "dense_matmul": [*[Pointer] * 3, Long, Long, Long, Int],
+        "update": [ctypes.POINTER(Update)],
     }
-    wanted = [*map(ctypes.sizeof, (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding)), len(OPS), PIECE]
+    structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)
+    wanted = [*map(ctypes.sizeof, structures), len(OPS), PIECE]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
     complete = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:

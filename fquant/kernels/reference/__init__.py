@@ -15,5 +15,6 @@ from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoint
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm, quantize_rows
+from .moments import adam_update, encode_moment, momentum_update
 from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward

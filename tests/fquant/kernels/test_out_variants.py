@@ -7,9 +7,10 @@ from fquant import NF4_DQ, quantize
 from fquant.compile.memory import plan
 from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, decoding, nll, norm, silu  # noqa: F401
+from fquant.kernels.ops import attention, decoding, moments, nll, norm, silu  # noqa: F401
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
+from tests.helpers.kernels.moments import FORMATS, steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -22,6 +23,7 @@ def arguments(name, dtype):
     q, k, v = (randn(2, heads, 7, 8, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2)))
     y, lse = attention.attention(q, k, v)
     _, scale = norm.rms_norm(x, x[0], 1e-5)
+    narrow = torch.float32 if dtype is torch.float64 else dtype
     targets = torch.tensor([1, 2, -100, 5, 63])
     counts, many = torch.tensor([2, 0, 3]), quantize(randn(3, 48, 64, seed=3), NF4_DQ)
     stack = (counts, buffers(many), many.format.text, many.shape, many.dtype)
@@ -36,6 +38,8 @@ def arguments(name, dtype):
         "grouped_matmul": (x, *stack), "grouped_matmul_t": (g, *stack),
         "grouped_mm": (x, counts, randn(3, 48, 64).to(dtype), False), "grouped_outer": (g, x, counts),
         "cached_attention": (q[:, :, 0], *(t.transpose(1, 2) for t in (k, v)), torch.tensor([3, 9]), None, 2.0),
+        "adam_update": next(steps("adamw", FORMATS["8"], (5, 70), narrow, "nearest", True))[1],
+        "momentum_update": next(steps("lion", FORMATS["4"], (5, 70), narrow, "nearest", True))[1],
         "dense_matmul": (x, randn(40, 64, seed=4).to(dtype)),
     }[name]  # fmt: skip
 
@@ -57,7 +61,7 @@ def test_the_same_bits_where_they_are_wanted(monkeypatch, name, dtype, backend):
     monkeypatch.setenv(VARIABLE, backend)
     args = arguments(name, dtype)
     want = results(name, args)
-    out = [torch.empty_like(t).fill_(float("nan")) for t in want]
+    out = [torch.full_like(t, float("nan") if t.is_floating_point() else 7) for t in want]
     where = [t.data_ptr() for t in out]
     write(name, args, out)
     assert all(torch.equal(t, w) for t, w in zip(out, want, strict=True)) and where == [t.data_ptr() for t in out]

@@ -32,6 +32,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "attention.h"
 #include "decoding.h"
 #include "pointwise.h"
+#include "moments.h"
 
 #undef BY_HALF
 #undef FMA

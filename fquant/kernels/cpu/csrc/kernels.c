@@ -47,7 +47,8 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
     else f(__VA_ARGS__, F16);
 
 typedef struct { /* what an instruction set provides */
-    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, quantize_row, integer_rows, few_integers, load_bytes;
+    Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, update,
+        quantize_row, integer_rows, few_integers, load_bytes;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -84,7 +85,7 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The instruction sets; `isa` below is an index into `available`. */
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
-                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, \
+                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, update_##ISA, \
                                quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_bytes_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
                                PANEL_##ISA, BF16, BYTES_##ISA}
@@ -95,6 +96,7 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 /* The types and sizes of the instruction set that is compiled. */
 #define Lanes NAME(Lanes)
 #define Bits NAME(Bits)
+#define Ints NAME(Ints)
 #define Table16 NAME(Table16)
 #define Table32 NAME(Table32)
 #define Sizes NAME(Sizes)
@@ -167,7 +169,7 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 /* Constants that library.py has as well: sizes of structures, the number of operations, and TILE. */
 EXPORT int fquant_sizes(int which) {
     const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
-                            sizeof(Attention), sizeof(Rounding), OPS, TILE};
+                            sizeof(Attention), sizeof(Rounding), sizeof(Moment), sizeof(Update), OPS, TILE};
     return (int)sizes[which];
 }
 
@@ -315,4 +317,11 @@ EXPORT int64_t fquant_pointwise(int isa, int threads, const Pointwise *program, 
     int64_t units = (work.total + TILE - 1) / TILE;
     threads = (int)MIN((int64_t)threads, (work.total + ALONE - 1) / ALONE);
     return run(available[isa].kernels.pointwise, &work, units, (size_t)work.registers * TILE * 4, NULL, threads);
+}
+
+/* A step of an optimiser on one parameter. */
+EXPORT int64_t fquant_update(int isa, int threads, const Update *u) {
+    Update work = *u;
+    threads = (int)MIN((int64_t)threads, work.n / ALONE + 1);
+    return run(available[isa].kernels.update, &work, pieces_of(work.n), 0, NULL, threads);
 }

@@ -1,0 +1,193 @@
+/* Steps of optimisers whose moments are packed, equal to reference/moments.py. A unit is a PIECE of the flattened
+   parameter. Chunks of the larger block are decoded and updated in one loop, and encoded in another, because a scale
+   depends on the whole block. In between they stay in the nearest cache. */
+
+/* Return the codes of n elements from `at` on, a byte each and vectors filled up; in `room` unless they are so. */
+static const uint8_t *NAME(codes_of)(const Moment *m, const State *s, int64_t at, int64_t n, uint8_t *room) {
+    const uint8_t *codes = s->codes + at * m->bits / 8;
+    if (m->bits == 8 && n % LANES == 0) return codes;
+    if (m->bits == 4) for (int64_t i = 0; i < (n + 1) / 2; i++) room[2 * i] = codes[i] >> 4, room[2 * i + 1] = codes[i] & 15;
+    else for (int64_t i = 0; i < n; i++) room[i] = codes[i];
+    for (int64_t i = n; i < padded_to(n, LANES); i++) room[i] = 0;
+    return room;
+}
+
+/* The 8-bit codes of numbers in units of their scale, by the formula of a dynamic map; -1 means 0. */
+INLINE Bits NAME(by_segment)(const Moment *m, Lanes v, const int has_sign) {
+    const float *edges = m->segments, *slopes = edges + 8, *starts = edges + 16, *lasts = edges + 24;
+    Bits size = (Bits)v & 0x7fffffff, segment = NAME(high_half)(size >> 16, m->low, m->high);
+    segment = segment - (Bits)((Ints)size >= (Ints)NAME(entry8)(edges, segment));
+    Lanes at = (Lanes)size * NAME(entry8)(slopes, segment) + NAME(entry8)(starts, segment);
+    at = NAME(smaller)(at, NAME(entry8)(lasts, segment));
+    if (has_sign) return (Bits)__builtin_convertvector((Lanes)((Bits)at | ((Bits)v & 0x80000000)), Ints) + 127;
+    return (Bits)__builtin_convertvector(at, Ints);
+}
+
+/* The same by upper bits. */
+INLINE Bits NAME(by_cell)(const Moment *m, Lanes v, const int has_sign) {
+    uint32_t bits[LANES];
+    Bits codes;
+    memcpy(bits, &v, sizeof v);
+    for (int k = 0; k < LANES; k++) {
+        uint32_t key = (bits[k] & 0x7fffffff) >> 16;
+        key = MIN(MAX(key, m->low), m->high) - m->low;
+        if (has_sign) key += (bits[k] >> 31) * (m->high - m->low + 1);
+        uint32_t cell = m->cells[key];
+        bits[k] = (bits[k] & 0xffff) >= cell >> 16 ? cell >> 8 & 255 : cell & 255;
+    }
+    memcpy(&codes, bits, sizeof codes);
+    return codes;
+}
+
+/* Encode n numbers of a block, filled up to whole vectors. */
+INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lanes by, const int divides,
+                          uint8_t *codes, const int formula, const int has_sign) {
+    Bits four[4] = {{0}};
+    uint8_t few[4 * LANES];
+#define ENCODED(at, to)                                                                              \
+    {                                                                                                \
+        Lanes v;                                                                                     \
+        memcpy(&v, at, sizeof v);                                                                    \
+        v = divides ? v / by : v * by;                                                               \
+        to = formula ? NAME(by_segment)(m, v, has_sign) : NAME(by_cell)(m, v, has_sign);             \
+    }
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        UNROLLED(k, 4) ENCODED(x + i + k * LANES, four[k])
+        NAME(narrow4)(four, codes + i);
+    }
+    for (int64_t k = 0; i + k * LANES < n; k++) ENCODED(x + i + k * LANES, four[k])
+#undef ENCODED
+    if (i < n) NAME(narrow4)(four, few), memcpy(codes + i, few, (size_t)(n - i));
+}
+static void NAME(encode4)(const Moment *m, float *restrict x, int64_t n, float by, uint8_t *restrict codes) {
+    uint8_t index[PIECE];
+    float t[15];
+    memcpy(t, m->thresholds, sizeof t);
+    for (int64_t i = 0; i < n; i++) {
+        float v = x[i] * by;
+        int32_t reached = 0;
+        UNROLLED(k, 15) reached += v >= t[k];
+        index[i] = (uint8_t)reached;
+    }
+    for (int64_t i = 0; i < n; i++) index[i] = m->order[index[i]];
+    for (int64_t i = 0; i < n / 2; i++) codes[i] = (uint8_t)(index[2 * i] << 4 | index[2 * i + 1]);
+    if (n % 2) codes[n / 2] = (uint8_t)(index[n - 1] << 4);
+}
+
+/* Encode n numbers of a block whose largest magnitude is `absmax` as the codes and the scale at `at`. */
+static void NAME(encode_block)(const Moment *m, const State *s, int64_t at, int64_t n, float *x, float absmax) {
+    uint8_t *codes = s->new_codes + at * m->bits / 8;
+    int divides = m->grid && n < m->block;
+    float least = divides ? 1e-38f : m->least;
+    float scale = (absmax < least ? least : absmax) / m->top, divisor = scale < 1e-38f ? 1e-38f : scale;
+    Lanes by = (divides ? divisor : 1.0f / divisor) - (Lanes){0};
+    s->new_scale[at / m->block] = scale;
+    if (m->bits == 4) NAME(encode4)(m, x, n, 1.0f / divisor, codes);
+    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, 1, 1);
+    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, 1, 0);
+    else NAME(encode8)(m, x, n, by, divides, codes, 0, m->has_sign);
+}
+
+typedef struct { const float *g, *p; const uint8_t *codes[2]; float *x[2], *out; } NAME(Chunk);
+
+/* Update n elements of a chunk from `i` on, which share their scales; vectors are filled. Raise `top`, the largest
+   magnitudes of the new moments as bits, among which NaN exceeds all. */
+INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, float scale, float scale2, Ints *top,
+                          const int rule, const int apply) {
+    const int two = rule <= ADAM;
+    const float factor = u->rates[0], by1 = two ? u->rates[1] : 0, by2 = two ? u->rates[2] : 0;
+    const float b1 = u->b1, rest1 = u->rest1, b2 = u->b2, rest2 = u->rest2, eps = u->eps, decay = u->decay;
+    const float *first = u->moments[0].table, *second = u->moments[1].table;
+    Ints top1 = top[0], top2 = top[1];
+    for (n += i; i < n; i += LANES) {
+        Lanes g, p, change, mean = NAME(gather)(first, c.codes[0] + i) * scale, square = mean;
+        memcpy(&g, c.g + i, sizeof g), memcpy(&p, c.p + i, sizeof p);
+        if (rule != ADAMW && rule != LION) g = g + decay * p;
+        if (two) {
+            square = NAME(gather)(second, c.codes[1] + i) * scale2;
+            mean = b1 * mean + rest1 * g;
+            square = b2 * square + rest2 * (g * g);
+            memcpy(c.x[1] + i, &square, sizeof square);
+            top2 = NAME(greater)(top2, (Ints)square & 0x7fffffff);
+            change = (mean * by1) / (NAME(root)(square) * by2 + eps);
+            if (rule == ADAMW) change = change + decay * p;
+        } else if (rule == LION) {
+            Lanes lean = b1 * mean + rest1 * g;
+            Bits is_zero = (Bits)(lean == (Lanes){0}), is_nan = (Bits)(lean != lean);
+            Bits sign = ((Bits)lean & 0x80000000) | bits_of(1.0f);
+            change = NAME(either)(is_nan, lean, (Lanes)(sign & ~is_zero)) + decay * p;
+            mean = b2 * mean + rest2 * g;
+        } else if (rule == MEAN || rule == NESTEROV_MEAN) {
+            change = mean = b1 * mean + rest1 * g;
+            if (rule == NESTEROV_MEAN) change = rest1 * g + b1 * mean;
+        } else {
+            change = mean = b1 * mean + g;
+            if (rule == NESTEROV) change = g + b1 * mean;
+        }
+        change = factor * change;
+        if (apply) change = p + change;
+        memcpy(c.x[0] + i, &mean, sizeof mean), memcpy(c.out + i, &change, sizeof change);
+        top1 = NAME(greater)(top1, (Ints)mean & 0x7fffffff);
+    }
+    top[0] = top1, top[1] = top2;
+}
+
+INLINE float NAME(highest)(Ints v) {
+    int32_t top = 0;
+    for (int i = 0; i < LANES; i++) top = MAX(top, v[i]);
+    return float_of((uint32_t)top);
+}
+
+INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int rule, const int apply) {
+    float x[2][PIECE + 64] __attribute__((aligned(64)));
+    float grads[PIECE + 64] __attribute__((aligned(64))), params[PIECE + 64] __attribute__((aligned(64)));
+    uint8_t room[2][PIECE + 64] __attribute__((aligned(64)));
+    const int moments = rule <= ADAM ? 2 : 1, to = apply ? u->param_dtype : F32;
+    const int64_t least = moments == 2 ? MIN(u->moments[0].block, u->moments[1].block) : u->chunk;
+    for (int64_t at = start, n; at < stop; at += n) {
+        n = MIN(u->chunk, stop - at);
+        NAME(Chunk) c = {(const float *)u->grad + at, (const float *)u->param + at, {0}, {x[0], x[1]}, (float *)u->out + at};
+        int fills = n % LANES == 0, direct = fills && to == F32;
+        const char *next_g = (const char *)u->grad + (at + AHEAD_OF) * size_of(u->grad_dtype);
+        const char *next_p = (const char *)u->param + (at + AHEAD_OF) * size_of(u->param_dtype);
+        for (int64_t i = 0; i < n * 4; i += 64) __builtin_prefetch(next_g + i), __builtin_prefetch(next_p + i);
+        if (!fills || u->grad_dtype != F32) {
+            NAME(floats)(u->grad, u->grad_dtype, at, n, grads), memset(grads + n, 0, LANES * 4);
+            c.g = grads;
+        }
+        if (!fills || u->param_dtype != F32) {
+            NAME(floats)(u->param, u->param_dtype, at, n, params), memset(params + n, 0, LANES * 4);
+            c.p = params;
+        }
+        if (!direct) c.out = params; /* a vector is read before it is written */
+        for (int k = 0; k < moments; k++) c.codes[k] = NAME(codes_of)(u->moments + k, u->states + k, at, n, room[k]);
+        Ints top[2] = {{0}, {0}};
+        for (int64_t i = 0; i < n; i += least) {
+            float scales[2] = {0, 0};
+            for (int k = 0; k < moments; k++) scales[k] = u->states[k].scale[(at + i) / u->moments[k].block];
+            NAME(updated)(u, c, i, MIN(least, n - i), scales[0], scales[1], top, rule, apply);
+            for (int k = 0; k < moments; k++) {
+                int64_t block = u->moments[k].block, end = MIN(i + least, n), begin = i / block * block;
+                if (end % block && end < n) continue; /* the block goes on */
+                float most = NAME(highest)(top[k]);
+                if (end % LANES) most = NAME(absmax)(x[k] + begin, end - begin, 0.0f); /* without what was filled up */
+                NAME(encode_block)(u->moments + k, u->states + k, at + begin, end - begin, x[k] + begin, most);
+                top[k] = (Ints){0};
+            }
+        }
+        if (!direct) NAME(halves)(params, n, to, u->out, at);
+    }
+}
+
+UNIT(update) {
+    const Update *u = work;
+    int64_t start = unit * PIECE, stop = MIN(u->n, start + PIECE);
+#define RULE(R)                                         \
+    case R:                                             \
+        if (u->apply) NAME(step)(u, start, stop, R, 1); \
+        else NAME(step)(u, start, stop, R, 0);          \
+        break;
+    switch (u->rule) { RULE(ADAMW) RULE(ADAM) RULE(LION) RULE(SGD) RULE(NESTEROV) RULE(MEAN) RULE(NESTEROV_MEAN) }
+#undef RULE
+}

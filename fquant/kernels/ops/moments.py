@@ -1,0 +1,115 @@
+"""Steps of optimisers whose moments are packed, as two ops: a moment is decoded, updated and encoded in one pass.
+
+    adam_update        two moments: AdamW, and Adam, whose decay is coupled to the gradient
+    momentum_update    one: SGD with momentum (``sgd``, ``nesterov``), Lion, a mean (``mean``, ``nesterov_mean``)
+
+AdamW with moments of 8 bits reads and writes 16 bytes an element, and 28 in float32. A moment is its codes and its
+scales, of a flat format (``fquant/format/known.py``); ``moment_codes.py`` defines the codes. With decoded moments m and
+v, gradient g and parameter p in float32, in this order of operations:
+
+    adamw     m = b1·m + (1-b1)·g;  v = b2·v + (1-b2)·g²;  change = f · ((m·r1) / (sqrt(v)·r2 + eps) + decay·p)
+    adam      g = g + decay·p, and change = f · (m·r1) / (sqrt(v)·r2 + eps)
+    sgd       g = g + decay·p;  m = b1·m + g;  change = f · m
+    nesterov  the same, and change = f · (g + b1·m)
+    mean      g = g + decay·p;  m = b1·m + (1-b1)·g;  change = f · m, or for nesterov_mean f · ((1-b1)·g + b1·m)
+    lion      change = f · (sign(b1·m + (1-b1)·g) + decay·p);  m = b2·m + (1-b2)·g
+
+``rates`` f32[3] are f, minus the learning rate, r1 = 1 / (1 - b1^t) and r2 = 1 / sqrt(1 - b2^t). The first result is
+the change f32, or with ``apply`` the parameter p + change, rounded to its dtype. The moments that it depends on are
+not rounded; the codes and scales of the new ones follow.
+
+The results of all backends have the same bits. NaN or infinity in a gradient makes the scale of its block so. From then
+on every moment of the block is NaN or infinite. There are no derivatives. Under vmap the op
+runs for one element after the other.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...format import read
+from ..arguments import check_beside
+from ..moment_codes import ROUNDINGS
+from ..registry import register
+from ..spec import FLOATS, Spec, layout
+
+RULES = ("sgd", "nesterov", "lion", "mean", "nesterov_mean")
+
+
+def adam_update(
+    grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
+    mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
+    coupled: bool, apply: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the change f32 or the parameter, and codes and scales of the new mean and the new mean of squares.
+
+    ``grad`` and ``param`` f32, bf16 or f16 of one shape; codes u8 and scales f32 of formats with these texts.
+    Raises TypeError for other dtypes, ValueError for other shapes or devices, or for a format of no moment.
+    """
+    return _ADAM(
+        grad, param, mean, mean_scale, square, square_scale, rates, mean_format, square_format, rounding, b1, b2, eps,
+        decay, coupled, apply,
+    )  # fmt: skip
+
+
+def momentum_update(
+    grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
+    b1: float, b2: float, decay: float, apply: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the change f32 or the parameter, and codes and scales of the new moment; ``rule`` is one of RULES.
+
+    Arguments and errors are as in :func:`adam_update`.
+    """
+    return _MOMENTUM(grad, param, moment, scale, rates, format, rounding, rule, b1, b2, decay, apply)
+
+
+def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, *states: Any) -> None:
+    for name, t in (("grad", grad), ("param", param)):
+        if t.dtype not in FLOATS:
+            raise TypeError(f"{op} got {name} {t.dtype} {tuple(t.shape)}; wanted f32, bf16 or f16")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op} got the rounding {rounding!r}; wanted {' or '.join(ROUNDINGS)}")
+    check_beside(op, "param", param, grad=(grad, tuple(param.shape), grad.dtype))
+    check_beside(op, "param", param, rates=(rates, (3,), torch.float32))
+    for text, codes, scale in states:
+        format = read(text)
+        fits = format.flat and format.table and format.block and not (format.center or format.zero or format.scale)
+        if not fits:
+            raise ValueError(f"{op} got a moment in {format.name}; wanted a flat format with a table and blocks")
+        if rounding == "grid" and not (format.bits == 8 and format.in_absmax):
+            raise ValueError(f"{op} got the rounding grid of {format.name}; wanted 8 bits in units of the absmax")
+        leaves = layout(Spec(format, tuple(param.shape), torch.float32))
+        named = {leaf.name: (t, leaf.shape, leaf.dtype) for leaf, t in zip(leaves, (codes, scale), strict=True)}
+        check_beside(op, "param", param, **named)
+
+
+def _check_adam(op: str, grad: Tensor, param: Tensor, *rest: Any) -> None:
+    mean, mean_scale, square, square_scale, rates, mean_format, square_format, rounding, *_ = rest
+    states = (mean_format, mean, mean_scale), (square_format, square, square_scale)
+    _check(op, grad, param, rates, rounding, *states)
+
+
+def _check_momentum(op: str, grad: Tensor, param: Tensor, *rest: Any) -> None:
+    moment, scale, rates, format, rounding, rule, *_ = rest
+    if rule not in RULES:
+        raise ValueError(f"{op} got the rule {rule!r}; wanted one of {', '.join(RULES)}")
+    _check(op, grad, param, rates, rounding, (format, moment, scale))
+
+
+def _empty(grad: Tensor, param: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dtype = param.dtype if rest[-1] else torch.float32
+    state = [t for t in rest if isinstance(t, Tensor)][:-1]  # without the rates
+    fresh = lambda t, dtype: t.new_empty(t.shape, dtype=dtype)
+    return fresh(param, dtype), *(fresh(t, t.dtype) for t in state)
+
+
+def _vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    one = lambda i: [t if at is None else t.select(at, i) for t, at in zip(args, in_dims, strict=True)]
+    results = zip(*(op(*one(i)) for i in range(info.batch_size)), strict=True)
+    return tuple(torch.stack(some) for some in results), (0,) * (3 if op is _MOMENTUM else 5)
+
+
+_FIX = "a step with packed moments has none; keep the moments in float32, or detach its arguments"
+_ADAM = register(adam_update, _check_adam, _empty, _vmap, _FIX)
+_MOMENTUM = register(momentum_update, _check_momentum, _empty, _vmap, _FIX)

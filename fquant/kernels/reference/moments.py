@@ -1,0 +1,85 @@
+"""Updates of parameters by moments that are packed: decode, update, encode again, each operation in float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...format import Format, num_blocks, read
+from ..spec import Spec
+from .codec import decode
+
+
+def adam_update(
+    grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
+    mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
+    coupled: bool, apply: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    g, p, (factor, by1, by2) = grad.float(), param.float(), rates.unbind()
+    if coupled:
+        g = g + decay * p
+    m = b1 * _decoded(mean, mean_scale, mean_format, p) + (1 - b1) * g
+    v = b2 * _decoded(square, square_scale, square_format, p) + (1 - b2) * (g * g)
+    root = v.double().sqrt().float()  # on CPUs torch's square roots in float32 are not all rounded correctly
+    change = (m * by1) / (root * by2 + eps)
+    change = factor * (change if coupled else change + decay * p)
+    stored = _encoded(m, read(mean_format), rounding), _encoded(v, read(square_format), rounding)
+    return _result(param, change, apply), *stored[0], *stored[1]
+
+
+def momentum_update(
+    grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
+    b1: float, b2: float, decay: float, apply: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    g, p, factor = grad.float(), param.float(), rates[0]
+    m = _decoded(moment, scale, format, p)
+    if rule == "lion":
+        change = factor * (torch.sign(b1 * m + (1 - b1) * g) + decay * p)
+        m = b2 * m + (1 - b2) * g
+    elif rule in ("mean", "nesterov_mean"):
+        g = g + decay * p
+        m = b1 * m + (1 - b1) * g
+        change = factor * ((1 - b1) * g + b1 * m if rule == "nesterov_mean" else m)
+    else:
+        g = g + decay * p
+        m = b1 * m + g
+        change = factor * (g + b1 * m if rule == "nesterov" else m)
+    return _result(param, change, apply), *_encoded(m, read(format), rounding)
+
+
+def _result(param: Tensor, change: Tensor, apply: bool) -> Tensor:
+    return (param + change).to(param.dtype).contiguous() if apply else change.contiguous()
+
+
+def _decoded(codes: Tensor, scale: Tensor, format: str, like: Tensor) -> Tensor:
+    return decode([codes, scale], Spec(read(format), tuple(like.shape), torch.float32), torch.float32)
+
+
+def _encoded(x: Tensor, format: Format, rounding: str) -> tuple[Tensor, Tensor]:
+    codes, scale = encode_moment(x.flatten(), format, rounding)
+    return codes.view(x.shape) if format.bits == 8 else codes, scale
+
+
+def encode_moment(x: Tensor, format: Format, rounding: str) -> tuple[Tensor, Tensor]:
+    """Quantise a moment x f32[n] to codes u8[bytes] and scales f32[blocks]."""
+    assert format.block is not None
+    whole = len(x) // format.block * format.block
+    parts = [_blocks(part.unflatten(0, (-1, size)), format, rounding, size < format.block)
+             for part, size in ((x[:whole], format.block), (x[whole:], len(x) - whole)) if len(part)]  # fmt: skip
+    index, scale = (torch.cat(some) for some in zip(*parts, strict=True))
+    assert len(scale) == num_blocks(format, len(x))
+    if format.bits == 4:
+        index = F.pad(index, (0, len(index) % 2))
+        index = index[0::2] << 4 | index[1::2]
+    return index, scale
+
+
+def _blocks(x: Tensor, format: Format, rounding: str, short: bool) -> Sequence[Any]:
+    from ..moment_codes import codes, scaled  # which has the grid of this package
+
+    order, thresholds = codes(format, rounding)
+    y, scale = scaled(x, x.abs().amax(-1), format, rounding, short)
+    index = torch.bucketize(y, thresholds.to(y.device), right=True)
+    return torch.tensor(order, dtype=torch.uint8, device=y.device)[index].flatten(), scale

@@ -1,0 +1,179 @@
+"""Steps of optimisers whose moments are packed, in Triton: one pass over gradient, parameter, codes and scales.
+
+A program holds whole blocks of the flattened parameter. A code is found by a binary search among the thresholds of
+``moment_codes.py``, which stay in the nearest cache, as the values of codes do. Nothing is fused, denormals are kept,
+and roots and quotients are rounded to nearest. So the bits are the reference's.
+"""
+
+# pyright: reportInvalidTypeForm=false
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...format import Format, read
+from .. import moment_codes
+from .codes import DTYPES, EXACT, lookup, narrow, on, tl, triton, widen
+
+SIZE = 1024  # elements of a program, or one block of each moment
+LONG = 2**31
+ADAMW, ADAM, LION, SGD, NESTEROV, MEAN, NESTEROV_MEAN = (tl.constexpr(i) for i in range(7))
+RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
+
+
+def adam_update(
+    grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
+    mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
+    coupled: bool, apply: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    states, formats = ((mean, mean_scale), (square, square_scale)), (read(mean_format), read(square_format))
+    return _run(
+        "adam" if coupled else "adamw", grad, param, states, formats, rates, rounding, b1, b2, eps, decay, apply
+    )
+
+
+def momentum_update(
+    grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
+    b1: float, b2: float, decay: float, apply: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _run(rule, grad, param, ((moment, scale),), (read(format),), rates, rounding, b1, b2, 0.0, decay, apply)
+
+
+def _run(
+    rule: str,
+    grad: Tensor,
+    param: Tensor,
+    states: Sequence[tuple[Tensor, Tensor]],
+    formats: Sequence[Format],
+    rates: Tensor,
+    rounding: str,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    apply: bool,
+) -> tuple[Tensor, ...]:
+    size = max(SIZE, *(format.block or 0 for format in formats))
+    fresh = lambda t, dtype: torch.empty(t.shape, dtype=dtype, device=param.device)
+    results = [fresh(param, param.dtype if apply else torch.float32)]
+    results += [fresh(t, t.dtype) for pair in states for t in pair]
+    moments: list[Any] = []
+    for i, (pair, format) in enumerate(zip(states, formats, strict=True)):
+        tables = lookup(format, param.device), *_codes(format, rounding, param.device)
+        moments += [*(t.contiguous() for t in pair), *results[1 + 2 * i : 3 + 2 * i], *tables]
+    moments += [None] * (14 - len(moments))
+    constants = [part for f in formats for part in (f.bits, f.block, moment_codes.largest(f))]
+    constants += [8, SIZE, 1.0] * (2 - len(formats))
+    if n := param.numel():
+        inputs = grad.contiguous(), param.contiguous(), results[0], rates.contiguous()
+        numbers = n, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
+        flags = RULES.index(rule), apply, rounding == "grid", DTYPES[results[0].dtype], n + size >= LONG
+        with on(param):
+            _update[(triton.cdiv(n, size),)](*inputs, *moments, *numbers, *constants, *flags, size, **EXACT)
+    return tuple(results)
+
+
+@lru_cache(maxsize=64)
+def _codes(format: Format, rounding: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the thresholds, filled up with infinity to 15 or 255, and the codes in the order of their values."""
+    order, thresholds = moment_codes.codes(format, rounding)
+    full = torch.full((2**format.bits - 1,), float("inf"), dtype=torch.float32, device=device)
+    full[: len(thresholds)] = thresholds.to(device)
+    return full, torch.tensor(order, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _decoded(codes, scale, table, at, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the values f32 of the elements ``at``."""
+    if BITS == 8:
+        code = tl.load(codes + at, mask=at < n, other=0).to(tl.int32)
+    else:
+        byte = tl.load(codes + at // 2, mask=at < n, other=0).to(tl.int32)
+        code = tl.where(at % 2 == 0, byte >> 4, byte & 15)
+    return tl.load(table + code) * tl.load(scale + at // BLOCK, mask=at < n, other=0)
+
+
+@triton.jit
+def _encode(
+    x, codes, scale, thresholds, order, at, n, least, tiny,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, GRID: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the codes and scales of the values x at ``at``, the SIZE elements of a program."""
+    bits = tl.where(at < n, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    top = tl.max(tl.reshape(bits, [SIZE // BLOCK, BLOCK]), 1).to(tl.float32, bitcast=True)[:, None]
+    block = at - at % BLOCK
+    if GRID:
+        short = tl.reshape(block + BLOCK > n, [SIZE // BLOCK, BLOCK])
+        last = tl.max(short.to(tl.int32), 1)[:, None] > 0
+        top = tl.where(last & (top < tiny), tiny, top)
+    top = tl.where(top < least, least, top)
+    stored = tl.div_rn(top, tl.full([SIZE // BLOCK, 1], TOP, tl.float32))
+    first = tl.reshape(at // BLOCK, [SIZE // BLOCK, BLOCK])
+    first = tl.min(first, 1)[:, None]
+    tl.store(scale + first, stored, mask=first * BLOCK < n)
+    divisor = tl.where(stored < tiny, tiny, stored)
+    y = tl.reshape(x, [SIZE // BLOCK, BLOCK])
+    part = y * tl.div_rn(tl.full([SIZE // BLOCK, 1], 1.0, tl.float32), divisor)
+    if GRID:
+        part = tl.where(last, tl.div_rn(y, tl.broadcast_to(divisor, y.shape)), part)
+    part = tl.reshape(part, [SIZE])
+    index = tl.zeros([SIZE], tl.int32)
+    for level in tl.static_range(BITS):
+        half: tl.constexpr = 1 << (BITS - 1 - level)
+        index = tl.where(part >= tl.load(thresholds + index + (half - 1)), index + half, index)
+    code = tl.where(at < n, tl.load(order + index), 0)
+    if BITS == 8:
+        tl.store(codes + at, code.to(tl.uint8), mask=at < n)
+    else:
+        high, low = tl.split(tl.reshape(code, [SIZE // 2, 2]))
+        byte, _ = tl.split(tl.reshape(at // 2, [SIZE // 2, 2]))
+        tl.store(codes + byte, (high << 4 | low).to(tl.uint8), mask=byte * 2 < n)
+
+
+@triton.jit
+def _update(
+    grad, param, out, rates, codes, scale, new_codes, new_scale, table, thresholds, order,
+    codes2, scale2, new_codes2, new_scale2, table2, thresholds2, order2,
+    n, b1, rest1, b2, rest2, eps, decay, least, tiny,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BITS2: tl.constexpr, BLOCK2: tl.constexpr,
+    TOP2: tl.constexpr, RULE: tl.constexpr, APPLY: tl.constexpr, GRID: tl.constexpr, OUT: tl.constexpr,
+    LONG: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Update SIZE elements, whole blocks of both moments."""
+    start = tl.program_id(0).to(tl.int64) * SIZE if LONG else tl.program_id(0) * SIZE
+    at = start + tl.arange(0, SIZE)
+    g = widen(tl.load(grad + at, mask=at < n, other=0))
+    p = widen(tl.load(param + at, mask=at < n, other=0))
+    m = _decoded(codes, scale, table, at, n, BITS, BLOCK)
+    if RULE != ADAMW and RULE != LION:
+        g = g + decay * p
+    if RULE == ADAMW or RULE == ADAM:
+        v = _decoded(codes2, scale2, table2, at, n, BITS2, BLOCK2)
+        m = b1 * m + rest1 * g
+        v = b2 * v + rest2 * (g * g)
+        change = tl.div_rn(m * tl.load(rates + 1), tl.sqrt_rn(v) * tl.load(rates + 2) + eps)
+        if RULE == ADAMW:
+            change = change + decay * p
+        _encode(v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, BITS2, BLOCK2, TOP2, GRID, SIZE)
+    elif RULE == LION:
+        lean = b1 * m + rest1 * g
+        sign = tl.where(lean > 0, 1.0, tl.where(lean < 0, -1.0, tl.where(lean == 0, 0.0, lean)))
+        change = sign + decay * p
+        m = b2 * m + rest2 * g
+    elif RULE == MEAN or RULE == NESTEROV_MEAN:
+        m = b1 * m + rest1 * g
+        change = m
+        if RULE == NESTEROV_MEAN:
+            change = rest1 * g + b1 * m
+    else:
+        m = b1 * m + g
+        change = m
+        if RULE == NESTEROV:
+            change = g + b1 * m
+    change = tl.load(rates) * change
+    if APPLY:
+        change = p + change
+    tl.store(out + at, narrow(change, OUT), mask=at < n)
+    _encode(m, new_codes, new_scale, thresholds, order, at, n, least, tiny, BITS, BLOCK, TOP, GRID, SIZE)

@@ -1,0 +1,145 @@
+"""Moments of optimisers as data: a float32 tensor, or a Packed of one.
+
+    opt = adamw(1e-3, moments=DYNAMIC8)                          # a quarter of the bytes of float32
+    opt = adamw(1e-3, moments=replace(DYNAMIC8, min_size=4096))  # float32 for small leaves, as the peers do
+
+A :class:`Moments` names the formats of a moment with a sign (means of gradients) and of one without (means of squares):
+
+    DYNAMIC8       8 bits, the dynamic maps of bitsandbytes and torchao, blocks of 256        2.03 bytes for two moments
+    DYNAMIC4       4 bits, torchao's: a dynamic map, and sixteenths without zero, blocks of 128            1.06 bytes
+    FP8            E4M3 for both, blocks of 256                                                            2.03 bytes
+    DYNAMIC8_GRID  DYNAMIC8 with bitsandbytes' rounding on the CPU
+
+A block is of the flattened parameter, and the last may be short (the peers keep such a leaf in float32). A leaf without
+dims, or with fewer than ``min_size`` elements, keeps float32. A step uses the moments that it computes unrounded, and
+stores them rounded.
+
+Two recipes. *nearest*, the default, is torchao's: the nearest value, ties up, of a scale of at least 1e-12. Its
+thresholds are within 3e-5 of a step of torchao's. *grid* is that of bitsandbytes on the CPU: the nearest of 65536
+points first, so that magnitudes below 3e-5 of the largest are lost: a zero becomes 1.5e-5, which in a second moment
+makes steps smaller. bitsandbytes on CUDA takes the nearest value, and never changes the sign of a mean.
+
+A gradient that is NaN or infinite makes the scale of its block NaN or infinite. So all moments of the block, and every
+later update from them, are not finite. Nothing is raised; check the norm of the gradients before a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..format import MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8, Format
+from ..kernels.moment_codes import ROUNDINGS
+from ..kernels.spec import FLOATS, Spec, layout
+from ..packed import Packed
+from ..tree import at, expect
+from .optimizer import check_float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Say how moments are stored: formats of those with a sign and without, the rounding, which leaves keep float32.
+
+    Raises TypeError for another thing than a Format, and ValueError for a format or a number that does not fit.
+    """
+
+    signed: Format
+    unsigned: Format
+    rounding: str = "nearest"  # or "grid"
+    min_size: int = 0  # elements below which a leaf keeps float32
+
+    def __post_init__(self) -> None:
+        choices = " or ".join(map(repr, ROUNDINGS))
+        expect(self.rounding in ROUNDINGS, f"rounding: got {self.rounding!r}, wanted {choices}")
+        is_size = isinstance(self.min_size, int) and self.min_size >= 0
+        expect(is_size, f"min_size: got {self.min_size!r}, wanted a number of elements of at least 0")
+        for name in ("signed", "unsigned"):
+            with at(name):
+                self._check(getattr(self, name), name == "signed")
+
+    def _check(self, format: Any, signed: bool) -> None:
+        got = f"got {type(format).__name__}, wanted a Format; use fquant.format.MOMENT8"
+        expect(isinstance(format, Format), got, TypeError)
+        names = ("table", "flat", "block", "center", "scale", "zero", "vectors")
+        table, flat, block, *others = (getattr(format, name) for name in names)
+        fault = f"{format.name} cannot hold a moment"
+        fix = "; use a format like fquant.format.MOMENT8"
+        expect(table, f"{fault}: it has no table of values, and its values are learned or integers{fix}")
+        expect(flat and block, f"{fault}: its blocks follow rows, and those of a moment the flattened leaf{fix}")
+        odd = [name for name, part in zip(names[3:], others, strict=True) if part]
+        expect(not odd, f"{fault}: it has {', '.join(odd)}, which a step cannot update{fix}")
+        low, high = (pick(x for x in table if x == x) for pick in (min, max))
+        expect(high > 0, f"{fault}: it has no values above zero{fix}")
+        fault = f"{format.name} has no values below zero, and a mean of gradients has a sign"
+        expect(low < 0 or not signed, f"{fault}; use a signed format such as MOMENT8 here")
+        on_grid = self.rounding == "nearest" or (format.bits == 8 and format.in_absmax)
+        expect(on_grid, f"{format.name}: the grid is of 8 bits in units of the absmax; use rounding='nearest'")
+
+
+DYNAMIC8 = Moments(MOMENT8, MOMENT8_UNSIGNED)
+DYNAMIC8_GRID = replace(DYNAMIC8, rounding="grid")
+DYNAMIC4 = Moments(MOMENT4, MOMENT4_UNSIGNED)
+FP8 = Moments(MOMENT_FP8, MOMENT_FP8)
+
+Stored: TypeAlias = Moments | Format | None  # one format for all moments; None: float32
+
+
+def as_moments(moments: Stored) -> Moments | None:
+    """Check the option ``moments`` of an optimiser; raise TypeError for anything else."""
+    if moments is None or isinstance(moments, Moments):
+        return moments
+    fix = "use optim.DYNAMIC8, a Format, or None for float32"
+    expect(isinstance(moments, Format), f"moments: got {type(moments).__name__}; {fix}", TypeError)
+    with at("moments"):
+        return Moments(moments, moments)
+
+
+def zeros(params: Any, moments: Moments | None, signed: bool = True) -> Any:
+    """Return a moment of zeros like the parameters; a packed one has codes and scales of zeros, as the peers'."""
+    check_float(params)
+
+    def one(p: Tensor) -> Tensor | Packed:
+        if moments is None or p.ndim == 0 or p.numel() < max(1, moments.min_size):
+            return torch.zeros_like(p, dtype=torch.float32)
+        format, shape = (moments.signed if signed else moments.unsigned), tuple(p.shape)
+        leaves = layout(Spec(format, shape, torch.float32))
+        codes, scale = (torch.zeros(leaf.shape, dtype=leaf.dtype, device=p.device) for leaf in leaves)
+        return Packed(codes, scale, format, shape, torch.float32)
+
+    return tree.map(one, params)
+
+
+def narrow(x: Tensor) -> Tensor:
+    """Return ``x`` in a dtype that steps with packed moments read, float32 for float64."""
+    return x if x.dtype in FLOATS else x.float()
+
+
+def codes_and_scale(moment: Packed) -> tuple[Tensor, Tensor]:
+    """Return the two buffers of a packed moment."""
+    assert isinstance(moment.scale, Tensor)
+    return moment.codes, moment.scale
+
+
+def packed_like(moment: Packed, codes: Tensor, scale: Tensor) -> Packed:
+    """Return a moment with new codes and scales."""
+    return Packed(codes, scale, moment.format, moment.shape, moment.dtype)
+
+
+def map_leaves(count: int, f: Callable[..., tuple[Any, ...]], params: Any, *others: Any) -> list[Any]:
+    """Return ``count`` trees like ``params`` from the tuples ``f(p, *others)`` of each leaf, with the path in errors.
+
+    ``others`` have a leaf or a Packed where ``params`` has a leaf. Raises ValueError if one has another structure.
+    """
+    leaves, structure = tree.flatten(params)
+    try:
+        rest = [structure.flatten_up_to(other) for other in others]
+    except ValueError as error:
+        raise ValueError(f"the state is not that of these parameters: {error}; use init(params)") from None
+    results = []
+    for path, args in zip(tree.paths(params), zip(leaves, *rest, strict=True), strict=True):
+        with at(path):
+            results.append(f(*args))
+    return [tree.unflatten(structure, [result[i] for result in results]) for i in range(count)]

@@ -1,0 +1,138 @@
+"""Steps with packed moments: the same bits on every backend, in any memory, under transforms; and errors."""
+
+import re
+
+import pytest
+import torch
+from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fquant.format import DYNAMIC8, INT8, MOMENT8, MOMENT8_UNSIGNED, NF4
+from fquant.kernels import reference
+from fquant.kernels.ops import moments
+from tests.helpers.arrays import named, randn
+from tests.helpers.formats import ISAS, alike, built, forced
+from tests.helpers.kernels.moments import FORMATS, RULES, SHAPES, steps, zeros
+
+
+def run(rule, formats, shape, dtype, rounding, apply, compare):
+    """Call ``compare(name, args)`` in each step, whose result is the next state."""
+    given = steps(rule, formats, shape, dtype, rounding, apply)
+    call = next(given)
+    while True:
+        try:
+            call = given.send(compare(*call))
+        except StopIteration:
+            return
+
+
+def same(name, args):
+    got, want = getattr(moments, name)(*args), getattr(reference, name)(*args)
+    assert all(alike(a, b) for a, b in zip(got, want, strict=True)), [
+        int((a != b).sum()) for a, b in zip(got, want, strict=True)
+    ]
+    return got
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("apply", [False, True])
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("rule", RULES)
+def test_c_has_the_bits_of_the_reference(rule, formats, shape, dtype, apply, isa):
+    with forced(isa):
+        run(rule, FORMATS[formats], shape, dtype, "nearest", apply, same)
+        if formats == "8":
+            run(rule, FORMATS[formats], shape, dtype, "grid", apply, same)
+
+
+def test_it_takes_any_memory_and_writes_over_its_arguments(device):
+    given = steps("adamw", FORMATS["8"], (40, 30), torch.float32, "nearest", True, count=2)
+    name, args = next(given)
+    _, args = given.send(getattr(moments, name)(*args))
+    args = [t.to(device) if isinstance(t, torch.Tensor) else t for t in args]
+    want = moments.adam_update(*args)
+    apart = [t.mT.contiguous().mT if isinstance(t, torch.Tensor) and t.ndim == 2 else t for t in args]
+    assert not apart[0].is_contiguous()
+    assert all(map(torch.equal, moments.adam_update(*apart), want))
+    if device.type == "cpu":
+        over = args[1:6]
+        torch.ops.fquant.adam_update.out(*args, **{f"out{i}": t for i, t in enumerate(over)})
+        assert all(map(torch.equal, over, want))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_it_is_the_same_traced_and_under_vmap(rule):
+    given = steps(rule, FORMATS["8"], (5, 70), torch.float32, "nearest", False, count=2)
+    name, args = next(given)
+    _, args = given.send(getattr(moments, name)(*args))
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    call = lambda *some: getattr(moments, name)(*some, *args[len(tensors) :])
+    want = call(*tensors)
+    traced = make_fx(call, tracing_mode="fake")(*tensors)
+    assert sum("_update" in str(node.target) for node in traced.graph.nodes) == 1
+    assert all(map(torch.equal, traced(*tensors), want))
+    twice = vmap(call, in_dims=(0, *[None] * (len(tensors) - 1)))(
+        torch.stack([2 * tensors[0], tensors[0]]), *tensors[1:]
+    )
+    assert all(torch.equal(a[1], b) for a, b in zip(twice, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible_in_its_block_and_nowhere_else(bad, backend):
+    name, args = next(steps("adamw", FORMATS["8"], (3, 256), torch.float32, "nearest", False))
+    args[0][1, 7] = bad
+    with forced(backend):
+        got = getattr(moments, name)(*args)
+    assert not got[0][1, 7].isfinite() and got[0][::2].isfinite().all()
+    for scale in got[2::2]:
+        assert not scale[1].isfinite() and scale[::2].isfinite().all()
+
+
+def call(grad=None, param=None, state=None, format=MOMENT8, rounding="nearest", rule="sgd", rates=None):
+    param = torch.zeros(300) if param is None else param
+    grad, state = param if grad is None else grad, zeros(MOMENT8, (300,)) if state is None else state
+    rates = torch.zeros(3) if rates is None else rates
+    return moments.momentum_update(grad, param, *state, rates, format.text, rounding, rule, 0.9, 0.0, 0.0, False)
+
+
+CODES, SCALE = zeros(MOMENT8, (300,))
+BAD = {
+    "dtype": (lambda: call(grad=torch.zeros(300).double()), TypeError, "momentum_update got grad torch.float64 (300,)"),
+    "shape": (lambda: call(grad=torch.zeros(30)), ValueError, "got grad (30,) and param (300,); wanted grad (300,)"),
+    "codes": (lambda: call(state=(CODES[:9], SCALE)), ValueError, "got codes (9,) and param (300,); wanted codes"),
+    "scale": (lambda: call(state=(CODES, SCALE.half())), TypeError, "got scale torch.float16"),
+    "rates": (lambda: call(rates=torch.zeros(2)), ValueError, "got rates (2,)"),
+    "rule": (lambda: call(rule="adam"), ValueError, "got the rule 'adam'; wanted one of sgd, nesterov, lion, mean"),
+    "rounding": (lambda: call(rounding="up"), ValueError, "got the rounding 'up'; wanted nearest or grid"),
+    "rows": (lambda: call(format=NF4), ValueError, "got a moment in nf4; wanted a flat format"),
+    "centre": (lambda: call(format=DYNAMIC8), ValueError, "got a moment in dynamic8; wanted a flat format"),
+    "table": (lambda: call(format=INT8), ValueError, "got a moment in int8; wanted a flat format"),
+    "grid": (
+        lambda: call(format=FORMATS["4"][0], state=zeros(FORMATS["4"][0], (300,)), rounding="grid"),
+        ValueError, "got the rounding grid of moment4; wanted 8 bits",
+    ),
+    "gradient": (lambda: call(grad=torch.zeros(300, requires_grad=True)), TypeError, "keep the moments in float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_does_not_reach_c(bad, error, message, no_kernel):
+    with pytest.raises(error, match=re.escape(message)):
+        bad()
+
+
+def test_an_update_of_nothing():
+    state = [torch.zeros(0, 4, dtype=torch.uint8), torch.zeros(0)]
+    got = call(param=torch.zeros(0, 4), state=state, format=MOMENT8_UNSIGNED)
+    assert [tuple(t.shape) for t in got] == [(0, 4), (0, 4), (0,)]
+
+
+def test_arguments_are_not_changed():
+    name, args = next(steps("adam", FORMATS["4"], (5, 70), torch.bfloat16, "nearest", True))
+    kept = [t.clone() for t in args if isinstance(t, torch.Tensor)]
+    getattr(moments, name)(*args)
+    assert all(map(torch.equal, kept, args)) and randn(1).dtype == torch.float32

@@ -1,0 +1,44 @@
+"""Arguments of steps with packed moments: every kind of format, rule, rounding, dtype and length."""
+
+from dataclasses import replace
+
+import torch
+
+from fquant.format import DYNAMIC8, MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8
+from fquant.kernels.spec import Spec, layout
+from tests.helpers.arrays import randn
+
+SHUFFLED = torch.randperm(256, generator=torch.Generator().manual_seed(0)).tolist()
+FORMATS = {
+    "8": (MOMENT8, MOMENT8_UNSIGNED),
+    "4": (MOMENT4, MOMENT4_UNSIGNED),
+    "fp8": (MOMENT_FP8, MOMENT_FP8),
+    "4 and 8": (MOMENT4, MOMENT8_UNSIGNED),
+    "blocks": (replace(MOMENT8, block=64), replace(MOMENT8_UNSIGNED, block=1024)),
+    "order": (
+        replace(MOMENT8, name="shuffled", table=tuple((DYNAMIC8.table or ())[i] for i in SHUFFLED)),
+        replace(MOMENT4_UNSIGNED, name="backwards", table=(MOMENT4_UNSIGNED.table or ())[::-1]),
+    ),
+}
+SHAPES = ((17, 300), (4096,), (3,), (1, 5, 7), (2, 4224))
+RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
+
+
+def zeros(format, shape):
+    """Return the codes and the scales of a moment of zeros."""
+    return [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in layout(Spec(format, shape, torch.float32))]
+
+
+def steps(rule, formats, shape, dtype, rounding, apply, count=3):
+    """Yield the name and the arguments of an op for each step; send its result back."""
+    two = rule in ("adamw", "adam")
+    param, state = randn(*shape, seed=1).to(dtype), [t for f in formats[: 1 + two] for t in zeros(f, shape)]
+    for t in range(1, count + 1):
+        sizes = torch.exp(2 * randn(*shape, seed=2 * t))
+        grad = (randn(*shape, seed=2 * t + 1) * sizes * 1e-2).to(dtype)
+        rates = torch.tensor([-1e-3, 1 / (1 - 0.9**t), (1 - 0.99**t) ** -0.5])
+        texts = [f.text for f in formats[: 1 + two]]
+        rest = (0.9, 0.99, 1e-8, 0.01, rule == "adam") if two else (rule, 0.9, 0.99, 0.01)
+        name = "adam_update" if two else "momentum_update"
+        result = yield name, (grad, param, *state, rates, *texts, rounding, *rest, apply)
+        state = result[1:]
