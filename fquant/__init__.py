@@ -1,17 +1,48 @@
 """Quantised models as plain pytrees, and pure functions over them."""
 
-from . import func, lora, optim, random, tree, vq
+from . import calibration, func, lora, optim, quantized_training, random, tree, vq
 from .activation_checkpoint import remat
 from .communication import LOCAL, Comm
 from .compile.cost import cost
 from .compile.jit import bind, jit
-from .format import AQ_2X8, AQ_3X8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ, Format
+from .dynamic_quantization import Outliers, fake_quantize
+from .format import (
+    AF4,
+    AQ_2X8,
+    AQ_3X8,
+    FP4,
+    FP8,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP8_TENSOR,
+    INT2,
+    INT2_ZERO,
+    INT3,
+    INT3_ZERO,
+    INT4,
+    INT4_ZERO,
+    INT8,
+    INT8_GROUP,
+    INT8_ROW,
+    INT8_ROW_ZERO,
+    INT8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NF4,
+    NF4_DQ,
+    NF4_INT8,
+    NVFP4,
+    TERNARY,
+    Format,
+)  # fmt: skip
 from .grouped_products import grouped_linear
 from .packed import Packed, dequantize, quantize
 from .packed_linear import embedding, linear
 
 __all__ = [
-    "AQ_2X8", "AQ_3X8", "FP4", "FP8", "INT4", "INT4_ZERO", "INT8", "LOCAL", "MXFP4", "NF4", "NF4_DQ", "Comm", "Format",
-    "Packed", "cost", "dequantize", "embedding", "func", "grouped_linear", "bind", "jit", "linear", "lora", "optim",
-    "quantize", "random", "remat", "tree", "vq",
+    "AF4", "AQ_2X8", "AQ_3X8", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3",
+    "INT3_ZERO", "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "LOCAL",
+    "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8", "NVFP4", "TERNARY", "Comm", "Format", "Outliers", "Packed",
+    "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize", "func", "grouped_linear", "jit",
+    "linear", "lora", "optim", "quantize", "quantized_training", "random", "remat", "tree", "vq",
 ]  # fmt: skip

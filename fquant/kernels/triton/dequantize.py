@@ -10,11 +10,15 @@ The results equal the reference to the bit (codes.py).
 # pyright: reportInvalidTypeForm=false
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...format import num_blocks
+from ...format import Format, num_blocks
+from ...format.bits import pack
+from ...format.bits import unpack as unpack_bits
 from ..arguments import dense_rows
 from ..spec import Spec, scales, split
 
@@ -50,6 +54,8 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     elif inner:  # in a pass of their own
         scale = [decode(scale, scales(spec), torch.float32)]
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
+    if format.bits < 4:
+        codes, format = pack(unpack_bits(codes, format.bits, width), 4), _widened(format)
     if offset is not None:
         offset = offset.reshape(num).contiguous()
     if zero is not None:
@@ -87,7 +93,13 @@ def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
 
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
     codes, format = buffers[0], spec.format
-    return codes.shape[: codes.ndim - (1 if format.flat and format.bits == 4 else len(spec.shape))]
+    return codes.shape[: codes.ndim - (1 if format.flat and format.bits != 8 else len(spec.shape))]
+
+
+@lru_cache(maxsize=64)
+def _widened(format: Format) -> Format:
+    """Return the format of the same codes in 4 bits, which kernels read; the codes beyond them do not occur."""
+    return replace(format, bits=4, table=(*(format.table or ()), *[0.0] * (16 - 2**format.bits)))
 
 
 def _rounded_to(spec: Spec) -> torch.dtype:

@@ -33,6 +33,8 @@ def declines(x: Tensor, buffers: Sequence[Tensor] = (), spec: Spec | None = None
         return None
     if spec.format.vectors is not None:
         return f"{spec.format.name} has learned vectors"
+    if spec.format.bits < 4:
+        return f"codes of {spec.format.name} have {spec.format.bits} bits"
     if straddles(spec):
         return f"blocks of {spec.format.name} straddle rows of {spec.shape[-1]}"
     size, t = num_bytes(spec.format, spec.shape[-1]), buffers[0]
