@@ -162,8 +162,10 @@ def _quantize(
         absmax, zero = round_to_nearest.scales(rows, format)
         top = validate.largest(rows, absmax, format) if checks else 0.0
     scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, None, True, checks)
-    if format.vectors is None and not format.in_absmax:  # whose codes are those of the scale as it is decoded
-        decoded = absmax if isinstance(scale, Tensor) else dequantize(scale).reshape(absmax.shape)
+    if format.vectors is None and not format.in_absmax:
+        decoded = (
+            dequantize(scale).reshape(absmax.shape) if isinstance(scale, Packed) and format.scale_first else absmax
+        )
         codes = round_to_nearest.codes(rows, decoded, zero, format, draws)
     codes = codes.reshape(shape) if format.flat and format.bits == 8 else by_rows(codes)
     zero = None if zero is None else by_rows(zero)

@@ -42,7 +42,7 @@ FORMER_FIELDS = {  # renamed fields: the class and field in older files -> the f
 }  # fmt: skip
 LATER_FIELDS: dict[tuple[str, str], Any] = {  # fields that older files lack: the class and field -> the value then
     ("fquant.Format", "zero"): False, ("fquant.Packed", "zero"): None, ("fquant.Format", "shared"): False,
-    ("fquant.Format", "mean"): False, ("fquant.Format", "unit"): None,
+    ("fquant.Format", "mean"): False, ("fquant.Format", "power"): False, ("fquant.Format", "unit"): None,
 }  # fmt: skip
 
 

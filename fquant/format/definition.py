@@ -14,7 +14,7 @@ CODES = 256  # vectors in a stage: the code of a vector is a byte
 BITS = (2, 3, 4, 8)
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # renamed formats: the name in older files -> the name now
-LATER = ("zero", "shared", "mean", "unit")  # fields that older files lack
+LATER = ("zero", "shared", "mean", "power", "unit")  # fields that older files lack
 NAMED: dict[str, Format] = {}  # formats by name, whose text is their name
 
 
@@ -48,6 +48,7 @@ class Format:
         zero     a block has a zero point, kept as ``Packed.zero``, which is subtracted from the table's values
         shared   the array has one scale, which is kept for each block
         mean     the scale is the mean absolute value of a block, at least 1e-5, in place of absmax / unit
+        power    scales are powers of two
         unit     the value, in units of the scale, that is the absmax of a block; None: the largest of the table
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
@@ -55,6 +56,7 @@ class Format:
         levels   the table as integers in units of 1, or of 1/127; None: they are no such
         in_absmax  True if kernels encode it: 4 or 8 bits, and the scale of a block is its absmax, because the largest
                  value of the table is 1
+        scale_first  True if codes are found with the scales as they are decoded: those of the array share a scale
         rows_alone  True if codes and scales of a row depend on that row alone, but for nested scales
 
     Raises ValueError for a field that the format cannot have.
@@ -71,12 +73,14 @@ class Format:
     zero: bool = False
     shared: bool = False
     mean: bool = False
+    power: bool = False
     unit: float | None = None
     text: ClassVar[str]
     plain: ClassVar[Format]
     integers: ClassVar[tuple[int, int] | None]
     levels: ClassVar[tuple[int, ...] | None]
     in_absmax: ClassVar[bool]
+    scale_first: ClassVar[bool]
     rows_alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
@@ -86,11 +90,14 @@ class Format:
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
         top = 1.0 if self.table is None else max(abs(x) for x in self.table if x == x)
-        plain = not (self.zero or self.shared or self.mean or self.unit)
+        plain = not (self.zero or self.shared or self.mean or self.power or self.unit)
         object.__setattr__(self, "integers", _integers(self.table))
         object.__setattr__(self, "levels", _levels(self.table, self.integers))
         object.__setattr__(self, "in_absmax", top == 1.0 and self.bits >= 4 and plain)
-        object.__setattr__(self, "rows_alone", not (self.flat or self.center or self.vectors or self.shared))
+        scale_first = self.scale is not None and self.scale.shared
+        alone = not (self.flat or self.center or self.vectors or self.shared or scale_first)
+        object.__setattr__(self, "scale_first", scale_first)
+        object.__setattr__(self, "rows_alone", alone)
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
     def _check(self) -> None:
@@ -102,11 +109,11 @@ class Format:
         else:
             expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
             object.__setattr__(self, "table", with_one_nan(table))
-        for name in ("zero", "shared", "mean"):
+        for name in ("zero", "shared", "mean", "power"):
             expect(isinstance(getattr(self, name), bool), f"{name} is {getattr(self, name)!r}; wanted True or False")
             fix = "use the integers 0 to 15, or 0 to 255" if name == "zero" else "give one"
             expect(not getattr(self, name) or table is not None, f"{name} needs a table; {fix}")
-        for name in ("flat", "center", "vectors", "mean", "unit") if self.zero else ():
+        for name in ("flat", "center", "vectors", "mean", "power", "unit") if self.zero else ():
             expect(not getattr(self, name), f"a zero point does not combine with {name}; leave one out")
         for name in ("table", "scale", "flat", "center") if self.vectors else ():
             expect(not getattr(self, name), f"learned vectors do not combine with {name}; leave it out")
@@ -116,6 +123,7 @@ class Format:
         if self.unit is not None:
             expect(table is not None and not self.mean, "a unit needs a table, and does not combine with mean")
             expect(0 < self.unit < math.inf, f"unit is {self.unit}; wanted a finite number above 0")
+        expect(not self.power or not (self.mean or self.unit), "power does not combine with mean or unit; leave it out")
 
     def __hash__(self) -> int:
         return hash(self.text)  # strings cache their hash; tuples, here of hundreds of values, do not

@@ -6,7 +6,7 @@
 The fields of a format decide the scale:
 
     usual                  absmax / unit, by default the largest value that the table has with both signs
-    scales in E8M0         2^(floor(log2(absmax)) - e), where 2^e is the power of two of the largest value
+    powers of two          2^(floor(log2(absmax)) - e), where 2^e is the power of two of the largest value
     zero points            lo, hi = min(0, x), max(0, x);  scale = (hi - lo) / steps;
                            zero = round(first value - lo / scale), which is a value of the table
     mean                   the mean of |x|, at least 1e-5
@@ -22,7 +22,8 @@ So 0 is exact in every table that has it. A block of zeros has scale 0, or 2^-12
 scales are at least 2^-126, the least normal float32.
 Integers as in Jacob et al. 2018, section 3, and equal to torchao's ``choose_qparams_affine`` and ``quantize_affine``.
 Powers of two as in OCP Microscaling Formats v1.0, section 6.3. E4M3 and E5M2 saturate, as in Micikevicius et al. 2022.
-The mean is that of BitNet b1.58, Ma et al. 2024. NVFP4 as in NVIDIA's recipe: codes are found with decoded scales.
+The mean is that of BitNet b1.58, Ma et al. 2024. The codes of NVFP4 are found with scales as they are decoded, as in
+NVIDIA's recipe; those of other nested scales with the exact ones.
 
 Formats in units of the absmax have kernels of their own (``kernels.packed_ops.encode``). All of this is torch.
 """
@@ -117,7 +118,7 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         count[-1] = width - (x.shape[1] - 1) * block
         return (x.abs().sum(-1) / count).clamp(min=LEAST_MEAN), zero
     largest = min(values[-1], -values[0]) if values[0] < 0 else values[-1]
-    if format.scale is not None and format.scale.table == E8M0:
+    if format.power:
         down = math.frexp(largest)[1]  # absmax is [1/2, 1) · 2^exponent, and the largest [1/2, 1) · 2^down
         power = (torch.frexp(absmax).exponent - down).clamp(min=LEAST_POWER)
         scale = torch.ldexp(torch.ones_like(absmax), power.where(absmax > 0, LEAST_POWER))

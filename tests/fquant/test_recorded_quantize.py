@@ -27,7 +27,7 @@ class NothingRead(TorchDispatchMode):
 @pytest.fixture
 def recording(monkeypatch):
     """Let tensors of this device count as those of a CUDA graph that is recorded."""
-    for module in ("fquant.packed", "fquant.quantizers.tiny_blocks"):
+    for module in ("fquant.packed", "fquant.quantizers.tiny_blocks", "fquant.quantizers.validate"):
         monkeypatch.setattr(f"{module}.is_recording", lambda device: True)
 
 

@@ -73,6 +73,7 @@ REFUSED = {
     "mean without a table": (dict(bits=8, table=None, mean=True), "mine: mean needs a table; give one"),
     "mean and zero": (dict(mean=True, zero=True), "mine: a zero point does not combine with mean; leave one out"),
     "mean and unit": (dict(mean=True, unit=2.0), "mine: a unit needs a table, and does not combine with mean"),
+    "power and unit": (dict(power=True, unit=2.0), "mine: power does not combine with mean or unit; leave it out"),
     "unit of 0": (dict(unit=0.0), "mine: unit is 0.0; wanted a finite number above 0"),
 }
 
