@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fquant import NF4_DQ, quantize, tree
+from fquant.format import FORMATS
 from tests.bench import linear, peers, report, timing
 from tests.bench.report import Row, Wanted, at_most
 
@@ -90,7 +91,7 @@ def test_what_is_printed(comparison):
 def test_formats(tmp_path):
     text = run("--all-formats", "--json", tmp_path / "a.json")
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    forms = ("nf4", "nf4_dq", "fp4", "int8", "int4", "int4_zero", "mxfp4", "fp8")
+    forms = [name for name, format in FORMATS.items() if format.vectors is None]
     assert [row["name"] for row in rows] == [f"linear-{m} {form}" for m in (1, 16, 512) for form in forms]
     assert all(list(row["figures"]) == ["bf16", "f32", "f16"] and row["wanted"] == [] for row in rows)
     assert "linear-512 int8, ms" in text and "fquant" not in text

@@ -131,7 +131,8 @@ def test_ia3_on_packed_weights():
     assert half.dtype == torch.bfloat16
     loops = [grad(lambda a, x: f(a, x, bias).sin().sum())(adapters, row) for row in x]
     mapped = vmap(grad(lambda a, x: f(a, x, bias).sin().sum()), (None, 0))(adapters, x)
-    torch.testing.assert_close(tree.leaves(mapped), tree.leaves(lora.stack(loops)), rtol=1e-4, atol=1e-4)
+    # Sines of values near 100 in float32, whose last bit is 8e-6, summed in other orders.
+    torch.testing.assert_close(tree.leaves(mapped), tree.leaves(lora.stack(loops)), rtol=1e-3, atol=1e-3)
 
 
 def test_ia3_refusals(tmp_path):

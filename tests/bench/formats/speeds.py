@@ -3,7 +3,8 @@
     dynamic-int8      x · Wᵀ of int8 weights, x quantised as it arrives
     mixed-int8        x · Wᵀ and both gradients with int8 operands (int8 mixed precision), beside three bf16 products
     one row           of 4-bit weights: as they are, and as integers (x quantised, NF4 with levels of 1/127)
-    training step     of a small Llama in bf16: gradients of all weights by ``jit``, with int8 operands and without
+    training step     gradients of all weights of a small Llama by ``jit``: in float32 with int8 operands, in float32,
+                      and in bf16, which is slow on machines without instructions for it
 
 The floor of one row is a call that reads the bytes of the packed weight once. bf16 is torch's own product. torchao's
 linear of int8 weights and activations and its function of int8 mixed precision run on CPUs with ``torch._int_mm``.
@@ -13,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -37,13 +39,13 @@ MOST_WEIGHTS = 16  # that are read in turn; the floor reads as many
 PROJECTIONS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
 
 
-def measure(rows: int, width: int, repeats: int) -> Iterator[Table]:
-    """Yield the tables, each its columns and its rows."""
+def measure(rows: int, width: int, repeats: int, cfg: Config = CFG) -> Iterator[Table]:
+    """Yield the tables, each its columns and its rows; ``cfg`` is the model of the training step."""
     draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     x, w, g = draw(rows, width), draw(width, width), draw(rows, width)
     yield _products(x, w, g, repeats)
     yield _one_row(x[:1].clone(), w, repeats)
-    yield _step(repeats)
+    yield _step(rows, repeats, cfg)
 
 
 def _table(name: str, found: dict[str, float], bounds: list[tuple[str, float]]) -> Row:
@@ -95,17 +97,23 @@ def _one_row(x: Tensor, w: Tensor, repeats: int) -> Table:
     return list(found), [row, Row("error of nf4 as int8 beside nf4", "%", {"int4 as int8": error}, [])]
 
 
-def _step(repeats: int) -> Table:
-    params = tree.map(lambda t: t.bfloat16(), decoder.init(CFG, fquant.random.key(0)))
-    tokens = torch.randint(CFG.vocab, (1, 513), generator=torch.Generator().manual_seed(0))
+def _step(rows: int, repeats: int, cfg: Config) -> Table:
+    params = decoder.init(cfg, fquant.random.key(0))
+    tokens = torch.randint(cfg.vocab, (1, rows + 1), generator=torch.Generator().manual_seed(0))
 
     def loss(params: Any, tokens: Tensor, on: bool) -> Tensor:
         params = attach(params, PROJECTIONS, INT8_MIXED) if on else params
-        return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], CFG)
+        return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], cfg)
 
-    steps = {on: jit(lambda params, tokens, on=on: grad(loss)(params, tokens, on)) for on in (True, False)}
-    calls = {name: (lambda i, on=on: steps[on](params, tokens)) for name, on in (("int8", True), ("bf16", False))}
-    return ["int8", "bf16"], [_table("training step", timing.medians(calls, repeats), [("bf16", 1 / 1.25)])]
+    def step(on: bool) -> Callable[[Any, Tensor], Any]:
+        return jit(lambda params, tokens: grad(loss)(params, tokens, on))
+
+    calls: dict[str, Callable[[int], Any]] = {}
+    half = tree.map(lambda t: t.bfloat16(), params)
+    for name, on, of in (("int8", True, params), ("float32", False, params), ("bf16", False, half)):
+        calls[name] = partial(lambda f, of, i: f(of, tokens), step(on), of)
+    found = timing.medians(calls, repeats)
+    return list(found), [_table("training step", found, [("bf16", 1 / 1.25), ("float32", 1 / 1.25)])]
 
 
 def _torchao_linear(w: Tensor) -> Callable[[Tensor], Tensor] | None:

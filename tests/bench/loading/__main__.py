@@ -34,7 +34,7 @@ from fquant import lazy, quantize, tree
 from fquant.format import FORMATS, Format
 from fquant.kernels import packed_ops
 from fquant.lazy import Lazy
-from fquant.quantizers.round_to_nearest import encode as round_to_nearest
+from fquant.quantizers import round_to_nearest
 from models import decoder, hf
 from models.config import Config
 from models.export import dense
@@ -128,7 +128,7 @@ def kernels(folder: Path, format: Format, clock: Clock = time.perf_counter) -> f
             if format.scale is not None:
                 packed_ops.encode(absmax.reshape(1, -1), format.scale)
         else:
-            round_to_nearest(read, format)
+            round_to_nearest.codes(read, *round_to_nearest.scales(read, format), format)
         seconds += clock() - start
 
     tree.map_at(LINEARS, encode, params)
