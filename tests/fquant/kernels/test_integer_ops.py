@@ -32,6 +32,7 @@ WEIGHTS = [
     INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT2_ZERO, TERNARY, NF4_INT8,
     replace(INT4_ZERO, name="int4_zero_16", block=16), replace(INT4_ZERO, name="int4_zero_row", block=None),
     replace(INT4, name="int4_dq", block=32, scale=DYNAMIC8), replace(INT8_GROUP, name="int8_2048", block=2048),
+    INT8_ROW_ZERO, replace(INT8_ROW, name="int8_all", unit=127.5),  # whose integers, as bytes, begin at -128
 ]  # fmt: skip
 ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, replace(INT8_ROW, name="int8_row_all", unit=127.5)]
 SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96), (2, 37, 256), (4, 16, 1024)]  # m out in

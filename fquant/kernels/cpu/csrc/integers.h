@@ -2,9 +2,7 @@
    each block is scaled. The inner dimension is in words of two 16-bit integers, so that gemm.h packs x. Codes minus
    their zero point are at most 255, and int32 holds 2^15 products of them with 8-bit codes. */
 
-
 typedef int32_t NAME(Sums) __attribute__((vector_size(LANES * 4), may_alias));
-typedef int16_t NAME(Pairs) __attribute__((vector_size(LANES * 4), may_alias));
 
 /* c + the products of pairs of 16-bit integers */
 INLINE NAME(Sums) NAME(dot16)(Bits a, Bits b, NAME(Sums) c) {
@@ -202,9 +200,9 @@ INLINE __m256i NAME(dot8)(__m256i u, __m256i s, __m256i c) {
 #endif
 }
 
-/* The same of signed bytes from -127 on. */
+/* The same of signed bytes; those of x begin at -127, because -128 has no negative. */
 INLINE __m256i NAME(dot8_signed)(__m256i w, __m256i x, __m256i c) {
-    return NAME(dot8)(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x), c);
+    return NAME(dot8)(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w), c);
 }
 
 /* Add the products of 64 codes of 4 bits, or of 32 of 8 bits. kind, a constant: 0 for 4-bit codes as they are, 1 for
