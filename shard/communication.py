@@ -9,8 +9,8 @@ need not recompute (shard/passes/regather.py). ``pick`` brings the rows of an em
 rows of a head, if these are fewer bytes than the table. Code that computes logits gathers the head, once if it is the
 embedding too. With ``deduplicate_gathers`` the rows come on top.
 
-A FloatBundle, which is trained, is opened whole by all of them: its gradient is that of the whole table, and goes back
-in the one reduce-scatter of its block.
+A FloatBundle or a RowBundle, which is trained, is opened whole by all of them: its gradient is that of the whole table,
+and goes back in the one reduce-scatter of its block.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from .bundle import Bundle
 from .collectives import all_gather
 from .device_mesh import device_of, position
 from .rules import Rules, check_rules
-from .trained import FloatBundle, Scaled, float_bundle
+from .trained import FloatBundle, RowBundle, Scaled, float_bundle, row_bundle
 from .transport.host import arrived, fetch
 
 
@@ -67,6 +67,9 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
             b, scales = (x.bundle, x.scales) if isinstance(x, Scaled) else (x, None)
             _check_held(b.values, float_bundle.length(b.layout), ranks, "elements")
             return float_bundle.open(b, group, scales)
+        if isinstance(x, RowBundle):
+            _check_held(x.bytes, x.layout.size, ranks, "bytes")
+            return row_bundle.open(x, group)
         x = near(x)
         return bundle.read(all_gather(x.bytes, group) if group else x.bytes, x.layout)
 

@@ -6,10 +6,11 @@
     params = shard.place(params, decoder.dims(cfg), rules, mesh, train=shard.Precision(torch.bfloat16))
 
 Each block becomes a Bundle. Its bytes are a uint8 DTensor, sharded over the fsdp axis and replicated over dp. The
-second tree of a pair, what is trained, is small and replicated. With ``train`` the blocks themselves are trained, and
-become FloatBundles, whose values are a float DTensor. Both are on the device of the mesh from then on. Only
-an offloaded block is in the host's memory, and no step has it on the device for longer than it uses it. All ranks first
-compare their arguments (agree.py). Parameters come from one of two sources, and the bytes are the same:
+second tree of a pair, what is trained, is small and replicated. With ``train`` the blocks themselves are trained: they
+become FloatBundles, whose values are a float DTensor, or RowBundles if their weights are packed, and stay so. All are
+on the device of the mesh from then on. Only an offloaded block is in the host's memory, and no step has it on the
+device for longer than it uses it. All ranks first compare their arguments (agree.py). Parameters come from one of two
+sources, and the bytes are the same:
 
 * Tensors, on the host or on the mesh's device: those of rank 0 count, and are sent to all, with one broadcast for each
   block. Other ranks may hold meta tensors; if they hold real ones, these must be equal.
@@ -20,6 +21,7 @@ compare their arguments (agree.py). Parameters come from one of two sources, and
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +41,8 @@ from .bundle import Bundle, Layout
 from .collectives import all_gather
 from .device_mesh import device_of, position
 from .rules import Dims, Rules, check_dims, check_rules, offloaded
-from .trained import FloatBundle, Precision, float_bundle
+from .trained import FloatBundle, Precision, RowBundle, float_bundle, row_bundle, row_layout
+from .trained.row_layout import RowLayout
 
 
 def place(
@@ -52,12 +55,12 @@ def place(
 
     There is no backward: placing is done outside of steps. ``config`` is an object that all ranks must share, compared
     by repr, and of a dataclass field by field. With ``train`` each block is a FloatBundle of float32 master weights, or
-    float64 if any weight is, and steps may differentiate it.
+    float64 if any weight is, and steps may differentiate it. One with packed weights is a RowBundle (trained/weights).
 
     Raises ValueError on every rank: if arguments differ, naming the first difference; if a weight is in no block; if
     only some leaves of a tree are Lazy; or if a rank fails to read. So it does for a tree with tensors on several
-    devices, or on one that is neither the host nor the mesh's. With ``train`` it raises TypeError for weights that are
-    packed or integers, ValueError for rules under which blocks cannot be trained.
+    devices, or on one that is neither the host nor the mesh's. With ``train`` it raises TypeError for integers that are
+    no codes, ValueError for packed weights or rules with which blocks cannot be trained.
     """
     base, *beside = params if isinstance(params, tuple) else (params,)
     device = device_of(mesh)
@@ -76,17 +79,18 @@ def place(
     layouts, part, ranks = _layouts(base, dims, rules, mesh, train)
     on_host = offloaded(rules, layouts)
     if train is not None:  # a tensor is cast where it is written, and a Lazy one where it is read
-        dtype = float_bundle.master(lazy.like(base), train)
-        source = tree.map(lambda x: lazy.map(partial(_cast, dtype), x) if isinstance(x, Lazy) else x, base)
+        dtype = float_bundle.master(_floats(lazy.like(base), layouts), train)
+        cast = lambda x: isinstance(x, Lazy) and isinstance(x.like, Tensor)
+        source = tree.map(lambda x: lazy.map(partial(_cast, dtype), x) if cast(x) else x, base)
     else:
         source = base
     agree.attempt("place", lambda: host_memory.check_room(sum(layouts[path].size // ranks for path in on_host)))
     parts = agree.attempt("place", lambda: _empty(layouts, ranks, on_host, mesh))
     for path, offset, sent in pieces.of(source, layouts, device):
-        begin = part * parts[path].numel() - offset  # of this rank's part in the piece
-        low, high = max(begin, 0), min(begin + parts[path].numel(), sent.numel())
-        if low < high:
-            parts[path][low - begin : high - begin] = sent[low:high]
+        for begin, end, to in row_layout.held(layouts[path], part, ranks):
+            low, high = max(begin, offset), min(end, offset + sent.numel())
+            if low < high:
+                parts[path][to + low - begin : to + high - begin] = sent[low - offset : high - offset]
     axes = mesh.mesh_dim_names or ()
     placements: list[Placement] = [Shard(0) if axis == rules.block else Replicate() for axis in axes]
     parts = _as_master(parts, layouts, train)
@@ -123,16 +127,27 @@ def _layouts(
     part, ranks = position(mesh, rules.block or ())
     if train is None:
         return {path: bundle.plan(tree.get(like, path), ranks) for path in sorted(dims)}, part, ranks
-    dtype = float_bundle.master(like, train)
     if rules.offload is not None:
         raise ValueError(f"rule offload: got {rules.offload!r}, and trained blocks stay on the device; use None")
     if rules.block is not None and rules.block not in rules.batch:
         fault = f"rule block: {rules.block!r} does not split the batch, so every rank would add the same gradient"
         raise ValueError(f"{fault}; add it to batch, {rules.batch!r}, or use block=None")
-    layouts = {path: float_bundle.plan(tree.get(like, path), ranks, dtype) for path in sorted(dims)}
+    layouts = dict[str, Layout]()
+    for path in sorted(dims):
+        if row_bundle.is_quantized(block := tree.get(like, path)):
+            layouts[path] = row_layout.plan(block, ranks, path)
+    dtype = float_bundle.master(_floats(like, layouts), train)
+    for path in sorted(set(dims) - set(layouts)):
+        layouts[path] = float_bundle.plan(tree.get(like, path), ranks, dtype)
     if train.dense is not None and not any(re.fullmatch(train.dense, path) for path in layouts):
         raise ValueError(f"precision dense: no block matches {train.dense!r}; the blocks are {', '.join(layouts)}")
     return layouts, part, ranks
+
+
+def _floats(like: Any, layouts: Mapping[str, Layout]) -> Any:
+    """Return the tree ``like`` without the blocks that are RowBundles."""
+    rows = {id(tree.get(like, path)) for path, layout in layouts.items() if isinstance(layout, RowLayout)}
+    return tree.map(lambda x: () if id(x) in rows else x, like, is_leaf=lambda x: id(x) in rows)
 
 
 def _cast(dtype: torch.dtype, t: Tensor) -> Tensor:
@@ -144,7 +159,8 @@ def _as_master(parts: dict[str, Tensor], layouts: dict[str, Layout], train: Prec
     if train is None:
         return parts
     dtype = lambda layout: layout.buffers[0].dtype if layout.buffers else torch.float32
-    return {path: t.view(dtype(layouts[path])) for path, t in parts.items()}
+    is_bytes = lambda path: isinstance(layouts[path], RowLayout)
+    return {path: t if is_bytes(path) else t.view(dtype(layouts[path])) for path, t in parts.items()}
 
 
 def _empty(layouts: dict[str, Layout], ranks: int, on_host: set[str], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -169,13 +185,16 @@ def _dtensor(part: Tensor, mesh: DeviceMesh, placements: list[Placement], shape:
 def _with_bundles(
     params: Any, parts: Mapping[str, Tensor], layouts: dict[str, Layout], on_host: set[str], train: Precision | None
 ) -> Any:
-    """Return ``params`` with a Bundle, or a FloatBundle, in place of every block."""
+    """Return ``params`` with a Bundle, or one that is trained, in place of every block."""
     chosen = {id(tree.get(params, path)) for path in layouts}
 
     def bundled(path: str, _: Any) -> Any:
+        layout = layouts[path]
         if train is None:
-            return Bundle(parts[path], layouts[path], path in on_host)
-        return FloatBundle(parts[path], layouts[path], float_bundle.precision_of(path, layouts[path], train))
+            return Bundle(parts[path], layout, path in on_host)
+        if isinstance(layout, RowLayout):
+            return RowBundle(parts[path], None, layout, replace(train, wire=None, dense=None))
+        return FloatBundle(parts[path], layout, float_bundle.precision_of(path, layout, train))
 
     return tree.map_with_path(bundled, params, is_leaf=lambda x: id(x) in chosen)
 
@@ -228,7 +247,7 @@ def at_rest(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     def one(t: Tensor) -> Tensor:
         return _dtensor(t, mesh, placements, (t.shape[0] * ranks, *t.shape[1:]))
 
-    return _map_bundles(lambda b: tree.map(one, b) if isinstance(b, FloatBundle) else b, x)
+    return _map_bundles(lambda b: b if isinstance(b, Bundle) else tree.map(one, b), x)
 
 
 def collect(x: Any) -> Any:
@@ -247,7 +266,8 @@ def collect(x: Any) -> Any:
         for axis, placement in enumerate(t.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
                 whole = all_gather(whole, mesh.get_group(axis))
-        return bundle.read(whole.view(torch.uint8), b.layout)
+        whole = whole.view(torch.uint8)
+        return row_layout.read(whole, b.layout) if isinstance(b, RowBundle) else bundle.read(whole, b.layout)
 
     return _map_bundles(one, x)
 
@@ -272,5 +292,5 @@ def _check_devices(x: Any, wanted: torch.device) -> None:
 
 
 def _map_bundles(f: Any, x: Any) -> Any:
-    is_bundle = lambda y: isinstance(y, Bundle | FloatBundle)
+    is_bundle = lambda y: isinstance(y, Bundle | FloatBundle | RowBundle)
     return tree.map(lambda leaf: f(leaf) if is_bundle(leaf) else leaf, x, is_leaf=is_bundle)

@@ -10,13 +10,15 @@ does not compute that, and its gradient ``gᵀ · x`` is that of the weight.
 
 A value y between two codes becomes the upper one with probability y - floor(y), so the mean of many small updates is
 kept, which rounding to nearest loses. The draw depends on the key, the path, the row and the column: the same key gives
-the same bits on any mesh, and a slice of rows the same as the whole (``first``).
+the same bits on any mesh, and a slice of rows the same as the whole (``first``). The verbs of trees that are spread
+over a mesh are in shard/trained/weights.py, and call these.
 
 Source: torchao's ``int8_weight_only_quantized_training`` rounds in each in-place write, on load as well, so that two
 loads of a file differ; here loading is exact. Stochastic rounding: Gupta et al. 2015.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +52,24 @@ def carriers(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
 
 def _zeros(path: str, w: Packed) -> Tensor:
     with tree.at(path):
-        check(w.format)
-        expect(len(w.shape) == 2, f"got shape {w.shape}; wanted a matrix [out in]")
+        check_weight(w)
     return w.codes.new_zeros((), dtype=torch.float32).expand(w.shape)
+
+
+def is_packed(x: Any) -> bool:
+    """Return True for a Packed."""
+    return isinstance(x, Packed)
+
+
+def rows(w: Packed) -> Packed:
+    """Return ``w``, whose tensors may be cut to some rows, with the shape that these have."""
+    return replace(w, shape=(w.codes.shape[0], *w.shape[1:]))
+
+
+def check_weight(w: Packed) -> None:
+    """Raise ValueError for other than a matrix in a format whose codes can be rounded stochastically, row by row."""
+    check(w.format)
+    expect(len(w.shape) == 2, f"got shape {w.shape}; wanted a matrix [out in]")
 
 
 def check(format: Format) -> None:
@@ -87,10 +104,13 @@ def dense(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return {path: dequantize(w, torch.float32) for path, w in packed.items()}
 
 
-def apply_updates(packed: Mapping[str, Packed], updates: Mapping[str, Tensor], key: Tensor) -> dict[str, Packed]:
+def apply_updates(
+    packed: Mapping[str, Packed], updates: Mapping[str, Tensor], key: Tensor, first: Mapping[str, int] | None = None
+) -> dict[str, Packed]:
     """Return the weights after ``updates`` f[out in] are added in float32, rounded stochastically from ``key`` i64[].
 
-    Raises ValueError for other paths, another shape, or a format that cannot be trained.
+    A weight may be some rows of a whole one, with the number of the ``first`` of them; the default is 0. Raises
+    ValueError for other paths, another shape, or a format that cannot be trained.
     """
     expect(set(packed) == set(updates), f"updates: got {sorted(updates)}, wanted those of {sorted(packed)}")
 
@@ -99,8 +119,8 @@ def apply_updates(packed: Mapping[str, Packed], updates: Mapping[str, Tensor], k
             got, wanted = tuple(updates[path].shape), w.shape
             expect(got == wanted, f"an update of shape {got}; wanted {wanted}")
             total = dequantize(w, torch.float32) + updates[path]
-            new = stochastic_quantize(total, w.format, random.fold(key, path))
-        return Packed(new.codes, new.scale, w.format, w.shape, w.dtype, zero=new.zero)
+            new = stochastic_quantize(total, w.format, random.fold(key, path), first[path] if first else 0)
+        return replace(w, codes=new.codes, scale=new.scale, zero=new.zero)
 
     return {path: one(path, w) for path, w in packed.items()}
 

@@ -18,7 +18,7 @@ vectors, so that a rank's part is a run of matrices and then one of vectors.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ from ..bundle import Buffer, Layout
 from ..collectives import all_gather, reduce_scatter
 from ..transport import wire
 from ..transport.wire import BLOCK, Wire
+from . import row_layout
+from .row_layout import RowLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -67,7 +69,8 @@ class Precision:
 class FloatBundle(Loadable):
     """A block to be trained: its master weights f32[size] whole, f32[size / ranks] on each rank, or at rest a DTensor.
 
-    ``layout`` counts bytes of the master. A gradient, and each moment of an optimiser, is such a bundle too.
+    ``layout`` counts bytes of the master. A gradient, and each moment of an optimiser, is such a bundle too. Those of
+    a RowBundle have a RowLayout.
     """
 
     values: Any  # f32[...], or what an optimiser makes of it
@@ -141,6 +144,7 @@ class _Way:
     precision: Precision
     master: torch.dtype
     group: dist.ProcessGroup | None
+    is_carrier: bool = False  # zeros, which are not gathered
 
 
 def open(x: FloatBundle, group: dist.ProcessGroup | None, scales: Tensor | None = None) -> Any:
@@ -167,6 +171,18 @@ def open(x: FloatBundle, group: dist.ProcessGroup | None, scales: Tensor | None 
     return tree.unflatten(x.layout.structure, _Open.apply(way, x.values, scales))
 
 
+def open_carriers(x: FloatBundle, group: dist.ProcessGroup | None) -> Any:
+    """Return zeros in ``precision.compute``, a tree like the block, whose gradient goes to ``x``.
+
+        rank 0  first half of the carriers   ->  zeros         backward   its half of g + h  <-  g
+        rank 1  second half                  ->  zeros                    its half of g + h  <-  h
+
+    They have no memory if those of ``x`` have none. The backward is that of :func:`open`. Only tangents are gathered.
+    """
+    way = _Way(x.layout, x.precision, x.values.dtype, group, is_carrier=True)
+    return tree.unflatten(x.layout.structure, _Open.apply(way, x.values, None))
+
+
 class _Open(torch.autograd.Function):
     """This rank's values and perhaps scales -> all tensors of the block."""
 
@@ -174,7 +190,13 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def forward(way: _Way, values: Tensor, scales: Tensor | None) -> tuple[Tensor, ...]:
-        whole, buffers = _gather(way, values, scales), way.layout.buffers
+        buffers = way.layout.buffers
+        if way.is_carrier:
+            zero = values.new_zeros((), dtype=way.precision.compute)  # torch gives no tangent to an expanded output
+            return tuple(zero.expand(b.shape) if values.stride() == (0,) else zero.repeat(b.shape) for b in buffers)
+        whole = _gather(way, values, scales)
+        if isinstance(way.layout, RowLayout):
+            return tuple(t[: b.shape[0]] for t, b in zip(row_layout.split(whole, way.layout), buffers, strict=True))
         parts = (whole.narrow(0, begin, count) for begin, count in spans(way.layout))
         return tuple(part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True))
 
@@ -205,15 +227,10 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def forward(way: _Way, values: Tensor, *grads: Tensor | None) -> Tensor:
-        at, wide, parts = 0, way.precision.reduce, list[Tensor]()
-        like = next(g for g in grads if g is not None)
-        zeros = lambda n: like.new_zeros((n,), dtype=wide)
-        for (begin, count), g in sorted(zip(spans(way.layout), grads, strict=True), key=lambda each: each[0]):
-            parts.append(zeros(begin - at))
-            parts.append(zeros(count) if g is None else _narrowed(g.reshape(count), wide))
-            at = begin + count
-        parts.append(zeros(length(way.layout) - at))
-        flat = torch.cat([part for part in parts if part.numel()] + [zeros(0)])  # promotes to the widest dtype
+        if isinstance(way.layout, RowLayout):
+            flat = row_layout.joined(grads, way.layout, way.precision.reduce)
+        else:
+            flat = _joined(way, grads)
         return (reduce_scatter(flat, way.group) if way.group else flat).to(way.master)
 
     @staticmethod
@@ -244,14 +261,27 @@ class _Close(torch.autograd.Function):
         return torch.vmap(close, dims)(*(grads[i] for i in given)), 0
 
 
+def _joined(way: _Way, grads: Sequence[Tensor | None]) -> Tensor:
+    """Return the gradients of all tensors side by side f[size], in ``precision.reduce``."""
+    at, wide, parts = 0, way.precision.reduce, list[Tensor]()
+    like = next(g for g in grads if g is not None)
+    zeros = lambda n: like.new_zeros((n,), dtype=wide)
+    for (begin, count), g in sorted(zip(spans(way.layout), grads, strict=True), key=lambda each: each[0]):
+        parts.append(zeros(begin - at))
+        parts.append(zeros(count) if g is None else _narrowed(g.reshape(count), wide))
+        at = begin + count
+    parts.append(zeros(length(way.layout) - at))
+    return torch.cat([part for part in parts if part.numel()] + [zeros(0)])  # promotes to the widest dtype
+
+
 def _narrowed(g: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``g`` in ``dtype``, unless concatenating will widen it to that."""
     return g if torch.promote_types(g.dtype, dtype) == dtype else g.to(dtype)
 
 
 def _exactly(way: _Way) -> _Way:
-    """Return the way of a derivative, which is not quantised."""
-    return replace(way, precision=replace(way.precision, wire=None, dense=None))
+    """Return the way of a derivative, which is gathered, and not quantised."""
+    return replace(way, precision=replace(way.precision, wire=None, dense=None), is_carrier=False)
 
 
 def _gather(way: _Way, values: Tensor, scales: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ torch.distributed.checkpoint on the result of :func:`shard.at_rest` instead, whi
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from torch.distributed.tensor import DTensor
 from fquant import lazy, tree
 from fquant.device import HOST
 
+from ..bundle import Layout
 from ..collectives import all_gather
 from ..device_mesh import position
 from ..rules import Rules
-from .float_bundle import FloatBundle, is_bundle, length, spans
+from . import row_layout
+from .float_bundle import FloatBundle, length, spans
+from .row_bundle import RowBundle
+from .row_layout import RowLayout
 
 
 def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
@@ -46,28 +51,42 @@ def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
         found = all_gather(t.contiguous(), group) if group is not None else t
         return found.to(HOST, copy=True) if is_first else found.to("meta")
 
-    return tree.map(lambda y: _opened(y, gathered) if is_bundle(y) else y, x, is_leaf=is_bundle)
+    return tree.map(lambda y: _opened(y, gathered) if is_trained(y) else y, x, is_leaf=is_trained)
 
 
 def whole_like(x: Any) -> Any:
     """Return the result of :func:`whole` in meta tensors, without communication."""
     meta = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")
 
-    def one(y: FloatBundle) -> Any:
+    def one(y: FloatBundle | RowBundle) -> Any:
+        if isinstance(y, RowBundle):
+            return _opened(y, lambda t: torch.empty(y.layout.size, dtype=t.dtype, device="meta"))
         if isinstance(y.values, Tensor):
             return _opened(y, lambda t: torch.empty(length(y.layout), dtype=t.dtype, device="meta"))
-        return _opened(y, meta)
+        ranks = y.layout.ranks if isinstance(y.layout, RowLayout) else 1
+        return _opened(y, lambda t: meta(t.expand(ranks, *t.shape).flatten(0, 1)))
 
-    return tree.map(lambda y: one(y) if is_bundle(y) else y, x, is_leaf=is_bundle)
+    return tree.map(lambda y: one(y) if is_trained(y) else y, x, is_leaf=is_trained)
 
 
-def _opened(x: FloatBundle, gathered: Callable[[Tensor], Tensor]) -> Any:
+def is_trained(x: Any) -> bool:
+    """Return True for a bundle of a block that is trained."""
+    return isinstance(x, FloatBundle | RowBundle)
+
+
+def _opened(x: FloatBundle | RowBundle, gathered: Callable[[Tensor], Tensor]) -> Any:
     """Return the block of a bundle, or the list of the tensors that an optimiser keeps in its place."""
+    if isinstance(x, RowBundle):
+        return row_layout.read(gathered(x.bytes), x.layout)
+    layout = x.layout
     if not isinstance(x.values, Tensor):
-        return [gathered(t) for t in tree.leaves(x.values)]
-    flat, buffers = gathered(x.values), x.layout.buffers
-    parts = [flat.narrow(0, *span).view(b.shape) for span, b in zip(spans(x.layout), buffers, strict=True)]
-    return tree.unflatten(x.layout.structure, parts)
+        found = [gathered(t) for t in tree.leaves(x.values)]
+        return [row_layout.in_blocks(t, layout) for t in found] if isinstance(layout, RowLayout) else found
+    flat = gathered(x.values)
+    if isinstance(layout, RowLayout):
+        return row_layout.read(flat, layout)
+    parts = [flat.narrow(0, *span).view(b.shape) for span, b in zip(spans(layout), layout.buffers, strict=True)]
+    return tree.unflatten(layout.structure, parts)
 
 
 def part(x: Any, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
@@ -80,7 +99,7 @@ def part(x: Any, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     of another structure or other shapes.
     """
     rank, ranks = position(mesh, rules.block or ())
-    leaves, structure = tree.flatten(like, is_leaf=is_bundle)
+    leaves, structure = tree.flatten(like, is_leaf=is_trained)
     found = _split(x, leaves, structure)
     return tree.unflatten(structure, [_cut(*each, rank, ranks) for each in zip(found, leaves, strict=True)])
 
@@ -101,16 +120,26 @@ def _split(x: Any, leaves: list[Any], structure: tree.Structure) -> list[Any]:
 
 
 def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
-    if not is_bundle(like):
+    if not is_trained(like):
         x = lazy.read(x)
         return x.to(like.device) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
+    if isinstance(like, RowBundle):
+        return replace(like, bytes=_bytes(x, like, rank))
     if not isinstance(like.values, Tensor):
         inner, structure = tree.flatten(like.values)
-        mine = [_rows(lazy.read(t), to, rank, ranks) for t, to in zip(x, inner, strict=True)]
+        layout = like.layout
+        cut = lambda t, to: (
+            row_layout.of_blocks(t, layout, to, rank).to(to.device, to.dtype)
+            if isinstance(layout, RowLayout)
+            else _rows(t, to, rank, ranks)
+        )
+        mine = [cut(lazy.read(t), to) for t, to in zip(x, inner, strict=True)]
         return FloatBundle(tree.unflatten(structure, mine), like.layout, like.precision)
-    for (path, t), buffer in zip(tree.items(lazy.like(x)), like.layout.buffers, strict=True):
-        if tuple(t.shape) != buffer.shape:
-            raise ValueError(f"{path}: got shape {tuple(t.shape)}, wanted {buffer.shape}")
+    _check_shapes(x, like.layout)
+    if isinstance(like.layout, RowLayout):
+        rows = [_padded(lazy.read(t), n, rank) for t, n in zip(tree.leaves(x), like.layout.rows, strict=True)]
+        flat = torch.cat([t.reshape(-1) for t in rows]).to(like.values.device, like.values.dtype)
+        return replace(like, values=flat)
     n = like.values.shape[0]
     out, begin = torch.zeros_like(like.values), rank * n
     for t, (first, count) in zip(tree.leaves(x), spans(like.layout), strict=True):
@@ -127,3 +156,23 @@ def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
     kept = min(len(padded), len(t))
     padded[:kept] = t[:kept]
     return padded[rank * rows : (rank + 1) * rows].to(like.device, like.dtype)
+
+
+def _bytes(x: Any, like: RowBundle, rank: int) -> Tensor:
+    """Return the bytes of a rank's rows of the block ``x``."""
+    _check_shapes(x, like.layout)
+    leaves = zip(tree.leaves(x), like.layout.buffers, like.layout.rows, strict=True)
+    rows = [_padded(lazy.read(t).to(b.dtype), n, rank) for t, b, n in leaves]
+    return row_layout.write(rows, like.layout).to(like.bytes.device)
+
+
+def _padded(t: Tensor, n: int, rank: int) -> Tensor:
+    """Return the ``n`` rows of ``t`` that a rank has, with zeros behind the last."""
+    mine = t[rank * n : (rank + 1) * n]
+    return torch.cat([mine, mine.new_zeros(n - len(mine), *t.shape[1:])])
+
+
+def _check_shapes(x: Any, layout: Layout) -> None:
+    for (path, t), buffer in zip(tree.items(lazy.like(x)), layout.buffers, strict=True):
+        if tuple(t.shape) != buffer.shape:
+            raise ValueError(f"{path}: got shape {tuple(t.shape)}, wanted {buffer.shape}")

@@ -354,7 +354,7 @@ def faulty(name):
 
 
 FAULTS = {
-    "packed": "w.codes: got uint8, wanted floats to train; train adapters beside it, or dequantise it first",
+    "packed": "w: nf4 cannot be trained: wanted integers in blocks along rows with float32 scales; use INT8_ROW",
     "integers": "b: got int64, wanted floats to train",
     "batch": "rule block: 'fsdp' does not split the batch, so every rank would add the same gradient; add it to batch",
     "offload": "rule offload: got 'block', and trained blocks stay on the device; use None",
