@@ -144,10 +144,10 @@ def _quantize(
     w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False, checks: bool = True,
     draws: Tensor | None = None,
 ) -> Packed:  # fmt: skip
-    shape, dtype = tuple(w.shape), w.dtype
+    shape, dtype, w = tuple(w.shape), w.dtype, w.contiguous()  # because the order of a sum depends on strides
     offset = (_mean(w) if checks else w.float().mean()) if format.center else None
     if offset is not None:
-        w = w - offset
+        w = w.float() - offset
     rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
     by_rows = lambda part: part[0] if format.flat else part.reshape(*shape[:-1], part.shape[-1])
     vectors = zero = None

@@ -1,0 +1,67 @@
+"""The values of every known format: zeros, outliers, the ends of the range, odd shapes, and what is refused.
+
+The oracle is a loop over blocks in float64 (``tests/helpers/kernels/block_loop.py``). Bytes are compared with those of
+peers in the tests of the recipes. The formats are all that the package names, each with other blocks, and those of the
+tests of kernels.
+
+Formats have roles: moments may have no sign, and E8M0 is for powers of two. So each is given numbers that it is for.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fquant import dequantize, quantize, tree
+from fquant.format import INT4, INT4_ZERO, TERNARY
+from tests.helpers.arrays import rng, same_bits
+from tests.helpers.formats import BLOCKS, KINDS, KNOWN
+from tests.helpers.kernels.block_loop import check, fitting
+
+UNNAMED = (
+    *KINDS,
+    replace(INT4, name="thirds", table=tuple(i / 3 for i in range(-8, 8))),
+    replace(INT4_ZERO, name="signed_zero", table=INT4.table),
+    replace(TERNARY, name="mean of a row", shared=False),
+)
+ALL = {format.name: format for format in UNNAMED} | KNOWN | BLOCKS
+every = pytest.mark.parametrize("format", ALL.values(), ids=ALL)
+known = pytest.mark.parametrize("format", KNOWN.values(), ids=KNOWN)
+
+
+def weight(format, *shape, dtype=torch.float32):
+    """Draw rows of many sizes, with a row of zeros, a whole block of zeros and equal values."""
+    w = torch.randn(shape, generator=rng(0)) * torch.randn(*shape[:-1], 1, generator=rng(1)).exp()
+    if shape[-2] > 2:
+        w[..., 1, :], w[..., 2, 16:32], w[..., 2, 40:48] = 0.0, 0.0, 0.75
+    return fitting(w, format).to(dtype)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(5, 161), (1, 161), (5, 1), (1, 1), (4, 16), (3, 2, 33)]
+
+
+@every
+def test_blocks_are_those_of_a_loop(format):
+    for shape in SHAPES:
+        w = weight(format, *shape)
+        check(w, quantize(w, format))
+
+
+@every
+def test_a_view_has_the_bytes_of_its_copy(format):
+    """Means and vectors of an array too, whose sums must not be in the order of its strides."""
+    w = weight(format, 12 if format.vectors else 60, 130)
+    for view in (w.T, w[:, ::2], w[3:, 5:], w[:1].expand(4, -1), w.unflatten(0, (3, -1)).transpose(0, 1)):
+        got, wanted = quantize(view, format), quantize(view.contiguous().clone(), format)
+        assert all(map(same_bits, tree.leaves(got), tree.leaves(wanted)))
+
+
+@every
+def test_halves_are_quantised_as_their_values(format):
+    for dtype in (torch.bfloat16, torch.float16):
+        w = weight(format, 5, 161, dtype=dtype)
+        got, wanted = quantize(w, format), quantize(w.float(), format)
+        assert all(map(same_bits, tree.leaves(got), tree.leaves(wanted)))
+        assert same_bits(dequantize(got), dequantize(wanted).to(dtype))
