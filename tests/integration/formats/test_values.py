@@ -16,7 +16,7 @@ from fquant import dequantize, quantize, tree
 from fquant.format import INT4, INT4_ZERO, TERNARY
 from tests.helpers.arrays import rng, same_bits
 from tests.helpers.formats import BLOCKS, KINDS, KNOWN
-from tests.helpers.kernels.block_loop import check, fitting
+from tests.helpers.kernels.block_loop import TINY, check, fitting, numbers
 
 UNNAMED = (
     *KINDS,
@@ -65,3 +65,24 @@ def test_halves_are_quantised_as_their_values(format):
         got, wanted = quantize(w, format), quantize(w.float(), format)
         assert all(map(same_bits, tree.leaves(got), tree.leaves(wanted)))
         assert same_bits(dequantize(got), dequantize(wanted).to(dtype))
+
+
+# --- zeros ------------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_zeros_are_exact(format):
+    """Zeros are exact in any block if the table has zero and no grid, and else, but for TINY, in blocks of zeros."""
+    w = weight(format, 6, 161)
+    blank = torch.zeros_like(w)
+    on_a_grid = format.in_absmax and format.bits == 8 and format.table is not None
+    exact = not (format.vectors or format.center or on_a_grid) and (format.zero or 0 in numbers(format))
+    for x in (w, torch.cat([w, blank]), blank, -blank, blank[:1, :1]):
+        p = quantize(x, format)
+        back = dequantize(p)
+        assert all(t.isfinite().all() for t in tree.leaves((p, back)))
+        if exact:
+            assert not back[x == 0].any()
+        else:
+            assert x.any() or back.abs().max() <= TINY
+            assert format.flat or format.center or format.scale or not back[(x == 0).all(1)].any()
