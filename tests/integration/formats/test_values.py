@@ -7,7 +7,10 @@ tests of kernels.
 Formats have roles: moments may have no sign, and E8M0 is for powers of two. So each is given numbers that it is for.
 """
 
+import math
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -86,3 +89,33 @@ def test_zeros_are_exact(format):
         else:
             assert x.any() or back.abs().max() <= TINY
             assert format.flat or format.center or format.scale or not back[(x == 0).all(1)].any()
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_values_that_are_not_finite_raise_with_their_path(format):
+    for bad, (row, column) in ((math.nan, (0, 0)), (math.inf, (2, 70)), (-math.inf, (3, 99))):
+        w = weight(format, 4, 100)
+        params = {"layers": [{"q": w}, {"q": w.clone()}]}
+        params["layers"][1]["q"][row, column] = bad
+        message = (
+            rf"^layers\.1\.q: 1 of 400 values are NaN or infinite, the first at row {row}, column {column}; "
+            "a quantised weight must be finite$"
+        )
+        with pytest.raises(ValueError, match=message):
+            tree.map_at(r"layers\.\d+\.q", partial(quantize, format=format), params)
+
+
+@every
+def test_what_has_no_elements_or_no_rows_is_refused(format):
+    for shape in ((0, 64), (5, 0), (0, 0), ()):
+        w = torch.ones(shape)
+        with pytest.raises(ValueError, match=rf"got shape {re.escape(str(shape))}; wanted at least one element"):
+            quantize(w, format)
+    if format.flat:
+        assert dequantize(quantize(torch.ones(7), format)).shape == (7,)
+    else:
+        with pytest.raises(ValueError, match=r"got shape \(7,\); wanted a matrix \[out in\], leave norms and biases"):
+            quantize(torch.ones(7), format)
