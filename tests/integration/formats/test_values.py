@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from fquant import dequantize, quantize, tree
-from fquant.format import INT4, INT4_ZERO, TERNARY
-from tests.helpers.arrays import rng, same_bits
+from fquant.format import E8M0, INT4, INT4_ZERO, TERNARY
+from tests.helpers.arrays import named, rng, same_bits
 from tests.helpers.formats import BLOCKS, KINDS, KNOWN
-from tests.helpers.kernels.block_loop import TINY, check, fitting, numbers
+from tests.helpers.kernels.block_loop import FLOAT16, TINY, by_float16, check, fitting, numbers
 
 UNNAMED = (
     *KINDS,
@@ -89,6 +89,94 @@ def test_zeros_are_exact(format):
         else:
             assert x.any() or back.abs().max() <= TINY
             assert format.flat or format.center or format.scale or not back[(x == 0).all(1)].any()
+
+
+# --- outliers ---------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_an_outlier_stays_in_its_block(format):
+    """Codes and scales of other blocks keep their bytes, and their values, but for what nested scales share."""
+    w = weight(format, 5, 256)
+    plain, width = format.plain, w.numel() if format.flat else 256
+    block = min(format.block or width, width)
+    at = 2 * 256 + 100
+    own = torch.zeros(5 * 256, dtype=torch.bool)
+    start = at // width * width + at % width // block * block
+    own[start : start + block] = True
+    own = own.reshape(5, 256)
+    for size in (60000.0, 2.0**100):
+        if size > FLOAT16 and by_float16(format):
+            continue
+        x = w.clone()
+        x.view(-1)[at] = fitting(torch.tensor(size), format)
+        p = quantize(x, format)
+        check(x, p)
+        if plain.shared or plain.center or plain.vectors:
+            continue
+        got, before = dequantize(quantize(x, plain)), dequantize(quantize(w, plain))
+        assert torch.equal(got[~own], before[~own])
+        if format.scale is not None and not format.scale_first:
+            assert same_bits(p.codes, quantize(x, plain).codes)
+            if format.power:
+                assert torch.equal(dequantize(p), got)
+
+
+# --- the ends of the range --------------------------------------------------------------------------------------------
+
+SIZES = (3.4e38, 3e38, 1e38, 6.5e4, 1e4, 1.0, 1e-4, 1e-6, 1e-30, 1e-36, 1e-37, 1e-38, 1e-39, 1e-41, 1e-44)
+REFUSED = (  # the errors of formats that cannot hold a scale, or of a dtype that cannot hold a decoded value
+    r"^[\d.e+]+ is beyond float16's 65504, to which int8 rounds first; use another format$|"
+    r"^\w+: a block has values up to [\d.e+]+, and their range is beyond float32; use another format$|"
+    r"^\w+: values up to [\d.e+]+ decode beyond (float32|float16|bfloat16); divide the weight, or use a wider dtype"
+)
+
+
+def sized(unit, size, format):
+    """Return ``unit`` f64, of which the largest is 1, times a size, that E8M0 rounds to a power of two."""
+    return unit * (size if format.table != E8M0 else 2.0 ** math.floor(math.log2(size)))
+
+
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@known
+def test_the_error_at_the_ends_of_the_range_is_that_at_one(format, dtype):
+    """Relative to the largest value, and but for values that are subnormal; or the weight is refused."""
+    unit = fitting(torch.randn(2 if format.vectors else 8, 256, generator=rng(0)), format).double()
+    unit = unit / unit.abs().max()
+    usual = (dequantize(quantize(unit.float(), format)) - unit).abs().max().item()
+    usual = max(usual, {"mxfp4": 0.2, "mxfp8": 0.13}.get(format.name, 0))  # whose errors change within a power of two
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    floor = 2 * TINY if dtype != torch.float16 else 2**-24
+    for size in SIZES:
+        x = sized(unit, size, format).to(dtype)
+        if not x.isfinite().all():
+            continue
+        try:
+            p = quantize(x, format)
+        except ValueError as error:
+            assert re.search(REFUSED, str(error))
+            assert size > FLOAT16 if by_float16(format) else 4 * size > torch.finfo(dtype).max
+            continue
+        assert all(t.isfinite().all() for t in tree.leaves(p))
+        got = (dequantize(p).double() - x.double()).abs().max().item()
+        most = 1.0 if format.mean and size < 1e-3 else 1.25 * usual  # a mean is at least 1e-5
+        assert got <= (most + rounding) * x.double().abs().max().item() + floor, size
+
+
+@every
+def test_rows_of_all_sizes_beside_each_other(format):
+    """Normal values, and equal ones of each sign, that end above and below the range of float32's normal numbers."""
+    most = FLOAT16 if by_float16(format) else 1e36 if format.mean else 2e38  # whose sum is finite
+    sizes = [size for size in SIZES if size < most]
+    unit = fitting(torch.randn(3, 48, generator=rng(3)), format).double()
+    unit = unit / unit.abs().max()
+    unit[1], unit[2] = 1.0, fitting(torch.tensor(-1.0), format)
+    w = torch.cat([sized(unit, size, format) for size in sizes]).float()
+    p = quantize(w, format)
+    check(w, p)
+    if format.rows_alone and format.scale is None:
+        alone = torch.cat([dequantize(quantize(row[None], format)) for row in w])
+        assert torch.equal(dequantize(p), alone)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
