@@ -144,23 +144,24 @@ def _quantize(
     w: Tensor, format: Format, importance: Tensor | None = None, is_scale: bool = False, checks: bool = True,
     draws: Tensor | None = None,
 ) -> Packed:  # fmt: skip
-    shape, dtype = tuple(w.shape), w.dtype
+    shape, dtype, w = tuple(w.shape), w.dtype, w.contiguous()  # because the order of a sum depends on strides
     offset = (_mean(w) if checks else w.float().mean()) if format.center else None
+    given = w.reshape(-1, shape[-1])  # [rows width]
     if offset is not None:
-        w = w - offset
-    rows = w.reshape(1, -1) if format.flat else w.reshape(-1, shape[-1])  # [rows width]
+        w = w.float() - offset
+    rows = w.reshape(1, -1) if format.flat else w.reshape(given.shape)  # [rows width], along which blocks run
     by_rows = lambda part: part[0] if format.flat else part.reshape(*shape[:-1], part.shape[-1])
     vectors = zero = None
     if format.vectors is not None:
         absmax = additive_quantization.scales(rows, format)
-        top = validate.largest(rows, absmax, format)
+        top = validate.largest(given, absmax, format)
         codes, vectors = additive_quantization.learn(rows, absmax, format, importance)
     elif format.in_absmax:
         codes, absmax = tiny_blocks.encode(rows, format) if checks else packed_ops.encode(rows, format)
-        top = validate.largest(rows, absmax, format) if checks else 0.0
+        top = validate.largest(given, absmax, format) if checks else 0.0
     else:
         absmax, zero = round_to_nearest.scales(rows, format)
-        top = validate.largest(rows, absmax, format) if checks else 0.0
+        top = validate.largest(given, absmax, format) if checks else 0.0
     scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, None, True, checks)
     if format.vectors is None and not format.in_absmax:
         decoded = (

@@ -143,7 +143,8 @@ def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, forma
     elif table == E2M1:
         index = _e2m1(y)
     elif table == E8M0:
-        index = (torch.frexp(y).exponent + 126).clamp(0, 254).to(torch.uint8)
+        power = (torch.frexp(y).exponent + 126).clamp(0, 254)
+        index = power.where(y > 0, 0).to(torch.uint8)  # the exponent of zero is that of one half
     else:
         order, middles = midpoints(format)
         at = torch.bucketize(y.contiguous(), middles.to(y.device), out_int32=True)

@@ -11,7 +11,6 @@ from fquant import dequantize, jit, linear, lora, quantize
 from fquant.dynamic_quantization import Outliers, fake_quantize
 from fquant.format import (
     AQ_2X8,
-    FORMATS,
     FP8,
     FP8_E4M3,
     INT4,
@@ -24,10 +23,11 @@ from fquant.format import (
     TERNARY,
 )  # fmt: skip
 from tests.helpers.arrays import named, rng, same_bits
+from tests.helpers.formats import KNOWN
 
 WEIGHTS = [INT8, INT4, INT4_ZERO, NF4_DQ, FP8, None]
 ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, FP8_E4M3, INT4]
-PLAIN = [f for f in FORMATS.values() if f.vectors is None]
+PLAIN = [f for f in KNOWN.values() if f.vectors is None]
 
 
 def case(format):

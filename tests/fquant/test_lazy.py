@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from fquant import lazy, lora, packed, tree
-from fquant.format import FORMATS, NF4_DQ
+from fquant.format import NF4_DQ
 from fquant.lazy import Lazy
 from fquant.packed import Packed, dequantize, quantize
 from tests.helpers.arrays import same_bits
+from tests.helpers.formats import KNOWN
 
 
 def source(w, log, stamp="w"):
@@ -29,7 +30,7 @@ def test_map_reads_late_and_plans_early():
     assert log == ["w", "w"]  # nothing is kept
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("format", KNOWN.values(), ids=KNOWN)
 def test_quantising_by_rows_changes_no_byte(format, monkeypatch):
     """Read a few rows at a time where the format allows it; the last part is shorter."""
     monkeypatch.setattr(packed, "PIECE", 7 * 300 * 4)
@@ -43,7 +44,7 @@ def test_quantising_by_rows_changes_no_byte(format, monkeypatch):
     assert got.rows is None
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("format", KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_what_is_quantised_on_a_device_has_the_bytes_of_the_host(format, by_rows, device, monkeypatch):
     """GPUs learn vectors in another order, so formats with these are not compared."""

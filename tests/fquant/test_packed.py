@@ -284,21 +284,6 @@ def test_chunks_change_no_bit_and_bound_the_memory(format, monkeypatch):
 # --- bad input, meta and lazy -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-@named("where", [(0, 0), (2, 70), (3, 99)])
-@named("format", ALL)
-def test_values_that_are_not_finite_raise_with_their_path(format, where, bad):
-    w = weight(4, 100)
-    w[where] = bad
-    params = {"layers": [{"q": weight(4, 100)}, {"q": w}]}
-    message = (
-        rf"^layers\.1\.q: 1 of 400 values are NaN or infinite, the first at row {where[0]}, column {where[1]}; "
-        "a quantised weight must be finite$"
-    )
-    with pytest.raises(ValueError, match=message):
-        tree.map_at(r"layers\.\d+\.q", partial(quantize, format=format), params)
-
-
 def test_int8_beyond_float16():
     assert dequantize(quantize(torch.tensor([[65504.0, 1.0]]), INT8))[0, 0] == 65504.0
     w = torch.tensor([[1.0, -70000.0]])
@@ -320,10 +305,7 @@ BAD = {
     "integers": (torch.ones(2, 2, dtype=torch.int32), TypeError, "got int32; wanted float32, bfloat16, float16"),
     "a list": ([1.0], TypeError, "quantize got a list; wanted a tensor"),
     "quantised already": (quantize(torch.ones(2, 2), NF4), TypeError, "quantize got a Packed; wanted a tensor"),
-    "a scalar": (torch.tensor(1.0), ValueError, r"got shape \(\); wanted at least one element along one dim"),
-    "no rows": (torch.ones(0, 4), ValueError, r"got shape \(0, 4\); wanted at least one element"),
     "a stack under vmap": (Mapped(torch.ones(3, 2, 2)), RuntimeError, "quantize was called under vmap; quantize each"),
-    "no columns": (torch.ones(4, 0), ValueError, r"got shape \(4, 0\); wanted at least one element"),
 }
 
 

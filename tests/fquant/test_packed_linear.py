@@ -8,30 +8,24 @@ from torch.func import grad, jvp, vjp, vmap
 
 from fquant import jit, lora, random, tree
 from fquant.communication import LookedUpRows
-from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, FP4, FP8, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
+from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.packed import dequantize, quantize
 from fquant.packed_linear import Adapted, Lora, embedding, linear, row_norms, scaling, square_norms
+from tests.helpers.formats import KNOWN
 from tests.helpers.kernels.rounding import assert_product
 from tests.helpers.live_memory import Live
 
-FORMATS = {
-    "nf4": NF4,
-    "nf4_dq": NF4_DQ,
-    "fp4": FP4,
-    "int8": INT8,
+FORMATS = KNOWN | {
     "int8 in blocks": replace(INT8, block=32),
     "flat": replace(NF4_DQ, flat=True),
     "centred": replace(NF4, name="centred", center=True),
     "of five buffers": replace(NF4_DQ, name="flat_centred", flat=True, center=True),
     "nested twice": replace(NF4, name="scale_twice", scale=replace(DYNAMIC8, name="dynamic8_dq", scale=DYNAMIC8)),
-    "aq_2x8": AQ_2X8,
     "aq_3x8 in blocks": replace(AQ_3X8, block=32),
-    "int4_zero": replace(INT4_ZERO, block=32),
+    "int4_zero in blocks": replace(INT4_ZERO, block=32),
     "int4_zero by rows": replace(INT4_ZERO, block=None, scale=DYNAMIC8),
-    "int4": INT4,
-    "mxfp4": MXFP4,
-    "fp8": FP8,
 }
+PICKED = {name: f for name, f in FORMATS.items() if not (f.flat or f.scale or f.vectors)}  # whose buffers have rows
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 KINDS = ("nf4_dq", "int8", "aq_2x8", "of five buffers", "int4_zero")  # of which each has other buffers
 of_each_kind = pytest.mark.parametrize(
@@ -85,11 +79,9 @@ def test_embedding_decodes_rows(format, tokens):
 
 
 @pytest.mark.parametrize("tokens", [torch.tensor(5), torch.tensor([[0, 23], [5, 5]]), torch.zeros(2, 0, dtype=int)])
-@formats
+@pytest.mark.parametrize("format", PICKED.values(), ids=PICKED)
 def test_embedding_of_rows_that_were_picked(format, tokens):
     """Picked rows give the results of the whole table, with adapters too."""
-    if format.flat or format.scale is not torch.float32:
-        return
     dense = draw("w", 24, 100, dtype=torch.bfloat16)
     for w in (dense, quantize(dense, format)):
         rows = LookedUpRows(tree.map(lambda t: t[tokens.reshape(-1)] if t.ndim else t, w), 24)

@@ -11,10 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fquant import format
 from fquant.format import DYNAMIC8, FP4, FP8, INT2_ZERO, INT3, INT3_ZERO, INT4, INT4_ZERO, INT8, MXFP4, NF4, NF4_DQ
 from fquant.kernels import cpu
 from fquant.kernels.dispatch import BY_DEVICE, VARIABLE
 from fquant.kernels.spec import layout
+
+# Every format that the package names, and each with other blocks. Tests over these hold a new format, too.
+KNOWN = {f.name: f for f in vars(format).values() if isinstance(f, format.Format)}
+BLOCKS = {f"{f.name}:{n or 'row'}": replace(f, block=n) for f in KNOWN.values() for n in (16, None) if n != f.block}
 
 BY_ROWS8 = replace(DYNAMIC8, name="dynamic8_rows", flat=False, center=False)
 _nf4, _dynamic8 = NF4.table or (), DYNAMIC8.table or ()

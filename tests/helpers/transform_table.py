@@ -81,6 +81,11 @@ def over(verb):
     return f
 
 
+def attached(theta, base, data):
+    """An adapter beside a weight, in theta with a factor of x."""
+    return wave(linear(theta["x"] * data["x"], lora.attach(base, theta["lora"])["w"]))
+
+
 def plain_linear(theta, base, data):
     return wave(linear(theta["x"] * data["x"], base["w"], theta["bias"]))
 
@@ -130,6 +135,10 @@ def scale(base, seed):
     return {"x": draw(f"t{seed}", 64)}
 
 
+def beside_x(base, seed):
+    return scale(base, seed) | {"lora": adapted(base, seed)}
+
+
 def dora(base, seed):
     return adapted(base, seed, dora=True)
 
@@ -149,7 +158,7 @@ VERBS = {  # f, weights of a seed, theta of (weights, seed), data of an example
     "grouped_adapted": (grouped, group_weights, group_adapters, group_data),
     "grouped_shared": (grouped, group_weights, shared_adapters, group_data),
     "embedding": (plain_embedding, lambda s: weights(s, 24, 64), scale, token_data),
-    "attach": (over(linear), lambda s: weights(s, 64, 64), adapted, x_data),
+    "attach": (attached, lambda s: weights(s, 64, 64), beside_x, x_data),
     "attach_embedding": (over(embedding), lambda s: weights(s, 24, 64), dora, token_data),
     "dora": (over(linear), lambda s: weights(s, 96, 64), dora, x_data),
     "dropout": (over(linear), lambda s: weights(s, 64, 64), dropped, x_data),

@@ -1,5 +1,8 @@
 """The table: every verb x every transform x every format, against the same computation on the dequantised weights.
 
+All formats that the package names are the base of an adapter, and are differentiated in it and in x; other verbs have
+some of each kind.
+
 A verb is a scalar function f(theta, base, data): ``theta`` is what is differentiated (floats), ``base`` holds the
 weights (quantised, or dequantised for the oracle), ``data`` is one example. All of it is in float64, to which a decoded
 weight is exact, so that packed and dense agree to rounding and any wrong derivative shows. (What an embedding decodes
@@ -9,6 +12,7 @@ is in the weight's own float32, there and in the oracle.)
 import pytest
 
 from fquant import AQ_3X8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
+from tests.helpers.formats import KNOWN
 from tests.helpers.transform_table import TRANSFORMS, VERBS, check_transform
 
 COMPILED = (
@@ -22,6 +26,8 @@ COMPILED = (
     "remat",
     "remat2",
 )  # others meet the same Functions
+
+SOME = (NF4, NF4_DQ, INT8, FP4, AQ_3X8, INT4_ZERO)
 
 
 def in_ci(verb, format, transform):
@@ -40,10 +46,10 @@ ROWS = [
         marks=[] if in_ci(verb, format, transform) else pytest.mark.slow,
     )
     for verb in VERBS
-    for format in (NF4, NF4_DQ, INT8, FP4, AQ_3X8, INT4_ZERO)
+    for format in (KNOWN.values() if verb == "attach" else SOME)
     for transform in TRANSFORMS
-    if format not in (FP4, AQ_3X8, INT4_ZERO)
-    or verb == "linear"
+    if format in (NF4, NF4_DQ, INT8)
+    or verb in ("linear", "attach")
     or (format in (AQ_3X8, INT4_ZERO) and verb in ("embedding", "dora", "remat2"))
     # What takes seconds is done in one format.
     if format is NF4_DQ or not (transform == "compile" or verb.startswith("forward_remat")) or verb == "linear"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fquant import dequantize, lazy, quantize, random, tree
-from fquant.format import AQ_2X8, FORMATS, FP8, INT4_ZERO, INT8, NF4_DQ
+from fquant.format import AQ_2X8, FP8, INT4_ZERO, INT8, NF4_DQ
 from fquant.io import lazy_tree, safetensors
 from fquant.lazy import Lazy
 from fquant.packed import Packed
@@ -132,10 +132,3 @@ def test_a_file_without_a_tree(tmp_path):
     safetensors.write(tmp_path / "file", {"w": weight(1)})
     with pytest.raises(ValueError, match=r"file: got no 'fquant.tree' in its metadata"):
         lazy_tree.lazy(tmp_path / "file")
-
-
-def test_every_format_survives(tmp_path):
-    tree_of = {name: quantize(weight(3, (4, 64)), f) for name, f in FORMATS.items()}
-    lazy_tree.save(tmp_path / "file", tree_of)
-    read = lazy.read(lazy_tree.lazy(tmp_path / "file"))
-    assert all(map(same_bits, tree.leaves(read), tree.leaves(tree_of)))
