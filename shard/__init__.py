@@ -9,13 +9,13 @@ from .device_mesh import abstract_mesh, close, device_of, mesh
 from .placement import abstract_local, at_rest, collect, local, on_host, place, replicate
 from .row_exchange import exchange_rows, local_range
 from .rules import Rules
-from .trained import FloatBundle, Precision, RowBundle, part, scaled, weights, whole, whole_like, wire_scales
+from .trained import FloatBundle, Precision, RowBundle, on_whole, part, scaled, weights, whole, whole_like, wire_scales
 from .transport import wire
 
 __all__ = [
     "Bundle", "FloatBundle", "Precision", "RowBundle", "Rules", "abstract_local", "abstract_mesh", "all_gather",
     "all_reduce", "at_rest", "close", "collect", "comm", "device_of", "enter", "exchange_rows", "exit", "global_norm",
-    "local", "local_range", "max_local_rows", "mesh", "on_host", "part", "passes", "place", "psum", "reduce",
-    "reduce_scatter", "replicate", "rows", "scaled", "share", "traffic", "weights", "whole", "whole_like", "wire",
-    "wire_scales",
+    "local", "local_range", "max_local_rows", "mesh", "on_host", "on_whole", "part", "passes", "place", "psum",
+    "reduce", "reduce_scatter", "replicate", "rows", "scaled", "share", "traffic", "weights", "whole", "whole_like",
+    "wire", "wire_scales",
 ]  # fmt: skip

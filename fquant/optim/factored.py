@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..tree import expect, node
 from .moments import map_leaves
-from .optimizer import Optimizer, Tree, as_schedule, check_float, check_like, first_step
+from .optimizer import Optimizer, Tree, as_schedule, check_float, check_like, check_whole, first_step
 from .schedules import Rate
 
 
@@ -36,7 +36,8 @@ def adafactor(
 
     The rate of step t is min(lr, 1 / sqrt(t)) times the root mean square of the parameter, at least ``eps2``. Means
     keep 1 - t^beta2_decay of their old value. An update has a root mean square of at most ``clip``. ``eps1`` bounds
-    the means of squares, by default the eps of the parameter's dtype. Raises ValueError for an option out of range.
+    the means of squares, by default the eps of the parameter's dtype. Raises ValueError for an option out of range;
+    ``init`` and ``update`` raise it for a tree of bundles (``shard.on_whole``).
     """
     rate = as_schedule(lr, weight_decay=weight_decay)
     expect(beta2_decay <= 0, f"beta2_decay: got {beta2_decay}, wanted at most 0")
@@ -45,11 +46,13 @@ def adafactor(
     expect(clip >= 1, f"clip: got {clip}, wanted at least 1")
 
     def init(params: Any) -> FactoredState:
+        check_whole(params, "Adafactor")
         check_float(params)
         rows, columns = map_leaves(2, _zeros, params)
         return FactoredState(first_step(params), rows, columns)
 
     def update(grads: Tree, state: FactoredState, params: Tree) -> tuple[Tree, FactoredState]:
+        check_whole(params, "Adafactor")
         check_like(grads, params)
         step, base = state.step + 1, rate(state.step)
         new, relative = step.float() ** beta2_decay, torch.minimum(base, step.float().rsqrt())

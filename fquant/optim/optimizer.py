@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
+from ..communication import Loadable
 from ..tree import expect, node
 from .schedules import Rate, Schedule, constant
 from .stochastic_rounding import round_stochastically
@@ -140,6 +141,14 @@ def first_step(params: Any) -> Tensor:
 def check_float(params: Any) -> None:
     """Raise TypeError, with the path, for a leaf that is no tensor of real floats."""
     tree.check_floats(params, "optimise only the trainable part of the tree", allow_complex=False)
+
+
+def check_whole(params: Any, name: str) -> None:
+    """Raise ValueError, with the path, for a block that is not loaded, in which a rank has a part of each tensor."""
+    is_closed = lambda x: isinstance(x, Loadable)
+    for path, leaf in tree.items(params, is_leaf=is_closed):
+        fault = f"{path}: got a {type(leaf).__name__}, of which a rank has a part, and {name} needs whole tensors"
+        expect(not is_closed(leaf), f"{fault}; use shard.on_whole(optimizer, mesh, rules)")
 
 
 def check_like(grads: Any, params: Any) -> None:

@@ -14,7 +14,7 @@ from ..kernels.ops.moments import momentum_update
 from ..packed import Packed
 from ..tree import at, expect, items
 from .moments import Stored, as_moments, codes_and_scale, map_leaves, narrow, packed_like, zeros
-from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, first_step
+from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, check_whole, first_step
 from .schedules import Rate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -41,7 +41,8 @@ def muon(
     ``match_rms_adamw`` by 0.2 · sqrt(max(out, in)), which suits rates of AdamW (Liu et al. 2025). ``steps`` are those
     of the iteration. ``moments`` says how the momentum is stored, as in :func:`adamw`.
 
-    ``init`` and ``update`` raise ValueError, with the path, for a leaf that is no matrix.
+    ``init`` and ``update`` raise ValueError, with the path, for a leaf that is no matrix, and for bundles
+    (``shard.on_whole``).
     """
     rate, stored = as_schedule(lr, momentum=momentum, weight_decay=weight_decay, eps=eps), as_moments(moments)
     expect(scale in SCALES, f"scale: got {scale!r}, wanted {' or '.join(map(repr, SCALES))}")
@@ -92,6 +93,7 @@ def _orthogonal(x: Tensor, steps: int, eps: float) -> Tensor:
 
 
 def _check_matrices(params: Any) -> None:
+    check_whole(params, "Muon")
     for path, p in items(params):
         with at(path):
             fix = "use another optimiser for it, by optim.partition({'...': muon(...), '...': adamw(...)})"

@@ -51,7 +51,7 @@ def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
         found = all_gather(t.contiguous(), group) if group is not None else t
         return found.to(HOST, copy=True) if is_first else found.to("meta")
 
-    return tree.map(lambda y: _opened(y, gathered) if is_trained(y) else y, x, is_leaf=is_trained)
+    return tree.map(lambda y: opened(y, gathered) if is_trained(y) else y, x, is_leaf=is_trained)
 
 
 def whole_like(x: Any) -> Any:
@@ -60,11 +60,11 @@ def whole_like(x: Any) -> Any:
 
     def one(y: FloatBundle | RowBundle) -> Any:
         if isinstance(y, RowBundle):
-            return _opened(y, lambda t: torch.empty(y.layout.size, dtype=t.dtype, device="meta"))
+            return opened(y, lambda t: torch.empty(y.layout.size, dtype=t.dtype, device="meta"))
         if isinstance(y.values, Tensor):
-            return _opened(y, lambda t: torch.empty(length(y.layout), dtype=t.dtype, device="meta"))
+            return opened(y, lambda t: torch.empty(length(y.layout), dtype=t.dtype, device="meta"))
         ranks = y.layout.ranks if isinstance(y.layout, RowLayout) else 1
-        return _opened(y, lambda t: meta(t.expand(ranks, *t.shape).flatten(0, 1)))
+        return opened(y, lambda t: meta(t.expand(ranks, *t.shape).flatten(0, 1)))
 
     return tree.map(lambda y: one(y) if is_trained(y) else y, x, is_leaf=is_trained)
 
@@ -74,7 +74,7 @@ def is_trained(x: Any) -> bool:
     return isinstance(x, FloatBundle | RowBundle)
 
 
-def _opened(x: FloatBundle | RowBundle, gathered: Callable[[Tensor], Tensor]) -> Any:
+def opened(x: FloatBundle | RowBundle, gathered: Callable[[Tensor], Tensor]) -> Any:
     """Return the block of a bundle, or the list of the tensors that an optimiser keeps in its place."""
     if isinstance(x, RowBundle):
         return row_layout.read(gathered(x.bytes), x.layout)
