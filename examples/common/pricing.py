@@ -74,6 +74,7 @@ class Job:
     offload: Offload | None = None
     offload_activations: bool = False
     train: shard.Precision | None = None  # of full training, which has no adapters
+    moments: optim.Moments | None = None  # None: float32
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[
     stash = (device or DEVICES["h100"]) if job.offload_activations else None
     schedule, sharding = optim.cosine(1e-2, 60, 6), rules(job.offload)  # no rate changes a cost
     clip = optim.clip_by_global_norm(1.0, partial(shard.global_norm, mesh=mesh, rules=sharding))
-    opt = optim.chain(clip, optim.adamw(schedule, weight_decay=0.0))
+    opt = optim.chain(clip, optim.adamw(schedule, weight_decay=0.0, moments=job.moments))
     sizes = job.batch, job.seq, job.checkpoint, job.stream, sharding
     setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash, train=job.train)
     with torch.device("meta"):

@@ -34,11 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value
 
 import shard
-from fquant import Comm, lora, optim, tree
+from fquant import Comm, lora, optim, random, tree
 from fquant.compile import Pass, roofline
 from fquant.compile.cost import of as cost_of
 from fquant.compile.passes.rematerialize import rematerialize
 from models.config import Config
+from shard import weights
 
 from ..data import dataset as data
 from . import objectives
@@ -68,6 +69,7 @@ class Setup:
     merge_aware: bool = False  # compute with the packed weights that the adapters will be merged into
     stash: roofline.Device | None = None  # whose link to the host has time for activations, or whose memory needs it
     train: shard.Precision | None = None  # of the parameters; None trains adapters
+    seed: int = 0  # of the stochastic rounding of weights that are trained in codes
 
     def comm(self) -> Comm:
         """Return the communication of a forward pass."""
@@ -98,7 +100,7 @@ def rules(offload: Offload | None) -> shard.Rules:
 class State:
     """The adapters or the parameters, the optimiser's moments, and the number of steps done, i64[]."""
 
-    trained: Any  # dict of Lora by path; with full training the parameters, f32
+    trained: Any  # dict of Lora by path; with full training the parameters, f32 or codes
     moments: Any
     done: Tensor
 
@@ -150,8 +152,10 @@ def train_step(
     i64[] is the number of targets of the global batch. With full training ``base`` is not used.
     """
     total, base = None, held(state.trained, base, setup)
+    of = lambda carriers, *rest: loss(weights.attach(state.trained, carriers), *rest)
+    carriers = weights.carriers(state.trained)  # what is trained itself, but for weights in codes
     for batch, keys in micros:
-        gradient = grad_and_value(loss)(state.trained, base, batch, count, keys, setup, teacher)
+        gradient = grad_and_value(of)(carriers, base, batch, count, keys, setup, teacher)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
     return update(state, total, setup)
 
@@ -159,8 +163,9 @@ def train_step(
 def update(state: State, total: Any, setup: Setup) -> tuple[State, Measured]:
     """Update what is trained with this rank's part ``total`` of the gradients and of the loss."""
     grads, value = shard.reduce(total, setup.mesh, setup.rules)
-    updates, moments = setup.opt.update(grads, state.moments, state.trained)
-    trained = optim.apply_updates(state.trained, updates)
+    updates, moments = setup.opt.update(grads, state.moments, weights.dense(state.trained))
+    key = random.fold(state.done, setup.seed)
+    trained = weights.apply_updates(state.trained, updates, key, setup.mesh, setup.rules)
     value = value.clone()  # a view of the buffer that was summed over ranks would keep all gradients
     measured = Measured(value, shard.global_norm(grads, setup.mesh, setup.rules), setup.schedule(state.done))
     return State(trained, moments, state.done + 1), measured
@@ -200,4 +205,4 @@ def limit(step: Any, device: roofline.Device) -> float:
 
 def initial(trained: Any, opt: optim.Optimizer) -> State:
     """Return the state before the first step."""
-    return State(trained, opt.init(trained), torch.tensor(0, device=tree.leaves(trained)[0].device))
+    return State(trained, opt.init(weights.dense(trained)), torch.tensor(0, device=tree.leaves(trained)[0].device))

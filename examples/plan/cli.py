@@ -34,6 +34,7 @@ from models.presets import PRESETS
 
 from ..common.command_line import (
     DTYPES,
+    MOMENTS,
     FormatName,
     axes_in,
     check,
@@ -67,7 +68,7 @@ class Options:
     """What a rank runs on: b200, h200, h100, a100 (or a100-80), a100-40, l40s, a10, l4, rtx5090, rtx4090, rtx3090,
     mi300x; cpu and cuda are those of this machine, whose rates are measured if they have no entry."""
     train: Literal["lora", "full"] = "lora"
-    """full: every weight is trained, which takes --format none."""
+    """full: every weight is trained, which takes --format none, or one of codes that are the only copy (int8_row)."""
     wire: Literal["int8", "fp8", "ternary"] | None = None
     """Of --train full: matrices of layers are quantised when they are gathered."""
     format: FormatName = "nf4_dq"
@@ -84,6 +85,8 @@ class Options:
     """Rows in a micro-batch, of each rank (examples.qlora counts those of all)."""
     accumulate: int = 1
     """Micro-batches in a step."""
+    moments: Literal["f32", "dynamic8", "fp8", "dynamic4"] = "f32"
+    """How AdamW stores its moments: in 32 bits, 8 or 4, beside a scale for each 256 or 128."""
     checkpoint: Checkpoint = "full"
     """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps
     all (examples.qlora takes the fastest that fits)."""
@@ -113,15 +116,15 @@ class Options:
         if self.train == "lora" and self.wire is not None:
             raise ValueError(f"--wire is {self.wire} with --train lora, whose base travels packed; leave it out")
         if self.train == "full":
-            if fmt is not None or base is not None:
-                raise ValueError(
-                    f"--train full with --format {self.format}; wanted none, and a folder of dense weights"
-                )
+            full_training.check_format(self.format, self.block, self.wire)
+            if base is not None:
+                raise ValueError(f"--train full of {self.model}, which is quantised; wanted a folder of dense weights")
             if (self.rank, self.targets, self.offload) != (16, "all", None):
                 raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")
             dtypes = full_training.precision(self)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
-        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, self.offload, self.offload_activations, dtypes)
+        far = self.offload, self.offload_activations
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, *far, dtypes, MOMENTS[self.moments])
 
     def found(self) -> tuple[Config, torch.dtype, Any]:
         """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""

@@ -17,7 +17,7 @@ from fquant.device import HOST, parse
 from models import hf
 
 from ..common import devices, pricing
-from ..common.command_line import DTYPES, parse_format, quantised
+from ..common.command_line import DTYPES, MOMENTS, parse_format, quantised
 from ..common.training_step import MODES, ROOM, Checkpoint, Offload
 from . import adapters, full_training, teacher
 from .options import Options
@@ -69,6 +69,7 @@ def peaks(options: Options, count: int = 1) -> Callable[..., Peak]:
     base = lazy.like(quantised(found, fmt))
     more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
     more |= {"offload_activations": options.offload_activations, "train": full_training.precision(options)}
+    more |= {"moments": MOMENTS[options.moments]}
     taught = teacher.find(options, cfg, found)
     card = None if (device := parse(options.device)) == HOST else roofline.of(device)
 

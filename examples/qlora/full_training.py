@@ -1,9 +1,11 @@
 """Full training: every weight of a dense base is trained, in bundles of floats over the mesh (shard/trained/).
 
     python -m examples.qlora --train full --format none --model DIR --data FILE
+    python -m examples.qlora --train full --format int8_row --model DIR --data FILE      # codes are the only copy
 
-A run differs from one of adapters in its trained tree, which is the model. Rank 0 writes it whole: float32 masters and
-moments in the state, and a folder for transformers, in the dtypes of the base, beside it.
+A run differs from one of adapters in its trained tree, which is the model: float32 masters, or the codes themselves of
+a format of integers in blocks along rows. Rank 0 writes it whole, with its moments, in the state, and a folder for
+transformers, in the dtypes of the base, beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shard
-from fquant import lazy, tree
+from fquant import dequantize, lazy, tree
+from fquant.quantized_training import weights
+from fquant.quantized_training.weights import is_packed
 from models import hf
 from models.config import Config
 from models.export.folder import copy_companions
@@ -22,7 +26,7 @@ from shard import agree
 from shard.trained import float_bundle
 
 from ..common import checkpoints
-from ..common.command_line import DTYPES
+from ..common.command_line import DTYPES, parse_format
 from ..common.model_folders import companions
 from ..common.training_step import Setup, State
 
@@ -47,14 +51,24 @@ def check(options: Options) -> None:
     for name in OF_ADAPTERS:
         if getattr(options, name) != defaults[name]:
             raise ValueError(f"--{name.replace('_', '-')} with --train full, which has no adapters; leave it out")
-    if options.format != "none":
-        fault = f"--train full with --format {options.format}, whose packed weights have no gradient"
-        raise ValueError(f"{fault}; use --format none, or --train lora")
+    check_format(options.format, options.block, options.wire)
     if options.objective in WITH_REFERENCE:
         fault = f"--train full with --objective {options.objective}, whose reference is the base without adapters"
         raise ValueError(f"{fault}; use --objective orpo, or --train lora")
     if options.offload is not None:
         raise ValueError("--offload block with --train full, whose blocks stay on the device; leave it out")
+
+
+def check_format(name: str, block: int | None, wire: str | None) -> None:
+    """Raise ValueError for a --format whose codes cannot be trained, and for one of codes with --wire."""
+    if (format := parse_format(name, block)) is None:
+        return
+    try:
+        weights.check(format)
+    except ValueError as error:
+        raise ValueError(f"--train full with --format {name}: {error}, or none; or use --train lora") from None
+    if wire is not None:
+        raise ValueError(f"--wire is {wire} with --format {name}, whose weights travel as they are; leave one out")
 
 
 def precision(options: Any) -> shard.Precision | None:
@@ -68,12 +82,14 @@ def precision(options: Any) -> shard.Precision | None:
     return shard.Precision(DTYPES[options.dtype], wire=wire, dense=None if wire is None else "embed|final")
 
 
-def check_base(options: Options, dense: Any) -> None:
+def check_base(options: Options, packed: Any) -> None:
     """Raise ValueError for a base with weights that cannot be trained in full."""
     if (dtypes := precision(options)) is not None:
+        like = lazy.like(packed)
         try:
-            float_bundle.master(lazy.like(dense), dtypes)
-        except TypeError as error:
+            tree.map_with_path(lambda _, x: weights.check_weight(x) if is_packed(x) else x, like, is_leaf=is_packed)
+            float_bundle.master(tree.map(lambda x: () if is_packed(x) else x, like, is_leaf=is_packed), dtypes)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"--train full of {options.model}: {error}") from error
 
 
@@ -96,7 +112,7 @@ def write(out: Path, base: Path, cfg: Config, trained: Any) -> None:
     cast = lambda t, like: t.to(like.dtype)
     fresh = out.with_name(f"{out.name}.new")  # so that a run that is killed has the former one
     shutil.rmtree(fresh, ignore_errors=True)
-    hf.save(fresh, cfg, tree.map(cast, trained, lazy.like(like)), extra=companions(base))
+    hf.save(fresh, cfg, tree.map(cast, dequantize(trained), lazy.like(like)), extra=companions(base))
     copy_companions(base, fresh)
     shutil.rmtree(out, ignore_errors=True)
     fresh.rename(out)

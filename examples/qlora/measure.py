@@ -103,7 +103,7 @@ def untrained(run: Run) -> tuple[Run, Any]:
     if run.setup.train is None:
         return run, run.local
     setup, work = dataclasses.replace(run.setup, train=None), run.work
-    placed = shard.place(work.dense, decoder.dims(work.cfg), setup.rules, setup.mesh, work.cfg)
+    placed = shard.place(work.packed, decoder.dims(work.cfg), setup.rules, setup.mesh, work.cfg)
     return dataclasses.replace(run, setup=setup), shard.local(placed)
 
 

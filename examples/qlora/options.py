@@ -20,7 +20,7 @@ from fquant.device import HOST
 from models.losses import preference
 
 from ..common import objectives, runs
-from ..common.command_line import FormatName, parse_format
+from ..common.command_line import MOMENTS, FormatName, parse_format
 from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint, Offload
@@ -52,7 +52,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     model: Path = SHIPPED
     """Folder of a decoder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     train: Literal["lora", "full"] = "lora"
-    """full: train every weight of a dense base (--format none), with its moments spread over the ranks of fsdp."""
+    """full: train every weight, with its moments spread over the ranks of fsdp; of a dense base (--format none), or of
+    one in codes (int8_row), which then are the only copy."""
     wire: Literal["int8", "fp8", "ternary"] | None = None
     """Of --train full: quantise the matrices of layers when they are gathered; gradients are of what was gathered."""
     format: FormatName = "nf4_dq"
@@ -104,6 +105,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Of --merge-aware: the size of a random start of the adapters, in rounding errors of the format."""
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
     """Rule of the updates; sgd has a momentum of 0.9."""
+    moments: Literal["f32", "dynamic8", "fp8", "dynamic4"] = "f32"
+    """How its moments are stored: in 32 bits, 8 or 4, beside a scale for each 256 or 128."""
     weight_decay: float = 0.0
     """Decay of what is trained towards 0, times the learning rate."""
     lr: float | None = None
@@ -221,7 +224,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
 
     def optimiser(self, norm: Callable[[Any], torch.Tensor] | None = None) -> optim.Optimizer:
         """Return the optimiser, behind the clipping of gradients, whose norm is that of ``optim`` by default."""
-        rate, decay = self.learning_rate(), self.weight_decay
+        rate, more = self.learning_rate(), {"weight_decay": self.weight_decay, "moments": MOMENTS[self.moments]}
         made = {"adamw": optim.adamw, "lion": optim.lion}.get(self.optimizer)
-        rule = made(rate, weight_decay=decay) if made else optim.sgd(rate, momentum=0.9, weight_decay=decay)
+        rule = made(rate, **more) if made else optim.sgd(rate, momentum=0.9, **more)
         return optim.chain(optim.clip_by_global_norm(self.clip, norm), rule)

@@ -98,7 +98,7 @@ def prepare(
     fmt = parse_format(options.format, options.block)
     check(cfg, fmt, options.seq, options.model)
     packed = quantised(dense, fmt)
-    full_training.check_base(options, dense)
+    full_training.check_base(options, packed)
     taught = teacher.find(options, cfg, dense, device)
     begun = adapters.start(options, cfg, packed, options.seed) if options.train == "lora" else {}
     train, held = options.rows(options.model, note, progress, KINDS[options.objective])
@@ -142,7 +142,7 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
         Setup(
             its.cfg, mesh, its.options.optimiser(norm), its.options.learning_rate(), rows, options.seq, mode,
             DTYPES[options.dtype], rules, minimised(its), options.merge_aware,
-            card if options.offload_activations else None, full_training.precision(options),
+            card if options.offload_activations else None, full_training.precision(options), its.options.seed,
         )
         for its in works
     ]  # fmt: skip
@@ -176,7 +176,7 @@ def place(works: Sequence[Work], setup: Setup) -> tuple[Any, list[Any]]:
     if setup.train is not None:
         if len(works) > 1:
             raise ValueError("--train full of several experiments at once; run examples.qlora for each")
-        return [], [shard.local(shard.place(first.dense, *where, setup.train))]  # nothing else holds their memory
+        return [], [shard.local(shard.place(first.packed, *where, setup.train))]  # nothing else holds their memory
     beside = lambda w: adapters.beside(w.options, devices.to(w.adapters, device), w.packed)
     begun = agree.attempt("norms", lambda: [beside(w) for w in works])
     return shard.place((first.packed, begun), *where)

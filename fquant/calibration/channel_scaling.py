@@ -7,7 +7,8 @@ statistics give without another pass. The factors 1 / s stay beside the weight (
 changes; exponent 0 is rounding to nearest, so the error is never larger.
 
 Then each block of the scaled weight is clipped to a share of its largest magnitude, from 1 down to 0.55. The share
-minimises ``‖(w - ŵ) · xᵀ‖²`` over the columns of the block. If the error of the whole is not smaller, nothing is clipped.
+minimises ``‖(w - ŵ) · xᵀ‖²`` over the columns of the block. If that does not make the error of the whole smaller,
+nothing is clipped.
 
 Source: Lin et al. 2023 (AWQ), and its program, whose grids of 20 exponents and 10 shares these are.
 """

@@ -18,7 +18,7 @@ from examples.plan import tables
 from examples.plan.cli import bound
 from examples.qlora import measure, train
 from examples.qlora.options import Options
-from fquant import AQ_3X8, NF4, NF4_DQ, jit, lora, random, tree
+from fquant import AQ_3X8, INT8_ROW, NF4, NF4_DQ, jit, lora, optim, random, tree
 from fquant.compile.roofline import DEVICES
 from models import decoder
 from models.config import Config
@@ -43,6 +43,7 @@ JOBS = {
     "accumulate": dataclasses.replace(JOB, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
     "full": dataclasses.replace(JOB, format=None, train=shard.Precision()),
+    "codes": dataclasses.replace(JOB, format=INT8_ROW, train=shard.Precision(), moments=optim.DYNAMIC8),
     "full, ternary": dataclasses.replace(JOB, format=None, train=shard.Precision(wire=shard.wire.TERNARY)),
     "full, none": dataclasses.replace(JOB, format=None, train=shard.Precision(), checkpoint="none"),
     "head": dataclasses.replace(
@@ -365,7 +366,7 @@ BAD = {
     "--reserve 200": "--reserve is 200.0; wanted 0 to the 140 GiB there are",
     "--reserve nan": "--reserve is nan",
     "--link 0": "--link is 0.0; wanted GB/s above 0",
-    "--train full": "--train full with --format nf4_dq; wanted none, and a folder of dense weights",
+    "--train full": "--train full with --format nf4_dq: nf4_dq cannot be trained: wanted integers in blocks along rows",
     "--wire fp8": "--wire is fp8 with --train lora, whose base travels packed; leave it out",
     "--sequence 3": "--sequence is no option; did you mean --seq?",
 }

@@ -14,7 +14,7 @@ from examples.common import runs
 from examples.common.progress import metrics
 from examples.qlora import cli, full_training
 from examples.qlora.options import SHIPPED, Options
-from fquant import NF4, quantize, tree
+from fquant import INT8_ROW, NF4, dequantize, quantize, tree
 from fquant.io import safetensors
 from models import hf
 from tests.helpers import ranks
@@ -121,6 +121,29 @@ def test_quantised_messages(wire, whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_codes_are_the_only_copy(whole, tmp_path):
+    """Of int8 beside moments of 8 bits: the state has them, the model is decoded, fewer bytes travel; it resumes."""
+    options = dataclasses.replace(
+        whole, format="int8_row", moments="dynamic8", out=tmp_path / "run", validate_every=None
+    )
+    assert ran(options, 2) is None
+    out = tmp_path / "run"
+    state, (_, after) = state_of(out), hf.load(out / "model")
+    q = state.trained.layers[0].q
+    assert q.codes.dtype == torch.uint8 and torch.equal(dequantize(q).to(after.layers[0].q.dtype), after.layers[0].q)
+    assert not torch.equal(q.codes, quantize(hf.load(whole.model)[1].layers[0].q, INT8_ROW).codes)
+    assert losses(out)[-1] < losses(out)[0] and losses(out) == pytest.approx(losses(whole.out), abs=0.05)
+    assert metrics(out)[0]["wire"] < metrics(whole.out)[0]["wire"]
+    before = out / "checkpoints" / "step-3"
+    shutil.copytree(out, again := tmp_path / "again")
+    shutil.copy(before / "state.safetensors", again / "state.safetensors")
+    lines = (out / "metrics.jsonl").read_text().splitlines()[:3]
+    (again / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert ran(dataclasses.replace(options, out=None, resume=again), 2) is None
+    assert all(map(torch.equal, tree.leaves(state_of(again)), tree.leaves(state))) and losses(again) == losses(out)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"checkpoint": "full"}, {"checkpoint": "selective"}, {"accumulate": 2, "batch": 2}]
 )
@@ -141,7 +164,8 @@ def test_other_objectives(whole, tmp_path):
 
 
 FAULTS = {
-    "--train full": "--train full with --format nf4_dq, whose packed weights have no gradient; use --format none, or",
+    "--train full": "--train full with --format nf4_dq: nf4_dq cannot be trained: wanted integers in blocks along rows",
+    "--train full --format int8_row --wire int8": "--wire is int8 with --format int8_row, whose weights travel as they",
     "--train full --format none --rank 4": "--rank with --train full, which has no adapters; leave it out",
     "--train full --format none --dora": "--dora with --train full, which has no adapters; leave it out",
     "--train full --format none --targets q": "--targets with --train full, which has no adapters; leave it out",
@@ -166,7 +190,7 @@ def test_a_packed_base_is_named(given, tmp_path, capsys):
     shutil.copy(given.model / "tokenizer.json", tmp_path / "packed" / "tokenizer.json")
     args = ["--train", "full", "--format", "none", "--model", tmp_path / "packed", "--data", given.data, "--seq", "32"]
     assert cli.main([*map(str, args)]) == 2
-    fault = "layers.0.q.codes: got uint8, wanted floats to train; train adapters beside it, or dequantise it first"
+    fault = "layers.0.q: nf4 cannot be trained: wanted integers in blocks along rows with float32 scales"
     assert f"--train full of {tmp_path / 'packed'}: {fault}" in capsys.readouterr().err
 
 

@@ -114,7 +114,7 @@ def test_rows_are_placed_and_come_back_to_the_bit(n, format):
 def near(got, want):
     """Compare weights after some steps: a packed one differs by a code here and there, where a sum was rounded."""
     for (path, a), b in zip(tree.items(got), tree.leaves(want), strict=True):
-        if a.dtype == torch.int8:
+        if a.dtype == torch.uint8:
             apart = (a.int() - b.int()).abs()
             assert apart.max() <= 1 and (apart > 0).float().mean() < 2e-3, path
         else:
@@ -139,10 +139,9 @@ def test_steps_are_those_of_one_process(axes, captured):
         scattered = [size for name, size in calls if name.startswith("reduce_scatter")]
         assert len(scattered) == (4 if axes["fsdp"] > 1 else 0)  # one a block
     if axes["fsdp"] == 2:
-        codes = sum(t.numel() for t in tree.leaves(params()) if t.dtype == torch.int8)
-        others = sum(t.numel() * 4 for t in tree.leaves(params()) if t.dtype != torch.int8)
+        held = sum(t.nbytes for t in tree.leaves(params()))
         gathered = sum(size for name, size in found[0][2] if name.startswith("all_gather"))
-        assert gathered < 2.2 * (codes + others)  # forward and backward; a row of 256 elements may be padding
+        assert gathered < 2.2 * held  # forward and backward; the rows of a rank are a multiple of 256 elements
 
 
 def updated(axes):
