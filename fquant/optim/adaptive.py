@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..communication import BESIDE_PARAMETERS, Memory
 from ..kernels.ops.moments import adam_update
 from ..packed import Packed
-from .moments import Stored, as_moments, codes_and_scale, map_leaves, narrow, packed_like, zeros
+from .leaves import update_leaves
+from .moments import Stored, as_moments, codes_and_scale, narrow, packed_like, zeros
 from .optimizer import AdamState, Optimizer, Tree, as_schedule, check_like, debias, first_step
 from .schedules import Rate
 
@@ -24,32 +26,42 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     moments: Stored = None,
+    memory: Memory = BESIDE_PARAMETERS,
 ) -> Optimizer[AdamState]:
     """Return AdamW as in ``torch.optim.AdamW``: the decay is beside the gradient.
 
     ``moments`` says how both moments are stored: None for float32, ``optim.DYNAMIC8``, or another Moments or Format.
+    ``memory`` says where: beside the parameters, or in the host's (``shard.PINNED``), from where a step fetches them.
     """
-    return _adam(lr, b1, b2, eps, weight_decay, moments, coupled=False)
+    return _adam(lr, b1, b2, eps, weight_decay, moments, memory, coupled=False)
 
 
 def adam(
-    lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, moments: Stored = None
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    moments: Stored = None,
+    memory: Memory = BESIDE_PARAMETERS,
 ) -> Optimizer[AdamState]:
-    """Return Adam as in ``torch.optim.Adam``: the decay is added to the gradient. ``moments`` are as in :func:`adamw`.
+    """Return Adam as in ``torch.optim.Adam``: the decay is added to the gradient.
+
+    ``moments`` and ``memory`` are as in :func:`adamw`.
 
     bitsandbytes' Adam decays beside the gradient; that is :func:`adamw`.
     """
-    return _adam(lr, b1, b2, eps, weight_decay, moments, coupled=True)
+    return _adam(lr, b1, b2, eps, weight_decay, moments, memory, coupled=True)
 
 
 def _adam(
-    lr: Rate, b1: float, b2: float, eps: float, decay: float, stored: Stored, coupled: bool
+    lr: Rate, b1: float, b2: float, eps: float, decay: float, stored: Stored, memory: Memory, coupled: bool
 ) -> Optimizer[AdamState]:
     rate, moments = as_schedule(lr, b1=b1, b2=b2, eps=eps, weight_decay=decay), as_moments(stored)
 
     def init(params: Any) -> AdamState:
-        mean = zeros(params, moments)
-        return AdamState(first_step(params), mean, zeros(params, moments, signed=False))
+        mean = zeros(params, moments, memory)
+        return AdamState(first_step(params), mean, zeros(params, moments, memory, signed=False))
 
     def run(grads: Tree, state: AdamState, params: Tree, apply: bool) -> tuple[Tree, AdamState]:
         check_like(grads, params)
@@ -73,7 +85,7 @@ def _adam(
             )  # fmt: skip
             return new.to(p.dtype) if apply else new, packed_like(m, *codes[:2]), packed_like(v, *codes[2:])
 
-        new, mean, square = map_leaves(3, one, params, grads, state.mean, state.square)
+        new, mean, square = update_leaves(one, memory, params, grads, state.mean, state.square)
         return new, AdamState(step, mean, square)
 
     update = lambda grads, state, params: run(grads, state, params, False)

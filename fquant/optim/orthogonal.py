@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..communication import BESIDE_PARAMETERS, Memory
 from ..kernels.ops.moments import momentum_update
 from ..packed import Packed
 from ..tree import at, expect, items
-from .moments import Stored, as_moments, codes_and_scale, map_leaves, narrow, packed_like, zeros
+from .leaves import update_leaves
+from .moments import Stored, as_moments, codes_and_scale, narrow, packed_like, zeros
 from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, first_step
 from .schedules import Rate
 
@@ -34,12 +36,13 @@ def muon(
     steps: int = 5,
     scale: str = "original",
     moments: Stored = None,
+    memory: Memory = BESIDE_PARAMETERS,
 ) -> Optimizer[MomentumState]:
     """Return Muon as in ``torch.optim.Muon``, for matrices [out in] only; see :func:`partition` for the other leaves.
 
     ``scale`` multiplies the learning rate, but not the decay: ``original`` by sqrt(max(1, out / in)), and
     ``match_rms_adamw`` by 0.2 · sqrt(max(out, in)), which suits rates of AdamW (Liu et al. 2025). ``steps`` are those
-    of the iteration. ``moments`` says how the momentum is stored, as in :func:`adamw`.
+    of the iteration. ``moments`` says how the momentum is stored and ``memory`` where, as in :func:`adamw`.
 
     ``init`` and ``update`` raise ValueError, with the path, for a leaf that is no matrix.
     """
@@ -49,7 +52,7 @@ def muon(
     rule = "nesterov_mean" if nesterov else "mean"
 
     def init(params: Any) -> MomentumState:
-        zero = zeros(params, stored)
+        zero = zeros(params, stored, memory)
         _check_matrices(params)
         return MomentumState(first_step(params), zero)
 
@@ -73,7 +76,7 @@ def muon(
             change = SCALES[scale](*p.shape) * _orthogonal(direction, steps, eps).float()
             return factor * (change + weight_decay * p.float()), m
 
-        updates, moment = map_leaves(2, one, params, grads, state.momentum)
+        updates, moment = update_leaves(one, memory, params, grads, state.momentum)
         return updates, MomentumState(state.step + 1, moment)
 
     return Optimizer(init, update)

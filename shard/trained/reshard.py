@@ -24,7 +24,8 @@ from fquant import lazy, tree
 from fquant.device import HOST
 
 from ..collectives import all_gather
-from ..device_mesh import position
+from ..device_mesh import device_of, position
+from ..host_memory import moved
 from ..rules import Rules
 from .float_bundle import FloatBundle, is_bundle, length, spans
 
@@ -39,10 +40,11 @@ def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     it is a copy.
     """
     group = mesh.get_group(rules.block) if rules.block and position(mesh, rules.block)[1] > 1 else None
-    is_first = dist.get_rank() == 0
+    is_first, device = dist.get_rank() == 0, device_of(mesh)
 
     def gathered(t: Tensor) -> Tensor:
         t = t.to_local() if isinstance(t, DTensor) else t
+        t = t.to(device)  # behind what is still copied to the host
         found = all_gather(t.contiguous(), group) if group is not None else t
         return found.to(HOST, copy=True) if is_first else found.to("meta")
 
@@ -103,7 +105,7 @@ def _split(x: Any, leaves: list[Any], structure: tree.Structure) -> list[Any]:
 def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
     if not is_bundle(like):
         x = lazy.read(x)
-        return x.to(like.device) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
+        return moved(x, like) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
     if not isinstance(like.values, Tensor):
         inner, structure = tree.flatten(like.values)
         mine = [_rows(lazy.read(t), to, rank, ranks) for t, to in zip(x, inner, strict=True)]
@@ -117,7 +119,7 @@ def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
         low, high = max(first, begin), min(first + count, begin + n)
         if low < high:
             out[low - begin : high - begin] = lazy.read(t).reshape(-1)[low - first : high - first].to(out.device)
-    return FloatBundle(out, like.layout, like.precision)
+    return FloatBundle(moved(out, like.values), like.layout, like.precision)
 
 
 def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
@@ -126,4 +128,4 @@ def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
     padded = t.new_zeros((rows * ranks, *t.shape[1:]))
     kept = min(len(padded), len(t))
     padded[:kept] = t[:kept]
-    return padded[rank * rows : (rank + 1) * rows].to(like.device, like.dtype)
+    return moved(padded[rank * rows : (rank + 1) * rows].to(like.dtype), like)
