@@ -16,7 +16,9 @@ of a store comes behind the next leaf, because a device that waited at once woul
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import tree
+from torch import Tensor
+
+from .. import random, tree
 from ..communication import Memory, Wait
 from ..tree import at
 
@@ -36,10 +38,10 @@ def map_leaves(count: int, f: Leaf, params: Any, *others: Any) -> list[Any]:
     return _trees(count, structure, results)
 
 
-def update_leaves(f: Leaf, memory: Memory, params: Any, grads: Any, *moments: Any) -> list[Any]:
-    """Return the trees of ``f(p, g, *moments) -> (p or change, *moments)`` of all leaves; moments stay in ``memory``.
+def update_leaves(f: Leaf, memory: Memory, params: Any, grads: Any, key: Tensor | None, *moments: Any) -> list[Any]:
+    """Return the trees of ``f(p, g, key, *moments) -> (p or change, *moments)`` of all leaves.
 
-    Raises the errors of :func:`map_leaves`.
+    Moments stay in ``memory``, and ``key`` i64[] is folded with the path of each leaf. Raises as :func:`map_leaves`.
     """
     structure, leaves = _leaves(params, (grads, *moments))
     results: list[list[Any]] = []
@@ -55,7 +57,7 @@ def update_leaves(f: Leaf, memory: Memory, params: Any, grads: Any, *moments: An
         here, coming = coming, fetched(i + 1) if i + 1 < len(leaves) else None
         assert here is not None
         with at(path):
-            new, *made = f(p, g, *here())
+            new, *made = f(p, g, None if key is None else random.fold(key, path), *here())
             results.append([new])
             if stored:
                 results[-2] += stored.pop()()

@@ -30,9 +30,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..autodiff import is_transformed
 from ..communication import Memory
 from ..format import MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8, Format
 from ..kernels.moment_codes import ROUNDINGS
+from ..kernels.reference.moments import FLOAT32
 from ..kernels.spec import FLOATS, Spec, layout
 from ..packed import Packed
 from ..tree import at, expect
@@ -117,12 +119,40 @@ def narrow(x: Tensor) -> Tensor:
     return x if x.dtype in FLOATS else x.float()
 
 
-def codes_and_scale(moment: Packed) -> tuple[Tensor, Tensor]:
-    """Return the two buffers of a packed moment."""
+def fuses(*tensors: Tensor | Packed) -> bool:
+    """Return True if a step of gradient, parameter and moments is to be one op.
+
+    With packed moments it is. In float32 the formula is computed where that has what the op lacks: derivatives, one
+    call for all elements that vmap maps, float64, the parameter's strides, fusion by torch.compile. Bits are equal.
+    """
+    if any(isinstance(t, Packed) for t in tensors):
+        return True
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    plain = [t for t in tensors if isinstance(t, Tensor)]
+    return all(t.dtype in FLOATS and t.is_contiguous() and not is_transformed(t) for t in plain)
+
+
+def codes_and_scale(moment: Tensor | Packed) -> tuple[Tensor, Tensor]:
+    """Return the two buffers of a moment as an op takes them; one in float32 has no scales, f32[0]."""
+    if isinstance(moment, Tensor):
+        return moment, moment.new_empty(0)
     assert isinstance(moment.scale, Tensor)
     return moment.codes, moment.scale
 
 
-def packed_like(moment: Packed, codes: Tensor, scale: Tensor) -> Packed:
-    """Return a moment with new codes and scales."""
+def text_of(moment: Tensor | Packed) -> str:
+    """Return the format of a moment as an op takes it."""
+    return FLOAT32 if isinstance(moment, Tensor) else moment.format.text
+
+
+def moment_like(moment: Tensor | Packed, codes: Tensor, scale: Tensor) -> Tensor | Packed:
+    """Return a moment with new codes and scales, or with the values ``codes``."""
+    if isinstance(moment, Tensor):
+        return codes
     return Packed(codes, scale, moment.format, moment.shape, moment.dtype)
+
+
+def rounding_of(moments: Moments | None) -> str:
+    """Return how moments are rounded; those in float32 are not."""
+    return "nearest" if moments is None else moments.rounding

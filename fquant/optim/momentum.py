@@ -7,11 +7,21 @@ from torch import Tensor
 
 from ..communication import BESIDE_PARAMETERS, Memory
 from ..kernels.ops.moments import momentum_update
-from ..packed import Packed
 from ..tree import expect
 from .leaves import update_leaves
-from .moments import Moments, Stored, as_moments, codes_and_scale, narrow, packed_like, zeros
-from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, first_step
+from .moments import (
+    Moments,
+    Stored,
+    as_moments,
+    codes_and_scale,
+    fuses,
+    moment_like,
+    narrow,
+    rounding_of,
+    text_of,
+    zeros,
+)  # fmt: skip
+from .optimizer import MomentumState, Optimizer, Tree, applied, as_schedule, check_like, first_step
 from .schedules import Rate
 
 
@@ -76,37 +86,31 @@ def _optimizer(
     decay: float,
     has_moment: bool = True,
 ) -> Optimizer[MomentumState]:
-    """Return an optimiser of one moment: ``dense(p, g, m, factor)`` in float32, ``rule`` if the moment is packed."""
+    """Return an optimiser of one moment: ``dense(p, g, m, factor)`` in float32, ``rule`` of an op."""
 
     def init(params: Any) -> MomentumState:
         zero = zeros(params, moments, memory)
         return MomentumState(first_step(params), zero if has_moment else None)
 
-    def run(grads: Tree, state: MomentumState, params: Tree, apply: bool) -> tuple[Tree, MomentumState]:
+    def run(
+        grads: Tree, state: MomentumState, params: Tree, apply: bool, key: Tensor | None
+    ) -> tuple[Tree, MomentumState]:
         check_like(grads, params)
         factor = -rate(state.step)
+        rates = factor.expand(3)
 
-        def one(p: Tensor, g: Tensor, m: Any = None) -> tuple[Any, Any]:
-            if isinstance(m, Packed):
-                assert moments is not None
-                args = (
-                    *codes_and_scale(m),
-                    factor.expand(3),
-                    m.format.text,
-                    moments.rounding,
-                    rule,
-                    b1,
-                    b2,
-                    decay,
-                    apply,
-                )
-                new, codes, scale = momentum_update(narrow(g), narrow(p), *args)
-                return new.to(p.dtype) if apply else new, packed_like(m, codes, scale)
-            change, m = dense(p, g, m, factor)
-            return (p + change).to(p.dtype) if apply else change, *([m] if has_moment else [])
+        def one(p: Tensor, g: Tensor, key: Tensor | None, m: Any = None) -> tuple[Any, ...]:
+            if m is None or not fuses(p, g, m):
+                change, m = dense(p, g, m, factor)
+                return applied(p, change, key) if apply else change, *([m] if has_moment else [])
+            new, codes, scale = momentum_update(
+                narrow(g), narrow(p), *codes_and_scale(m), rates, text_of(m), rounding_of(moments), rule, b1, b2, decay,
+                apply, key, 0,
+            )  # fmt: skip
+            return new.to(p.dtype) if apply else new, moment_like(m, codes, scale)
 
-        new, *moment = update_leaves(one, memory, params, grads, *([state.momentum] if has_moment else []))
+        new, *moment = update_leaves(one, memory, params, grads, key, *([state.momentum] if has_moment else []))
         return new, MomentumState(state.step + 1, *moment)
 
-    update = lambda grads, state, params: run(grads, state, params, False)
-    return Optimizer(init, update, lambda grads, state, params: run(grads, state, params, True))
+    update = lambda grads, state, params: run(grads, state, params, False, None)
+    return Optimizer(init, update, lambda grads, state, params, key=None: run(grads, state, params, True, key))

@@ -15,7 +15,7 @@ from ..kernels.ops.moments import momentum_update
 from ..packed import Packed
 from ..tree import at, expect, items
 from .leaves import update_leaves
-from .moments import Stored, as_moments, codes_and_scale, narrow, packed_like, zeros
+from .moments import Stored, as_moments, codes_and_scale, moment_like, narrow, zeros
 from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, first_step
 from .schedules import Rate
 
@@ -61,22 +61,22 @@ def muon(
         _check_matrices(params)
         factor = -rate(state.step)
 
-        def one(p: Tensor, g: Tensor, m: Any) -> tuple[Any, Any]:
+        def one(p: Tensor, g: Tensor, _: Tensor | None, m: Any) -> tuple[Any, Any]:
             if isinstance(m, Packed):
                 assert stored is not None
                 plain = torch.ones_like(factor).expand(3)
                 direction, codes, scales = momentum_update(
                     narrow(g), narrow(p), *codes_and_scale(m), plain, m.format.text, stored.rounding, rule, momentum,
-                    0.0, 0.0, False,
+                    0.0, 0.0, False, None, 0,
                 )  # fmt: skip
-                m = packed_like(m, codes, scales)
+                m = moment_like(m, codes, scales)
             else:
                 m = torch.lerp(m, g.float(), 1 - momentum)
                 direction = torch.lerp(g.float(), m, momentum) if nesterov else m
             change = SCALES[scale](*p.shape) * _orthogonal(direction, steps, eps).float()
             return factor * (change + weight_decay * p.float()), m
 
-        updates, moment = update_leaves(one, memory, params, grads, state.momentum)
+        updates, moment = update_leaves(one, memory, params, grads, None, state.momentum)
         return updates, MomentumState(state.step + 1, moment)
 
     return Optimizer(init, update)
