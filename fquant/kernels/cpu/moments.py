@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...format import Format, read
+from ...format import E4M3, Format, read
 from .. import moment_codes, reference
 from ..reference.moments import FLOAT32
 from .library import DTYPES, RULES, Moment, State, Update, call, result
@@ -102,7 +102,7 @@ def _moment(format: Format, rounding: str) -> Moment | None:
         tables.append(torch.cat(parts[:4]))
         moment.segments, moment.has_sign = tables[-1].data_ptr(), parts.signed
         moment.low, moment.high = moment_codes.ORIGIN, moment_codes.SLOPE
-    elif format.bits == 8:
+    elif format.bits == 8 and format.table != E4M3:
         cells = moment_codes.cells(format, rounding)
         if cells is None:
             return None
@@ -110,4 +110,6 @@ def _moment(format: Format, rounding: str) -> Moment | None:
         moment.cells, moment.low, moment.high = cells.cells.data_ptr(), cells.low, cells.high
         moment.has_sign = len(cells.cells) > cells.high - cells.low + 1
     moment.table, moment.thresholds, moment.order = (t.data_ptr() for t in tables[:3])
+    if list(order) == list(range(2**format.bits)):
+        moment.order = None
     return moment

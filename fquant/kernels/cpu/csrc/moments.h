@@ -39,9 +39,27 @@ INLINE Bits NAME(by_cell)(const Moment *m, Lanes v, const int has_sign) {
     return codes;
 }
 
+/* E4M3 of numbers in units of their scale, to nearest even and at most 448. A zero has no sign. */
+INLINE Bits NAME(e4m3)(Lanes v) {
+    Ints size = (Ints)v & 0x7fffffff, most = (Ints){0} + 0x43e00000;
+    Bits u = (Bits)NAME(either)((Bits)(size > most), (Lanes)most, (Lanes)size), is_small = (Bits)((Ints)u < 0x3c800000);
+    Bits normal = ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - 960;
+    Bits small = (Bits)((Lanes)u + 0x1p14f) - 0x46800000; /* steps of 2^-9, which are those of 2^14 */
+    Bits code = (is_small & small) | (~is_small & normal);
+    return code | (((Bits)v >> 24 & 0x80) & (Bits)((Ints)code > 0));
+}
+
+/* The numbers of four bits at `codes`, a byte each. */
+INLINE Lanes NAME(entry16)(const float *table, const uint8_t *codes) {
+    uint8_t c __attribute__((vector_size(LANES)));
+    memcpy(&c, codes, sizeof c);
+    Bits at = (Bits)__builtin_convertvector(c, Ints);
+    return NAME(either)((Bits)((Ints)at > 7), NAME(entry8)(table + 8, at), NAME(entry8)(table, at));
+}
+
 /* Encode n numbers of a block, filled up to whole vectors. */
 INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lanes by, const int divides,
-                          uint8_t *codes, const int formula, const int has_sign) {
+                          uint8_t *codes, const int kind, const int has_sign) {
     Bits four[4] = {{0}};
     uint8_t few[4 * LANES];
 #define ENCODED(at, to)                                                                              \
@@ -49,7 +67,8 @@ INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lane
         Lanes v;                                                                                     \
         memcpy(&v, at, sizeof v);                                                                    \
         v = divides ? v / by : v * by;                                                               \
-        to = formula ? NAME(by_segment)(m, v, has_sign) : NAME(by_cell)(m, v, has_sign);             \
+        to = kind == SEGMENTS ? NAME(by_segment)(m, v, has_sign)                                     \
+           : kind == FP8_CODES ? NAME(e4m3)(v) : NAME(by_cell)(m, v, has_sign);                      \
     }
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
@@ -60,17 +79,20 @@ INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lane
 #undef ENCODED
     if (i < n) NAME(narrow4)(four, few), memcpy(codes + i, few, (size_t)(n - i));
 }
-static void NAME(encode4)(const Moment *m, float *restrict x, int64_t n, float by, uint8_t *restrict codes) {
-    uint8_t index[PIECE];
-    float t[15];
-    memcpy(t, m->thresholds, sizeof t);
-    for (int64_t i = 0; i < n; i++) {
-        float v = x[i] * by;
-        int32_t reached = 0;
-        UNROLLED(k, 15) reached += v >= t[k];
-        index[i] = (uint8_t)reached;
+
+/* Encode n numbers as four bits each: the number of thresholds that are reached. */
+static void NAME(encode4)(const Moment *m, const float *x, int64_t n, const Lanes by, uint8_t *restrict codes) {
+    uint8_t index[PIECE + 4 * LANES];
+    for (int64_t i = 0; i < n; i += 4 * LANES) {
+        Bits four[4] = {{0}};
+        UNROLLED(k, 4) if (i + k * LANES < n) {
+            Lanes v;
+            memcpy(&v, x + i + k * LANES, sizeof v), v = v * by;
+            UNROLLED(j, 15) four[k] -= (Bits)(v >= m->thresholds[j]);
+        }
+        NAME(narrow4)(four, index + i);
     }
-    for (int64_t i = 0; i < n; i++) index[i] = m->order[index[i]];
+    if (m->order) for (int64_t i = 0; i < n; i++) index[i] = m->order[index[i]];
     for (int64_t i = 0; i < n / 2; i++) codes[i] = (uint8_t)(index[2 * i] << 4 | index[2 * i + 1]);
     if (n % 2) codes[n / 2] = (uint8_t)(index[n - 1] << 4);
 }
@@ -83,10 +105,11 @@ static void NAME(encode_block)(const Moment *m, const State *s, int64_t at, int6
     float scale = (absmax < least ? least : absmax) / m->top, divisor = scale < 1e-38f ? 1e-38f : scale;
     Lanes by = (divides ? divisor : 1.0f / divisor) - (Lanes){0};
     s->new_scale[at / m->block] = scale;
-    if (m->bits == 4) NAME(encode4)(m, x, n, 1.0f / divisor, codes);
-    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, 1, 1);
-    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, 1, 0);
-    else NAME(encode8)(m, x, n, by, divides, codes, 0, m->has_sign);
+    if (m->bits == 4) NAME(encode4)(m, x, n, by, codes);
+    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 1);
+    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 0);
+    else if (!m->cells) NAME(encode8)(m, x, n, by, 0, codes, FP8_CODES, 1);
+    else NAME(encode8)(m, x, n, by, divides, codes, CELLS, m->has_sign);
 }
 
 /* Round n floats stochastically to bf16 or f16, and store them from out + at, as stochastic_rounding.py does. */
@@ -123,16 +146,18 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
     const float factor = u->rates[0], by1 = two ? u->rates[1] : 0, by2 = two ? u->rates[2] : 0;
     const float b1 = u->b1, rest1 = u->rest1, b2 = u->b2, rest2 = u->rest2, eps = u->eps, decay = u->decay;
     const float *first = u->moments[0].table, *second = u->moments[1].table;
+    const int narrow = u->moments[0].bits, narrow2 = two ? u->moments[1].bits : 8;
     Ints top1 = top[0], top2 = top[1];
+#define DECODED(k, table, by) ((k ? narrow2 : narrow) == 4 ? NAME(entry16)(table, c.codes[k] + i) : NAME(gather)(table, c.codes[k] + i)) * by
     for (n += i; i < n; i += LANES) {
         Lanes g, p, change, mean, square = {0};
         if (dense) memcpy(&mean, (const float *)c.codes[0] + i, sizeof mean);
-        else mean = NAME(gather)(first, c.codes[0] + i) * scale;
+        else mean = DECODED(0, first, scale);
         memcpy(&g, c.g + i, sizeof g), memcpy(&p, c.p + i, sizeof p);
         if (rule != ADAMW && rule != LION) g = g + decay * p;
         if (two) {
             if (dense) memcpy(&square, (const float *)c.codes[1] + i, sizeof square);
-            else square = NAME(gather)(second, c.codes[1] + i) * scale2;
+            else square = DECODED(1, second, scale2);
             mean = b1 * mean + rest1 * g;
             square = b2 * square + rest2 * (g * g);
             memcpy(c.x[1] + i, &square, sizeof square);
@@ -158,6 +183,7 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
         memcpy(c.x[0] + i, &mean, sizeof mean), memcpy(c.out + i, &change, sizeof change);
         if (!dense) top1 = NAME(greater)(top1, (Ints)mean & 0x7fffffff);
     }
+#undef DECODED
     top[0] = top1, top[1] = top2;
 }
 

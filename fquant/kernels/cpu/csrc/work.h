@@ -135,13 +135,14 @@ typedef struct {
 
 /* A step of an optimiser (moments.h). A packed moment has blocks of a power of two up to a PIECE. */
 enum { ADAMW, ADAM, LION, SGD, NESTEROV, MEAN, NESTEROV_MEAN }; /* library.py numbers the rules like this */
+enum { CELLS, SEGMENTS, FP8_CODES };       /* ways to 8-bit codes */
 enum { AHEAD_OF = 1024 };                  /* elements to prefetch ahead */
 typedef struct {
     const float *table;       /* f32[1 << bits] */
     const float *thresholds;  /* f32[15]: 4 bits */
-    const uint8_t *order;     /* u8[16]: 4 bits */
+    const uint8_t *order;     /* u8[16]: 4 bits; NULL if the order is that of the codes */
     const float *segments;    /* f32[4, 8]: edges, slopes, starts and lasts of a dynamic map; or NULL */
-    const uint32_t *cells;    /* 8 bits, if there are no segments: codes by upper 16 bits (moment_codes.py) */
+    const uint32_t *cells;    /* 8 bits, if there are no segments: codes by upper 16 bits; or NULL: E4M3 */
     int64_t block;
     uint32_t low, high;       /* of the cells; or ORIGIN and SLOPE of the segments */
     int32_t bits, has_sign, grid; /* has_sign: magnitude 0 of the segments is code 127; grid: bitsandbytes' scales */

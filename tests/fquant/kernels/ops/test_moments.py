@@ -1,5 +1,6 @@
 """Steps with packed moments: the same bits on every backend, in any memory, under transforms; and errors."""
 
+import math
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant.format import DYNAMIC8, INT8, MOMENT8, MOMENT8_UNSIGNED, NF4
-from fquant.kernels import reference
+from fquant.kernels import moment_codes, reference
 from fquant.kernels.ops import moments
 from tests.helpers.arrays import named, randn
 from tests.helpers.formats import ISAS, alike, built, forced
@@ -48,6 +49,26 @@ def test_c_has_the_bits_of_the_reference(rule, formats, shape, dtype, apply, isa
             run(rule, FORMATS[formats], shape, dtype, "nearest", apply, same, key=3)
         if formats == "8":
             run(rule, FORMATS[formats], shape, dtype, "grid", apply, same)
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", [f for name, pair in FORMATS.items() if name != "f32" for f in pair], ids=str)
+def test_c_changes_codes_where_the_reference_does(format, isa):
+    """Numbers at each threshold and beside it, and of every magnitude, in blocks whose scale is one."""
+    thresholds, top = moment_codes.codes(format, "nearest").thresholds, moment_codes.largest(format)
+    near = [torch.nextafter(thresholds, torch.full((), end)) for end in (-math.inf, math.inf)]
+    ladder = torch.exp2(torch.arange(-140.0, 9.0)).clamp(max=top)
+    x = torch.cat([thresholds, *near, ladder, torch.zeros(3)])
+    x = torch.cat([x, -x]) if min(format.table) < 0 else x[x >= 0]
+    x = torch.cat([torch.cat([torch.full((1,), top), part]) for part in x.split(format.block - 1)])
+    state = zeros(format, tuple(x.shape))
+    with forced(isa):  # a mean that keeps nothing of the old one is the gradient
+        _, got, scale = moments.momentum_update(
+            x, x, *state, torch.ones(3), format.text, "nearest", "mean", 0.0, 0.0, 0.0, False, None, 0
+        )
+    wanted, _ = reference.encode_moment(x, format, "nearest")
+    assert torch.equal(got, wanted) and scale.eq(1.0).all()
 
 
 def test_it_takes_any_memory_and_writes_over_its_arguments(device):
