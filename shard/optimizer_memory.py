@@ -8,9 +8,9 @@ of three leaves (``fquant/optim/leaves.py``). Gradients and parameters stay. Thi
 (Ren et al. 2021), but for its place: the update runs on the device, so its bits are those of a step with all moments
 there. AdamW moves 8 bytes an element each way in float32, and 2 in 8 bits.
 
-    1 B parameters, a link of 50 GB/s    moments on the device    on the host, GB    at least, ms a step
-    float32                                          0                   8.0                 160
-    DYNAMIC8                                         0                   2.0                  41
+    1 B parameters, a link of 50 GB/s    moments on the host, GB    at least, ms a step
+    float32                                       8.0                       160
+    DYNAMIC8                                      2.0                        41
 
 If parameters are on the host, moments are in its memory anyway, and nothing is copied. Otherwise a step has no
 derivative, and asking for one raises.
