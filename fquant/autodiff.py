@@ -77,6 +77,11 @@ def is_mapped(t: Tensor) -> bool:
     return any(map(is_batchedtensor, layers(t)))
 
 
+def is_transformed(t: Tensor) -> bool:
+    """Return True if a transform of torch.func wraps ``t``, or if it carries a gradient or a tangent."""
+    return is_functorch_wrapped_tensor(t) or (t.requires_grad and torch.is_grad_enabled()) or is_dual(t)
+
+
 def is_dual(t: Tensor) -> bool:
     """Return True if ``t`` has a tangent in a ``dual_level``."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None

@@ -1,13 +1,15 @@
-"""Comm: the six places where a forward pass may communicate.
+"""Comm: the six places where a forward pass may communicate. Memory: the two where a step of an optimiser may.
 
 A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded.
-``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device.
+``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device. So it is with an
+optimiser and ``BESIDE_PARAMETERS``, in whose place ``shard.PINNED`` keeps moments on the host.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .tree import node, static
@@ -118,3 +120,25 @@ class RowExchange(NamedTuple):
 
 
 ONE_PROCESS = RowExchange()
+
+Wait = Callable[[], Tensor]
+
+
+def _here(t: Tensor) -> Wait:
+    return lambda: t
+
+
+class Memory(NamedTuple):
+    """The memory in which an optimiser keeps its moments between steps; the defaults keep them beside the parameters.
+
+    A transfer is issued by a call, and waited for by the function that the call returns, once.
+    """
+
+    zeros: Callable[[tuple[int, ...], torch.dtype, Tensor], Tensor] = lambda shape, dtype, param: torch.zeros(
+        shape, dtype=dtype, device=param.device
+    )  # of this shape and dtype, in the memory for moments of the parameter
+    fetch: Callable[[Tensor, Tensor], Wait] = lambda moment, param: _here(moment)  # to the device of the parameter
+    store: Callable[[Tensor, Tensor], Wait] = lambda old, new: _here(new)  # to memory like that of the old moment
+
+
+BESIDE_PARAMETERS = Memory()

@@ -14,6 +14,7 @@ import os
 import warnings
 
 import torch
+from torch import Tensor
 
 HOST = torch.device("cpu")
 
@@ -47,6 +48,12 @@ def parse(device: str | torch.device) -> torch.device:
 def is_recording(device: torch.device) -> bool:
     """Return True if a CUDA graph is being recorded on ``device``, so that nothing may read its values."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def finish_writes(t: Tensor) -> None:
+    """Wait until a device has written what it still copies to ``t``, if that is pinned memory of the host."""
+    if t.device == HOST and t.is_pinned():
+        torch.cuda.synchronize()
 
 
 def why_no_cuda() -> str:

@@ -6,6 +6,7 @@ from .collectives import all_gather, all_reduce, enter, exit, reduce_scatter, tr
 from .communication import comm
 from .data import global_norm, max_local_rows, psum, reduce, rows, share
 from .device_mesh import abstract_mesh, close, device_of, mesh
+from .optimizer_memory import PINNED
 from .placement import abstract_local, at_rest, collect, local, on_host, place, replicate
 from .row_exchange import exchange_rows, local_range
 from .rules import Rules
@@ -13,9 +14,9 @@ from .trained import FloatBundle, Precision, RowBundle, on_whole, part, scaled, 
 from .transport import wire
 
 __all__ = [
-    "Bundle", "FloatBundle", "Precision", "RowBundle", "Rules", "abstract_local", "abstract_mesh", "all_gather",
-    "all_reduce", "at_rest", "close", "collect", "comm", "device_of", "enter", "exchange_rows", "exit", "global_norm",
-    "local", "local_range", "max_local_rows", "mesh", "on_host", "on_whole", "part", "passes", "place", "psum",
-    "reduce", "reduce_scatter", "replicate", "rows", "scaled", "share", "traffic", "weights", "whole", "whole_like",
-    "wire", "wire_scales",
+    "PINNED", "Bundle", "FloatBundle", "Precision", "RowBundle", "Rules", "abstract_local", "abstract_mesh",
+    "all_gather", "all_reduce", "at_rest", "close", "collect", "comm", "device_of", "enter", "exchange_rows", "exit",
+    "global_norm", "local", "local_range", "max_local_rows", "mesh", "on_host", "on_whole", "part", "passes", "place",
+    "psum", "reduce", "reduce_scatter", "replicate", "rows", "scaled", "share", "traffic", "weights", "whole",
+    "whole_like", "wire", "wire_scales",
 ]  # fmt: skip

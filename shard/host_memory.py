@@ -24,6 +24,19 @@ def pinned(nbytes: int) -> Tensor:
         raise RuntimeError(f"host: got no {nbytes / GIB:.2f} GiB of pinned memory ({reason}); {fix}") from None
 
 
+def pinned_like(t: Tensor) -> Tensor:
+    """Return pinned memory for a tensor with the shape, dtype and order of dims of ``t``; raise as :func:`pinned`."""
+    like = torch.empty_like(t, device="meta")
+    return pinned(t.numel() * t.element_size()).view(t.dtype).as_strided(like.shape, like.stride())
+
+
+def moved(t: Tensor, like: Tensor) -> Tensor:
+    """Return ``t`` on the device of ``like``, and in pinned memory if ``like`` is."""
+    if like.device == HOST and like.is_pinned():
+        return pinned_like(t).copy_(t)
+    return t.to(like.device)
+
+
 def check_room(nbytes: int) -> None:
     """Raise ValueError if this rank's part of the free memory cannot hold ``nbytes`` of offloaded blocks."""
     free, ranks = available_memory(), local_ranks()

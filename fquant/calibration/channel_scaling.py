@@ -76,7 +76,7 @@ def clipped(w: Tensor, format: Format, second: Tensor) -> Tensor:
     count = second.shape[0] // block
     within = second.view(count, block, count, block).diagonal(dim1=0, dim2=2).movedim(-1, 0)  # [blocks block block]
     by_block = lambda t: F.pad(t.float(), (0, columns)).view(rows, count, block)
-    best, out = torch.full((rows, count, 1), torch.inf, device=w.device), by_block(w)
+    best, out = torch.full((rows, count, 1), torch.inf, dtype=torch.float32, device=w.device), by_block(w)
     largest = out.abs().amax(-1, keepdim=True)
     for i in range(SHARES):
         most = largest * (1 - 0.5 * i / SHARES)

@@ -24,7 +24,10 @@ Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs 
 _FUNCTIONAL = "_c10d_functional."
 _WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
 _ARRIVED = "fquant.arrived.default"  # of shard.transport.host, as the transfers
-_TRANSFERS = {"fquant.fetch.default": "fetch", "fquant.stash.default": "stash"}
+_STORE = "fquant.store.default"
+_TRANSFERS = {"fquant.fetch.default": "fetch"} | dict.fromkeys(
+    ("fquant.stash.default", _STORE, "fquant.store_.default"), "stash"
+)
 _COLLECTIVES = {  # those whose op has another name
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
     _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
@@ -132,6 +135,12 @@ def issued(target: object) -> str | None:
 def transfer(node: Node) -> str | None:
     """Return the transfer that a node issues, "fetch" to a device or "stash" to the host; None if it issues none."""
     return _TRANSFERS.get(str(node.target))
+
+
+def stored(node: Node) -> Node | None:
+    """Return the issue of a store to new memory of the host that ``node`` waits for; None for any other node."""
+    issue = issue_of(node) if str(node.target) == _ARRIVED else node
+    return issue if str(issue.target) == _STORE else None
 
 
 def is_issue(node: Node) -> bool:

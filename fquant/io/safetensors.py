@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ..device import HOST
+from ..device import HOST, finish_writes
 from ..kernels.dispatch import empty
 from ..lazy import Lazy
 from ..tree import at, expect
@@ -179,6 +179,7 @@ def check_like(name: str, t: Tensor, like: Tensor) -> None:
 
 def bytes_of(t: Tensor) -> memoryview:
     """Return the bytes of a tensor on any device in the order of the file."""
+    finish_writes(t)
     return _bytes(t.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 

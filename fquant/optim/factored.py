@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..tree import expect, node
-from .moments import map_leaves
+from .leaves import map_leaves
 from .optimizer import Optimizer, Tree, as_schedule, check_float, check_like, check_whole, first_step
 from .schedules import Rate
 

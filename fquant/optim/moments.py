@@ -23,7 +23,6 @@ A gradient that is NaN or infinite makes the scale of its block NaN or infinite.
 later update from them, are not finite. Nothing is raised; check the norm of the gradients before a step.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -31,8 +30,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..autodiff import is_transformed
+from ..communication import Memory
 from ..format import MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8, Format
 from ..kernels.moment_codes import ROUNDINGS
+from ..kernels.reference.moments import FLOAT32
 from ..kernels.spec import FLOATS, Spec, layout
 from ..packed import Packed
 from ..tree import at, expect
@@ -97,16 +99,16 @@ def as_moments(moments: Stored) -> Moments | None:
         return Moments(moments, moments)
 
 
-def zeros(params: Any, moments: Moments | None, signed: bool = True) -> Any:
-    """Return a moment of zeros like the parameters; a packed one has codes and scales of zeros, as the peers'."""
+def zeros(params: Any, moments: Moments | None, memory: Memory, signed: bool = True) -> Any:
+    """Return a moment of zeros like the parameters, in ``memory``; codes and scales of a packed one are zeros."""
     check_float(params)
 
     def one(p: Tensor) -> Tensor | Packed:
         if moments is None or p.ndim == 0 or p.numel() < max(1, moments.min_size):
-            return torch.zeros_like(p, dtype=torch.float32)
+            return memory.zeros(tuple(p.shape), torch.float32, p)
         format, shape = (moments.signed if signed else moments.unsigned), tuple(p.shape)
         leaves = layout(Spec(format, shape, torch.float32))
-        codes, scale = (torch.zeros(leaf.shape, dtype=leaf.dtype, device=p.device) for leaf in leaves)
+        codes, scale = (memory.zeros(leaf.shape, leaf.dtype, p) for leaf in leaves)
         return Packed(codes, scale, format, shape, torch.float32)
 
     return tree.map(one, params)
@@ -117,29 +119,40 @@ def narrow(x: Tensor) -> Tensor:
     return x if x.dtype in FLOATS else x.float()
 
 
-def codes_and_scale(moment: Packed) -> tuple[Tensor, Tensor]:
-    """Return the two buffers of a packed moment."""
+def fuses(*tensors: Tensor | Packed) -> bool:
+    """Return True if a step of gradient, parameter and moments is to be one op.
+
+    With packed moments it is. In float32 the formula is computed where that has what the op lacks: derivatives, one
+    call for all elements that vmap maps, float64, the parameter's strides, fusion by torch.compile. Bits are equal.
+    """
+    if any(isinstance(t, Packed) for t in tensors):
+        return True
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    plain = [t for t in tensors if isinstance(t, Tensor)]
+    return all(t.dtype in FLOATS and t.is_contiguous() and not is_transformed(t) for t in plain)
+
+
+def codes_and_scale(moment: Tensor | Packed) -> tuple[Tensor, Tensor]:
+    """Return the two buffers of a moment as an op takes them; one in float32 has no scales, f32[0]."""
+    if isinstance(moment, Tensor):
+        return moment, moment.new_empty(0)
     assert isinstance(moment.scale, Tensor)
     return moment.codes, moment.scale
 
 
-def packed_like(moment: Packed, codes: Tensor, scale: Tensor) -> Packed:
-    """Return a moment with new codes and scales."""
+def text_of(moment: Tensor | Packed) -> str:
+    """Return the format of a moment as an op takes it."""
+    return FLOAT32 if isinstance(moment, Tensor) else moment.format.text
+
+
+def moment_like(moment: Tensor | Packed, codes: Tensor, scale: Tensor) -> Tensor | Packed:
+    """Return a moment with new codes and scales, or with the values ``codes``."""
+    if isinstance(moment, Tensor):
+        return codes
     return Packed(codes, scale, moment.format, moment.shape, moment.dtype)
 
 
-def map_leaves(count: int, f: Callable[..., tuple[Any, ...]], params: Any, *others: Any) -> list[Any]:
-    """Return ``count`` trees like ``params`` from the tuples ``f(p, *others)`` of each leaf, with the path in errors.
-
-    ``others`` have a leaf or a Packed where ``params`` has a leaf. Raises ValueError if one has another structure.
-    """
-    leaves, structure = tree.flatten(params)
-    try:
-        rest = [structure.flatten_up_to(other) for other in others]
-    except ValueError as error:
-        raise ValueError(f"the state is not that of these parameters: {error}; use init(params)") from None
-    results = []
-    for path, args in zip(tree.paths(params), zip(leaves, *rest, strict=True), strict=True):
-        with at(path):
-            results.append(f(*args))
-    return [tree.unflatten(structure, [result[i] for result in results]) for i in range(count)]
+def rounding_of(moments: Moments | None) -> str:
+    """Return how moments are rounded; those in float32 are not."""
+    return "nearest" if moments is None else moments.rounding

@@ -23,13 +23,13 @@ RANGES = {"b1": _BELOW_1, "b2": _BELOW_1, "momentum": _BELOW_1, "eps": _FINITE, 
 class Optimizer(NamedTuple, Generic[State]):
     """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
 
-    ``step(grads, state, params) -> (params, state)`` is both an update and its application, if an optimiser can do
-    that in one pass over memory; call :func:`step`, which works for every optimiser.
+    ``step(grads, state, params, key=None) -> (params, state)`` is both an update and its application, if an optimiser
+    can do that in one pass over memory; call :func:`step`, which works for every optimiser.
     """
 
     init: Callable[[Any], State]
     update: Callable[[Any, State, Any], tuple[Any, State]]
-    step: Callable[[Any, State, Any], tuple[Any, State]] | None = None
+    step: Callable[..., tuple[Any, State]] | None = None
 
 
 @node
@@ -74,9 +74,11 @@ def chain(*optimizers: Optimizer[Any]) -> Optimizer[tuple[Any, ...]]:
             states.append(new)
         return grads, tuple(states)
 
-    def fused(grads: Tree, state: tuple[Any, ...], params: Tree) -> tuple[Tree, tuple[Any, ...]]:
+    def fused(
+        grads: Tree, state: tuple[Any, ...], params: Tree, key: Tensor | None = None
+    ) -> tuple[Tree, tuple[Any, ...]]:
         grads, states = run(optimizers[:-1], grads, state[:-1], params)
-        params, last = step(optimizers[-1], grads, state[-1], params)
+        params, last = step(optimizers[-1], grads, state[-1], params, key)
         return params, (*states, last)
 
     init = lambda params: tuple(each.init(params) for each in optimizers)
@@ -89,10 +91,10 @@ def step(
 ) -> tuple[Tree, State]:
     """Return the updated parameters and the new state: ``update``, then :func:`apply_updates` with ``key``.
 
-    With packed moments and without a key that is one pass over memory. The bits are those of the two calls.
+    For AdamW, Adam, Lion and SGD that is one pass over memory. The bits are those of the two calls.
     """
-    if optimizer.step is not None and key is None:
-        return optimizer.step(grads, state, params)
+    if optimizer.step is not None:
+        return optimizer.step(grads, state, params, key)
     updates, state = optimizer.update(grads, state, params)
     return apply_updates(params, updates, key), state
 
@@ -125,6 +127,11 @@ def apply_updates(params: Tree, updates: Tree, key: Tensor | None = None, start:
             out.append(round_stochastically(p + u, p.dtype, random.fold(key, path), first))
     assert len(out) == len(leaves)
     return tree.unflatten(structure, out)
+
+
+def applied(p: Tensor, change: Tensor, key: Tensor | None) -> Tensor:
+    """Return ``p + change`` in the dtype of ``p``, rounded by ``key`` i64[] if that is given."""
+    return (p + change).to(p.dtype) if key is None else round_stochastically(p + change, p.dtype, key)
 
 
 def debias(b: float, step: Tensor) -> Tensor:

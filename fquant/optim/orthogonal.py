@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..communication import BESIDE_PARAMETERS, Memory
 from ..kernels.ops.moments import momentum_update
 from ..packed import Packed
 from ..tree import at, expect, items
-from .moments import Stored, as_moments, codes_and_scale, map_leaves, narrow, packed_like, zeros
+from .leaves import update_leaves
+from .moments import Stored, as_moments, codes_and_scale, moment_like, narrow, zeros
 from .optimizer import MomentumState, Optimizer, Tree, as_schedule, check_like, check_whole, first_step
 from .schedules import Rate
 
@@ -34,12 +36,13 @@ def muon(
     steps: int = 5,
     scale: str = "original",
     moments: Stored = None,
+    memory: Memory = BESIDE_PARAMETERS,
 ) -> Optimizer[MomentumState]:
     """Return Muon as in ``torch.optim.Muon``, for matrices [out in] only; see :func:`partition` for the other leaves.
 
     ``scale`` multiplies the learning rate, but not the decay: ``original`` by sqrt(max(1, out / in)), and
     ``match_rms_adamw`` by 0.2 · sqrt(max(out, in)), which suits rates of AdamW (Liu et al. 2025). ``steps`` are those
-    of the iteration. ``moments`` says how the momentum is stored, as in :func:`adamw`.
+    of the iteration. ``moments`` says how the momentum is stored and ``memory`` where, as in :func:`adamw`.
 
     ``init`` and ``update`` raise ValueError, with the path, for a leaf that is no matrix, and for bundles
     (``shard.on_whole``).
@@ -50,7 +53,7 @@ def muon(
     rule = "nesterov_mean" if nesterov else "mean"
 
     def init(params: Any) -> MomentumState:
-        zero = zeros(params, stored)
+        zero = zeros(params, stored, memory)
         _check_matrices(params)
         return MomentumState(first_step(params), zero)
 
@@ -59,22 +62,22 @@ def muon(
         _check_matrices(params)
         factor = -rate(state.step)
 
-        def one(p: Tensor, g: Tensor, m: Any) -> tuple[Any, Any]:
+        def one(p: Tensor, g: Tensor, _: Tensor | None, m: Any) -> tuple[Any, Any]:
             if isinstance(m, Packed):
                 assert stored is not None
                 plain = torch.ones_like(factor).expand(3)
                 direction, codes, scales = momentum_update(
                     narrow(g), narrow(p), *codes_and_scale(m), plain, m.format.text, stored.rounding, rule, momentum,
-                    0.0, 0.0, False,
+                    0.0, 0.0, False, None, 0,
                 )  # fmt: skip
-                m = packed_like(m, codes, scales)
+                m = moment_like(m, codes, scales)
             else:
                 m = torch.lerp(m, g.float(), 1 - momentum)
                 direction = torch.lerp(g.float(), m, momentum) if nesterov else m
             change = SCALES[scale](*p.shape) * _orthogonal(direction, steps, eps).float()
             return factor * (change + weight_decay * p.float()), m
 
-        updates, moment = map_leaves(2, one, params, grads, state.momentum)
+        updates, moment = update_leaves(one, memory, params, grads, None, state.momentum)
         return updates, MomentumState(state.step + 1, moment)
 
     return Optimizer(init, update)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from .. import tree
@@ -55,4 +56,5 @@ def partition(optimizers: Mapping[str, Optimizer[Any]]) -> Optimizer[tuple[Any, 
         return tuple(each.init(part) for each, part in zip(every, split(params), strict=True))
 
     update = lambda grads, state, params: run(lambda each, *rest: each.update(*rest), grads, state, params)
-    return Optimizer(init, update, lambda grads, state, params: run(step, grads, state, params))
+    fused = lambda grads, state, params, key=None: run(partial(step, key=key), grads, state, params)
+    return Optimizer(init, update, fused)

@@ -133,7 +133,7 @@ def _wait_name(issue: Node) -> str:
 
 def origin(issue: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the origin of the input of a collective, and the views, waits and copies from there to it, in order."""
-    (node,), chain = issue.all_input_nodes, []
+    (node, *_), chain = issue.all_input_nodes, []  # a store has what it replaces, and the tensor
     while str(node.target) == _ENCODE or (len(node.all_input_nodes) == 1 and _is_copy(node)):
         chain.insert(0, node)
         node = node.all_input_nodes[0]

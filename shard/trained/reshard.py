@@ -26,7 +26,8 @@ from fquant.device import HOST
 
 from ..bundle import Layout
 from ..collectives import all_gather
-from ..device_mesh import position
+from ..device_mesh import device_of, position
+from ..host_memory import moved
 from ..rules import Rules
 from . import row_layout
 from .float_bundle import FloatBundle, length, spans
@@ -44,10 +45,11 @@ def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     it is a copy.
     """
     group = mesh.get_group(rules.block) if rules.block and position(mesh, rules.block)[1] > 1 else None
-    is_first = dist.get_rank() == 0
+    is_first, device = dist.get_rank() == 0, device_of(mesh)
 
     def gathered(t: Tensor) -> Tensor:
         t = t.to_local() if isinstance(t, DTensor) else t
+        t = t.to(device)  # behind what is still copied to the host
         found = all_gather(t.contiguous(), group) if group is not None else t
         return found.to(HOST, copy=True) if is_first else found.to("meta")
 
@@ -122,14 +124,14 @@ def _split(x: Any, leaves: list[Any], structure: tree.Structure) -> list[Any]:
 def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
     if not is_trained(like):
         x = lazy.read(x)
-        return x.to(like.device) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
+        return moved(x, like) if isinstance(x, Tensor) and isinstance(like, Tensor) else x
     if isinstance(like, RowBundle):
         return replace(like, bytes=_bytes(x, like, rank))
     if not isinstance(like.values, Tensor):
         inner, structure = tree.flatten(like.values)
         layout = like.layout
         cut = lambda t, to: (
-            row_layout.of_blocks(t, layout, to, rank).to(to.device, to.dtype)
+            moved(row_layout.of_blocks(t, layout, to, rank).to(to.dtype), to)
             if isinstance(layout, RowLayout)
             else _rows(t, to, rank, ranks)
         )
@@ -138,15 +140,14 @@ def _cut(x: Any, like: Any, rank: int, ranks: int) -> Any:
     _check_shapes(x, like.layout)
     if isinstance(like.layout, RowLayout):
         rows = [_padded(lazy.read(t), n, rank) for t, n in zip(tree.leaves(x), like.layout.rows, strict=True)]
-        flat = torch.cat([t.reshape(-1) for t in rows]).to(like.values.device, like.values.dtype)
-        return replace(like, values=flat)
+        return replace(like, values=moved(torch.cat([t.reshape(-1) for t in rows]).to(like.values.dtype), like.values))
     n = like.values.shape[0]
     out, begin = torch.zeros_like(like.values), rank * n
     for t, (first, count) in zip(tree.leaves(x), spans(like.layout), strict=True):
         low, high = max(first, begin), min(first + count, begin + n)
         if low < high:
             out[low - begin : high - begin] = lazy.read(t).reshape(-1)[low - first : high - first].to(out.device)
-    return FloatBundle(out, like.layout, like.precision)
+    return FloatBundle(moved(out, like.values), like.layout, like.precision)
 
 
 def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
@@ -155,7 +156,7 @@ def _rows(t: Tensor, like: Tensor, rank: int, ranks: int) -> Tensor:
     padded = t.new_zeros((rows * ranks, *t.shape[1:]))
     kept = min(len(padded), len(t))
     padded[:kept] = t[:kept]
-    return padded[rank * rows : (rank + 1) * rows].to(like.device, like.dtype)
+    return moved(padded[rank * rows : (rank + 1) * rows].to(like.dtype), like)
 
 
 def _bytes(x: Any, like: RowBundle, rank: int) -> Tensor:

@@ -2,23 +2,27 @@
 
     y = fetch(x, device)    x, in the host's pinned memory   ->  its copy on the device
     y = stash(x)            x, on a device                   ->  its copy in the host's pinned memory
-    arrived(y)              waits for either, and returns y
+    y = store(host, x)      the same, in the place of ``host``, which has the layout of x; ``store_`` writes to ``host``
+    arrived(y)              waits for any, and returns y
 
 Like a collective, a copy is an *issue* and a *wait*, so that passes can move them apart. The arguments of a step that
 ``Rules(offload="block")`` keeps on the host are fetched block by block. Activations are stashed after the forward's
-last use of them, and fetched before the backward's first.
+last use of them, and fetched before the backward's first. Moments of an optimiser are fetched before the update of
+their leaf, and stored behind it (shard/optimizer_memory.py).
 
 *Streams.* Each direction has a stream, because a device copies in both at once. The issue lets it wait for the current
 stream: the result's memory may have had readers before, and the source must be computed. The wait lets the current
 stream wait for the copy. So the copy's use of both tensors is between two points of the current stream. Memory that is
 freed there is safe to use again, without ``record_stream``. Source and result are held until the wait, by this module.
 A CUDA graph records the same: the copy's stream forks from the capturing one and joins it again. No call waits on the
-host, which must synchronise before it reads what was stashed; only a ``fetch`` may follow.
+host, which must synchronise before it reads what was stashed or stored (``device.finish_writes``); only a ``fetch`` may
+follow.
 
 *Pinned memory.* A copy runs beside the host only from or to memory that the system cannot move. Such memory is slow to
 get, and a recorded graph keeps its addresses. So buffers of ``stash`` stay for the next, of the same size. One is free
 if this module alone holds its memory. Those that a graph records are for graphs alone from then on: nothing in them
-is live between replays.
+is live between replays. ``store`` makes memory for as long as its result lives. A step that donates the old tensor has
+``store_`` in its place, which a graph can record.
 
 If the device is the host, each op is a plain copy, so that programs, passes and tests run everywhere. The ops have vmap
 rules and no derivatives: bytes of a base are constants, and activations travel in graphs that are differentiated.
@@ -33,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fquant.device import HOST
 
-from ..host_memory import pinned
+from ..host_memory import pinned, pinned_like
 
 
 class _Copy(NamedTuple):
@@ -52,9 +56,8 @@ _BUFFERS: dict[tuple[bool, int], list[Tensor]] = {}  # pinned, by use in recorde
 
 def _fetch(host: Tensor, device: torch.device) -> Tensor:
     if device.type != HOST.type and not host.is_pinned():
-        raise ValueError(
-            f"fetch: {tuple(host.shape)} of {host.dtype} is in pageable memory; wanted pinned memory, as place gives it"
-        )
+        fault = f"fetch: {tuple(host.shape)} of {host.dtype} is in pageable memory"
+        raise ValueError(f"{fault}; wanted pinned memory, as place and init give it")
     result = torch.empty_like(host, device=device)
     return _issue(host, result, result.device)  # which has a number
 
@@ -65,6 +68,17 @@ def _stash(x: Tensor) -> Tensor:
     like = torch.empty_like(x, device="meta")  # dense, in the order of the dims of x
     raw = _buffer(x.numel() * x.element_size())
     return _issue(x, raw.view(x.dtype).as_strided(like.shape, like.stride()), x.device)
+
+
+def _store(host: Tensor, x: Tensor) -> Tensor:
+    return _store_(torch.empty_like(host) if x.device.type == HOST.type else pinned_like(host), x)
+
+
+def _store_(host: Tensor, x: Tensor) -> Tensor:
+    if (host.dtype, host.shape) != (x.dtype, x.shape):
+        wanted = f"{host.dtype} {tuple(host.shape)}, like what it replaces"
+        raise ValueError(f"store: got {x.dtype} {tuple(x.shape)}; wanted {wanted}")
+    return _issue(x, host, x.device)
 
 
 def _issue(source: Tensor, result: Tensor, device: torch.device) -> Tensor:
@@ -146,16 +160,26 @@ def _fake_stash(x: Tensor) -> Tensor:
     return torch.empty_like(x, device=x.device if x.device.type == "meta" else HOST)
 
 
+def _vmap_store(info: Any, dims: Any, *tensors: Tensor) -> tuple[Tensor, int]:
+    front = lambda t, at: t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0)
+    return store(*map(front, tensors, dims)), 0
+
+
 _LIBRARY = torch.library.Library("fquant", "FRAGMENT")
 for _name, _signature, _compute, _fake, _keys in (
     ("fetch", "(Tensor host, Device device) -> Tensor", _fetch, _fake_fetch, ("CPU",)),
     ("stash", "(Tensor x) -> Tensor", _stash, _fake_stash, ("CPU", "CUDA")),
+    ("store", "(Tensor host, Tensor x) -> Tensor", _store, lambda host, x: torch.empty_like(host), ("CPU", "CUDA")),
+    ("store_", "(Tensor(a!) host, Tensor x) -> Tensor(a!)", _store_, lambda host, x: host, ("CPU", "CUDA")),
     ("arrived", "(Tensor x) -> Tensor", _arrived, lambda x: x, ("CPU", "CUDA")),
 ):
     _LIBRARY.define(_name + _signature, tags=(torch.Tag.pt2_compliant_tag,))
     for _key in _keys:
         _LIBRARY.impl(_name, _compute, _key)
     torch.library.register_fake(f"fquant::{_name}", _fake, lib=_LIBRARY)
-fetch, stash, arrived = (getattr(torch.ops.fquant, name).default for name in ("fetch", "stash", "arrived"))
+fetch, stash, store, arrived = (
+    getattr(torch.ops.fquant, name).default for name in ("fetch", "stash", "store", "arrived")
+)
 for _op in (fetch, stash, arrived):  # any dim may be mapped, because a copy keeps all dims in order
     torch.library.register_vmap(_op, lambda info, dims, x, *rest, op=_op: (op(x, *rest), dims[0]), lib=_LIBRARY)
+torch.library.register_vmap(store, _vmap_store, lib=_LIBRARY)

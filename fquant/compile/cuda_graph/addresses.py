@@ -41,8 +41,11 @@ def results_of(graph: Graph) -> list[Of | int]:
 
 
 def _returned_argument(node: Node) -> Node:
-    """Return the node whose tensor a node returns: its first argument's if the op writes there, as ``copy_`` does."""
+    """Return the node whose tensor a node returns: its first argument's if it writes there, as ``copy_``, or waits."""
     while isinstance(node.target, torch._ops.OpOverload):
+        if graphs.is_wait(node):
+            node = node.all_input_nodes[0]
+            continue
         returns, first = node.target._schema.returns, node.args[0] if node.args else None
         written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
         if not (written and isinstance(first, Node)):

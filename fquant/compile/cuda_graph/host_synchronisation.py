@@ -5,7 +5,7 @@ What the host computes while a graph is recorded is a constant in every replay. 
 
     values on the host    ``item``, ``nonzero``, masks as indices, ops of ``kernels.registry.WAITS``
     copies                between the device and the host, unless by the transfers of shard.transport.host
-    work on the host      calls on tensors of the host that are no views, and results there
+    work on the host      calls on tensors of the host that are no views, and new tensors there as results
     collectives           of another backend than NCCL, which sends from the host
 
 An op that waits and is not known here fails when it is recorded. torch's default generator is no obstacle, because
@@ -49,8 +49,10 @@ def _is_on_device(graph: Graph) -> bool:
 
 def _reason(node: Node, on_device: bool) -> str | None:
     if node.op == "output":
-        far = [x.name for x in graphs.outputs(node.graph) if any(t.is_cpu for t in graphs.tensors(x))]
-        return f"returns {', '.join(far)} on the host" if far and on_device else None
+        given = graphs.all_storages(node.graph.find_nodes(op="placeholder"))
+        new = [x for x in graphs.outputs(node.graph) if not graphs.storages(x) <= given]
+        far = [x.name for x in new if any(t.is_cpu for t in graphs.tensors(x))]
+        return f"returns {', '.join(far)} on the host, not over what is donated" if far and on_device else None
     if node.op != "call_function" or graphs.transfer(node):
         return None
     if graphs.collective(node):

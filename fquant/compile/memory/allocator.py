@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from ...device import HOST
 from ...kernels import dispatch
 from .. import graph as graphs
 from .plan import MemoryPlan, Slot
@@ -80,8 +81,9 @@ def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
     bound = dict[str, Any]()
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written outside of the mode
         for name, value in plan.tensors.items():
-            if isinstance(value, Slot):
-                t = value.like
+            if isinstance(value, Slot) and not graphs.nbytes(t := value.like):
+                bound[name] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=HOST)
+            elif isinstance(value, Slot):
                 raw = torch.frombuffer(memory, dtype=torch.uint8, count=graphs.nbytes(t), offset=value.offset)
                 bound[name] = raw.view(t.dtype).as_strided(t.shape, t.stride())
             else:

@@ -204,7 +204,9 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
     spans = list[tuple[int, int, int]]()  # indices of maker and of last use, bytes
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
-        fill = [0 < graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
+        least = 0 if str(node.target) in _STEPS else 1  # bytes; moments in float32 have no scales
+        fill = [graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
+        fill = [full and graphs.nbytes(t) >= least for full, t in zip(fill, tensors, strict=True)]
         fit = [full and t.untyped_storage()._cdata not in external for full, t in zip(fill, tensors, strict=True)]
         placed = over.get(node, {})
         if not tensors or not all(ok or i in placed for i, ok in enumerate(fit)):

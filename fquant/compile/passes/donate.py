@@ -2,7 +2,7 @@
 
 A new value of a parameter, or of an optimiser's moment, takes the memory of the old one after the last read of that.
 A result that is the argument with some elements replaced, such as a cache with one more token, is not copied: the op
-that replaces them becomes the one that writes in place.
+that replaces them becomes the one that writes in place. So does a copy to the memory of the host (``graph.stored``).
 """
 
 from collections import Counter, deque
@@ -17,10 +17,12 @@ from ... import tree
 from ..graph import (
     all_storages,
     describe,
+    is_issue,
     outputs,
     rebase_views,
     replace_uses,
     storages,
+    stored,
     tensor_layouts,
     tensors,
     written_storages,
@@ -51,7 +53,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
     Results are matched in order. One is copied in after its own last write and the last read of the old value. Later
     uses of the result read the placeholder instead, so that the result is not kept beside it. Return the placeholders
     that are written over; one that the graph returns, itself or as a view, is not. Raises ValueError if no result is
-    left.
+    left, or if a donated tensor on the host is read behind the copy that is to replace it.
     """
     nodes, last, returned = list(graph.nodes), last_uses(graph), outputs(graph)
     place = {node: i for i, node in enumerate(nodes)}
@@ -72,7 +74,11 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
                 f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "
                 "do not donate it"
             )
-        result = fitting.popleft()
+        result = _own(fitting, placeholder)
+        if (issue := stored(result)) is not None:
+            _store_over(placeholder, path, issue, result, place)
+            taken.append(placeholder)
+            continue
         if _replaces_elements(result, placeholder, place, last):
             memory = storages(result)
             result.target, result.meta["val"] = IN_PLACE[result.target], placeholder.meta["val"]  # type: ignore[index]
@@ -97,6 +103,30 @@ def _replaces_elements(result: Node, placeholder: Node, place: Mapping[Node, int
     others = (x for x in result.all_input_nodes if x is not placeholder)
     aliased = any(storages(x) & storages(placeholder) for x in others)
     return not aliased and all(last[storage] == place[result] for storage in storages(placeholder))
+
+
+def _own(fitting: deque[Node], placeholder: Node) -> Node:
+    """Take the result that is stored in the place of ``placeholder``, else the first."""
+    found = next((x for x in fitting if (issue := stored(x)) is not None and issue.args[0] is placeholder), fitting[0])
+    fitting.remove(found)
+    return found
+
+
+def _store_over(placeholder: Node, path: str, issue: Node, result: Node, place: Mapping[Node, int]) -> None:
+    """Let a copy to the memory of the host write over ``placeholder``; ``result`` is its wait."""
+    reads, views, memory = [-1], [placeholder], storages(placeholder)
+    for node in views:
+        for user in (x for x in node.users if x is not issue):
+            reads += [place[x] for x in (user, *(user.users if is_issue(user) else ()))]
+            views += [user] if storages(user) & memory else []
+    if max(reads) > place[issue]:
+        fix = "read it before the step, or do not donate it"
+        raise ValueError(f"donate: {path} is read after its new value is copied to the host in its place; {fix}")
+    old = storages(issue)
+    issue.target, issue.args = torch.ops.fquant.store_.default, (placeholder, issue.args[1])
+    for node in (issue, result):
+        node.meta["val"] = placeholder.meta["val"]
+    rebase_views(result.users, old)
 
 
 def _tensors(x: Any) -> list[Tensor]:

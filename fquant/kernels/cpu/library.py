@@ -100,7 +100,7 @@ class Update(ctypes.Structure):
     """``Update`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "grad param out rates"), (Moment * 2, "moments"), (State * 2, "states"), (Long, "n chunk"),
+        (Pointer, "grad param out rates key"), (Moment * 2, "moments"), (State * 2, "states"), (Long, "n chunk first"),
         (Float, "b1 rest1 b2 rest2 eps decay"), (Int, "rule grad_dtype param_dtype apply"),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Steps of optimisers whose moments are packed, as two ops: a moment is decoded, updated and encoded in one pass.
+"""Steps of optimisers as two ops: a moment is decoded, updated and encoded in one pass over memory.
 
     adam_update        two moments: AdamW, and Adam, whose decay is coupled to the gradient
     momentum_update    one: SGD with momentum (``sgd``, ``nesterov``), Lion, a mean (``mean``, ``nesterov_mean``)
@@ -15,8 +15,12 @@ v, gradient g and parameter p in float32, in this order of operations:
     lion      change = f · (sign(b1·m + (1-b1)·g) + decay·p);  m = b2·m + (1-b2)·g
 
 ``rates`` f32[3] are f, minus the learning rate, r1 = 1 / (1 - b1^t) and r2 = 1 / sqrt(1 - b2^t). The first result is
-the change f32, or with ``apply`` the parameter p + change, rounded to its dtype. The moments that it depends on are
-not rounded; the codes and scales of the new ones follow.
+the change f32, or with ``apply`` the parameter p + change, rounded to its dtype. With ``key`` i64[] it is rounded
+stochastically to 16 bits, by the words of the key from number ``start`` on. The moments that it depends on are not
+rounded; the codes and scales of the new ones follow.
+
+A moment in float32 has the text ``float32`` in place of a format, its values as codes, and scales f32[0]. Both moments
+of Adam are then in float32, and divided as in torch: r1 = 1 - b1^t, r2 = 1 - b2^t, (m/r1) / (sqrt(v/r2) + eps).
 
 The results of all backends have the same bits. NaN or infinity in a gradient makes the scale of its block so. From then
 on every moment of the block is NaN or infinite. There are no derivatives. Under vmap the op
@@ -31,6 +35,7 @@ from torch import Tensor
 from ...format import read
 from ..arguments import check_beside
 from ..moment_codes import ROUNDINGS
+from ..reference.moments import FLOAT32
 from ..registry import register
 from ..spec import FLOATS, Spec, layout
 
@@ -40,31 +45,32 @@ RULES = ("sgd", "nesterov", "lion", "mean", "nesterov_mean")
 def adam_update(
     grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
     mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
-    coupled: bool, apply: bool,
+    coupled: bool, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the change f32 or the parameter, and codes and scales of the new mean and the new mean of squares.
 
-    ``grad`` and ``param`` f32, bf16 or f16 of one shape; codes u8 and scales f32 of formats with these texts.
-    Raises TypeError for other dtypes, ValueError for other shapes or devices, or for a format of no moment.
+    ``grad`` and ``param`` f32, bf16 or f16 of one shape; codes u8 and scales f32 of formats with these texts, or values
+    f32 of the text ``float32``. Raises TypeError for other dtypes, ValueError for other shapes or devices, or for a
+    format of no moment.
     """
     return _ADAM(
         grad, param, mean, mean_scale, square, square_scale, rates, mean_format, square_format, rounding, b1, b2, eps,
-        decay, coupled, apply,
+        decay, coupled, apply, key, start,
     )  # fmt: skip
 
 
 def momentum_update(
     grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
-    b1: float, b2: float, decay: float, apply: bool,
+    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the change f32 or the parameter, and codes and scales of the new moment; ``rule`` is one of RULES.
 
     Arguments and errors are as in :func:`adam_update`.
     """
-    return _MOMENTUM(grad, param, moment, scale, rates, format, rounding, rule, b1, b2, decay, apply)
+    return _MOMENTUM(grad, param, moment, scale, rates, format, rounding, rule, b1, b2, decay, apply, key, start)
 
 
-def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, *states: Any) -> None:
+def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, end: Any, *states: Any) -> None:
     for name, t in (("grad", grad), ("param", param)):
         if t.dtype not in FLOATS:
             raise TypeError(f"{op} got {name} {t.dtype} {tuple(t.shape)}; wanted f32, bf16 or f16")
@@ -72,7 +78,18 @@ def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, *
         raise ValueError(f"{op} got the rounding {rounding!r}; wanted {' or '.join(ROUNDINGS)}")
     check_beside(op, "param", param, grad=(grad, tuple(param.shape), grad.dtype))
     check_beside(op, "param", param, rates=(rates, (3,), torch.float32))
+    key, start = end
+    if key is not None:
+        check_beside(op, "param", param, key=(key, (), torch.int64))
+    if start < 0:
+        raise ValueError(f"{op} got the start {start}; wanted at least 0")
+    if len({text == FLOAT32 for text, *_ in states}) > 1:
+        raise ValueError(f"{op} got one moment in float32 and one packed; wanted both in one form")
     for text, codes, scale in states:
+        if text == FLOAT32:
+            values = codes, tuple(param.shape), torch.float32
+            check_beside(op, "param", param, moment=values, scale=(scale, (0,), torch.float32))
+            continue
         format = read(text)
         fits = format.flat and format.table and format.block and not (format.center or format.zero or format.scale)
         if not fits:
@@ -87,19 +104,20 @@ def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, *
 def _check_adam(op: str, grad: Tensor, param: Tensor, *rest: Any) -> None:
     mean, mean_scale, square, square_scale, rates, mean_format, square_format, rounding, *_ = rest
     states = (mean_format, mean, mean_scale), (square_format, square, square_scale)
-    _check(op, grad, param, rates, rounding, *states)
+    _check(op, grad, param, rates, rounding, rest[-2:], *states)
 
 
 def _check_momentum(op: str, grad: Tensor, param: Tensor, *rest: Any) -> None:
     moment, scale, rates, format, rounding, rule, *_ = rest
     if rule not in RULES:
         raise ValueError(f"{op} got the rule {rule!r}; wanted one of {', '.join(RULES)}")
-    _check(op, grad, param, rates, rounding, (format, moment, scale))
+    _check(op, grad, param, rates, rounding, rest[-2:], (format, moment, scale))
 
 
 def _empty(grad: Tensor, param: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = param.dtype if rest[-1] else torch.float32
-    state = [t for t in rest if isinstance(t, Tensor)][:-1]  # without the rates
+    *_, apply, _, _ = rest
+    dtype = param.dtype if apply else torch.float32
+    state = rest[: [isinstance(x, Tensor) for x in rest].index(False) - 1]  # without the rates
     fresh = lambda t, dtype: t.new_empty(t.shape, dtype=dtype)
     return fresh(param, dtype), *(fresh(t, t.dtype) for t in state)
 

@@ -1,4 +1,4 @@
-"""Updates of parameters by moments that are packed: decode, update, encode again, each operation in float32."""
+"""Updates of parameters by moments: decode, update, encode again, each operation in float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,28 +10,34 @@ from torch import Tensor
 from ...format import Format, num_blocks, read
 from ..spec import Spec
 from .codec import decode
+from .random_bits import fold
+from .stochastic_rounding import round_by
+
+FLOAT32 = "float32"  # in place of a format, of a moment that is not packed
 
 
 def adam_update(
     grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
     mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
-    coupled: bool, apply: bool,
+    coupled: bool, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     g, p, (factor, by1, by2) = grad.float(), param.float(), rates.unbind()
     if coupled:
         g = g + decay * p
     m = b1 * _decoded(mean, mean_scale, mean_format, p) + (1 - b1) * g
     v = b2 * _decoded(square, square_scale, square_format, p) + (1 - b2) * (g * g)
-    root = v.double().sqrt().float()  # on CPUs torch's square roots in float32 are not all rounded correctly
+    root = v.double().sqrt().float()  # a fifth of torch's roots in float32 on CPUs are a bit off
     change = (m * by1) / (root * by2 + eps)
+    if mean_format == FLOAT32:
+        change = (m / by1) / ((v / by2).double().sqrt().float() + eps)
     change = factor * (change if coupled else change + decay * p)
-    stored = _encoded(m, read(mean_format), rounding), _encoded(v, read(square_format), rounding)
-    return _result(param, change, apply), *stored[0], *stored[1]
+    stored = _encoded(m, mean_format, rounding), _encoded(v, square_format, rounding)
+    return _result(param, change, apply, key, start), *stored[0], *stored[1]
 
 
 def momentum_update(
     grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
-    b1: float, b2: float, decay: float, apply: bool,
+    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     g, p, factor = grad.float(), param.float(), rates[0]
     m = _decoded(moment, scale, format, p)
@@ -46,19 +52,29 @@ def momentum_update(
         g = g + decay * p
         m = b1 * m + g
         change = factor * (g + b1 * m if rule == "nesterov" else m)
-    return _result(param, change, apply), *_encoded(m, read(format), rounding)
+    return _result(param, change, apply, key, start), *_encoded(m, format, rounding)
 
 
-def _result(param: Tensor, change: Tensor, apply: bool) -> Tensor:
-    return (param + change).to(param.dtype).contiguous() if apply else change.contiguous()
+def _result(param: Tensor, change: Tensor, apply: bool, key: Tensor | None, start: int) -> Tensor:
+    if not apply:
+        return change.contiguous()
+    new = param + change
+    if key is None or param.dtype is torch.float32:
+        return new.to(param.dtype).contiguous()
+    place = torch.arange(start, start + new.numel(), dtype=torch.int64, device=new.device).view(new.shape)
+    return round_by(new.contiguous(), param.dtype, fold(key, place))
 
 
 def _decoded(codes: Tensor, scale: Tensor, format: str, like: Tensor) -> Tensor:
+    if format == FLOAT32:
+        return codes
     return decode([codes, scale], Spec(read(format), tuple(like.shape), torch.float32), torch.float32)
 
 
-def _encoded(x: Tensor, format: Format, rounding: str) -> tuple[Tensor, Tensor]:
-    codes, scale = encode_moment(x.flatten(), format, rounding)
+def _encoded(x: Tensor, text: str, rounding: str) -> tuple[Tensor, Tensor]:
+    if text == FLOAT32:
+        return x.contiguous(), x.new_empty(0)
+    codes, scale = encode_moment(x.flatten(), format := read(text), rounding)
     return codes.view(x.shape) if format.bits == 8 else codes, scale
 
 

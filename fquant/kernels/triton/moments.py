@@ -1,4 +1,4 @@
-"""Steps of optimisers whose moments are packed, in Triton: one pass over gradient, parameter, codes and scales.
+"""Steps of optimisers, in Triton: one pass over gradient, parameter and moments.
 
 A program holds whole blocks of the flattened parameter. A code is found by a binary search among the thresholds of
 ``moment_codes.py``, which stay in the nearest cache, as the values of codes do. Nothing is fused, denormals are kept,
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from ...format import Format, read
 from .. import moment_codes
+from ..reference.moments import FLOAT32
 from .codes import DTYPES, EXACT, lookup, narrow, on, tl, triton, widen
+from .random_bits import low_word
 
 SIZE = 1024  # elements of a program, or one block of each moment
 LONG = 2**31
+FLOATS = 32  # in place of the bits of a code, of a moment in float32
 ADAMW, ADAM, LION, SGD, NESTEROV, MEAN, NESTEROV_MEAN = (tl.constexpr(i) for i in range(7))
 RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 
@@ -26,19 +29,26 @@ RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 def adam_update(
     grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
     mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
-    coupled: bool, apply: bool,
+    coupled: bool, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    states, formats = ((mean, mean_scale), (square, square_scale)), (read(mean_format), read(square_format))
+    states, formats = ((mean, mean_scale), (square, square_scale)), (_read(mean_format), _read(square_format))
     return _run(
-        "adam" if coupled else "adamw", grad, param, states, formats, rates, rounding, b1, b2, eps, decay, apply
-    )
+        "adam" if coupled else "adamw", grad, param, states, formats, rates, rounding, b1, b2, eps, decay, apply, key,
+        start,
+    )  # fmt: skip
 
 
 def momentum_update(
     grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
-    b1: float, b2: float, decay: float, apply: bool,
+    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _run(rule, grad, param, ((moment, scale),), (read(format),), rates, rounding, b1, b2, 0.0, decay, apply)
+    return _run(
+        rule, grad, param, ((moment, scale),), (_read(format),), rates, rounding, b1, b2, 0.0, decay, apply, key, start
+    )
+
+
+def _read(text: str) -> Format | None:
+    return None if text == FLOAT32 else read(text)
 
 
 def _run(
@@ -46,7 +56,7 @@ def _run(
     grad: Tensor,
     param: Tensor,
     states: Sequence[tuple[Tensor, Tensor]],
-    formats: Sequence[Format],
+    formats: Sequence[Format | None],
     rates: Tensor,
     rounding: str,
     b1: float,
@@ -54,25 +64,35 @@ def _run(
     eps: float,
     decay: float,
     apply: bool,
+    key: Tensor | None,
+    first: int,
 ) -> tuple[Tensor, ...]:
-    size = max(SIZE, *(format.block or 0 for format in formats))
+    size = max([SIZE, *(format.block or 0 for format in formats if format is not None)])
     fresh = lambda t, dtype: torch.empty(t.shape, dtype=dtype, device=param.device)
     results = [fresh(param, param.dtype if apply else torch.float32)]
     results += [fresh(t, t.dtype) for pair in states for t in pair]
     moments: list[Any] = []
     for i, (pair, format) in enumerate(zip(states, formats, strict=True)):
-        tables = lookup(format, param.device), *_codes(format, rounding, param.device)
+        if format is None:
+            tables: tuple[Any, ...] = None, None, None
+        else:
+            tables = lookup(format, param.device), *_codes(format, rounding, param.device)
         moments += [*(t.contiguous() for t in pair), *results[1 + 2 * i : 3 + 2 * i], *tables]
     moments += [None] * (14 - len(moments))
-    constants = [part for f in formats for part in (f.bits, f.block, moment_codes.largest(f))]
+    constants = [part for f in formats for part in (_constants(f) if f is not None else (FLOATS, SIZE, 1.0))]
     constants += [8, SIZE, 1.0] * (2 - len(formats))
     if n := param.numel():
-        inputs = grad.contiguous(), param.contiguous(), results[0], rates.contiguous()
-        numbers = n, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
+        inputs = grad.contiguous(), param.contiguous(), results[0], rates.contiguous(), key
+        numbers = n, first, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
         flags = RULES.index(rule), apply, rounding == "grid", DTYPES[results[0].dtype], n + size >= LONG
+        flags = *flags, key is not None and apply and param.dtype is not torch.float32
         with on(param):
             _update[(triton.cdiv(n, size),)](*inputs, *moments, *numbers, *constants, *flags, size, **EXACT)
     return tuple(results)
+
+
+def _constants(format: Format) -> tuple[Any, ...]:
+    return format.bits, format.block, moment_codes.largest(format)
 
 
 @lru_cache(maxsize=64)
@@ -87,12 +107,16 @@ def _codes(format: Format, rounding: str, device: torch.device) -> tuple[Tensor,
 @triton.jit
 def _decoded(codes, scale, table, at, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the values f32 of the elements ``at``."""
-    if BITS == 8:
-        code = tl.load(codes + at, mask=at < n, other=0).to(tl.int32)
+    if BITS == 32:
+        value = tl.load(codes + at, mask=at < n, other=0)
     else:
-        byte = tl.load(codes + at // 2, mask=at < n, other=0).to(tl.int32)
-        code = tl.where(at % 2 == 0, byte >> 4, byte & 15)
-    return tl.load(table + code) * tl.load(scale + at // BLOCK, mask=at < n, other=0)
+        if BITS == 8:
+            code = tl.load(codes + at, mask=at < n, other=0).to(tl.int32)
+        else:
+            byte = tl.load(codes + at // 2, mask=at < n, other=0).to(tl.int32)
+            code = tl.where(at % 2 == 0, byte >> 4, byte & 15)
+        value = tl.load(table + code) * tl.load(scale + at // BLOCK, mask=at < n, other=0)
+    return value
 
 
 @triton.jit
@@ -121,8 +145,8 @@ def _encode(
     part = tl.reshape(part, [SIZE])
     index = tl.zeros([SIZE], tl.int32)
     for level in tl.static_range(BITS):
-        half: tl.constexpr = 1 << (BITS - 1 - level)
-        index = tl.where(part >= tl.load(thresholds + index + (half - 1)), index + half, index)
+        upper = index + (1 << (BITS - 1 - level))
+        index = tl.where(part >= tl.load(thresholds + upper - 1), upper, index)
     code = tl.where(at < n, tl.load(order + index), 0)
     if BITS == 8:
         tl.store(codes + at, code.to(tl.uint8), mask=at < n)
@@ -133,13 +157,35 @@ def _encode(
 
 
 @triton.jit
+def _drawn(x, word, OUT: tl.constexpr):
+    """Round x f32 to OUT, bf16 or f16, by random words u32, as ``reference/stochastic_rounding.py`` does."""
+    bits = x.to(tl.uint32, bitcast=True)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    if OUT == tl.bfloat16:
+        raised = ((bits + (word & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        rounded = narrow(tl.where(is_finite, raised, x), OUT)
+    else:
+        size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        near = narrow(size, OUT)
+        low = near.to(tl.int16, bitcast=True)
+        low = tl.where(widen(near) > size, low - 1, low).to(tl.int16)
+        above = widen((low + 1).to(tl.int16).to(tl.float16, bitcast=True))
+        below = widen(low.to(tl.float16, bitcast=True))
+        up = (word & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+        found = tl.where(up < tl.div_rn(size - below, above - below), low + 1, low).to(tl.int16)
+        signed = found | ((bits >> 16) & 0x8000).to(tl.int16)
+        rounded = tl.where(is_finite, signed.to(tl.float16, bitcast=True), narrow(x, OUT))
+    return rounded
+
+
+@triton.jit
 def _update(
-    grad, param, out, rates, codes, scale, new_codes, new_scale, table, thresholds, order,
+    grad, param, out, rates, key, codes, scale, new_codes, new_scale, table, thresholds, order,
     codes2, scale2, new_codes2, new_scale2, table2, thresholds2, order2,
-    n, b1, rest1, b2, rest2, eps, decay, least, tiny,
+    n, first, b1, rest1, b2, rest2, eps, decay, least, tiny,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BITS2: tl.constexpr, BLOCK2: tl.constexpr,
     TOP2: tl.constexpr, RULE: tl.constexpr, APPLY: tl.constexpr, GRID: tl.constexpr, OUT: tl.constexpr,
-    LONG: tl.constexpr, SIZE: tl.constexpr,
+    LONG: tl.constexpr, DRAWN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Update SIZE elements, whole blocks of both moments."""
     start = tl.program_id(0).to(tl.int64) * SIZE if LONG else tl.program_id(0) * SIZE
@@ -153,10 +199,17 @@ def _update(
         v = _decoded(codes2, scale2, table2, at, n, BITS2, BLOCK2)
         m = b1 * m + rest1 * g
         v = b2 * v + rest2 * (g * g)
-        change = tl.div_rn(m * tl.load(rates + 1), tl.sqrt_rn(v) * tl.load(rates + 2) + eps)
+        if BITS == 32:
+            root = tl.sqrt_rn(tl.div_rn(v, tl.zeros_like(v) + tl.load(rates + 2)))
+            change = tl.div_rn(tl.div_rn(m, tl.zeros_like(m) + tl.load(rates + 1)), root + eps)
+        else:
+            change = tl.div_rn(m * tl.load(rates + 1), tl.sqrt_rn(v) * tl.load(rates + 2) + eps)
         if RULE == ADAMW:
             change = change + decay * p
-        _encode(v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, BITS2, BLOCK2, TOP2, GRID, SIZE)
+        if BITS2 == 32:
+            tl.store(new_codes2 + at, v, mask=at < n)
+        else:
+            _encode(v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, BITS2, BLOCK2, TOP2, GRID, SIZE)
     elif RULE == LION:
         lean = b1 * m + rest1 * g
         sign = tl.where(lean > 0, 1.0, tl.where(lean < 0, -1.0, tl.where(lean == 0, 0.0, lean)))
@@ -175,5 +228,12 @@ def _update(
     change = tl.load(rates) * change
     if APPLY:
         change = p + change
-    tl.store(out + at, narrow(change, OUT), mask=at < n)
-    _encode(m, new_codes, new_scale, thresholds, order, at, n, least, tiny, BITS, BLOCK, TOP, GRID, SIZE)
+    if DRAWN:
+        word = low_word(tl.load(key), at.to(tl.int64) + first)
+        tl.store(out + at, _drawn(change, word, OUT), mask=at < n)
+    else:
+        tl.store(out + at, narrow(change, OUT), mask=at < n)
+    if BITS == 32:
+        tl.store(new_codes + at, m, mask=at < n)
+    else:
+        _encode(m, new_codes, new_scale, thresholds, order, at, n, least, tiny, BITS, BLOCK, TOP, GRID, SIZE)

@@ -73,6 +73,13 @@ def _threefry(key, counter):
 
 
 @triton.jit
+def low_word(key, number):
+    """Return the lower words u32 of the keys i64 that are folded from ``key`` i64 and numbers i64."""
+    _, low = _threefry(key ^ FOLDED, number)
+    return low
+
+
+@triton.jit
 def _draw(keys, out, num, n, threshold, COUNTERS: tl.constexpr):
     """Draw the words of COUNTERS counters of each key of ``program_id(1)``."""
     counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import torch
 
+from fquant import random
 from fquant.format import DYNAMIC8, MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8
+from fquant.kernels.reference.moments import FLOAT32
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.arrays import randn
 
 SHUFFLED = torch.randperm(256, generator=torch.Generator().manual_seed(0)).tolist()
 FORMATS = {
+    "f32": (None, None),
     "8": (MOMENT8, MOMENT8_UNSIGNED),
     "4": (MOMENT4, MOMENT4_UNSIGNED),
     "fp8": (MOMENT_FP8, MOMENT_FP8),
@@ -25,20 +28,28 @@ RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 
 
 def zeros(format, shape):
-    """Return the codes and the scales of a moment of zeros."""
+    """Return the codes and the scales of a moment of zeros; of None values in float32."""
+    if format is None:
+        return [torch.zeros(shape), torch.zeros(0)]
     return [torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in layout(Spec(format, shape, torch.float32))]
 
 
-def steps(rule, formats, shape, dtype, rounding, apply, count=3):
-    """Yield the name and the arguments of an op for each step; send its result back."""
+def steps(rule, formats, shape, dtype, rounding, apply, count=3, key=None):
+    """Yield the name and the arguments of an op for each step; send its result back.
+
+    With a ``key`` parameters are rounded stochastically, from a number beyond 32 bits on.
+    """
     two = rule in ("adamw", "adam")
     param, state = randn(*shape, seed=1).to(dtype), [t for f in formats[: 1 + two] for t in zeros(f, shape)]
     for t in range(1, count + 1):
         sizes = torch.exp(2 * randn(*shape, seed=2 * t))
         grad = (randn(*shape, seed=2 * t + 1) * sizes * 1e-2).to(dtype)
         rates = torch.tensor([-1e-3, 1 / (1 - 0.9**t), (1 - 0.99**t) ** -0.5])
-        texts = [f.text for f in formats[: 1 + two]]
+        if formats[0] is None:
+            rates = torch.tensor([-1e-3, 1 - 0.9**t, 1 - 0.99**t])
+        texts = [FLOAT32 if f is None else f.text for f in formats[: 1 + two]]
         rest = (0.9, 0.99, 1e-8, 0.01, rule == "adam") if two else (rule, 0.9, 0.99, 0.01)
+        drawn, first = (None, 0) if key is None else (random.fold(random.key(key), t), 2**32 - 100)
         name = "adam_update" if two else "momentum_update"
-        result = yield name, (grad, param, *state, rates, *texts, rounding, *rest, apply)
+        result = yield name, (grad, param, *state, rates, *texts, rounding, *rest, apply, drawn, first)
         state = result[1:]

@@ -91,5 +91,5 @@ def check_order(captured):
         assert at[issue] < at[wait]
         given = graph.all_storages(issue.all_input_nodes)
         for node in list(g.nodes)[at[issue] : at[wait]]:
-            assert not graph.written_storages(node) & given
+            assert node is issue or not graph.written_storages(node) & given
             assert (graph.storages(issue) | given) & near <= alive[at[node]]

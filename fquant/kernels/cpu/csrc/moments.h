@@ -1,6 +1,6 @@
-/* Steps of optimisers whose moments are packed, equal to reference/moments.py. A unit is a PIECE of the flattened
-   parameter. Chunks of the larger block are decoded and updated in one loop, and encoded in another, because a scale
-   depends on the whole block. In between they stay in the nearest cache. */
+/* Steps of optimisers, equal to reference/moments.py. A unit is a PIECE of the flattened parameter. Chunks of the larger
+   block of packed moments are decoded and updated in one loop, and encoded in another, because a scale depends on the
+   whole block. In between they stay in the nearest cache. Moments that are floats are read and written by the first. */
 
 /* Return the codes of n elements from `at` on, a byte each and vectors filled up; in `room` unless they are so. */
 static const uint8_t *NAME(codes_of)(const Moment *m, const State *s, int64_t at, int64_t n, uint8_t *room) {
@@ -39,9 +39,27 @@ INLINE Bits NAME(by_cell)(const Moment *m, Lanes v, const int has_sign) {
     return codes;
 }
 
+/* E4M3 of numbers in units of their scale, to nearest even and at most 448. A zero has no sign. */
+INLINE Bits NAME(e4m3)(Lanes v) {
+    Ints size = (Ints)v & 0x7fffffff, most = (Ints){0} + 0x43e00000;
+    Bits u = (Bits)NAME(either)((Bits)(size > most), (Lanes)most, (Lanes)size), is_small = (Bits)((Ints)u < 0x3c800000);
+    Bits normal = ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - 960;
+    Bits small = (Bits)((Lanes)u + 0x1p14f) - 0x46800000; /* steps of 2^-9, which are those of 2^14 */
+    Bits code = (is_small & small) | (~is_small & normal);
+    return code | (((Bits)v >> 24 & 0x80) & (Bits)((Ints)code > 0));
+}
+
+/* The numbers of four bits at `codes`, a byte each. */
+INLINE Lanes NAME(entry16)(const float *table, const uint8_t *codes) {
+    uint8_t c __attribute__((vector_size(LANES)));
+    memcpy(&c, codes, sizeof c);
+    Bits at = (Bits)__builtin_convertvector(c, Ints);
+    return NAME(either)((Bits)((Ints)at > 7), NAME(entry8)(table + 8, at), NAME(entry8)(table, at));
+}
+
 /* Encode n numbers of a block, filled up to whole vectors. */
 INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lanes by, const int divides,
-                          uint8_t *codes, const int formula, const int has_sign) {
+                          uint8_t *codes, const int kind, const int has_sign) {
     Bits four[4] = {{0}};
     uint8_t few[4 * LANES];
 #define ENCODED(at, to)                                                                              \
@@ -49,7 +67,8 @@ INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lane
         Lanes v;                                                                                     \
         memcpy(&v, at, sizeof v);                                                                    \
         v = divides ? v / by : v * by;                                                               \
-        to = formula ? NAME(by_segment)(m, v, has_sign) : NAME(by_cell)(m, v, has_sign);             \
+        to = kind == SEGMENTS ? NAME(by_segment)(m, v, has_sign)                                     \
+           : kind == FP8_CODES ? NAME(e4m3)(v) : NAME(by_cell)(m, v, has_sign);                      \
     }
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
@@ -60,17 +79,20 @@ INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lane
 #undef ENCODED
     if (i < n) NAME(narrow4)(four, few), memcpy(codes + i, few, (size_t)(n - i));
 }
-static void NAME(encode4)(const Moment *m, float *restrict x, int64_t n, float by, uint8_t *restrict codes) {
-    uint8_t index[PIECE];
-    float t[15];
-    memcpy(t, m->thresholds, sizeof t);
-    for (int64_t i = 0; i < n; i++) {
-        float v = x[i] * by;
-        int32_t reached = 0;
-        UNROLLED(k, 15) reached += v >= t[k];
-        index[i] = (uint8_t)reached;
+
+/* Encode n numbers as four bits each: the number of thresholds that are reached. */
+static void NAME(encode4)(const Moment *m, const float *x, int64_t n, const Lanes by, uint8_t *restrict codes) {
+    uint8_t index[PIECE + 4 * LANES];
+    for (int64_t i = 0; i < n; i += 4 * LANES) {
+        Bits four[4] = {{0}};
+        UNROLLED(k, 4) if (i + k * LANES < n) {
+            Lanes v;
+            memcpy(&v, x + i + k * LANES, sizeof v), v = v * by;
+            UNROLLED(j, 15) four[k] -= (Bits)(v >= m->thresholds[j]);
+        }
+        NAME(narrow4)(four, index + i);
     }
-    for (int64_t i = 0; i < n; i++) index[i] = m->order[index[i]];
+    if (m->order) for (int64_t i = 0; i < n; i++) index[i] = m->order[index[i]];
     for (int64_t i = 0; i < n / 2; i++) codes[i] = (uint8_t)(index[2 * i] << 4 | index[2 * i + 1]);
     if (n % 2) codes[n / 2] = (uint8_t)(index[n - 1] << 4);
 }
@@ -83,10 +105,35 @@ static void NAME(encode_block)(const Moment *m, const State *s, int64_t at, int6
     float scale = (absmax < least ? least : absmax) / m->top, divisor = scale < 1e-38f ? 1e-38f : scale;
     Lanes by = (divides ? divisor : 1.0f / divisor) - (Lanes){0};
     s->new_scale[at / m->block] = scale;
-    if (m->bits == 4) NAME(encode4)(m, x, n, 1.0f / divisor, codes);
-    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, 1, 1);
-    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, 1, 0);
-    else NAME(encode8)(m, x, n, by, divides, codes, 0, m->has_sign);
+    if (m->bits == 4) NAME(encode4)(m, x, n, by, codes);
+    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 1);
+    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 0);
+    else if (!m->cells) NAME(encode8)(m, x, n, by, 0, codes, FP8_CODES, 1);
+    else NAME(encode8)(m, x, n, by, divides, codes, CELLS, m->has_sign);
+}
+
+/* Round n floats stochastically to bf16 or f16, and store them from out + at, as stochastic_rounding.py does. */
+static void NAME(drawn)(const Update *u, const float *restrict x, int64_t n, int64_t at) {
+    uint16_t *restrict h = (uint16_t *)u->out + at;
+    uint32_t words[PIECE];
+    const uint64_t key = *u->key ^ FOLDED, first = (uint64_t)(u->first + at);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t x0 = (uint32_t)(first + (uint64_t)i), x1 = (uint32_t)((first + (uint64_t)i) >> 32);
+        NAME(threefry)((uint32_t)key, (uint32_t)(key >> 32), &x0, &x1);
+        words[i] = x1;
+    }
+    if (u->param_dtype == BF16) for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(x[i]), is_finite = (bits & 0x7f800000) != 0x7f800000;
+        h[i] = is_finite ? (uint16_t)((bits + (words[i] & 0xffff)) >> 16) : to_bf16(x[i]);
+    } else for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(x[i]), is_finite = (bits & 0x7f800000) != 0x7f800000;
+        float size = float_of(bits & 0x7fffffff);
+        uint16_t near = to_f16(size), low = (uint16_t)(from_f16(near) > size ? near - 1 : near);
+        float below = from_f16(low), above = from_f16((uint16_t)(low + 1));
+        float up = (float)(words[i] & 0xffffff) * 0x1p-24f;
+        uint16_t found = (uint16_t)(up < (size - below) / (above - below) ? low + 1 : low);
+        h[i] = is_finite ? (uint16_t)(found | (bits >> 16 & 0x8000)) : to_f16(x[i]);
+    }
 }
 
 typedef struct { const float *g, *p; const uint8_t *codes[2]; float *x[2], *out; } NAME(Chunk);
@@ -94,23 +141,29 @@ typedef struct { const float *g, *p; const uint8_t *codes[2]; float *x[2], *out;
 /* Update n elements of a chunk from `i` on, which share their scales; vectors are filled. Raise `top`, the largest
    magnitudes of the new moments as bits, among which NaN exceeds all. */
 INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, float scale, float scale2, Ints *top,
-                          const int rule, const int apply) {
+                          const int rule, const int apply, const int dense) {
     const int two = rule <= ADAM;
     const float factor = u->rates[0], by1 = two ? u->rates[1] : 0, by2 = two ? u->rates[2] : 0;
     const float b1 = u->b1, rest1 = u->rest1, b2 = u->b2, rest2 = u->rest2, eps = u->eps, decay = u->decay;
     const float *first = u->moments[0].table, *second = u->moments[1].table;
+    const int narrow = u->moments[0].bits, narrow2 = two ? u->moments[1].bits : 8;
     Ints top1 = top[0], top2 = top[1];
+#define DECODED(k, table, by) ((k ? narrow2 : narrow) == 4 ? NAME(entry16)(table, c.codes[k] + i) : NAME(gather)(table, c.codes[k] + i)) * by
     for (n += i; i < n; i += LANES) {
-        Lanes g, p, change, mean = NAME(gather)(first, c.codes[0] + i) * scale, square = mean;
+        Lanes g, p, change, mean, square = {0};
+        if (dense) memcpy(&mean, (const float *)c.codes[0] + i, sizeof mean);
+        else mean = DECODED(0, first, scale);
         memcpy(&g, c.g + i, sizeof g), memcpy(&p, c.p + i, sizeof p);
         if (rule != ADAMW && rule != LION) g = g + decay * p;
         if (two) {
-            square = NAME(gather)(second, c.codes[1] + i) * scale2;
+            if (dense) memcpy(&square, (const float *)c.codes[1] + i, sizeof square);
+            else square = DECODED(1, second, scale2);
             mean = b1 * mean + rest1 * g;
             square = b2 * square + rest2 * (g * g);
             memcpy(c.x[1] + i, &square, sizeof square);
-            top2 = NAME(greater)(top2, (Ints)square & 0x7fffffff);
-            change = (mean * by1) / (NAME(root)(square) * by2 + eps);
+            if (!dense) top2 = NAME(greater)(top2, (Ints)square & 0x7fffffff);
+            if (dense) change = (mean / by1) / (NAME(root)(square / by2) + eps);
+            else change = (mean * by1) / (NAME(root)(square) * by2 + eps);
             if (rule == ADAMW) change = change + decay * p;
         } else if (rule == LION) {
             Lanes lean = b1 * mean + rest1 * g;
@@ -128,8 +181,9 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
         change = factor * change;
         if (apply) change = p + change;
         memcpy(c.x[0] + i, &mean, sizeof mean), memcpy(c.out + i, &change, sizeof change);
-        top1 = NAME(greater)(top1, (Ints)mean & 0x7fffffff);
+        if (!dense) top1 = NAME(greater)(top1, (Ints)mean & 0x7fffffff);
     }
+#undef DECODED
     top[0] = top1, top[1] = top2;
 }
 
@@ -139,7 +193,7 @@ INLINE float NAME(highest)(Ints v) {
     return float_of((uint32_t)top);
 }
 
-INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int rule, const int apply) {
+INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int rule, const int apply, const int dense) {
     float x[2][PIECE + 64] __attribute__((aligned(64)));
     float grads[PIECE + 64] __attribute__((aligned(64))), params[PIECE + 64] __attribute__((aligned(64)));
     uint8_t room[2][PIECE + 64] __attribute__((aligned(64)));
@@ -161,12 +215,22 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
             c.p = params;
         }
         if (!direct) c.out = params; /* a vector is read before it is written */
-        for (int k = 0; k < moments; k++) c.codes[k] = NAME(codes_of)(u->moments + k, u->states + k, at, n, room[k]);
         Ints top[2] = {{0}, {0}};
-        for (int64_t i = 0; i < n; i += least) {
+        for (int k = 0; k < moments && dense; k++) {
+            c.codes[k] = u->states[k].codes + at * 4;
+            if (fills) c.x[k] = (float *)u->states[k].new_codes + at;
+            else memcpy(x[k], c.codes[k], (size_t)n * 4), memset(x[k] + n, 0, LANES * 4), c.codes[k] = (uint8_t *)x[k];
+        }
+        if (dense) {
+            NAME(updated)(u, c, 0, n, 1, 1, top, rule, apply, 1);
+            for (int k = 0; k < moments && !fills; k++) memcpy(u->states[k].new_codes + at * 4, x[k], (size_t)n * 4);
+        } else for (int k = 0; k < moments; k++) {
+            c.codes[k] = NAME(codes_of)(u->moments + k, u->states + k, at, n, room[k]);
+        }
+        for (int64_t i = 0; i < n && !dense; i += least) {
             float scales[2] = {0, 0};
             for (int k = 0; k < moments; k++) scales[k] = u->states[k].scale[(at + i) / u->moments[k].block];
-            NAME(updated)(u, c, i, MIN(least, n - i), scales[0], scales[1], top, rule, apply);
+            NAME(updated)(u, c, i, MIN(least, n - i), scales[0], scales[1], top, rule, apply, 0);
             for (int k = 0; k < moments; k++) {
                 int64_t block = u->moments[k].block, end = MIN(i + least, n), begin = i / block * block;
                 if (end % block && end < n) continue; /* the block goes on */
@@ -176,17 +240,21 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
                 top[k] = (Ints){0};
             }
         }
-        if (!direct) NAME(halves)(params, n, to, u->out, at);
+        if (apply && u->key && to != F32) NAME(drawn)(u, params, n, at);
+        else if (!direct) NAME(halves)(params, n, to, u->out, at);
     }
 }
 
 UNIT(update) {
     const Update *u = work;
     int64_t start = unit * PIECE, stop = MIN(u->n, start + PIECE);
-#define RULE(R)                                         \
-    case R:                                             \
-        if (u->apply) NAME(step)(u, start, stop, R, 1); \
-        else NAME(step)(u, start, stop, R, 0);          \
+    const int dense = u->moments[0].bits == 32;
+#define RULE(R)                                                           \
+    case R:                                                               \
+        if (dense && u->apply) NAME(step)(u, start, stop, R, 1, 1);       \
+        else if (dense) NAME(step)(u, start, stop, R, 0, 1);              \
+        else if (u->apply) NAME(step)(u, start, stop, R, 1, 0);           \
+        else NAME(step)(u, start, stop, R, 0, 0);                         \
         break;
     switch (u->rule) { RULE(ADAMW) RULE(ADAM) RULE(LION) RULE(SGD) RULE(NESTEROV) RULE(MEAN) RULE(NESTEROV_MEAN) }
 #undef RULE

@@ -133,28 +133,32 @@ typedef struct {
     int64_t count, total, dims, registers, size[MAX_DIMS];
 } Pointwise;
 
-/* A step of an optimiser whose moments are packed (moments.h). A moment has blocks of a power of two up to a PIECE. */
+/* A step of an optimiser (moments.h). A packed moment has blocks of a power of two up to a PIECE. */
 enum { ADAMW, ADAM, LION, SGD, NESTEROV, MEAN, NESTEROV_MEAN }; /* library.py numbers the rules like this */
+enum { CELLS, SEGMENTS, FP8_CODES };       /* ways to 8-bit codes */
 enum { AHEAD_OF = 1024 };                  /* elements to prefetch ahead */
 typedef struct {
     const float *table;       /* f32[1 << bits] */
     const float *thresholds;  /* f32[15]: 4 bits */
-    const uint8_t *order;     /* u8[16]: 4 bits */
+    const uint8_t *order;     /* u8[16]: 4 bits; NULL if the order is that of the codes */
     const float *segments;    /* f32[4, 8]: edges, slopes, starts and lasts of a dynamic map; or NULL */
-    const uint32_t *cells;    /* 8 bits, if there are no segments: codes by upper 16 bits (moment_codes.py) */
+    const uint32_t *cells;    /* 8 bits, if there are no segments: codes by upper 16 bits; or NULL: E4M3 */
     int64_t block;
     uint32_t low, high;       /* of the cells; or ORIGIN and SLOPE of the segments */
     int32_t bits, has_sign, grid; /* has_sign: magnitude 0 of the segments is code 127; grid: bitsandbytes' scales */
     float least, top;         /* of an absmax; and the largest value of the table */
 } Moment;
+/* Of 32 bits codes are floats, and there are no scales. */
 typedef struct { const uint8_t *codes; const float *scale; uint8_t *new_codes; float *new_scale; } State;
 typedef struct { /* of n elements: update f32[n], or if `apply` the new parameter */
     const void *grad, *param;
     void *out;
-    const float *rates; /* minus the learning rate, and for ADAMW and ADAM 1 / debias1 and 1 / sqrt(debias2) */
+    const float *rates; /* minus the learning rate, and for ADAMW and ADAM 1 / debias1 and 1 / sqrt(debias2), or both
+                           debiases if moments are floats */
+    const uint64_t *key; /* of stochastic rounding to 16 bits; or NULL */
     Moment moments[2];
     State states[2];
-    int64_t n, chunk; /* chunk: the larger block */
+    int64_t n, chunk, first; /* chunk: the larger block; first: the number of the first random word */
     float b1, rest1, b2, rest2, eps, decay; /* rest: 1 - b */
     int32_t rule, grad_dtype, param_dtype, apply;
 } Update;

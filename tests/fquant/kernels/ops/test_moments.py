@@ -1,5 +1,6 @@
 """Steps with packed moments: the same bits on every backend, in any memory, under transforms; and errors."""
 
+import math
 import re
 
 import pytest
@@ -8,16 +9,16 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fquant.format import DYNAMIC8, INT8, MOMENT8, MOMENT8_UNSIGNED, NF4
-from fquant.kernels import reference
+from fquant.kernels import moment_codes, reference
 from fquant.kernels.ops import moments
 from tests.helpers.arrays import named, randn
 from tests.helpers.formats import ISAS, alike, built, forced
 from tests.helpers.kernels.moments import FORMATS, RULES, SHAPES, steps, zeros
 
 
-def run(rule, formats, shape, dtype, rounding, apply, compare):
+def run(rule, formats, shape, dtype, rounding, apply, compare, key=None):
     """Call ``compare(name, args)`` in each step, whose result is the next state."""
-    given = steps(rule, formats, shape, dtype, rounding, apply)
+    given = steps(rule, formats, shape, dtype, rounding, apply, key=key)
     call = next(given)
     while True:
         try:
@@ -44,8 +45,30 @@ def same(name, args):
 def test_c_has_the_bits_of_the_reference(rule, formats, shape, dtype, apply, isa):
     with forced(isa):
         run(rule, FORMATS[formats], shape, dtype, "nearest", apply, same)
+        if apply:
+            run(rule, FORMATS[formats], shape, dtype, "nearest", apply, same, key=3)
         if formats == "8":
             run(rule, FORMATS[formats], shape, dtype, "grid", apply, same)
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", [f for name, pair in FORMATS.items() if name != "f32" for f in pair], ids=str)
+def test_c_changes_codes_where_the_reference_does(format, isa):
+    """Numbers at each threshold and beside it, and of every magnitude, in blocks whose scale is one."""
+    thresholds, top = moment_codes.codes(format, "nearest").thresholds, moment_codes.largest(format)
+    near = [torch.nextafter(thresholds, torch.full((), end)) for end in (-math.inf, math.inf)]
+    ladder = torch.exp2(torch.arange(-140.0, 9.0)).clamp(max=top)
+    x = torch.cat([thresholds, *near, ladder, torch.zeros(3)])
+    x = torch.cat([x, -x]) if min(format.table) < 0 else x[x >= 0]
+    x = torch.cat([torch.cat([torch.full((1,), top), part]) for part in x.split(format.block - 1)])
+    state = zeros(format, tuple(x.shape))
+    with forced(isa):  # a mean that keeps nothing of the old one is the gradient
+        _, got, scale = moments.momentum_update(
+            x, x, *state, torch.ones(3), format.text, "nearest", "mean", 0.0, 0.0, 0.0, False, None, 0
+        )
+    wanted, _ = reference.encode_moment(x, format, "nearest")
+    assert torch.equal(got, wanted) and scale.eq(1.0).all()
 
 
 def test_it_takes_any_memory_and_writes_over_its_arguments(device):
@@ -92,11 +115,13 @@ def test_what_is_not_finite_stays_visible_in_its_block_and_nowhere_else(bad, bac
         assert not scale[1].isfinite() and scale[::2].isfinite().all()
 
 
-def call(grad=None, param=None, state=None, format=MOMENT8, rounding="nearest", rule="sgd", rates=None):
+def call(
+    grad=None, param=None, state=None, format=MOMENT8, rounding="nearest", rule="sgd", rates=None, key=None, start=0
+):  # fmt: skip
     param = torch.zeros(300) if param is None else param
     grad, state = param if grad is None else grad, zeros(MOMENT8, (300,)) if state is None else state
-    rates = torch.zeros(3) if rates is None else rates
-    return moments.momentum_update(grad, param, *state, rates, format.text, rounding, rule, 0.9, 0.0, 0.0, False)
+    rates, text = torch.zeros(3) if rates is None else rates, "float32" if format is None else format.text
+    return moments.momentum_update(grad, param, *state, rates, text, rounding, rule, 0.9, 0.0, 0.0, False, key, start)
 
 
 CODES, SCALE = zeros(MOMENT8, (300,))
@@ -114,6 +139,17 @@ BAD = {
     "grid": (
         lambda: call(format=FORMATS["4"][0], state=zeros(FORMATS["4"][0], (300,)), rounding="grid"),
         ValueError, "got the rounding grid of moment4; wanted 8 bits",
+    ),
+    "key": (lambda: call(key=torch.zeros(2, dtype=torch.int64)), ValueError, "got key (2,)"),
+    "words": (lambda: call(key=torch.zeros(())), TypeError, "got key torch.float32"),
+    "start": (lambda: call(start=-1), ValueError, "got the start -1; wanted at least 0"),
+    "values": (lambda: call(format=None, state=(torch.zeros(9), torch.zeros(0))), ValueError, "got moment (9,)"),
+    "scales of values": (lambda: call(format=None, state=(torch.zeros(300), SCALE)), ValueError, "got scale (2,)"),
+    "two forms": (
+        lambda: moments.adam_update(
+            torch.zeros(300), torch.zeros(300), CODES, SCALE, torch.zeros(300), torch.zeros(0), torch.zeros(3),
+            MOMENT8.text, "float32", "nearest", 0.9, 0.99, 1e-8, 0.0, False, True, None, 0,
+        ), ValueError, "adam_update got one moment in float32 and one packed; wanted both in one form",
     ),
     "gradient": (lambda: call(grad=torch.zeros(300, requires_grad=True)), TypeError, "keep the moments in float32"),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from tests.helpers.kernels.ahead_of_time import (
     longest_loop,
     uses,
 )
+from tests.helpers.kernels.moments import FORMATS, steps
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
@@ -57,6 +58,29 @@ def test_codecs_and_draws(target):
     assert [r.name for r in reports] == ["_encode"] * 3 + ["_decode"] * 4 + ["_fold"] + ["_draw"] * 2
     for report in reports:
         assert_fits(report)
+        assert_exact(report)
+
+
+STEPS = [  # moments, rule, dtype of the parameter, key of stochastic rounding
+    ("f32", "adamw", torch.float32, None),
+    ("f32", "lion", torch.bfloat16, 3),
+    ("8", "adamw", torch.bfloat16, None),
+    ("8", "sgd", torch.float16, 3),
+    ("4", "adam", torch.bfloat16, 3),
+]
+
+
+@pytest.mark.parametrize("target", slow_after(1, TARGETS))
+def test_steps_of_optimisers(target):
+    """With moments in float32 and packed, and parameters that are rounded to nearest and stochastically."""
+    from fquant.kernels import triton
+
+    with compiled_for(target) as reports:
+        for formats, rule, dtype, key in STEPS:
+            name, args = next(steps(rule, FORMATS[formats], (40, 300), dtype, "nearest", True, key=key))
+            getattr(triton, name)(*(t.to("meta") if isinstance(t, torch.Tensor) else t for t in args))
+    assert [report.name for report in reports] == ["_update"] * len(STEPS)
+    for report in reports:
         assert_exact(report)
 
 

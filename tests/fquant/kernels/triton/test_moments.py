@@ -25,8 +25,9 @@ pytestmark = pytest.mark.xdist_group("interpreter")
 @pytest.mark.parametrize("rule", RULES)
 @interpreted
 def test_it_has_the_bits_of_the_reference(device, rule, formats, shape, dtype, apply):
-    for rounding in ("nearest", "grid") if formats == "8" else ("nearest",):
-        given = steps(rule, FORMATS[formats], shape, dtype, rounding, apply, count=2)
+    kinds = [("nearest", None), ("grid", None)] if formats == "8" else [("nearest", None)]
+    for rounding, key in [*kinds, ("nearest", 3)] if apply else kinds:
+        given = steps(rule, FORMATS[formats], shape, dtype, rounding, apply, count=2, key=key)
         name, args = next(given)
         while True:
             there = [t.to(device) if isinstance(t, torch.Tensor) else t for t in args]
