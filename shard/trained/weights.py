@@ -103,6 +103,6 @@ def _zip(what: str, f: Any, x: Any, other: Any) -> Any:
     is_leaf = lambda y: is_row_bundle(y) or is_bundle(y)
     (mine, structure), (theirs, found) = tree.flatten(x, is_leaf=is_leaf), tree.flatten(other, is_leaf=is_leaf)
     fault = f"{what}: got a tree of another structure than that of the parameters; pass one from shard.weights"
-    same = lambda a, b: is_bundle(b) if is_row_bundle(a) else type(a) is type(b)
+    same = lambda a, b: is_bundle(b) == (is_row_bundle(a) or is_bundle(a)) and not is_row_bundle(b)
     expect(structure == found and all(map(same, mine, theirs)), fault)
     return tree.unflatten(structure, [f(*each) for each in zip(mine, theirs, strict=True)])
