@@ -37,6 +37,7 @@ def test_smaller_blocks_take_longer():
     each = plans.COUNTED[90][plans.HALF][3] - plans.COUNTED[90][plans.HALF][2]
     assert [count(block) - count(128) for block in (64, 32, 16)] == [each, 3 * each, 7 * each] and each > 0
     assert count(None) <= count(4096) <= count(128)
+    assert plans.candidates(16, 90) == [plans.FEW_WIDE] and len(plans.candidates(32, 90)) > 1
 
 
 def test_one_row_of_4_bits_is_bound_by_memory_or_nearly():

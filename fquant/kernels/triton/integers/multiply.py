@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...integer_plans import Integral
-from ..codes import EXACT, load, narrow, on, tl, triton
+from ..codes import EXACT, load_units, narrow, on, tl, triton
 from .rows import Integers, Order
 
 PIECE = tl.constexpr(1 << 16)  # columns whose sum of products of bytes int32 holds
@@ -60,19 +60,6 @@ def multiply(q: Integers, w: Codes, y: Tensor, width: int, order: Order, plan: I
             *q, codes, *w[1:6], y, *numbers, *constants, width % plan.depth == 0,
             num_warps=plan.warps, num_stages=plan.stages, **EXACT,
         )  # fmt: skip
-
-
-@triton.jit
-def read_units(codes, k, units, BITS: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr):
-    """Load the codes of D columns from ``k`` on: bytes, or numbers of 24 bits for codes of 3."""
-    if BITS == 3:
-        at = k * 3 // 8 + tl.arange(0, D // 8)[None, :] * 3
-        first, second = load(codes + at, at < units, EVEN), load(codes + at + 1, at + 1 < units, EVEN)
-        third = load(codes + at + 2, at + 2 < units, EVEN)
-        return first.to(tl.int32) << 16 | second.to(tl.int32) << 8 | third.to(tl.int32)
-    else:
-        at = k * BITS // 8 + tl.arange(0, D * BITS // 8)[None, :]
-        return load(codes + at, at < units, EVEN)
 
 
 @triton.jit
@@ -116,8 +103,10 @@ def _steps(
     BITS: tl.constexpr, FLIP: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add products of columns from ``start`` to ``stop`` to acc [BM BN], and the bytes to own [BN] if x has shifts."""
+    PER: tl.constexpr = 8 // BITS if BITS != 3 else 8
+    unit = tl.arange(0, D // PER)[None, :]
     for k in range(start, stop, D):
-        w = as_bytes(read_units(codes, k, units, BITS, D, EVEN), table, FLIP, BITS, BN, D, GROUP)
+        w = as_bytes(load_units(codes, k // PER + unit, units, EVEN, BITS), table, FLIP, BITS, BN, D, GROUP)
         if shift is not None:
             own += tl.sum(tl.where(k + column < width, w, 0).to(tl.int32), 1)
         acc = tl.dot(tl.load(x + k), tl.trans(w), acc, out_dtype=tl.int32)
@@ -175,6 +164,7 @@ def _multiply(
         shifts = tl.load(w_shifts + row)
     PER: tl.constexpr = 8 // BITS if BITS != 3 else 8
     EACH: tl.constexpr = GROUP // PER
+    unit = tl.arange(0, D // PER)[None, :]
     column = within // GROUP * GROUP + within % EACH * PER + within % GROUP // EACH
     total = tl.zeros([BM, BN], tl.float32)
     if BLOCK == 0:
@@ -201,7 +191,7 @@ def _multiply(
         for k in range(0, padded, STEP):
             for u in tl.static_range(STEP // D):
                 at = k + u * D
-                w = as_bytes(read_units(codes, at, units, BITS, D, EVEN), table, FLIP, BITS, BN, D, GROUP)
+                w = as_bytes(load_units(codes, at // PER + unit, units, EVEN, BITS), table, FLIP, BITS, BN, D, GROUP)
                 xs = tl.load(x + at)
                 for j in tl.static_range(D // BLOCK):
                     some, first = within // BLOCK == j, at + j * BLOCK  # the columns of a block
