@@ -50,7 +50,7 @@ def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format) -> Tensor:
 def is_integer(format: Format, rows: bool = False) -> bool:
     """Return True if the codes of ``format`` are integers by rows; if ``rows``, with one 8-bit scale for a row."""
     integer = format.levels is not None or (format.table is None and format.vectors is None)
-    alone = not (format.flat or format.center or format.mean)
+    alone = not (format.flat or format.center or format.mean or format.power)
     by_row = (
         (format.table is None or format.integers is not None)
         and format.bits == 8

@@ -16,6 +16,7 @@ try:
     from .elementwise import pointwise, silu, silu_derivative, turn
     from .gemm import matmul, matmul_t
     from .grouped import grouped_matmul, grouped_mm, grouped_outer
+    from .integers import integer_matmul, integer_mm
     from .moments import adam_update, momentum_update
     from .quantize import encode
     from .random_bits import bernoulli, bits, fold

@@ -1,7 +1,9 @@
 """Codes in Triton: how a packed array reaches a kernel, and the parts of kernels that decode it.
 
 A kernel gets a packed array as :class:`Rows`: rows of *units* beside rows of scales. A unit is a 32-bit word of 8 or 4
-codes, or a byte if the rows are not aligned for words. Rows without gaps are one long row.
+codes, or 16 bits of 8 codes, so that tiles of 2 bits are those of 4. In rows that are not aligned for words, a
+unit is a byte. Eight codes of 3 bits are three bytes, which are loaded one by one, and not asynchronously: no word
+holds whole codes. Rows without gaps are one long row.
 
 * A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. For a load
   from global memory Triton 3.6 first moves the codes to other threads.
@@ -36,7 +38,7 @@ MOST = 65535  # programs along the second axis of a grid
 class Rows(NamedTuple):
     """A packed array as kernels read it; the dims of a stack are one dim, in front."""
 
-    codes: Tensor  # [stack rows units]: i32 of 8 or 4 codes each, or bytes of 2 or 1
+    codes: Tensor  # [stack rows units]: i32 or i16 of 8 or 4 codes each, or bytes
     scale: Tensor  # [stack rows blocks]: f32, or the codes u8 of packed scales
     nested: tuple[Tensor, Tensor, Tensor] | None  # of packed scales: absmax f32[stack n], offset f32[stack], table
     offset: Tensor | None  # f32[stack]
@@ -50,7 +52,12 @@ class Rows(NamedTuple):
     @property
     def per(self) -> int:
         """Codes in a unit."""
-        return self.codes.itemsize * 8 // self.format.bits
+        return 8 if self.format.bits == 3 else self.codes.itemsize * 8 // self.format.bits
+
+    @property
+    def in_words(self) -> bool:
+        """True if rows are whole 32-bit words, and aligned unless bytes are loaded."""
+        return self.codes.itemsize > 1 or (self.format.bits == 3 and self.codes.shape[-1] % 4 == 0)
 
 
 def tensors(w: Rows) -> tuple[Any, ...]:
@@ -79,10 +86,12 @@ def on(t: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def words(t: Tensor) -> Tensor:
-    """Return bytes [stack rows bytes] as 32-bit words if they are aligned for it."""
+def words(t: Tensor, bits: int = 8) -> Tensor:
+    """Return bytes [stack rows bytes] of codes of ``bits`` as larger units if rows are aligned words."""
     numbers = t.shape[-1], *t.stride()[:-1], t.data_ptr(), t.storage_offset()
-    return t.view(torch.int32) if t.numel() and all(n % 4 == 0 for n in numbers) else t
+    if bits == 3 or not t.numel() or any(n % 4 for n in numbers):
+        return t
+    return t.view(torch.int16 if bits == 2 else torch.int32)
 
 
 def generation(device: torch.device) -> int:
@@ -120,6 +129,16 @@ def unpack(units, PER: tl.constexpr, BITS: tl.constexpr):
     """Return the codes of units [...] in order, i32 [... PER]; PER > 2 gives dims of 2 instead, two or three."""
     if PER == 1:
         return units.to(tl.int32)
+    elif BITS == 3:
+        two = tl.join(units >> 12, units)
+        four = tl.join(two >> 6, two)
+        return tl.join(four >> 3, four) & 7
+    elif BITS == 2:
+        units = units.to(tl.int32)
+        if PER == 8:
+            units = tl.join(units, units >> 8)
+        two = tl.join(units >> 4, units)
+        return tl.join(two >> 2, two) & 3
     elif PER == 2:
         units = units.to(tl.int32)
         return tl.join(units >> 4, units) & 15
@@ -162,6 +181,18 @@ def load(at, mask, EVEN: tl.constexpr):
         return tl.load(at)
     else:
         return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def load_units(codes, at, units, EVEN: tl.constexpr, BITS: tl.constexpr):
+    """Load the units ``at`` of a row, of ``units`` units, or bytes if codes have 3 bits; beyond them there is 0."""
+    if BITS == 3:
+        byte = at * 3
+        first, second = load(codes + byte, byte < units, EVEN), load(codes + byte + 1, byte + 1 < units, EVEN)
+        third = load(codes + byte + 2, byte + 2 < units, EVEN)
+        return first.to(tl.int32) << 16 | second.to(tl.int32) << 8 | third.to(tl.int32)
+    else:
+        return load(codes + at, at < units, EVEN)
 
 
 @triton.jit

@@ -10,21 +10,17 @@ The results equal the reference to the bit (codes.py).
 # pyright: reportInvalidTypeForm=false
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...format import Format, num_blocks
-from ...format.bits import pack
-from ...format.bits import unpack as unpack_bits
+from ...format import num_blocks
 from ..arguments import dense_rows
 from ..spec import Spec, scales, split
 
 from .codes import (  # isort: skip
-    DTYPES, EXACT, MOST, Rows, constants, load, look_up, lookup, narrow, on, scaled, tensors, tl, triton, unpack, widen,
-    words,
+    DTYPES, EXACT, MOST, Rows, constants, load_units, look_up, lookup, narrow, on, scaled, tensors, tl, triton, unpack,
+    widen, words,
 )  # fmt: skip
 
 TILE = 2048  # elements of a program: 16 for each thread of 4 warps
@@ -54,14 +50,12 @@ def rows_of(buffers: Sequence[Tensor], spec: Spec) -> Rows:
     elif inner:  # in a pass of their own
         scale = [decode(scale, scales(spec), torch.float32)]
     codes, absmax = codes.reshape(num, rows, -1), scale[0].reshape(num, rows, blocks)
-    if format.bits < 4:
-        codes, format = pack(unpack_bits(codes, format.bits, width), 4), _widened(format)
     if offset is not None:
         offset = offset.reshape(num).contiguous()
     if zero is not None:
         zero = dense_rows(zero.reshape(num, rows, blocks))
     rest = nested, offset, width, format, _rounded_to(spec), blocks, 0, zero
-    return Rows(words(dense_rows(codes)), dense_rows(absmax), *rest)
+    return Rows(words(dense_rows(codes), format.bits), dense_rows(absmax), *rest)
 
 
 def cut(w: Rows, rows: slice, columns: slice | None = None) -> Rows:
@@ -70,7 +64,8 @@ def cut(w: Rows, rows: slice, columns: slice | None = None) -> Rows:
     codes, scale, zero = w.codes[:, rows], w.scale[:, rows], None if w.zero is None else w.zero[:, rows]
     if columns is not None:
         width = columns.stop - columns.start
-        codes = codes[..., columns.start // w.per : -(-columns.stop // w.per)]
+        unit = 8 * codes.itemsize
+        codes = codes[..., columns.start * w.format.bits // unit : -(-columns.stop * w.format.bits // unit)]
         if block := w.format.block:
             first += columns.start // block
             blocks = slice(columns.start // block, -(-columns.stop // block))
@@ -94,12 +89,6 @@ def decode_into(w: Rows, out: Tensor, tile: int = TILE, warps: int = 4) -> None:
 def _stack(buffers: Sequence[Tensor], spec: Spec) -> torch.Size:
     codes, format = buffers[0], spec.format
     return codes.shape[: codes.ndim - (1 if format.flat and format.bits != 8 else len(spec.shape))]
-
-
-@lru_cache(maxsize=64)
-def _widened(format: Format) -> Format:
-    """Return the format of the same codes in 4 bits, which kernels read; the codes beyond them do not occur."""
-    return replace(format, bits=4, table=(*(format.table or ()), *[0.0] * (16 - 2**format.bits)))
 
 
 def _rounded_to(spec: Spec) -> torch.dtype:
@@ -139,8 +128,8 @@ def _decode(
     half = NUM * C // PER  # a thread decodes a unit of each half, which are loaded together and looked up together
     for i in range(tl.program_id(1), num_rows, tl.num_programs(1)):
         s, r = tl.cast(i // rows, tl.int64), tl.cast(i % rows, tl.int64)
-        at = codes + s * codes_stack + r * codes_row + unit
-        packed = tl.join(load(at, unit < units, EVEN), load(at + half, unit + half < units, EVEN))
+        row = codes + s * codes_stack + r * codes_row
+        packed = tl.join(load_units(row, unit, units, EVEN, BITS), load_units(row, unit + half, units, EVEN, BITS))
         absmax = tl.load(scale + s * scale_stack + r * scale_row + block, mask=block < blocks, other=0)
         if NESTED:
             outer = nested + s * nested_stack + (first + r * pitch + block) // NESTED

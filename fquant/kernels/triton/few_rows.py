@@ -24,7 +24,8 @@ from torch import Tensor
 from ..cuda_plans import Few
 
 from .codes import (  # isort: skip
-    EXACT, Rows, constants, dot, load, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen, words,
+    EXACT, Rows, constants, dot, load, load_units, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
+    words,
 )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def _few(
     acc = tl.zeros([PARTS, 16, M], tl.float32)
     for k in range(0, width, STEP):
         at, b = k // PER + word, k // BLOCK if BLOCK else 0
-        packed = load(codes + at, at < units, EVEN)
+        packed = load_units(codes, at, units, EVEN, BITS)
         xs = tl.load(x + (k + column), mask=(i < m) if EVEN else (i < m) & (k + column < width), other=0.0)
         absmax = load(scale + (b // SCALES_PER + unit), b // SCALES_PER + unit < scale_units, EVEN)
         if NESTED:

@@ -32,7 +32,7 @@ def _product(x: Tensor, buffers: Sequence[Tensor], spec: Spec, plan: Plan | None
     if not x.numel() or not y.numel():
         return y.zero_()
     w, xs, ys = rows_of(buffers, spec), dense_rows(x.reshape(-1, *x.shape[-2:])), y.view(-1, *y.shape[-2:])
-    can = w.codes.dtype == torch.int32 and w.width == spec.shape[1]
+    can = w.in_words and w.width == spec.shape[1]
     plan = plan or plan_for(x.shape[-2], spec, x.dtype, across, can, generation(x.device))
     if isinstance(plan, Tiled):
         for i in range(len(xs)):

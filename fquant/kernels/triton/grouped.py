@@ -10,7 +10,6 @@ x is bf16 or f16, and sums are float32. :func:`declines` says what has no kernel
 # pyright: reportInvalidTypeForm=false
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...format import num_bytes
@@ -33,8 +32,6 @@ def declines(x: Tensor, buffers: Sequence[Tensor] = (), spec: Spec | None = None
         return None
     if spec.format.vectors is not None:
         return f"{spec.format.name} has learned vectors"
-    if spec.format.bits < 4:
-        return f"codes of {spec.format.name} have {spec.format.bits} bits"
     if straddles(spec):
         return f"blocks of {spec.format.name} straddle rows of {spec.shape[-1]}"
     size, t = num_bytes(spec.format, spec.shape[-1]), buffers[0]
@@ -56,7 +53,7 @@ def grouped_matmul(
     if not y.numel() or not x.numel():
         return y.zero_()
     w = rows_of(buffers, spec)
-    if w.codes.dtype != torch.int32:  # memory of torch's allocators is aligned, other may not be
+    if not w.in_words:  # memory of torch's allocators is aligned, other may not be
         raise ValueError(f"a grouped product got codes at address {buffers[0].data_ptr()}; clone them to align it to 4")
     apart = 0
     if not stacked:  # one array of all groups: a stack whose scales are numbered through

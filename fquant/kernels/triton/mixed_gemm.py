@@ -24,7 +24,7 @@ from torch import Tensor
 from ..cuda_plans import Fused
 
 from .codes import (  # isort: skip
-    EXACT, Rows, constants, dot, load, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
+    EXACT, Rows, constants, dot, load, load_units, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
 )  # fmt: skip
 
 SIZE = 1024  # elements of a sum of parts that a program adds
@@ -160,7 +160,7 @@ def _multiply(
         if PER == 0:
             w = load(codes + row * codes_row + (start + unit), start + unit < units, EVEN)
         else:
-            packed = load(codes + row * codes_row + (start // PER + unit), start // PER + unit < units, EVEN)
+            packed = load_units(codes + row * codes_row, start // PER + unit, units, EVEN, BITS)
             ahead = tl.minimum(k + BK, depth - 1)  # of the last step, which uses no more
             row = tl.minimum((ahead if ACROSS else n) + line, rows - 1).to(tl.int64)
             next_absmax, next_outer, next_points = load_scales(

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fquant.compile.roofline import DEVICES, Device, of
 from fquant.device import parse, why_no_cuda
 from models.presets import PRESETS
 
-from . import lines, resources, step, table, whole
+from . import integers, lines, resources, step, table, whole
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Times(Command):
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        return table.items(self.sizes, device, card)
+        return chain(table.items(self.sizes, device, card), integers.items(self.sizes, device, card))
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Sweep(Times):
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        return table.sweep(self.sizes, device)
+        return chain(table.sweep(self.sizes, device), integers.sweep(self.sizes, device, table.generation(device)))
 
 
 @dataclass(frozen=True)

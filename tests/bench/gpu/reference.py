@@ -31,11 +31,13 @@ from fquant.kernels.cuda_plans import CANDIDATES, Plan
 from fquant.kernels.spec import Spec, scales
 from tests.helpers.formats import CODECS, DTYPES, KINDS, alike, draw
 from tests.helpers.kernels import losses, norms
+from tests.helpers.kernels.integers import ACTS, WEIGHTS, inputs
 from tests.helpers.kernels.rounding import bound
 
 BIG = (32768 + 64, 65536)  # more than 2^31 elements
 MANY = 2**33 + 65  # words, of more than 2^32 counters
 ROWS = (32768 + 9, 65536)  # logits, or what is normed, more than 2^31
+INTEGERS = ((1, 50, 301), (70, 40, 4416), (300, 200, 2049))  # rows of x, and the shape of the weight
 BF16 = torch.bfloat16
 
 
@@ -85,6 +87,27 @@ def check_products(device: str, seed: int, formats: Sequence[Format] = (NF4, NF4
     for format, of, rows, plan in cases:
         _product(device, seed, Spec(format, (200, 4104), BF16), of, rows, plan)
     return Counter(products=2 * len(cases))
+
+
+def check_integers(
+    device: str, seed: int, formats: Sequence[Format] = WEIGHTS, shapes: Sequence[tuple[int, int, int]] = INTEGERS
+) -> Counter[str]:
+    """Check products of integers of every format with activations of each, and of two dense operands; all bits."""
+    counts: Counter[str] = Counter()
+    for format, act in product(formats, ACTS):
+        for of, (m, out, width) in zip(DTYPES[:3], shapes, strict=True):
+            x, w, spec = inputs(format, m, out, width, of)
+            wanted = reference.integer_matmul(x, tree.leaves(w), spec, act)
+            got = triton.integer_matmul(x.to(device), [b.to(device) for b in tree.leaves(w)], spec, act)
+            _equal(got, wanted, "integer_matmul", format.name, act.name, of, m, out, width)
+            counts["products of integers"] += 1
+    for (a, b), of in zip(product(ACTS, ACTS), cycle(DTYPES[:3])):
+        random = torch.Generator().manual_seed(seed)
+        x, w = (torch.randn(n, shapes[-1][2], generator=random).to(of) for n in shapes[-1][:2])
+        got = triton.integer_mm(x.to(device), w.to(device), a, b)
+        _equal(got, reference.integer_mm(x, w, a, b), "integer_mm", a.name, b.name, of, seed)
+        counts["products of integers"] += 1
+    return counts
 
 
 def check_draws(device: str, seed: int, size: int = MANY) -> Counter[str]:

@@ -15,6 +15,7 @@ from fquant.compile.roofline import Device
 from fquant.format import FORMATS
 from fquant.kernels.spec import Spec, layout
 
+from . import integers
 from .lines import Item, Result
 
 TARGETS = {"b200": 100, "rtx5090": 120, "h200": 90, "h100": 90, "a100-80": 80, "a100-40": 80}
@@ -29,7 +30,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def calls(out_dim: int, in_dim: int, rows: tuple[int, ...]) -> Calls:
-    """Return the calls by name: decoding, products with their duals, and attention with its backward."""
+    """Return the calls by name: decoding, products with their duals, attention with its backward, and integers."""
     from fquant.kernels import triton
 
     found: Calls = {}
@@ -44,7 +45,7 @@ def calls(out_dim: int, in_dim: int, rows: tuple[int, ...]) -> Calls:
     q, k, lse = meta(1, 32, t, 128), meta(1, 8, t, 128), meta(1, 32, t, dtype=torch.float32)
     found["attention"] = partial(triton.attention, q, k, k)
     found["attention backward"] = partial(triton.attention_backward, q, q, lse, q, k, k)
-    return found
+    return found | integers.calls(out_dim, in_dim, rows)
 
 
 def items(card: Device, out_dim: int, in_dim: int, rows: tuple[int, ...]) -> Iterator[Item]:

@@ -267,8 +267,9 @@ def of_rows(sizes: Sizes, device: torch.device | None, card: Device) -> Iterator
 def sweep(sizes: Sizes, device: torch.device | None) -> Iterator[Item]:
     """Yield a line for every tile of decoding, and for the best candidates of each product by their estimates."""
     from fquant.kernels import triton
-    from fquant.kernels.triton import codes, dequantize
+    from fquant.kernels.triton import dequantize
 
+    target = generation(device)
     for name in sizes.formats:
         weights = cache(partial(Weights, (sizes.out_dim, sizes.in_dim), FORMATS[name], device or torch.device("cpu")))
 
@@ -289,17 +290,23 @@ def sweep(sizes: Sizes, device: torch.device | None) -> Iterator[Item]:
         for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)):
             call = partial(decoding, tile=tile, warps=warps)
             yield Item(f"dequantise {name}, tile {tile}, {warps} warps", measure=partial(measured, call))
-        generation = 90 if device is None or device.type != "cuda" else codes.generation(device)
         for m, across in product(sizes.rows, (False, True)):
             shape = (sizes.out_dim, sizes.in_dim) if across else (sizes.in_dim, sizes.out_dim)
-            some = [*([] if across else cuda_plans.FEW_SWEPT), *cuda_plans.candidates(generation), *cuda_plans.SLABS]
-            guess = {plan: cuda_plans.estimate(plan, m, *shape, FORMATS[name].bits, generation) for plan in some}
+            some = [*([] if across else cuda_plans.FEW_SWEPT), *cuda_plans.candidates(target), *cuda_plans.SLABS]
+            guess = {plan: cuda_plans.estimate(plan, m, *shape, FORMATS[name].bits, target) for plan in some}
             for plan in sorted(guess, key=lambda plan: guess[plan])[:SWEPT]:
                 yield Item(
                     f"{'grad' if across else 'linear'}-{m} {name}, {plan}",
                     measure=partial(measured, partial(multiplying, m=m, plan=plan, across=across)),
                     predict=lambda seconds=guess[plan]: f"{1e3 * seconds:.4f} ms",
                 )
+
+
+def generation(device: torch.device | None) -> int:
+    """Return the generation of a device, that of an H100 without one."""
+    from fquant.kernels.triton import codes
+
+    return 90 if device is None or device.type != "cuda" else codes.generation(device)
 
 
 @cache

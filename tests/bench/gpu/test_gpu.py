@@ -9,7 +9,7 @@ import torch
 
 from fquant.compile.roofline import DEVICES
 from fquant.device import HOST
-from tests.bench.gpu import lines, step, table, whole
+from tests.bench.gpu import integers, lines, step, table, whole
 from tests.bench.gpu.__main__ import COMMANDS, main
 from tests.bench.gpu.lines import Item, Result, Session
 from tests.helpers.cases import slow_after
@@ -95,6 +95,22 @@ def test_kernels_with_the_host_standing_in():
     assert not [line for line in found if "failed" in line.measured + line.predicted]
     assert "of a copy" in found[1].measured and found[1].verdict in ("met", "missed")
     assert "of bf16" in found[3].measured and "bf16" in found[3].beside and "torch" in found[4].beside
+
+
+def test_products_of_integers_with_the_host_standing_in():
+    found = [lines.judged(item, Session(HOST)) for item in integers.items(TINY, HOST, H100)]
+    assert len(found) == 2 * len(integers.FORMATS) + 3 and found[0].name == "integers-1 int8_row"
+    assert not [line for line in found if "failed" in line.measured + line.predicted]
+    assert all(
+        "of bf16" in line.measured and line.predicted.endswith(" ms") and "bf16" in line.beside for line in found
+    )
+
+
+def test_operands_of_int8_training():
+    x, w, g = (torch.randn(shape) for shape in ((3, 5), (4, 5), (3, 4)))
+    for name, (m, n, k) in integers.orientations(table.Sizes(4, 5, (3,))).items():
+        a, b = integers.operands(name, x, w, g)
+        assert a.shape == (m, k) and b.shape == (n, k)
 
 
 @pytest.mark.parametrize("how", slow_after(1, ["captured", step.NODES, "uncaptured"]))

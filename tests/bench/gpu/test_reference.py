@@ -7,10 +7,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fquant.format import NF4_DQ
+from fquant.format import INT8, NF4_DQ
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 
 pytestmark = pytest.mark.xdist_group("interpreter")
+SHAPES = ((1, 20, 301), (17, 9, 64), (9, 8, 130))
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton")
 
 
@@ -20,6 +21,7 @@ def test_kernels_that_are_right_pass():
     check = import_module("tests.bench.gpu.reference")
     with check.poisoned():
         assert check.check_formats("cpu", 1, [NF4_DQ]) == {"decodings": 2, "products": 4}
+        assert check.check_integers("cpu", 1, [INT8], SHAPES) == {"products of integers": 12 + 16}
         assert check.check_draws("cpu", 1, 2001) == {"draws": 17}
         assert check.check_losses("cpu", 1, (7, 300)) == {"losses": 23}
         assert check.check_norms("cpu", 1, (7, 300)) == {"norms": 23}
@@ -42,6 +44,12 @@ def test_kernels_that_are_wrong_do_not():
             patch.setattr(check.triton, name, fault(getattr(check.triton, name)))
             with pytest.raises(AssertionError, match=f"^{name} "):
                 check.check_big("cpu", 3, shape)
+    above = lambda f: lambda *args: (y := f(*args)).nextafter(torch.full_like(y, torch.inf))
+    for name in ("integer_matmul", "integer_mm"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(check.triton, name, above(getattr(check.triton, name)))
+            with pytest.raises(AssertionError, match=f"^{name} "):
+                check.check_integers("cpu", 3, [] if name == "integer_mm" else [INT8], SHAPES)
     wrong = lambda f: lambda *args: f(*args) ^ 1
     for name in ("fold", "bits", "bernoulli"):
         with pytest.MonkeyPatch.context() as patch:

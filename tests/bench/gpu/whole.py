@@ -27,7 +27,7 @@ from .lines import ROOT, Item, Result, at_most
 from .step import TARGETS, Case, Running, random_weights, shard_closed
 
 TINY = Config(512, 128, 2, 4, 2, 32, 256, max_positions=256)
-PARTS = ("formats", "products", "draws", "losses", "norms")
+PARTS = ("formats", "products", "integers", "draws", "losses", "norms")
 
 
 def checks(device: torch.device | None, seed: int, sanitizer: bool) -> Iterator[Item]:

@@ -6,44 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fquant import dequantize, quantize
-from fquant.format import (
-    DYNAMIC8,
-    INT2_ZERO,
-    INT3,
-    INT4,
-    INT4_ZERO,
-    INT8,
-    INT8_GROUP,
-    INT8_ROW,
-    INT8_ROW_ZERO,
-    INT8_TENSOR,
-    NF4,
-    NF4_INT8,
-    TERNARY,
-)  # fmt: skip
+from fquant import dequantize, linear, quantize
+from fquant.dynamic_quantization import fake_quantize
+from fquant.format import INT4, INT4_ZERO, INT8, INT8_ROW, INT8_ROW_ZERO, NF4, NF4_INT8
 from fquant.kernels import integer_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import buffers
 from tests.helpers.arrays import named, rng, same_bits
 from tests.helpers.formats import ISAS, built, forced, strided
+from tests.helpers.kernels.integers import ACTS, WEIGHTS, inputs
 
-WEIGHTS = [
-    INT8, INT8_ROW, INT8_GROUP, INT8_TENSOR, INT4, INT4_ZERO, INT3, INT2_ZERO, TERNARY, NF4_INT8,
-    replace(INT4_ZERO, name="int4_zero_16", block=16), replace(INT4_ZERO, name="int4_zero_row", block=None),
-    replace(INT4, name="int4_dq", block=32, scale=DYNAMIC8), replace(INT8_GROUP, name="int8_2048", block=2048),
-    INT8_ROW_ZERO, replace(INT8_ROW, name="int8_all", unit=127.5),  # whose integers, as bytes, begin at -128
-]  # fmt: skip
-ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, replace(INT8_ROW, name="int8_row_all", unit=127.5)]
 SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96), (2, 37, 256), (4, 16, 1024)]  # m out in
-
-
-def inputs(format, m, out, width, dtype):
-    x = (torch.randn(m, width, generator=rng(0)) + 0.3) * torch.randn(m, 1, generator=rng(1)).exp()
-    x[m // 2] = 0.0
-    x[0, 0] = -50.0
-    w = quantize(torch.randn(out, width, generator=rng(2)), format)
-    return x.to(dtype), w, Spec(format, w.shape, w.dtype)
 
 
 @built
@@ -110,6 +83,14 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(bad):
         with forced(isa):
             y = integer_ops.integer_matmul(x, buffers(w), spec, INT8_ROW)
             assert not y[3].isfinite().any() and y[[0, 1, 2, 4, 5, 6]].isfinite().all()
+
+
+def test_activations_whose_scales_are_powers_of_two_are_not_multiplied_as_integers():
+    x, w, spec = inputs(INT8, 7, 50, 64, torch.float32)
+    act = replace(INT8_ROW, name="power", unit=None, power=True)
+    assert same_bits(linear(x, w, act=act), linear(fake_quantize(x, act), w))
+    with pytest.raises(ValueError, match="integer_matmul got act power; wanted 8-bit integers with one float32 scale"):
+        integer_ops.integer_matmul(x, buffers(w), spec, act)
 
 
 def test_what_is_not_integers_is_refused():

@@ -121,12 +121,32 @@ def uses(report: Report, *instructions: str) -> bool:
 
 def longest_loop(report: Report) -> int:
     """Return the instructions of the machine code's longest loop."""
+    return max((length for length, *_ in _loops(_listing(report))), default=0)
+
+
+def loop_of_products(report: Report) -> int:
+    """Return the instructions of the shortest loop with the last product of tensor cores.
+
+    Waits that are out of line jump back too, over more than the loop.
+    """
+    code = _listing(report)
+    last = max(int(at, 16) for at, text in code if re.search(r"MMA\b", text))
+    return min(length for length, start, stop in _loops(code) if start <= last <= stop)
+
+
+def _listing(report: Report) -> list[tuple[str, str]]:
+    """Return the address and the text of each machine instruction."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(report.cubin)
         listing = _run(_tool("cuobjdump"), "-sass", file.name)
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s.*?\bBRA\b.*?0x([0-9a-f]+)", listing, re.MULTILINE)
-    spans = [int(at, 16) - int(to, 16) for at, to in found]
-    return max((span // 16 + 1 for span in spans if span > 0), default=0)  # of 16 bytes each
+    return re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*)", listing, re.MULTILINE)
+
+
+def _loops(code: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
+    """Return the instructions, the first and the last address of each span that a jump goes back over."""
+    jumps = [(int(at, 16), re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code]
+    spans = [(int(to[1], 16), at) for at, to in jumps if to]
+    return [((stop - start) // 16 + 1, start, stop) for start, stop in spans if start < stop]  # of 16 bytes each
 
 
 def _assembled(ptx: str, target: int, fused: bool) -> str:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fquant.format import DYNAMIC8, FP8, INT4_ZERO, INT8, NF4, NF4_DQ
+from fquant.format import DYNAMIC8, FP8, INT2_ZERO, INT3, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
@@ -84,6 +84,25 @@ def test_steps_of_optimisers(target):
         assert_exact(report)
 
 
+@each_target
+@named("format", [INT2_ZERO, INT3])
+def test_codes_of_2_and_3_bits(target, format):
+    """Codes are decoded where those of 4 bits are, and nothing but the product's kernel runs."""
+    from fquant.kernels import triton
+    from fquant.kernels.cuda_plans import FEW_PLANS, SMALL
+
+    spec = Spec(format, SHAPE, BF16)
+    with compiled_for(target) as reports:
+        triton.matmul(meta(8, SHAPE[1]), buffers(spec), spec, FEW_PLANS[0])
+        triton.matmul_t(meta(16, SHAPE[0]), buffers(spec), spec, SMALL[0])
+        triton.decode(buffers(spec), spec, BF16)
+    assert [r.name for r in reports] == ["_few", "_multiply", "_decode"]
+    for report in reports[:2]:
+        assert_multiplies(report)
+    assert_fits(reports[2])
+    assert_exact(reports[2])
+
+
 FEW = (8, 16, 32)  # rows of a plan
 
 
@@ -153,7 +172,7 @@ def test_groups(target):
 @each_target
 @pytest.mark.slow
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("format", [NF4_DQ, INT4_ZERO, INT8, FP8], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [NF4_DQ, INT4_ZERO, INT8, FP8, INT2_ZERO, INT3], ids=lambda format: format.name)
 def test_every_plan_beside_tensor_cores(target, format, even):
     """Every tile that is a candidate of the generation, for whole tiles, and for weights that end within one."""
     from fquant.kernels.cuda_plans import candidates

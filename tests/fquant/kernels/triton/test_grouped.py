@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fquant import quantize, tree
-from fquant.format import INT4_ZERO, INT8, NF4, NF4_DQ
+from fquant.format import INT2_ZERO, INT3, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import grouped_ops
 from fquant.kernels.cuda_plans import grouped_plan
 from fquant.kernels.spec import Spec
@@ -30,7 +30,10 @@ pytestmark = pytest.mark.xdist_group("interpreter")
 named = partial(pytest.mark.parametrize, ids=lambda x: str(getattr(x, "name", x)).removeprefix("torch."))
 BF16 = torch.bfloat16
 COUNTS = [5, 0, 1, 20, 0, 7]
-FORMATS = [NF4, NF4_DQ, replace(NF4_DQ, name="centred", center=True), replace(INT4_ZERO, block=32), INT8]
+FORMATS = [
+    NF4, NF4_DQ, replace(NF4_DQ, name="centred", center=True), replace(INT4_ZERO, block=32), INT8, INT2_ZERO,
+    replace(INT3, block=32),
+]  # fmt: skip
 
 
 def assert_groups(got, counts, of):
@@ -60,10 +63,11 @@ def assert_grouped(device, w, x, g, counts, format, apart, plan=None):
 @interpreted
 def test_packed_stacks(device, format):
     """Empty groups, groups of one row, and groups of several tiles; blocks of nested scales that straddle groups."""
-    w = randn(6, 17, 136).to(BF16)
+    width = 136 if format.bits >= 4 else 160  # rows of whole words
+    w = randn(6, 17, width).to(BF16)
     for apart in (False, True):
         if not (format.flat and not apart):
-            assert_grouped(device, w, randn(33, 136).to(BF16), randn(33, 17).to(BF16), COUNTS, format, apart)
+            assert_grouped(device, w, randn(33, width).to(BF16), randn(33, 17).to(BF16), COUNTS, format, apart)
 
 
 @interpreted

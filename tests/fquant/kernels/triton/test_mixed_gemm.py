@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fquant.format import BLOCKS, DYNAMIC8, FP4, INT4_ZERO, INT8, NF4, NF4_DQ
+from fquant.format import BLOCKS, DYNAMIC8, FP4, INT2_ZERO, INT3, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.kernels import cuda_plans, packed_ops, reference
 from fquant.kernels.dispatch import backend
+from fquant.kernels.spec import Spec
 from fquant.packed import FLOATS
 from tests.helpers.formats import BY_ROWS8, KINDS, shifted
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
@@ -31,9 +32,9 @@ def fused(*args):
     return cuda_plans.Fused(*args)
 
 
-def straddles(format, shape):
-    """Return True if blocks of a flat array straddle rows, so that it is one row."""
-    return format.flat and shape[1] % (format.block or shape[0] * shape[1]) > 0
+def fits(format, shape):
+    """Return True if rows are whole words; blocks of a flat array that straddle rows make it one row."""
+    return cuda_plans.in_words(Spec(format, shape, BF16))
 
 
 @named("format", KINDS)
@@ -43,7 +44,9 @@ def test_formats(device, format):
     for shape, dtype, of, rows in [
         ((64, 128), BF16, BF16, 16), ((70, 200), torch.float32, torch.float16, 19), ((17, 264), BF16, BF16, 3),
     ]:  # fmt: skip
-        if not straddles(format, shape):
+        if format.bits < 4:  # 32 codes are the least whole words of 2 and of 3 bits
+            shape = shape[0], shape[1] // 32 * 32
+        if fits(format, shape):
             assert_products(device, format, shape, dtype, of, rows, plan=fused(*SMALL))
 
 
@@ -52,7 +55,8 @@ def test_formats(device, format):
 def test_blocks(device, block):
     """Tiles within a block, tiles of several blocks, and blocks that end with the row, of two blocks or a short one."""
     width = 1032 if 256 < block <= 1024 else 520 if block == 256 else 264
-    for format in (NF4_DQ, INT4_ZERO, replace(DYNAMIC8, flat=False)):
+    width += 24  # whole words of codes of 2 and 3 bits too
+    for format in (NF4_DQ, INT4_ZERO, INT2_ZERO, INT3, replace(DYNAMIC8, flat=False)):
         for columns, depth in ((128, 64), (32, 128)):
             format = replace(format, block=block)
             assert_products(device, format, (40, width), BF16, BF16, 5, plan=fused(16, columns, depth, 4, 2))
@@ -111,8 +115,8 @@ def test_infinite_row_next_to_an_edge(device):
 @settings(max_examples=25, deadline=None)
 def _any_product(device, format, block, dtype, of, rows, out, words, tile, splits, stack, seed):
     format = format if format.block is None else replace(format, block=block)
-    width = words * 8
-    if not straddles(format, (out, width)):
+    width = words * (8 if format.bits >= 4 else 32)
+    if fits(format, (out, width)):
         assert_products(device, format, (out, width), dtype, of, rows, stack, seed, fused(*tile, 4, 3, splits))
 
 
