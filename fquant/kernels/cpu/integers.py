@@ -28,7 +28,7 @@ def integer_matmul(x: Tensor, buffers: Sequence[Tensor], spec: Spec, act: Format
             integer_matmul(x_, own, spec, act, y_)
         return y
     w, levels = packed(buffers, spec), _levels(spec.format)
-    unit, plain = 1 if spec.format.integers else 127, spec.format.integers is not None
+    unit, plain = 1 if spec.format.integers else 127, _is_plain(spec.format)
     args = w, levels, plain, unit, _rounding(act), x.contiguous(), rows, y, DTYPES[x.dtype]
     call("integer_matmul", *args, torch.empty(call("integer_matmul", *args, None), dtype=torch.uint8, device="cpu"))
     return y
@@ -53,6 +53,12 @@ def _rounding(act: Format) -> Rounding:
         return Rounding(first=-127, last=127, unit=127, zero=0, halves=1)
     first, last = act.integers
     return Rounding(first=first, last=last, unit=act.unit or last, zero=act.zero, halves=0)
+
+
+@lru_cache(maxsize=64)
+def _is_plain(format: Format) -> bool:
+    """Return True if each code that has a value is ``code + levels[0]``: NaN may be after the integers, not before."""
+    return format.integers is not None and format.table is not None and format.table[0] == format.integers[0]
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,9 @@
 """Codes in Triton: how a packed array reaches a kernel, and the parts of kernels that decode it.
 
 A kernel gets a packed array as :class:`Rows`: rows of *units* beside rows of scales. A unit is a 32-bit word of 8 or 4
-codes, or 16 bits of 8 codes, so that tiles of 2 bits are those of 4. In rows that are not aligned for words, a
-unit is a byte. Eight codes of 3 bits are three bytes, which are loaded one by one, and not asynchronously: no word
-holds whole codes. Rows without gaps are one long row.
+codes. Of codes of 2 bits it has 8 too, in 16 bits, so that tiles are those of 4 bits. In rows that are not aligned for
+words, a unit is a byte. Eight codes of 3 bits are three bytes, which are loaded one by one, and not asynchronously: no
+word holds whole codes. Rows without gaps are one long row.
 
 * A look-up is ``tl.gather`` from shared memory: shift, mask, load. A tree of selects takes 19 instructions. For a load
   from global memory Triton 3.6 first moves the codes to other threads.

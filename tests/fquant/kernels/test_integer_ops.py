@@ -13,8 +13,8 @@ from fquant.kernels import integer_ops, reference
 from fquant.kernels.spec import Spec
 from fquant.packed import buffers
 from tests.helpers.arrays import named, rng, same_bits
-from tests.helpers.formats import ISAS, built, forced, strided
-from tests.helpers.kernels.integers import ACTS, WEIGHTS, inputs
+from tests.helpers.formats import ISAS, built, draw, forced, strided
+from tests.helpers.kernels.integers import ACTS, TABLES, WEIGHTS, inputs
 
 SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96), (2, 37, 256), (4, 16, 1024)]  # m out in
 
@@ -30,6 +30,20 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(format, act, dtyp
         for isa in ISAS:
             with forced(isa):
                 assert same_bits(integer_ops.integer_matmul(x, buffers(w), spec, act), wanted), (isa, shape)
+
+
+@built
+@named("format", TABLES)
+def test_tables_of_any_integers_and_every_code(format):
+    """Few rows, whose bytes are multiplied, and many."""
+    spec = Spec(format, (30, 256), torch.float32)
+    for m in (1, 40):
+        x, weight = torch.randn(m, 256, generator=rng(m)), draw(spec)
+        for act in ACTS:
+            wanted = reference.integer_matmul(x, weight, spec, act)
+            for isa in ISAS:
+                with forced(isa):
+                    assert same_bits(integer_ops.integer_matmul(x, weight, spec, act), wanted), (isa, m, act)
 
 
 @named("act", ACTS)

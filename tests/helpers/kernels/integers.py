@@ -9,6 +9,7 @@ from fquant.format import (
     DYNAMIC8,
     INT2_ZERO,
     INT3,
+    INT3_ZERO,
     INT4,
     INT4_ZERO,
     INT8,
@@ -16,6 +17,7 @@ from fquant.format import (
     INT8_ROW,
     INT8_ROW_ZERO,
     INT8_TENSOR,
+    NF4,
     NF4_INT8,
     TERNARY,
 )
@@ -28,6 +30,15 @@ WEIGHTS = [
     replace(INT4, name="int4_dq", block=32, scale=DYNAMIC8), replace(INT8_GROUP, name="int8_2048", block=2048),
     INT8_ROW_ZERO, replace(INT8_ROW, name="int8_all", unit=127.5),  # whose integers, as bytes, begin at -128
 ]  # fmt: skip
+NAN = float("nan")
+TABLES = [  # without names: NaN in front, levels beyond bytes or too far apart for them, and 8 bits to look up
+    replace(TERNARY, name="nan_first", table=(NAN, -1.0, 0.0, 1.0)),
+    replace(INT8_ROW, name="nan_first8", table=(NAN, *map(float, range(-127, 128)))),
+    replace(INT4, name="high", table=tuple(map(float, range(200, 216)))),
+    replace(NF4, name="far", table=(-2.0, *[n / 127 for n in range(14)], 2.0)),
+    replace(DYNAMIC8, name="halves", flat=False, center=False, table=tuple(i // 2 / 127 for i in range(256))),
+    replace(INT3_ZERO, name="int3_dq", scale=DYNAMIC8),
+]
 ACTS = [INT8_ROW, INT8_ROW_ZERO, INT8, replace(INT8_ROW, name="int8_row_all", unit=127.5)]
 
 

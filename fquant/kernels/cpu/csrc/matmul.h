@@ -67,6 +67,11 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     return 0;
 }
 
+static int fit_bytes(const int16_t *levels, int count) {
+    for (int i = 0; i < count; i++) if (levels[i] < -128 || levels[i] > 127) return 0;
+    return 1;
+}
+
 /* x [m, inner] · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
 static int64_t integer_product(int isa, int threads, const Packed *w, Levels levels, const Rounding *how, const void *x,
                                int64_t m, int64_t inner, void *y, int dtype, void *room) {
@@ -82,6 +87,7 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
     scratch = padded_to(MAX(scratch, MAX(w->width * 4, (int64_t)k->lanes * APART * 4)), 64);
     /* few rows of bytes, on machines that multiply them */
     int64_t step = 256 / MAX(w->bits, 1), few = m <= FEW_INTEGERS && k->bytes && w->rows >= 4 && !how->zero && how->unit <= 127.0f;
+    few = few && (!levels.levels || levels.plain || (w->bits == 4 && fit_bytes(levels.levels, 16))); /* as four_rows has them */
     few = few && (w->bits == 4 || w->bits == 8) && w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
     for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
     if (few) scratch = padded_to((blocks * 9 + 64) * 4, 64), total = 64 + padded_to(parts[0], 64) * 2 + 64 + padded_to(m * blocks * 4, 64) + 64;

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.func import grad
 
 from fquant import linear, quantize
-from fquant.format import DYNAMIC8, INT2, INT3_ZERO, INT4, INT4_ZERO, INT8, INT8_ROW, INT8_ROW_ZERO, NF4, TERNARY
+from fquant.format import INT2, INT4, INT4_ZERO, INT8, INT8_ROW, INT8_ROW_ZERO, TERNARY
 from fquant.kernels import integer_ops, reference
 from fquant.kernels.dispatch import backend
 from fquant.kernels.integer_plans import CANDIDATES, Integral
@@ -22,7 +22,7 @@ from fquant.packed_linear import linear as linear_of
 from fquant.quantized_training import INT8_MIXED, attach
 from tests.helpers.arrays import named, rng
 from tests.helpers.formats import alike, draw, shifted, strided
-from tests.helpers.kernels.integers import ACTS, WEIGHTS, inputs
+from tests.helpers.kernels.integers import ACTS, TABLES, WEIGHTS, inputs
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
 
 if find_spec("triton") is None:
@@ -30,14 +30,6 @@ if find_spec("triton") is None:
 pytestmark = pytest.mark.xdist_group("interpreter")
 SMALL = Integral(16, 32, 128, 4, 4)
 PLACES = (lambda t: t, shifted, strided, lambda t: t.mT.contiguous().mT)
-# Tables that have no name: a NaN in front, levels that need a shift or are too far apart, and 8 bits to look up.
-TABLES = [
-    replace(TERNARY, name="nan_first", table=(float("nan"), -1.0, 0.0, 1.0)),
-    replace(INT4, name="high", table=tuple(range(200, 216))),
-    replace(NF4, name="far", table=(-2.0, *[n / 127 for n in range(14)], 2.0)),
-    replace(DYNAMIC8, name="halves", flat=False, center=False, table=tuple(i // 2 / 127 for i in range(256))),
-    replace(INT3_ZERO, name="int3_dq", scale=DYNAMIC8),
-]
 MINUS = replace(INT8_ROW, name="minus", table=tuple(map(float, range(-255, 1))), unit=255.0)  # integers up to zero
 
 
