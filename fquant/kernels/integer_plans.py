@@ -33,21 +33,21 @@ class Integral(NamedTuple):
     stages: int  # of the pipeline
 
 
-FEW, FEW_WIDE = Integral(16, 32, 256, 4, 4), Integral(16, 64, 256, 4, 4)
+FEW, FEW_WIDE = Integral(16, 32, 256, 4, 4), Integral(16, 64, 128, 4, 5)
 SOME, HALF = Integral(32, 64, 128, 4, 4), Integral(64, 64, 128, 8, 3)
 TALL, LARGE, WIDE = Integral(128, 64, 128, 8, 3), Integral(128, 128, 128, 8, 3), Integral(128, 256, 128, 8, 3)
 CANDIDATES = (FEW, FEW_WIDE, SOME, HALF, TALL, LARGE, WIDE)
 COUNTED = {  # by generation: of a step of a dense operand, by rows, by blocks of 128, and of 64
     80: {
-        FEW: (80, 321, 377, 470), FEW_WIDE: (94, 575, 659, 804), SOME: (79, 319, 406, 513),
+        FEW: (80, 321, 377, 470), FEW_WIDE: (67, 313, 331, 412), SOME: (79, 319, 406, 513),
         HALF: (71, 312, 389, 1424), TALL: (98, 579, 734, 1431), LARGE: (143, 634), WIDE: (238,),
     },
     90: {
-        FEW: (76, 89, 281, 393), FEW_WIDE: (99, 130, 496, 653), SOME: (80, 96, 332, 441), HALF: (73, 98, 276, 422),
+        FEW: (76, 89, 281, 393), FEW_WIDE: (64, 80, 268, 332), SOME: (80, 96, 332, 441), HALF: (73, 98, 276, 422),
         TALL: (81, 97, 400, 687), LARGE: (85, 117), WIDE: (110,),
     },
     100: {
-        FEW: (75, 88, 279, 380), FEW_WIDE: (93, 125, 468, 593), SOME: (76, 92, 299, 381), HALF: (86, 97, 289, 469),
+        FEW: (75, 88, 279, 380), FEW_WIDE: (61, 78, 252, 306), SOME: (76, 92, 299, 381), HALF: (86, 97, 289, 469),
         TALL: (94, 100),
     },
 }  # fmt: skip
