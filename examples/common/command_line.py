@@ -17,7 +17,10 @@ from shard.device_mesh import check_axes
 
 LINEARS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # of a layer; each family has some of them
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
-MOMENTS = {"f32": None, "dynamic8": optim.DYNAMIC8, "fp8": optim.FP8, "dynamic4": optim.DYNAMIC4}  # of optimisers
+MomentsName = Literal["f32", "dynamic8", "fp8", "dynamic4"]
+MOMENTS: dict[MomentsName, optim.Moments | None] = {
+    "f32": None, "dynamic8": optim.DYNAMIC8, "fp8": optim.FP8, "dynamic4": optim.DYNAMIC4
+}  # fmt: skip
 FormatName = Literal[
     "nf4", "nf4_dq", "fp4", "af4", "int8", "int8_row", "int8_group", "int8_tensor", "int4", "int4_zero", "int3",
     "int3_zero", "int2", "int2_zero", "ternary", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4",

@@ -36,6 +36,7 @@ from ..common.command_line import (
     DTYPES,
     MOMENTS,
     FormatName,
+    MomentsName,
     axes_in,
     check,
     check_least,
@@ -85,7 +86,7 @@ class Options:
     """Rows in a micro-batch, of each rank (examples.qlora counts those of all)."""
     accumulate: int = 1
     """Micro-batches in a step."""
-    moments: Literal["f32", "dynamic8", "fp8", "dynamic4"] = "f32"
+    moments: MomentsName = "f32"
     """How AdamW stores its moments: in 32 bits, 8 or 4, beside a scale for each 256 or 128."""
     checkpoint: Checkpoint = "full"
     """Activations kept for the backward: full recomputes each block, selective recomputes cheap operations, none keeps

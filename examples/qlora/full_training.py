@@ -1,4 +1,4 @@
-"""Full training: every weight of a dense base is trained, in bundles of floats over the mesh (shard/trained/).
+"""Full training: every weight of a base is trained, in bundles over the mesh (shard/trained/).
 
     python -m examples.qlora --train full --format none --model DIR --data FILE
     python -m examples.qlora --train full --format int8_row --model DIR --data FILE      # codes are the only copy

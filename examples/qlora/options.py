@@ -20,7 +20,7 @@ from fquant.device import HOST
 from models.losses import preference
 
 from ..common import objectives, runs
-from ..common.command_line import MOMENTS, FormatName, parse_format
+from ..common.command_line import MOMENTS, FormatName, MomentsName, parse_format
 from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint, Offload
@@ -105,7 +105,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Of --merge-aware: the size of a random start of the adapters, in rounding errors of the format."""
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw"
     """Rule of the updates; sgd has a momentum of 0.9."""
-    moments: Literal["f32", "dynamic8", "fp8", "dynamic4"] = "f32"
+    moments: MomentsName = "f32"
     """How its moments are stored: in 32 bits, 8 or 4, beside a scale for each 256 or 128."""
     weight_decay: float = 0.0
     """Decay of what is trained towards 0, times the learning rate."""

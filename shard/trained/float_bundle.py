@@ -196,7 +196,7 @@ class _Open(torch.autograd.Function):
             return tuple(zero.expand(b.shape) if values.stride() == (0,) else zero.repeat(b.shape) for b in buffers)
         whole = _gather(way, values, scales)
         if isinstance(way.layout, RowLayout):
-            return tuple(t[: b.shape[0]] for t, b in zip(row_layout.split(whole, way.layout), buffers, strict=True))
+            return tuple(tree.leaves(row_layout.read(whole, way.layout)))
         parts = (whole.narrow(0, begin, count) for begin, count in spans(way.layout))
         return tuple(part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True))
 

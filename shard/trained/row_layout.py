@@ -44,8 +44,7 @@ class RowLayout(Layout):
     @property
     def starts(self) -> list[int]:
         """The first byte of each buffer in the part of a rank."""
-        sizes = (round_up(n * b.width, ALIGN) for b, n in zip(self.buffers, self.rows, strict=True))
-        return list(itertools.accumulate(sizes, initial=0))[:-1]
+        return _starts(self.buffers, self.rows)[:-1]
 
 
 def plan(block: Any, ranks: int, at: str = "") -> RowLayout:
@@ -62,7 +61,8 @@ def plan(block: Any, ranks: int, at: str = "") -> RowLayout:
             buffers.append(Buffer(join(path, inner), dtype, tuple(t.shape), offset))
             rows.append(_rows(tuple(leaf.shape), ranks))
             offset += round_up(buffers[-1].nbytes, ALIGN)
-    return _sized(RowLayout(tree.structure(block), tuple(buffers), 0, tuple(rows), ranks))
+    size = ranks * _starts(buffers, rows)[-1]
+    return RowLayout(tree.structure(block), tuple(buffers), size, tuple(rows), ranks)
 
 
 def dense(block: Any, ranks: int) -> RowLayout:
@@ -71,9 +71,10 @@ def dense(block: Any, ranks: int) -> RowLayout:
     return plan(tree.map(like, block, is_leaf=is_packed), ranks)
 
 
-def _sized(x: RowLayout) -> RowLayout:
-    sizes = (round_up(n * b.width, ALIGN) for b, n in zip(x.buffers, x.rows, strict=True))
-    return replace(x, size=x.ranks * sum(sizes))
+def _starts(buffers: Sequence[Buffer], rows: Sequence[int]) -> list[int]:
+    """Return the first byte of each buffer in the part of a rank, and the end of the part."""
+    sizes = (round_up(n * b.width, ALIGN) for b, n in zip(buffers, rows, strict=True))
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def _check(leaf: Any) -> None:
