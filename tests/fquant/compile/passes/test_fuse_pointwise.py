@@ -44,20 +44,30 @@ def test_a_step_of_training_has_the_same_bits(backend):
             *b, other = fused(*b, base, tokens)
             assert alike(value, other) and equal(a, b)
         nodes = [len(next(iter(f.traced.values())).module.graph.nodes) for f in (plain, fused)]
-    assert nodes[1] < nodes[0] if backend != "reference" else nodes[1] == nodes[0]  # the optimiser is an op of its own
+    assert nodes[1] < 0.8 * nodes[0] if backend != "reference" else nodes[1] == nodes[0]
 
 
-def test_an_optimiser_is_one_op_for_each_leaf():
+def updated(opt):
+    """Return the programs of an update, and the ops outside of them."""
     adapters, state, *_ = start()
     over, grads = {id(t) for t in tree.leaves((adapters, state))}, tree.map(torch.clone, adapters)
 
     def update(adapters, state, grads):
-        updates, state = OPT.update(grads, state, adapters)
+        updates, state = opt.update(grads, state, adapters)
         return optim.apply_updates(adapters, updates), state
 
-    _, others = programs(update, adapters, state, grads, donate=over)
-    updates = [name for name in others if name.startswith("adam_update")]
-    assert len(updates) == len(tree.leaves(adapters)) and "sqrt" not in others, others
+    return *programs(update, adapters, state, grads, donate=over), len(tree.leaves(adapters))
+
+
+def test_an_optimiser_is_a_program_each_side_of_its_root():
+    texts, others, leaves = updated(OPT)
+    assert others.count("sqrt") == leaves and others.count("copy_") == 1 and others.count("mul") < 4
+    assert sum(len(text.over) for text in texts) >= 3 * leaves
+
+
+def test_adamw_is_one_op_for_each_leaf():
+    _, others, leaves = updated(optim.adamw(1e-2))
+    assert sum(name.startswith("adam_update") for name in others) == leaves and "sqrt" not in others, others
 
 
 JOINED = {  # the number of steps of each program, and the ops outside of programs
