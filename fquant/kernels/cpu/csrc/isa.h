@@ -23,6 +23,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "gemv.h"
 #include "gemm.h"
 #include "integers.h"
+#include "few_integers.h"
 #include "threefry.h"
 #include "exp.h"
 #include "rows.h"

@@ -86,11 +86,12 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
     int64_t slabs = slabs_of(work.words), total = 64;
     scratch = padded_to(MAX(scratch, MAX(w->width * 4, (int64_t)k->lanes * APART * 4)), 64);
     /* few rows of bytes, on machines that multiply them */
-    int64_t step = 256 / MAX(w->bits, 1), few = m <= FEW_INTEGERS && k->bytes && w->rows >= 4 && !how->zero && how->unit <= 127.0f;
+    int64_t step = 256 / MAX(w->bits, 1), few = m <= FEW_INTEGERS && k->bytes && !how->zero && how->unit <= 127.0f;
     few = few && (!levels.levels || levels.plain || (w->bits == 4 && fit_bytes(levels.levels, 16))); /* as four_rows has them */
     few = few && (w->bits == 4 || w->bits == 8) && w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
     for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
-    if (few) scratch = padded_to((blocks * 9 + 64) * 4, 64), total = 64 + padded_to(parts[0], 64) * 2 + 64 + padded_to(m * blocks * 4, 64) + 64;
+    int64_t sums = padded_to(m * padded_to(blocks, 4) * 4, 64);
+    if (few) scratch = (1 + m) * GROUP * (padded_to(blocks, 4) + 64) * 4, total = 64 + padded_to(parts[0], 64) * 2 + 64 + sums;
     if (!room) return total + scratch * threads;
     char *at = (char *)padded_to((intptr_t)room, 64);
     work.q = (int16_t *)at, at += padded_to(parts[0], 64);
@@ -99,7 +100,7 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
         dense.zero = NULL; /* sums are those of load_bytes */
         work.bytes = (int8_t *)at, at += padded_to(parts[0], 64);
         work.scale = (float *)at, at += 64;
-        work.whole = (int32_t *)at, at += padded_to(m * blocks * 4, 64);
+        work.whole = (int32_t *)at, at += sums;
         work.m = m, work.x = x, work.y = y, work.w = dense;
         run(k->quantize_row, &work, m, (size_t)padded_to(inner * 4, 64), NULL, 1);
         work.w = *w;
