@@ -1,6 +1,6 @@
 """The speed of computing and training in formats, beside dense bf16 weights, bitsandbytes and torchao.
 
-    dynamic-int8      x · Wᵀ of int8 weights, x quantised as it arrives
+    dynamic           x · Wᵀ of int8 and int4 weights, x quantised as it arrives
     mixed-int8        x · Wᵀ and both gradients with int8 operands (int8 mixed precision), beside three bf16 products
     one row           of 4-bit weights: as they are, and as integers (x quantised, NF4 with levels of 1/127)
     training step     gradients of all weights of a small Llama by ``jit``: in float32 with int8 operands, in float32,
@@ -24,7 +24,7 @@ from torch.func import grad
 
 import fquant
 from fquant import jit, linear, quantize, tree
-from fquant.format import INT4, INT8_ROW, NF4, NF4_INT8
+from fquant.format import INT4, INT8, INT8_ROW, NF4, NF4_INT8, Format
 from fquant.quantized_training import INT8_MIXED, Trainable, attach
 from models import decoder
 from models.config import Config
@@ -54,14 +54,18 @@ def _table(name: str, found: dict[str, float], bounds: list[tuple[str, float]]) 
 
 
 def _products(x: Tensor, w: Tensor, g: Tensor, repeats: int) -> Table:
-    p, columns = quantize(w, fquant.INT8), ["fquant int8", "fquant bf16", "bf16", "torchao"]
-    forward: dict[str, Callable[[int], Any]] = {
-        "fquant int8": lambda i: linear(x, p, act=INT8_ROW), "fquant bf16": lambda i: linear(x, p),
-        "bf16": lambda i: x @ w.mT,
-    }  # fmt: skip
-    theirs = _torchao_linear(w)
+    columns = ["fquant int8", "fquant bf16", "bf16", "torchao"]
+
+    def dynamic(format: Format) -> dict[str, Callable[[int], Any]]:
+        p = quantize(w, format)
+        return {
+            "fquant int8": lambda i: linear(x, p, act=INT8_ROW), "fquant bf16": lambda i: linear(x, p),
+            "bf16": lambda i: x @ w.mT,
+        }  # fmt: skip
+
+    int8, int4, theirs = dynamic(INT8), dynamic(INT4), _torchao_linear(w)
     if theirs is not None:
-        forward["torchao"] = lambda i: theirs(x)
+        int8["torchao"] = lambda i: theirs(x)
 
     def mixed(x: Tensor, w: Tensor, g: Tensor) -> Any:
         return grad(lambda x, w: (linear(x, Trainable(w, INT8_MIXED)) * g).sum(), (0, 1))(x, w)
@@ -72,8 +76,12 @@ def _products(x: Tensor, w: Tensor, g: Tensor, repeats: int) -> Table:
     }  # fmt: skip
     bounds = [("bf16", 1 / 1.5)]
     shape = f"{x.shape[0]} x {w.shape[0]} x {w.shape[1]}"
-    first = _table(f"dynamic-int8 {shape}", timing.medians(forward, repeats), bounds)
-    return columns, [first, _table(f"mixed-int8 {shape}", timing.medians(backward, max(1, repeats // 2)), bounds)]
+    forward = [
+        _table(f"dynamic {name} {shape}", timing.medians(calls, repeats), bounds)
+        for name, calls in {"int8": int8, "int4": int4}.items()
+    ]
+    products = _table(f"mixed-int8 {shape}", timing.medians(backward, max(1, repeats // 2)), bounds)
+    return columns, [*forward, products]
 
 
 def _one_row(x: Tensor, w: Tensor, repeats: int) -> Table:

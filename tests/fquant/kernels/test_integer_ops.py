@@ -16,7 +16,16 @@ from tests.helpers.arrays import named, rng, same_bits
 from tests.helpers.formats import ISAS, built, draw, forced, strided
 from tests.helpers.kernels.integers import ACTS, TABLES, WEIGHTS, inputs
 
-SHAPES = [(1, 5, 64), (7, 50, 301), (33, 30, 2200), (600, 26, 96), (2, 37, 256), (4, 16, 1024), (3, 2, 768)]  # m out in
+SHAPES = [
+    (1, 5, 64),
+    (7, 50, 301),
+    (33, 30, 2200),
+    (600, 26, 96),
+    (2, 37, 256),
+    (4, 16, 1024),
+    (3, 2, 768),
+    (70, 150, 2304),
+]  # m out in
 
 
 @built

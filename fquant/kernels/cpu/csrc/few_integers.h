@@ -3,8 +3,6 @@
    prefetches of ours. x, already quantised (integers.h), lies in the order of the codes. */
 
 #if defined(LANES_AVX2) || defined(LANES_AVX512)
-enum { NAME(BYTES) = 1 };
-
 /* c + the products of unsigned and signed bytes, whose sums in pairs fit int16. */
 INLINE __m256i NAME(dot8)(__m256i u, __m256i s, __m256i c) {
 #ifdef LANES_BF16
@@ -91,13 +89,13 @@ INLINE void NAME(four_rows)(const Integers *p, int64_t row, int64_t m, const int
                             int64_t apart, int64_t rows) {
     const Packed *w = &p->w;
     int64_t blocks = blocks_of(w);
-    const int32_t *whole = p->whole + m * padded_to(blocks, 4);
-    /* what the integers that are multiplied lack, times the sum of x */
+    const int32_t *of_rows = p->sums + m * p->sums_apart[0];
+    /* what the integers that are multiplied lack, times the sum of x; signed ones lack nothing */
     int32_t lacks = !w->table || !p->levels.plain ? 0 : p->levels.levels[0] + (w->bits == 8 ? 128 : 0);
     __m128 total = _mm_setzero_ps(), t[4];
     float y[4];
     for (int64_t b = 0; b < blocks; b += 4) {
-        __m128i of_x = _mm_loadu_si128((const __m128i *)(whole + b)), more = _mm_mullo_epi32(of_x, _mm_set1_epi32(lacks));
+        __m128i of_x = _mm_loadu_si128((const __m128i *)(of_rows + b)), more = _mm_mullo_epi32(of_x, _mm_set1_epi32(lacks));
         UNROLLED(r, 4) {
             t[r] = _mm_cvtepi32_ps(_mm_add_epi32(_mm_loadu_si128((const __m128i *)(sums + r * apart + b)), more));
             if (w->zero && r < rows) {
@@ -128,7 +126,7 @@ UNIT(few_integers) {
         NAME(scales)(w, (row + r) * blocks, blocks, scales + r * apart);
         if (p->levels.unit != 1) for (int64_t b = 0; b < blocks; b++) scales[r * apart + b] *= (float)(1.0 / 127.0);
         for (int64_t m = 0; m < p->m; m++) {
-            const int8_t *x = p->bytes + m * p->inner;
+            const int8_t *x = p->bytes + m * 4 * p->words;
             int32_t *to = sums + (m * GROUP + r) * apart;
             if (w->bits == 8) NAME(row_sums)(p, codes, x, each, 2, to);
             else if (!p->levels.plain) NAME(row_sums)(p, codes, x, each, 1, to);
@@ -140,24 +138,6 @@ UNIT(few_integers) {
         for (int64_t r = 0; r < rows; r += 4)
             NAME(four_rows)(p, row + r, m, sums + (m * GROUP + r) * apart, scales + r * apart, apart, MIN(4, rows - r));
 }
-
-/* Rows of q as bytes, and the sums of their blocks. */
-UNIT(load_bytes) {
-    const Integers *p = work;
-    const int16_t *q = p->q + unit * 2 * p->words;
-    int8_t *out = p->bytes + unit * p->inner;
-    int64_t blocks = blocks_of(&p->w), padded = padded_to(blocks, 4);
-    if (p->w.bits == 8) for (int64_t i = 0; i < p->inner; i++) out[i] = (int8_t)q[i];
-    else for (int64_t i = 0; i < p->inner; i += 64)
-        for (int64_t k = 0; k < 32; k++) out[i + k] = (int8_t)q[i + 2 * k], out[i + 32 + k] = (int8_t)q[i + 2 * k + 1];
-    for (int64_t b = 0; b < padded; b++) {
-        int32_t sum = 0;
-        for (int64_t i = b * p->w.block; i < MIN(p->inner, (b + 1) * p->w.block); i++) sum += q[i];
-        p->whole[unit * padded + b] = sum;
-    }
-}
 #else
-enum { NAME(BYTES) = 0 };
 UNIT(few_integers) { (void)work, (void)unit; }
-UNIT(load_bytes) { (void)work, (void)unit; }
 #endif

@@ -1,8 +1,23 @@
 /* x · wᵀ of integers: rows of x are quantised, the codes of both are multiplied and summed as integers, and the sum of
-   each block is scaled. The inner dimension is in words of two 16-bit integers, so that gemm.h packs x. Codes minus
-   their zero point are at most 255, and int32 holds 2^15 products of them with 8-bit codes. */
+   each block is scaled. The inner dimension is in words of two 16-bit integers, or of four bytes where the machine has
+   an instruction for them and both sides fit (`byte_product`); so gemm.h packs x. Codes minus their zero point are at
+   most 255, and int32 holds 2^15 products of them with 8-bit codes.
+
+   Bytes of x are signed, and those of the weight unsigned: integers minus p->low, which is multiplied with the sum of x
+   when a block ends. Elements of weights of fewer than 8 bits are in the order of their codes: of each 64 the even ones,
+   then the odd ones. */
 
 typedef int32_t NAME(Sums) __attribute__((vector_size(LANES * 4), may_alias));
+
+enum { /* 1 if bytes of codes of 4 bits are multiplied, 2 if all bytes are */
+#if defined(LANES_BF16)
+    NAME(BYTES) = 2
+#elif defined(LANES_AVX2) || defined(LANES_AVX512)
+    NAME(BYTES) = 1
+#else
+    NAME(BYTES) = 0
+#endif
+};
 
 /* c + the products of pairs of 16-bit integers */
 INLINE NAME(Sums) NAME(dot16)(Bits a, Bits b, NAME(Sums) c) {
@@ -18,13 +33,35 @@ INLINE NAME(Sums) NAME(dot16)(Bits a, Bits b, NAME(Sums) c) {
 #endif
 }
 
-/* Quantise row `unit` of x: integers to q [inner, padded to words], its scale, and the sums of its blocks. */
+/* The products of four unsigned bytes u and signed bytes s: all added to c (VNNI), or as sums of two that fit int16. */
+#define DOT8(u, s, c) (c)
+#if defined(LANES_BF16)
+#undef DOT8
+#define DOT8(u, s, c) ((NAME(Sums))_mm512_dpbusd_epi32((__m512i)(c), (__m512i)(u), (__m512i)(s)))
+#elif defined(LANES_AVX512) || defined(LANES_AVX2)
+typedef int16_t NAME(Pairs) __attribute__((vector_size(LANES * 4), may_alias));
+#ifdef LANES_AVX512
+#define PAIRS8(u, s) ((NAME(Pairs))_mm512_maddubs_epi16((__m512i)(u), (__m512i)(s)))
+#else
+#define PAIRS8(u, s) ((NAME(Pairs))_mm256_maddubs_epi16((__m256i)(u), (__m256i)(s)))
+#endif
+#endif
+
+/* Copy n 16-bit integers of a row as bytes, with zeros to p->words; of weights of fewer than 8 bits in their order. */
+INLINE void NAME(narrowed)(const Integers *p, const int16_t *q, int64_t n, int8_t *out) {
+    memset(out + n, 0, (size_t)(4 * p->words - n));
+    if (p->w.bits == 8) for (int64_t i = 0; i < n; i++) out[i] = (int8_t)q[i];
+    else for (int64_t i = 0; i < n; i += 64)
+        for (int64_t k = 0; k < 32; k++) out[i + k] = (int8_t)q[i + 2 * k], out[i + 32 + k] = (int8_t)q[i + 2 * k + 1];
+}
+
+/* Quantise row `unit` of x: integers to q or bytes, padded to words, its scale, and the sums of its blocks. */
 UNIT(quantize_row) {
     const Integers *p = work;
     int64_t k = p->inner, padded = p->words * 2, blocks = blocks_of(&p->w);
     float *row = scratch, low = 0.0f, high = 0.0f;
     uint32_t largest = 0; /* magnitudes as bits: NaN exceeds infinity and infinity all else */
-    int16_t *q = p->q + unit * padded;
+    int16_t *q = p->bytes ? (int16_t *)(row + k) : p->q + unit * padded;
     NAME(floats)(p->x, p->dtype, unit * k, k, row);
     if (p->how.halves) for (int64_t i = 0; i < k; i++) row[i] = from_f16(to_f16(row[i]));
     for (int64_t i = 0; i < k; i++) largest = MAX(largest, bits_of(row[i]) & 0x7fffffff);
@@ -49,12 +86,12 @@ UNIT(quantize_row) {
         y = y < p->how.last ? y : p->how.last;
         q[i] = (int16_t)(y - zero);
     }
-    for (int64_t i = k; i < padded; i++) q[i] = 0;
-    if (!p->w.zero) return;
-    for (int64_t b = 0; b < blocks; b++) {
+    if (p->bytes) NAME(narrowed)(p, q, k, p->bytes + unit * 4 * p->words);
+    else for (int64_t i = k; i < padded; i++) q[i] = 0;
+    for (int64_t b = 0; b < blocks && p->sums; b++) {
         int32_t sum = 0;
         for (int64_t i = b * p->w.block; i < MIN(k, (b + 1) * p->w.block); i++) sum += q[i];
-        p->sums[b * p->tall + unit] = (float)sum;
+        p->sums[unit * p->sums_apart[0] + b * p->sums_apart[1]] = sum;
     }
 }
 
@@ -87,19 +124,78 @@ INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int
     for (; i < n; i++) out[i] = levels[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
 }
 
+/* The integers minus p->low of n elements of a row from `column` likewise, as bytes. */
+INLINE void NAME(integers8)(const Integers *p, int64_t row, int64_t column, int64_t n, uint8_t *restrict out) {
+    const Packed *w = &p->w;
+    const uint8_t *codes = w->codes + row * bytes_of(w) + column * w->bits / 8;
+    uint8_t table[16], wide[4 * SLAB / 2 + 4];
+    if (w->bits == 8) {
+        for (int64_t i = 0; i < n; i++) out[i] = codes[i] ^ (w->table ? 0 : 0x80);
+        return;
+    }
+    for (int i = 0; i < 16; i++) table[i] = (uint8_t)(p->levels.plain ? i : p->levels.levels[i] + 128);
+    if (w->bits < 4) NAME(widen)(codes, w->bits, n, wide), codes = wide;
+    for (int64_t i = 0; i < n; i += 64, codes += 32)
+        if (p->levels.plain) for (int k = 0; k < 32; k++) out[i + k] = codes[k] >> 4, out[i + 32 + k] = codes[k] & 15;
+        else for (int k = 0; k < 32; k++) out[i + k] = table[codes[k] >> 4], out[i + 32 + k] = table[codes[k] & 15];
+}
+
+#ifdef PAIRS8
+/* sums [rows][vecs] += a sliver of bytes times a panel of x, for n words, a multiple of MOST_PAIRS because blocks of codes
+   are of 64 elements. rows and vecs are constants. */
+INLINE void NAME(add_pairs)(const uint32_t *sliver, const uint32_t *panel, int64_t n, int rows, int vecs, NAME(Sums) *sums) {
+    for (int64_t k = 0; k < n; k += MOST_PAIRS) {
+        NAME(Pairs) pairs[SUMS][VECS];
+        UNROLLED(r, rows) UNROLLED(v, vecs) pairs[r][v] = (NAME(Pairs)){0};
+        for (int64_t i = k; i < k + MOST_PAIRS; i++) {
+            Bits x[VECS];
+            UNROLLED(v, vecs) x[v] = ((const Bits *)panel)[i * vecs + v];
+            UNROLLED(r, rows) {
+                Bits by = sliver[r * APART + i] - (Bits){0};
+                UNROLLED(v, vecs) pairs[r][v] += PAIRS8(by, x[v]);
+            }
+        }
+        UNROLLED(r, rows)
+            UNROLLED(v, vecs) sums[r * vecs + v] = NAME(dot16)((Bits)pairs[r][v], (Bits){0} + 0x00010001, sums[r * vecs + v]);
+        __asm__ volatile("" ::: "memory"); /* `sums` stay there: the registers are for `pairs` */
+    }
+}
+
+/* Functions of their own, in which `pairs` have all registers. */
+#define ADD_PAIRS(N)                                                                                                  \
+    static __attribute__((noinline)) void NAME(add_pairs##N)(const uint32_t *sliver, const uint32_t *panel, int64_t n, \
+                                                             NAME(Sums) *sums) {                                      \
+        NAME(add_pairs)(sliver, panel, n, SUMS / MIN(N, VECS), MIN(N, VECS), sums);                                   \
+    }
+ADD_PAIRS(1) ADD_PAIRS(2) ADD_PAIRS(3) ADD_PAIRS(4)
+#undef ADD_PAIRS
+#endif
+
 /* A sliver of rows times a panel of x, n words. Integer sums are read from `open` unless they begin here, and written
-   there unless the block ends here; then they are scaled and added to `totals`. The ints are constants. */
-INLINE void NAME(micro16)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
-                          int begins, int ends, int32_t *open, float *totals, const float *scale, const float *zero,
-                          int64_t next, const float *sums) {
+   there unless the block ends here; then they are scaled and added to `totals`. The ints are constants but `low`. */
+INLINE void NAME(micro_integers)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows,
+                                 int vecs, int bytes, int begins, int ends, int32_t *open, float *totals,
+                                 const float *scale, const float *zero, int64_t next, const int32_t *sums, int32_t low) {
     NAME(Sums) part[SUMS][VECS], *kept = (NAME(Sums) *)open;
+#ifdef PAIRS8
+    if (bytes) {
+        if (begins) UNROLLED(r, rows) UNROLLED(v, vecs) kept[r * vecs + v] = (NAME(Sums)){0};
+        __asm__ volatile("" ::: "memory"); /* not by memset, which is slow to start */
+        if (vecs == 1) NAME(add_pairs1)(sliver, panel, n, kept);
+        else if (vecs == 2) NAME(add_pairs2)(sliver, panel, n, kept);
+        else if (vecs == 3) NAME(add_pairs3)(sliver, panel, n, kept);
+        else NAME(add_pairs4)(sliver, panel, n, kept);
+        if (!ends) return;
+        begins = 0, n = 0;
+    }
+#endif
     UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = begins ? (NAME(Sums)){0} : kept[r * vecs + v];
     for (int64_t k = 0; k < n; k++) {
         Bits x[VECS];
         UNROLLED(v, vecs) x[v] = ((const Bits *)panel)[k * vecs + v];
         UNROLLED(r, rows) {
             Bits by = sliver[r * apart + k] - (Bits){0};
-            UNROLLED(v, vecs) part[r][v] = NAME(dot16)(x[v], by, part[r][v]);
+            UNROLLED(v, vecs) part[r][v] = bytes ? DOT8(by, x[v], part[r][v]) : NAME(dot16)(x[v], by, part[r][v]);
         }
     }
     if (!ends) {
@@ -108,16 +204,18 @@ INLINE void NAME(micro16)(const uint32_t *sliver, int64_t apart, const uint32_t 
     }
     UNROLLED(r, rows)
         UNROLLED(v, vecs) {
-            Lanes t = __builtin_convertvector(part[r][v], Lanes), *to = (Lanes *)totals + r * vecs + v;
-            if (zero) t = t - zero[r * next] * ((const Lanes *)sums)[v];
+            NAME(Sums) of_x = {0};
+            if (sums) of_x = ((const NAME(Sums) *)sums)[v];
+            Lanes t = __builtin_convertvector(part[r][v] + of_x * low, Lanes), *to = (Lanes *)totals + r * vecs + v;
+            if (zero) t = t - zero[r * next] * __builtin_convertvector(of_x, Lanes);
             *to = *to + t * scale[r * next];
         }
 }
 
-/* Multiply `group` rows of the weight with all of x. */
-UNIT(integer_rows) {
-    const Integers *p = work;
+/* Multiply `group` rows of the weight with all of x. `bytes` is a constant. */
+INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch, int bytes) {
     const Packed *w = &p->w;
+    const int64_t of_word = bytes ? 4 : 2;
     int64_t group = p->group, row = unit * group, rows = MIN(group, w->rows - row), blocks = blocks_of(w);
     int64_t panels = (p->m + PANEL - 1) / PANEL, high = padded_to(group, LANES), tall = p->tall;
     uint32_t *sliver = scratch;
@@ -134,12 +232,13 @@ UNIT(integer_rows) {
         if (zeros) memcpy(zeros + r * (blocks + 64), w->zero + (row + r) * blocks, (size_t)blocks * 4);
     }
     if (zeros) memset(zeros + rows * (blocks + 64), 0, (size_t)((group - rows) * (blocks + 64) * 4));
-    int64_t each = MIN((w->block + 1) / 2, p->words); /* words of a block */
+    int64_t each = MIN((w->block + of_word - 1) / of_word, p->words); /* words of a block */
     for (int64_t slab = 0; slab < p->words; slab += SLAB) {
-        int64_t words = MIN(SLAB, p->words - slab), n = MIN(2 * words, w->width - 2 * slab);
+        int64_t words = MIN(SLAB, p->words - slab), n = MIN(of_word * words, w->width - of_word * slab);
         for (int64_t r = 0; r < rows; r++) {
             sliver[r * APART + words - 1] = 0;
-            NAME(integers16)(p, row + r, 2 * slab, n, (int16_t *)(sliver + r * APART));
+            if (bytes) NAME(integers8)(p, row + r, of_word * slab, n, (uint8_t *)(sliver + r * APART));
+            else NAME(integers16)(p, row + r, of_word * slab, n, (int16_t *)(sliver + r * APART));
         }
         for (int64_t k = 0; k < words;) {
             int64_t block = (slab + k) / each, end = MIN((block + 1) * each, p->words) - slab;
@@ -148,14 +247,15 @@ UNIT(integer_rows) {
             for (int64_t j = 0; j < panels; j++) {
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
-                const float *sums = p->sums + block * tall + j * PANEL;
+                const int32_t *sums = p->sums ? p->sums + block * p->sums_apart[1] + j * PANEL : NULL;
                 for (int64_t r = 0; r < rows; r += most) {
                     const uint32_t *from = sliver + r * APART + k;
                     int64_t at = j * PANEL * high + r * width;
                     const float *scale = scales + r * (blocks + 64) + block;
                     const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
 #define KIND(N, B, E)                                                                                               \
-    NAME(micro16)(from, APART, x, steps, SUMS / N, MIN(N, VECS), B, E, open + at, totals + at, scale, zero, blocks + 64, sums)
+    NAME(micro_integers)(from, APART, x, steps, SUMS / N, MIN(N, VECS), bytes, B, E, open + at, totals + at, scale, zero, \
+                         blocks + 64, sums, p->low)
 #define CASE(N)                                                         \
     case N:                                                             \
         if (N <= VECS) {                                                \
@@ -185,3 +285,10 @@ UNIT(integer_rows) {
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
     }
 }
+
+UNIT(integer_rows) {
+    if (NAME(BYTES) && ((const Integers *)work)->bytes) NAME(by_integers)(work, unit, scratch, 1);
+    else NAME(by_integers)(work, unit, scratch, 0);
+}
+#undef DOT8
+#undef PAIRS8

@@ -48,18 +48,19 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 
 typedef struct { /* what an instruction set provides */
     Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, update,
-        quantize_row, integer_rows, few_integers, load_bytes;
+        quantize_row, integer_rows, few_integers;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
     int lanes, panel; /* words of a vector, and of a panel */
-    int bf16, bytes;  /* true if bf16 is multiplied as it is, not in float32; and if bytes are */
+    int bf16, bytes;  /* true if bf16 is multiplied as it is, not in float32; bytes: 1 if those below 16 are, 2 if all */
 } Kernels;
 
 enum { AHEAD = 8192 };  /* bytes of codes to prefetch ahead: the best measured */
 enum { PAST = 8 << 20 }; /* bytes of a result from which stores are non-temporal */
 enum { GROUP = 16 };     /* rows of a weight in a unit of `gemv` */
 enum { FEW_INTEGERS = 4 }; /* rows of x up to which their bytes are multiplied with rows of the weight */
+enum { MOST_PAIRS = 8 }; /* sums of two products of codes and bytes that int16 holds, 8 * 2 * 15 * 128 < 2^15 */
 enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay in registers */
 
 /* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
@@ -86,7 +87,7 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
                                attention_##ISA, cached_##ISA, dense_matmul_##ISA, update_##ISA, \
-                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_bytes_##ISA, load_##ISA, attention_room_##ISA, \
+                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
                                PANEL_##ISA, BF16, BYTES_##ISA}
 #define PASTE(a, b) a##_##b

@@ -72,53 +72,78 @@ static int fit_bytes(const int16_t *levels, int count) {
     return 1;
 }
 
+/* True if x and w are multiplied as bytes: of x signed, of w unsigned after `low_of` is subtracted. */
+static int byte_product(const Kernels *k, const Packed *w, const Levels *levels, const Rounding *how) {
+    if (how->zero || how->first < -128 || how->last > 127 || w->bits > 8) return 0;
+    if (w->bits == 8) return k->bytes == 2 && (!levels->levels || levels->plain) && (w->block % 4 == 0 || w->block >= w->width);
+    if (!(levels->plain ? k->bytes : k->bytes == 2 && w->bits == 4 && fit_bytes(levels->levels, 16))) return 0;
+    return w->width % 64 == 0 && (w->block % 64 == 0 || w->block >= w->width);
+}
+
+static int32_t low_of(const Levels *levels) { return levels->plain ? levels->levels[0] : -128; }
+
+/* True if few rows of x are multiplied as bytes with rows of the weight: of x without -128. */
+static int few_product(const Kernels *k, const Packed *w, const Levels *levels, const Rounding *how, int64_t m) {
+    int64_t step = 256 / MAX(w->bits, 1);
+    if (m > FEW_INTEGERS || !k->bytes || how->zero || how->unit > 127.0f || (w->bits != 4 && w->bits != 8)) return 0;
+    if (levels->levels && !levels->plain && (w->bits == 8 || !fit_bytes(levels->levels, 16))) return 0;
+    return w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
+}
+
+/* The same with few_integers. */
+static int64_t few_integer_product(Integers work, int threads, const Kernels *k, void *room) {
+    int64_t blocks = padded_to(blocks_of(&work.w), 4);
+    int64_t bytes = padded_to(work.m * 4 * work.words, 64), sums = padded_to(work.m * blocks * 4, 64);
+    int64_t scratch = (1 + work.m) * GROUP * (blocks + 64) * 4, row = padded_to(work.inner * 6, 64);
+    if (!room) return 128 + bytes + sums + MAX(scratch * threads, row);
+    char *at = (char *)padded_to((intptr_t)room, 64);
+    work.scale = (float *)at, at += 64;
+    work.bytes = (int8_t *)at, at += bytes;
+    work.sums = (int32_t *)at, at += sums, work.sums_apart[0] = blocks, work.sums_apart[1] = 1;
+    memset(work.sums, 0, (size_t)sums);
+    run(k->quantize_row, &work, work.m, (size_t)row, at, 1);
+    return run(k->few_integers, &work, (work.w.rows + GROUP - 1) / GROUP, (size_t)scratch, at, threads);
+}
+
 /* x [m, inner] · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
 static int64_t integer_product(int isa, int threads, const Packed *w, Levels levels, const Rounding *how, const void *x,
                                int64_t m, int64_t inner, void *y, int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    Integers work = {.w = *w, .how = *how, .dtype = dtype, .levels = levels, .inner = inner, .words = (w->width + 1) / 2};
+    int bytes = byte_product(k, w, &levels, how);
+    Integers work = {.w = *w, .how = *how, .x = x, .y = y, .m = m, .dtype = dtype, .levels = levels, .inner = inner};
+    if (few_product(k, w, &levels, how, m)) {
+        work.words = w->width / 4;
+        return few_integer_product(work, threads, k, room);
+    }
+    work.words = bytes ? (w->width + 3) / 4 : (w->width + 1) / 2;
+    work.low = bytes ? low_of(&levels) : 0;
     int64_t chunks = (m + MOST_X - 1) / MOST_X, chunk = padded_to((m + chunks - 1) / chunks, k->panel);
-    int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes);
-    work.group = group_of(w->rows, threads), work.tall = tall;
-    int64_t parts[4] = {tall * work.words * 4, tall * work.words * 4, tall * 4, w->zero ? blocks * tall * 4 : 0};
+    int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes), summed = w->zero || work.low;
+    work.group = group_of(w->rows, threads), work.tall = tall, work.sums_apart[0] = 1, work.sums_apart[1] = tall;
+    int64_t parts[4] = {tall * work.words * 4, tall * work.words * 4, tall * 4, summed ? blocks * tall * 4 : 0};
     int64_t high = padded_to(work.group, k->lanes), more = work.group * (blocks + 64) * 4;
     int64_t scratch = work.group * APART * 4 + 2 * high * tall * 4 + (w->zero ? 2 : 1) * more;
     int64_t slabs = slabs_of(work.words), total = 64;
-    scratch = padded_to(MAX(scratch, MAX(w->width * 4, (int64_t)k->lanes * APART * 4)), 64);
-    /* few rows of bytes, on machines that multiply them */
-    int64_t step = 256 / MAX(w->bits, 1), few = m <= FEW_INTEGERS && k->bytes && !how->zero && how->unit <= 127.0f;
-    few = few && (!levels.levels || levels.plain || (w->bits == 4 && fit_bytes(levels.levels, 16))); /* as four_rows has them */
-    few = few && (w->bits == 4 || w->bits == 8) && w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
+    scratch = padded_to(MAX(scratch, MAX(w->width * 6, (int64_t)k->lanes * APART * 4)), 64);
     for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
-    int64_t sums = padded_to(m * padded_to(blocks, 4) * 4, 64);
-    if (few) scratch = (1 + m) * GROUP * (padded_to(blocks, 4) + 64) * 4, total = 64 + padded_to(parts[0], 64) * 2 + 64 + sums;
     if (!room) return total + scratch * threads;
     char *at = (char *)padded_to((intptr_t)room, 64);
-    work.q = (int16_t *)at, at += padded_to(parts[0], 64);
-    if (few) {
-        Packed dense = *w;
-        dense.zero = NULL; /* sums are those of load_bytes */
-        work.bytes = (int8_t *)at, at += padded_to(parts[0], 64);
-        work.scale = (float *)at, at += 64;
-        work.whole = (int32_t *)at, at += sums;
-        work.m = m, work.x = x, work.y = y, work.w = dense;
-        run(k->quantize_row, &work, m, (size_t)padded_to(inner * 4, 64), NULL, 1);
-        work.w = *w;
-        run(k->load_bytes, &work, m, 0, NULL, 1);
-        return run(k->few_integers, &work, (w->rows + GROUP - 1) / GROUP, (size_t)scratch, at, threads);
-    }
-    work.copy = at, at += padded_to(parts[1], 64);
-    work.scale = (float *)at, at += padded_to(parts[2], 64);
-    work.sums = (float *)at, at += padded_to(parts[3], 64);
+    void *rows = at;
+    if (bytes) work.bytes = rows;
+    else work.q = rows;
+    work.copy = at += padded_to(parts[0], 64);
+    work.scale = (float *)(at += padded_to(parts[1], 64));
+    at += padded_to(parts[2], 64);
+    work.sums = summed ? (int32_t *)at : NULL, at += padded_to(parts[3], 64);
     for (int64_t start = 0; start < m; start += chunk) {
         work.m = MIN(chunk, m - start);
         work.x = (const char *)x + start * inner * size_of(dtype);
         work.y = (char *)y + start * w->rows * size_of(dtype);
         memset(work.scale, 0, (size_t)parts[2]);
-        memset(work.sums, 0, (size_t)parts[3]);
+        if (summed) memset(work.sums, 0, (size_t)parts[3]);
         run(k->quantize_row, &work, work.m, (size_t)scratch, at, threads);
-        Gemm pack = {.x = work.q, .copy = work.copy, .m = work.m, .inner = 2 * work.words, .words = work.words,
-                     .dtype = BF16, .half = 1}; /* pairs of 16-bit numbers of any kind */
+        Gemm pack = {.x = rows, .copy = work.copy, .m = work.m, .inner = 2 * work.words, .words = work.words,
+                     .dtype = BF16, .half = 1}; /* words of any kind, as pairs of 16 bits */
         run(k->pack, &pack, (work.m + k->panel - 1) / k->panel * slabs, (size_t)scratch, at, threads);
         run(k->integer_rows, &work, (w->rows + work.group - 1) / work.group, (size_t)scratch, at, threads);
     }
@@ -129,17 +154,20 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
 static int64_t dense_integer_product(int isa, int threads, const void *a, int64_t m, const Rounding *how_a, const void *b,
                                      int64_t n, const Rounding *how_b, int64_t inner, void *y, int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    int64_t width = padded_to(inner, 2), codes = padded_to(n * width * 2, 64), scales = padded_to(n * 4, 64);
-    float none = 0.0f;
     Levels dense = {NULL, 0, 1};
-    Packed w = {.rows = n, .width = width, .block = width, .bits = 16, .table = &none};
+    float none = 0.0f;
+    Packed w = {.rows = n, .width = padded_to(inner, 4), .block = padded_to(inner, 4), .bits = 8}; /* int8, if both fit */
+    int bytes = byte_product(k, &w, &dense, how_a) && byte_product(k, &w, &dense, how_b);
+    if (!bytes) w.bits = 16, w.table = &none;
+    int64_t codes = padded_to(n * bytes_of(&w), 64), scales = padded_to(n * 4, 64), row = padded_to(inner * 6, 64);
     int64_t rest = integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, NULL);
-    int64_t row = padded_to(inner * 4, 64);
     if (!room) return 64 + codes + scales + MAX(rest, row * threads);
     char *at = (char *)padded_to((intptr_t)room, 64);
-    Integers quantised = {.w = w, .how = *how_b, .x = b, .q = (int16_t *)at, .scale = (float *)(at + codes), .m = n,
-                          .inner = inner, .words = width / 2, .dtype = dtype};
     w.codes = (const uint8_t *)at, w.scale = at + codes;
+    Integers quantised = {.w = w, .how = *how_b, .x = b, .scale = (float *)(at + codes), .m = n, .inner = inner,
+                          .words = w.width / (bytes ? 4 : 2), .dtype = dtype};
+    if (bytes) quantised.bytes = (int8_t *)at;
+    else quantised.q = (int16_t *)at;
     run(k->quantize_row, &quantised, n, (size_t)row, at + codes + scales, threads);
     return integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, at + codes + scales);
 }

@@ -43,19 +43,18 @@ typedef struct { float first, last, unit; int32_t zero, halves; } Rounding;
 /* How codes of w are integers: levels [1 << bits], or int8 codes if NULL; plain: code + levels[0], levels of step 1. */
 typedef struct { const int16_t *levels; int32_t plain, unit; } Levels; /* unit: 1 if the step is 1, else 127 */
 
-typedef struct { /* x [m, inner] in `words` pairs of integers a row; tall: m, padded */
+typedef struct { /* x [m, inner] in `words` of two integers, or four bytes, a row; tall: m, padded */
     Packed w;
     Rounding how;
     const void *x;
-    void *y, *copy; /* copy: q, packed in panels */
-    int16_t *q;     /* [m, 2 words] */
+    void *y, *copy; /* copy: q or bytes, packed in panels */
+    int16_t *q;     /* [m, 2 words]; or */
+    int8_t *bytes;  /* [m, 4 words] */
     float *scale;   /* f32[tall]: of rows of x */
-    float *sums;    /* f32[blocks, tall]: of the integers of each block; only with zero points */
-    int8_t *bytes;  /* [m, inner]: for few rows, q of 4-bit weights in groups of 64 by even and odd places */
-    int32_t *whole; /* i32[m, blocks]: `sums` as integers; for few rows */
-    int64_t m, inner, words, tall, group;
+    int32_t *sums;  /* of the integers of each row and block, strides `sums_apart`; NULL if not needed */
+    int64_t sums_apart[2], m, inner, words, tall, group;
     Levels levels;
-    int dtype;
+    int32_t low, dtype; /* low: integers of the weight minus their bytes */
 } Integers;
 
 typedef struct { /* n words of each key, or bytes that are 1 for words up to `most`; or data for each of n keys */
