@@ -151,7 +151,7 @@ def joined(tensors: Sequence[Tensor | None], layout: RowLayout, dtype: torch.dty
 def in_blocks(t: Tensor, layout: RowLayout) -> Tensor:
     """Return ``t`` [ranks·n ...] of all ranks in blocks of 256 elements in order; ``t`` has as much for each block."""
     parts, out = _blocks(t, layout, layout.ranks), list[Tensor]()
-    for b, begin, count in _of_buffers(layout):
+    for b, begin, count in of_buffers(layout):
         out.append(parts[:, begin : begin + count].flatten(0, 1)[: -(-math.prod(b.shape) // BLOCK)])
     return torch.cat(out).reshape(-1, *t.shape[1:])
 
@@ -160,7 +160,7 @@ def of_blocks(t: Tensor, layout: RowLayout, like: Tensor, rank: int) -> Tensor:
     """Return what a rank holds of ``t``, which is in blocks of 256 elements in order; ``like`` is of that shape."""
     mine = _blocks(torch.zeros(like.shape, dtype=t.dtype, device=t.device), layout, 1)[0]
     blocks, at = t.reshape(-1, mine.shape[1]), 0
-    for b, begin, count in _of_buffers(layout):
+    for b, begin, count in of_buffers(layout):
         number = -(-math.prod(b.shape) // BLOCK)
         some = blocks[at : at + number][rank * count : (rank + 1) * count]
         mine[begin : begin + len(some)] = some
@@ -174,7 +174,7 @@ def _blocks(t: Tensor, layout: RowLayout, ranks: int) -> Tensor:
     return t.reshape(ranks, blocks, t.numel() // max(1, ranks * blocks))
 
 
-def _of_buffers(layout: RowLayout) -> list[tuple[Buffer, int, int]]:
+def of_buffers(layout: RowLayout) -> list[tuple[Buffer, int, int]]:
     """Return each buffer of floats, its first block in a rank's part, and its blocks there."""
     wide = zip(layout.buffers, layout.starts, layout.rows, strict=True)
     return [(b, start // (4 * BLOCK), n * b.width // (4 * BLOCK)) for b, start, n in wide]
