@@ -23,6 +23,7 @@ from ..lazy import like as like_of
 from ..packed import Packed, buffers
 from ..tree import expect
 from . import safetensors, tree_json
+from .files import digests
 from .partial import continued
 
 SAMPLE = 4  # leaves of an interrupted file that are compared, at least
@@ -45,6 +46,7 @@ def save(path: str | Path, params: Any, done: Callable[[str], None] = lambda pat
         for name, like in likes.items():
             safetensors.check_writable(name, like, may_be_meta=True)
         head, starts = safetensors.layout(likes, {"format": "pt", safetensors.TREE: text})
+        places = digests.places(head, {name: likes[name].nbytes for name in starts})
         with continued(path, head, [at for at, _ in leaves], resume) as part:
             kept = [item for item in leaves if item[0] in part.finished]
             for at, leaf in kept[:: max(1, len(kept) // SAMPLE)]:
@@ -57,10 +59,13 @@ def save(path: str | Path, params: Any, done: Callable[[str], None] = lambda pat
                     nbytes = 0
                     for name, t in _buffers(at, leaf, likes):
                         part.file.seek(starts[name])
-                        part.file.write(safetensors.bytes_of(t))
+                        digest = digests.write(part.file, safetensors.bytes_of(t))
+                        part.file.seek(places[name])
+                        part.file.write(digest)
                         nbytes += t.nbytes
                     part.finish(at, nbytes)
                 done(at)
+            digests.seal(part.file, len(head))
 
 
 def _buffers(at: str, leaf: Any, likes: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

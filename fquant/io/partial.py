@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from ..tree import expect
-from .safetensors import sync_folder
+from .files.replacing import sync_folder
 
 BETWEEN = 1 << 26  # bytes between two writes of the log
 
@@ -67,12 +67,15 @@ def continued(path: str | Path, head: bytes, names: Collection[str], resume: boo
     expect(resume or not lines, f"{data}: got the file of an interrupted run; resume that, or remove the file")
     fault = f"{data}: got a file with another beginning than the one to write"
     expect(not lines or lines[0] == digest, f"{fault}; use the options of the interrupted run, or remove the file")
-    mode = "r+b" if lines else "wb"
+    mode = "r+b" if lines else "w+b"
     with data.open(mode) as file, log.open(mode) as record:
         part = Part(file, record, frozenset(name for name in names if _line(name) in lines))
         record.writelines(lines or [digest])
         record.truncate()
-        file.write(head)
+        if part.finished:
+            file.seek(len(head))  # a caller may have filled it in
+        else:
+            file.write(head)
         try:
             yield part
         except BaseException as error:

@@ -5,22 +5,21 @@
 All is little-endian. Offsets count from the end of the JSON, and the tensors cover the data without holes. (The format
 is https://github.com/huggingface/safetensors; files are interchangeable.) :func:`save` and :func:`load` put a tree into
 such a file: each leaf under its path, and the structure as JSON in the metadata (see fquant.io.tree_json). Nothing is
-mapped, pickled or executed.
+mapped, pickled or executed. Every file written here has digests of its header and of each MiB of its tensors, which are
+verified when these are read (fquant/io/files/digests.py); files of other programs are read without.
 """
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import secrets
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,8 @@ from ..kernels.dispatch import empty
 from ..lazy import Lazy
 from ..tree import at, expect
 from . import staging, tree_json
+from .files import digests
+from .files.replacing import replacing
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -60,39 +61,44 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The content of a file."""
+    """The content of a file; ``digests`` are those of its tensors, if it has any."""
 
     path: Path
     tensors: dict[str, Entry]
     metadata: dict[str, str]
+    digests: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
 
 def header(path: str | Path) -> Header:
-    """Read and check the header of a file; raise ValueError that names the file and the fault."""
+    """Read and check the header of a file, against its digest if it has one; a ValueError names file and fault."""
     path = Path(path)
     expect(path.is_file(), f"{path}: got no such file, wanted a safetensors file; check the name")
     size = path.stat().st_size
     with path.open("rb") as file, at(str(path)):
         expect(size >= 8, f"got {size} bytes, wanted at least 8; the file is cut short, fetch it again")
-        (length,) = struct.unpack("<Q", file.read(8))
+        head = file.read(8)
+        (length,) = struct.unpack("<Q", head)
         got = f"got a header of {length} bytes, wanted at most the {size - 8} that follow"
         expect(length <= size - 8, f"{got}; the file is cut short or no safetensors file, fetch it again")
         got = f"got a header of {length} bytes, wanted at most {MOST_HEADER}"
         expect(length <= MOST_HEADER, f"{got} as the format has it; the file is damaged, fetch it again")
+        head += file.read(length)
         with at("header"):
-            content = tree_json.parse(file.read(length), "safetensors")
+            content = tree_json.parse(head[8:], "safetensors")
         metadata = content.pop("__metadata__", {})
         is_text = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
         expect(is_text, f"__metadata__: got {metadata!r:.80}, wanted an object of strings")
         tensors = {name: _entry(name, item, 8 + length) for name, item in content.items()}
-        _check_cover(tensors, 8 + length, size)
-    return Header(path, tensors, metadata)
+        sizes = _check_cover(tensors, 8 + length, size)
+        found = digests.opened(head, metadata, sizes)
+    return Header(path, tensors, metadata, found)
 
 
 def read(header: Header, name: str, rows: slice | None = None, device: torch.device = HOST) -> Tensor:
     """Read the tensor ``name``, or its ``rows`` (a slice of dim 0 without step), to ``device``, and no other bytes.
 
-    Raises ValueError for an unknown name, rows out of bounds, or a file that became shorter.
+    Of a file with digests all of each MiB of the tensor is read that has some of the rows. Raises ValueError for an
+    unknown name, rows out of bounds, a file that became shorter, or bytes that differ from those that were written.
     """
     with at(str(header.path)):
         if name not in header.tensors:
@@ -111,16 +117,27 @@ def read(header: Header, name: str, rows: slice | None = None, device: torch.dev
         _check_byte_order()
         out = empty(shape, entry.dtype, device)
         with header.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            lacking = staging.fill(out, file)
+            with at(name):
+                if name in header.digests:
+                    span = entry.start, entry.stop
+                    lacking = digests.fill(out, file, start, span, header.digests[name])
+                else:
+                    file.seek(start)
+                    lacking = staging.fill(out, file)
             expect(not lacking, f"{name}: got {lacking} bytes too few; the file changed since it was opened")
         return out
 
 
 def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
-    """Return a digest of a tensor's dtype, shape and a few windows of its bytes, to identify it without reading all."""
+    """Return a digest of a tensor's dtype, shape and a few windows of its bytes, to identify it without reading all.
+
+    Of a file with digests these stand for the bytes.
+    """
     entry = header.tensors[name]
     found = hashlib.blake2b(f"{entry.dtype} {entry.shape}".encode(), digest_size=8)
+    if name in header.digests:
+        found.update(header.digests[name].encode())
+        return "whole " + found.hexdigest()
     with open(header.path, "rb", buffering=0) as file:
         for i in range(windows):
             at = entry.start + max(0, entry.stop - entry.start - size) * i // max(1, windows - 1)
@@ -137,27 +154,34 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Lazy], metadata: dict
     for key, text in (metadata or {}).items():
         is_text = isinstance(key, str) and isinstance(text, str)
         expect(is_text, f"metadata {key!r}: got {text!r}, wanted a string; use json.dumps", TypeError)
+        expect(key != digests.KEY, f"metadata {key!r}: got text for it, wanted none; it is made here, leave it out")
     likes: dict[str, Tensor] = {}  # of no memory, because a mapping may make its tensors when it is asked
     for name, t in tensors.items():
         like = t.like if isinstance(t, Lazy) else t
         check_writable(name, like, isinstance(t, Lazy))
         likes[name] = like.detach().to("meta")
     head, order = layout(likes, metadata)
+    found: list[bytes] = []
     with replacing(path) as file:
         file.write(head)
         for name in order:  # one at a time on the host
             t = tensors[name]
             t = t.read() if isinstance(t, Lazy) else t
             check_like(name, t, likes[name])
-            file.write(bytes_of(t))
+            found.append(digests.write(file, bytes_of(t)))
+        file.seek(digests.begin(head))
+        file.write(b"".join(found))
+        digests.seal(file, len(head))
 
 
 def layout(likes: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """Return the bytes before the data of a file, and where each tensor begins in the file, in the order there.
 
     ``likes`` may be meta tensors. Widest dtype first, as in the reference implementation, so that all are aligned.
+    Digests are zeros, to be filled in.
     """
-    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    room = digests.room(sum(digests.width(t.nbytes) for t in likes.values()))
+    content: dict[str, Any] = {"__metadata__": {**(metadata or {}), digests.KEY: room}}
     starts: dict[str, int] = {}
     offset = 0
     for name in sorted(likes, key=lambda name: (-ORDER.index(NAMES[likes[name].dtype]), name)):
@@ -215,31 +239,6 @@ def tree_header(path: str | Path) -> Header:
     return found
 
 
-@contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that replaces ``path`` once all of it is on disk, and is deleted on an error."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put on disk the names in ``folder``."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def _entry(name: str, item: Any, data: int) -> Entry:
     with at(name):
         is_entry = isinstance(item, dict) and item.keys() == {"dtype", "shape", "data_offsets"}
@@ -256,14 +255,16 @@ def _entry(name: str, item: Any, data: int) -> Entry:
         return Entry(DTYPES[dtype], tuple(shape), data + start, data + stop)
 
 
-def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> None:
-    end = data
+def _check_cover(tensors: dict[str, Entry], data: int, size: int) -> dict[str, int]:
+    """Raise ValueError unless the tensors cover the data; return their bytes, in the order of the file."""
+    end, sizes = data, dict[str, int]()
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         fault = "overlaps what is before it" if entry.start < end else "leaves a hole before it"
         got = f"{name}: got data at byte {entry.start}, wanted {end}"
         expect(entry.start == end, f"{got}, it {fault}; the file is damaged")
-        end = entry.stop
+        end, sizes[name] = entry.stop, entry.stop - entry.start
     expect(end == size, f"got {size} bytes, wanted the {end} of its header; the file is damaged or cut short")
+    return sizes
 
 
 def check_writable(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
