@@ -1,4 +1,4 @@
-"""What a rank has of each whole tensor of a tree: a range of its elements in order, as a view of the rank's memory.
+"""The ranges that a rank has of the whole tensors of a tree: elements in order, as views of the rank's memory.
 
     for it in local_ranges(state, mesh, rules):
         it.values[:] = read(it.name, it.start, len(it.values))
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from fquant import tree
 
-from .bundle import Bundle, Layout
-from .device_mesh import position
-from .rules import Rules, join
-from .trained import FloatBundle, RowBundle
-from .trained.row_layout import RowLayout, held, of_buffers
-from .transport.wire import BLOCK
+from ..bundle import Bundle, Layout
+from ..device_mesh import position
+from ..rules import Rules, join
+from ..trained import FloatBundle, RowBundle
+from ..trained.row_layout import RowLayout, held, of_buffers
+from ..transport.wire import BLOCK
 
 
 class Range(NamedTuple):
