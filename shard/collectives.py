@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fquant.compile import graph
 from fquant.device import HOST
 
-from .roll_call import announce
+from .roll_call import announce, losses_named
 from .transport import gloo
 from .transport.gloo import resolve
 
@@ -126,15 +126,16 @@ class _Collective(torch.autograd.Function):
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
         announce_tensor(_SENT.get(name, name), x, over)
-        if name in ("all_reduce", "exit"):
-            out = _ops.all_reduce(x, "sum", group)
-        elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
-            out = getattr(gloo, name)(x, over.size(), group)
-        elif name == "all_gather":
-            out = _ops.all_gather_into_tensor(x, over.size(), group)
-        else:
-            out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
-        return _ops.wait_tensor(out)
+        with losses_named(over):
+            if name in ("all_reduce", "exit"):
+                out = _ops.all_reduce(x, "sum", group)
+            elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
+                out = getattr(gloo, name)(x, over.size(), group)
+            elif name == "all_gather":
+                out = _ops.all_gather_into_tensor(x, over.size(), group)
+            else:
+                out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
+            return _ops.wait_tensor(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

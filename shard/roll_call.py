@@ -21,7 +21,8 @@ calls, because then no rank in it can have moved. A rank that computes and answe
 
 After an error the calls of ranks no longer correspond, so every later roll call of this mesh raises it again.
 
-The cost is a message to each other rank of the group. On two cores a roll call of 2 ranks takes 0.2 ms. A group that
+The cost is a message to each other rank of the group. On two cores a roll call of 2 ranks takes 0.1 to 0.3 ms, of 3
+ranks 0.3 to 0.4 ms. In a replay that replaces an all-gather over gloo, which takes as long. A group that
 ``shard.mesh`` did not make, or without a mesh, has no roll call. Those of one rank and abstract meshes need none.
 """
 
@@ -29,6 +30,8 @@ import functools
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 import torch.distributed as dist
@@ -70,6 +73,24 @@ def _exchange(kind: str, what: str, payload: str, group: dist.ProcessGroup | Non
     return roll.gather(over, kind, what, payload) if len(over.ranks) > 1 else [payload]
 
 
+@contextmanager
+def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
+    """Name the ranks that have gone in an error of a collective, which has another process's address only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if gone := _explain(group):
+            raise RuntimeError(f"{gone}: {error}") from error
+        raise
+
+
+def _explain(group: dist.ProcessGroup | None = None) -> str:
+    """Return which ranks of ``group``, by default of the job, have gone, or nothing; to be called after an error."""
+    world = dist.group.WORLD
+    roll = None if world is None else _KNOWN.get(world)
+    return "" if world is None or roll is None else roll.losses(_members(group or world))
+
+
 def _members(group: dist.ProcessGroup) -> Members:
     if group not in _MEMBERS:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -92,4 +113,4 @@ def _say_end_at_exit(process: int) -> None:
     Finalize(None, _say_end, exitpriority=100)  # at the end of a process that multiprocessing started, too
 
 
-exchange_by(_exchange)
+exchange_by(_exchange, _explain)

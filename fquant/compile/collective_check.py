@@ -17,7 +17,8 @@ with calls that are not captured and name the rank that does not come (shard/rol
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,28 @@ from . import graph
 
 Exchange = Callable[[str, str, str], list[str] | None]
 _exchange: Exchange = lambda kind, what, payload: None
+_explain: Callable[[], str] = lambda: ""
 
 
-def exchange_by(exchange: Exchange) -> None:
+def exchange_by(exchange: Exchange, explain: Callable[[], str]) -> None:
     """Let ``exchange(kind, what, payload)`` gather texts: the ``payload`` of every rank, by rank, or None if it cannot.
 
-    All ranks exchange the same ``kind`` at a time, for which errors have the text ``what``.
+    All ranks exchange the same ``kind`` at a time, for which errors have the text ``what``. After an error of a replay
+    ``explain()`` says which ranks have gone, or nothing.
     """
-    global _exchange
-    _exchange = exchange
+    global _exchange, _explain
+    _exchange, _explain = exchange, explain
+
+
+@contextmanager
+def losses_named(name: str, collectives: Sequence[str]) -> Iterator[None]:
+    """Name the ranks that have gone in an error of a replay of ``name`` that communicates."""
+    try:
+        yield
+    except RuntimeError as error:
+        if collectives and (gone := _explain()):
+            raise RuntimeError(f"jit({name}): {gone}: {error}") from error
+        raise
 
 
 def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:

@@ -168,6 +168,13 @@ class RollCall:
         if self._plane is not None:
             self._plane.send(self._plane.ranks, ["gone", *revoked, words[:LONGEST]])
 
+    def losses(self, over: Members) -> str:
+        """Return which ranks of ``over`` have gone, or nothing if all are there after half a second."""
+        gone = lambda: [f"rank {rank} {self._gone[rank]}" for rank in over.ranks if rank in self._gone]
+        with self._changed:
+            self._changed.wait_for(gone, POLL)  # gloo may learn of it first
+            return "; ".join(gone())
+
     def receive(self, rank: int, message: Any) -> None:
         """Take a message of another rank, in the thread that reads."""
         kind, *rest = message
@@ -184,7 +191,7 @@ class RollCall:
                 key, number, words = rest
                 self._gone.setdefault(rank, words)
                 self._arrived.get((key, number), {}).pop(rank, None)
-            if self._waiting and self._is_decided(*self._waiting):
+            if kind == "gone" or (self._waiting and self._is_decided(*self._waiting)):
                 self._changed.notify_all()
 
     def _answer(self, rank: int, number: int) -> None:
