@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +25,12 @@ T = TypeVar("T")
 Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
 
 
-def same(what: str, facts: Mapping[str, str], gather: Gather = all_gather_text) -> None:
+def same(what: str, facts: Mapping[str, str], gather: Gather | None = None) -> None:
     """Check that all ranks have the same ``facts`` (name -> short text); an empty text agrees with every other.
 
     Raises ValueError on every rank, naming the first difference and the ranks that have it.
     """
-    mine = json.dumps(dict(facts))
+    mine, gather = json.dumps(dict(facts)), gather or partial(all_gather_text, what=f"comparison: {what}")
     if len(set(gather(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
         return
     tables = [json.loads(text) for text in gather(mine)]
@@ -45,7 +46,7 @@ def same(what: str, facts: Mapping[str, str], gather: Gather = all_gather_text) 
             raise ValueError(f"{what}: ranks disagree on {name}: {shown}; start every rank with the same")
 
 
-def attempt(what: str, f: Callable[[], T], gather: Gather = all_gather_text) -> T:
+def attempt(what: str, f: Callable[[], T], gather: Gather | None = None) -> T:
     """Return ``f()``, which uses no collectives; if it fails on any rank, raise on every rank.
 
     A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors.
@@ -56,6 +57,7 @@ def attempt(what: str, f: Callable[[], T], gather: Gather = all_gather_text) -> 
         result = f()
     except Exception as caught:  # of any kind, because the other ranks wait to learn of it
         error = caught
+    gather = gather or partial(all_gather_text, what=f"outcome: {what}")
     texts = gather("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error

@@ -9,8 +9,9 @@ Each has a dual, which is its backward. On one device all are the identity.
     exit            the sum over ranks                  dual  enter
 
 They are one autograd Function over torch's functional collectives. grad, vmap, jvp, their compositions and make_fx pass
-through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments;
-no function reads global state. Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py.
+through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments.
+Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py. Before one runs, the ranks of its
+group compare what each is about to do (roll_call.py).
 """
 
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant.compile import graph
 from fquant.device import HOST
 
+from .roll_call import announce, losses_named
 from .transport import gloo
 from .transport.gloo import resolve
 
@@ -93,6 +96,25 @@ def exit(x: Tensor, group: Group) -> Tensor:
 
 _DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "enter": "exit"}
 _DUAL |= {dual: name for name, dual in _DUAL.items()}
+_SENT = {"all_reduce": "all_reduce sum", "exit": "all_reduce sum", "reduce_scatter": "reduce_scatter sum"}
+
+
+def broadcast(x: Tensor, source: int) -> None:
+    """Write ``x`` of the rank ``source`` to that of every rank of the job; each has its dtype and shape."""
+    announce_tensor(f"broadcast from rank {source}", x)
+    dist.broadcast(x, source)
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """Return the largest ``x`` of any rank of ``group``, element by element; no derivative."""
+    announce_tensor("all_reduce max", x, group)
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+
+
+def announce_tensor(name: str, x: Tensor, group: Group | None = None) -> None:
+    """Announce the collective ``name`` of ``x`` to ``group``, by default all ranks, unless it is traced."""
+    if not isinstance(x, FakeTensor):
+        announce(f"{name} {graph.describe(x)}", group)
 
 
 class _Collective(torch.autograd.Function):
@@ -103,15 +125,17 @@ class _Collective(torch.autograd.Function):
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
-        if name in ("all_reduce", "exit"):
-            out = _ops.all_reduce(x, "sum", group)
-        elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
-            out = getattr(gloo, name)(x, over.size(), group)
-        elif name == "all_gather":
-            out = _ops.all_gather_into_tensor(x, over.size(), group)
-        else:
-            out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
-        return _ops.wait_tensor(out)
+        announce_tensor(_SENT.get(name, name), x, over)
+        with losses_named(over):
+            if name in ("all_reduce", "exit"):
+                out = _ops.all_reduce(x, "sum", group)
+            elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
+                out = getattr(gloo, name)(x, over.size(), group)
+            elif name == "all_gather":
+                out = _ops.all_gather_into_tensor(x, over.size(), group)
+            else:
+                out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
+            return _ops.wait_tensor(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

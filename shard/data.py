@@ -21,8 +21,6 @@ from .device_mesh import Axes, device_of, groups, position
 from .rules import Rules
 from .trained.float_bundle import FloatBundle, is_bundle, length
 
-_ops = torch.ops._c10d_functional
-
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     """Return this rank's rows of every tensor [batch ...] in ``x``; shares differ by at most one row. No collective.

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fquant.device import HOST, parse
 
-from . import agree
+from . import agree, roll_call
 
 Axes = str | tuple[str, ...]  # the name of one axis, or the names of some, the first of which is the outermost
 AXES = ("dp", "fsdp")
@@ -56,6 +56,7 @@ def mesh(device: str | torch.device = HOST, timeout: timedelta = TIMEOUT, **axes
     found = _start(device, timeout)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
     agree.same("mesh", {"axes": shown or "no axes", "device": found.type})
+    roll_call.start(timeout.total_seconds())
     sizes, world = check_axes(axes), dist.get_world_size()
     if (ranks := math.prod(sizes)) != world:
         got = f"mesh {shown.replace(' ', '') or '(no axes)'} has {ranks} ranks, and this job has {world}"
@@ -174,6 +175,7 @@ def close() -> None:
     if dist.is_initialized():
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        roll_call.announce("close of the mesh")
         dist.group.WORLD._get_backend(HOST).barrier().wait()  # type: ignore[union-attr]
         dist.destroy_process_group()
 

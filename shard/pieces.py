@@ -19,6 +19,7 @@ from fquant.lazy import Lazy
 
 from . import agree, bundle
 from .bundle import Buffer, Layout
+from .collectives import broadcast
 from .rules import join
 
 PIECE = 16 << 20  # bytes of one broadcast, which receiving needs in addition to the part that is kept
@@ -54,7 +55,7 @@ def of_root(what: str, x: Any, path: str, layout: Layout, device: torch.device) 
 
     whole = agree.attempt(what, own)
     if layout.size:
-        dist.broadcast(whole, 0)
+        broadcast(whole, 0)
     return whole
 
 
@@ -102,7 +103,7 @@ def _read_turn(turn: list[_Leaf], device: torch.device) -> Pieces:
             piece = torch.empty(min(PIECE, end - offset), dtype=torch.uint8, device=device)
             if owner == rank and own is not None:
                 piece = own[offset - begin :][: piece.numel()].to(device)
-            dist.broadcast(piece, owner)
+            broadcast(piece, owner)
             yield leaf.block, offset, piece
 
 

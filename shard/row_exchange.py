@@ -19,18 +19,15 @@ import functools
 import math
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fquant.communication import ONE_PROCESS, RowExchange
 
-from .collectives import all_gather, reduce_scatter
+from .collectives import all_gather, all_reduce_max, reduce_scatter
 from .data import psum
 from .device_mesh import Axes, as_axes, position
-
-_ops = torch.ops._c10d_functional
 
 
 def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
@@ -55,7 +52,7 @@ def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
 
     def largest(x: Tensor) -> Tensor:
         for group in over:
-            x = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+            x = all_reduce_max(x, group)
         return x
 
     mine, scatter = lambda t, n: t.narrow(0, here * max_rows, n), lambda x: functools.reduce(reduce_scatter, over, x)

@@ -1,8 +1,14 @@
-"""Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out."""
+"""Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out.
+
+The ranks end with the launcher, also if it is killed and cannot stop them.
+"""
 
 import logging
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +41,21 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            return elastic_launch(config, f)(*args)[0]
+            return elastic_launch(config, _run)(f, *args)[0]
         except ChildFailedError as error:
             raise RankFailed(_story(error.failures)) from None
+
+
+def _run(f: Callable[..., Any], *args: Any) -> Any:
+    """Return ``f(*args)`` on a rank, which ends if its launcher does."""
+    threading.Thread(target=_end_with_launcher, name="end with the launcher", daemon=True).start()
+    return f(*args)
+
+
+def _end_with_launcher() -> None:
+    if (launcher := multiprocessing.parent_process()) is not None:
+        launcher.join()  # a pipe, which closes however the launcher ends
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _story(failures: dict[int, ProcessFailure]) -> str:

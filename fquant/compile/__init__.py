@@ -16,9 +16,9 @@ Other packages import these names from here, and no module of this package.
 """
 
 from . import graph, liveness
-from .collective_check import all_gather_text
+from .collective_check import all_gather_text, exchange_by
 from .cost import flops
 from .graph import Pass
 from .trace import Captured
 
-__all__ = ["Captured", "Pass", "all_gather_text", "flops", "graph", "liveness"]
+__all__ = ["Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "liveness"]

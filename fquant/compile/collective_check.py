@@ -8,12 +8,17 @@ collectives. A collective counts by what ranks have in common: op, options, dtyp
 buffer, and size of the group. If digests differ, all ranks raise one error, which says what each was about to run.
 
 A rank that does not come is waited for until its connections close, or until the group's time-out. The error then names
-the function. Not detected are a collective outside of any capture, and two functions of one name and collectives.
+the function. Two functions of one name and collectives are not distinguished.
+
+A package with a transport of its own gives it to ``exchange_by``. It then carries these messages, and may compare them
+with calls that are not captured and name the rank that does not come (shard/roll_call.py).
 """
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..device import HOST
 from . import graph
+
+Exchange = Callable[[str, str, str], list[str] | None]
+_exchange: Exchange = lambda kind, what, payload: None
+_explain: Callable[[], str] = lambda: ""
+
+
+def exchange_by(exchange: Exchange, explain: Callable[[], str]) -> None:
+    """Let ``exchange(kind, what, payload)`` gather texts: the ``payload`` of every rank, by rank, or None if it cannot.
+
+    All ranks exchange the same ``kind`` at a time, for which errors have the text ``what``. After an error of a replay
+    ``explain()`` says which ranks have gone, or nothing.
+    """
+    global _exchange, _explain
+    _exchange, _explain = exchange, explain
+
+
+@contextmanager
+def losses_named(name: str, collectives: Sequence[str]) -> Iterator[None]:
+    """Name the ranks that have gone in an error of a replay of ``name`` that communicates."""
+    try:
+        yield
+    except RuntimeError as error:
+        if collectives and (gone := _explain()):
+            raise RuntimeError(f"jit({name}): {gone}: {error}") from error
+        raise
 
 
 def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
@@ -34,10 +64,11 @@ def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:
     text = "\n".join([name, *collectives])
     with _disable_current_modes():  # a mode that counts ops must count those of the function only
         try:
-            digests = _gather([_digest(text)], torch.int64)
+            digest, what = _digest(text), f"replay of jit({name})"
+            digests = _exchange("replay", what, str(digest)) or _gather([digest], torch.int64)
             if all(digest == digests[0] for digest in digests):
                 return
-            runs = [each.split("\n") for each in all_gather_text(text)]
+            runs = [each.split("\n") for each in all_gather_text(text, "replays that differ")]
         except RuntimeError as error:
             raise RuntimeError(f"jit({name}): not every rank came to run it: {error}") from error
     raise RuntimeError(_difference(runs))
@@ -47,13 +78,21 @@ def all_gather_numbers(mine: list[int]) -> list[list[int]]:
     """Gather the numbers of every rank of the default group on every rank, by rank; each rank has the same count."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return [mine]
+    if (found := _exchange("numbers", "exchange of numbers", json.dumps(mine))) is not None:
+        return [json.loads(text) for text in found]
     with _disable_current_modes():
         return _gather(mine, torch.int64)
 
 
-def all_gather_text(text: str) -> list[str]:
-    """Gather ``text`` of every rank on every rank; characters outside UTF-8, in a file's name say, arrive escaped."""
-    mine = list(text.encode(errors="backslashreplace"))
+def all_gather_text(text: str, what: str = "exchange of texts") -> list[str]:
+    """Gather ``text`` of every rank on every rank; characters outside UTF-8, in a file's name say, arrive escaped.
+
+    ``what`` names the exchange in errors; it is the same on every rank.
+    """
+    data = text.encode(errors="backslashreplace")
+    if (found := _exchange(what, what, data.decode())) is not None:
+        return found
+    mine = list(data)
     lengths = [n for (n,) in _gather([len(mine)], torch.int64)]
     texts = _gather(mine + [0] * (max(1, *lengths) - len(mine)), torch.uint8)
     return [bytes(each[:n]).decode() for each, n in zip(texts, lengths, strict=True)]

@@ -1,1 +1,1 @@
-"""Transport between the ranks of one machine: shared memory, and gathers and scattered sums over gloo."""
+"""Transport between ranks: shared memory of one machine, gathers and sums over gloo, and the control plane."""

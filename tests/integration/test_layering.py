@@ -14,7 +14,9 @@ OURS = (*PACKAGES, "tests")
 GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile", "autodiff")
 TRAINED = ("quantized_training.weights",)  # and what shard/trained/ may too, for weights that are trained in codes
 CHECKPOINT = ("io.safetensors", "io.tree_json", "io.files.replacing")  # and what shard/checkpoint/ may too
-COMPILE_FACE = ("Captured", "Pass", "all_gather_text", "flops", "graph", "liveness", "roofline")  # and of the compiler
+COMPILE_FACE = (  # and of the compiler
+    "Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "liveness", "roofline",
+)  # fmt: skip
 COMPILE = ("compile", "device", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
 PASSES = ("compile.graph", "compile.liveness", "compile.passes", "device", "kernels", "tree")  # and its passes
 MOST_FILES = 16  # Python files in a folder

@@ -1,0 +1,188 @@
+"""The control plane: a socket between each two ranks, for short messages beside the tensors that gloo or NCCL move.
+
+    plane = control_plane.connect(rank, ranks, gather, seconds, receive, lost)   # a collective
+    plane.send([other], ["call", 3])                                # receive(rank, ["call", 3]) on the other rank
+    plane.close()                                                   # lost(rank) on every other rank
+
+A thread reads all sockets, so a rank answers while it computes or waits, and a message needs no call that receives it.
+Torch releases Python's lock in its ops. A process that has ended, by any cause, closes its sockets, and the others
+learn of it at once. One that is stopped keeps them, and does not answer.
+
+There is no server: a store would be a process of its own, or stop with the rank that hosts it. Messages of two ranks
+arrive in the order in which they were sent. They are JSON behind four bytes of length.
+
+A rank listens on the interface GLOO_SOCKET_IFNAME if it is set. Otherwise it listens at the address by which it reaches
+MASTER_ADDR, or on the loopback interface if that is not set. One that connects sends a secret of that rank, which only
+ranks of the job have.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
+_HEAD = struct.Struct("!I")
+_HELLO = struct.Struct("!16sI")  # the secret and the rank
+_CHUNK = 1 << 16  # bytes read at a time
+_SEND = 5.0  # seconds in which another rank must take a message from a full buffer
+_INTERFACE = 0x8915  # SIOCGIFADDR of Linux: the address of an interface
+
+
+class ControlPlane:
+    """The sockets of one rank, by rank, and the thread that reads them."""
+
+    def __init__(
+        self, peers: dict[int, socket.socket], receive: Callable[[int, Any], None], lost: Callable[[int], None]
+    ) -> None:
+        self._peers, self._receive, self._lost = peers, receive, lost
+        self.ranks = tuple(peers)
+        self._locks = {rank: threading.Lock() for rank in peers}
+        for peer in peers.values():
+            peer.settimeout(_SEND)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._selector = selectors.DefaultSelector()
+        _OPEN.add(self)
+        threading.Thread(target=self._read, name="fquant control plane", daemon=True).start()
+
+    def send(self, ranks: Iterable[int], message: Any) -> None:
+        """Send ``message``, of JSON's types, to each of ``ranks``; one that has gone is left out."""
+        text = json.dumps(message).encode()
+        data = _HEAD.pack(len(text)) + text
+        for rank in ranks:
+            with self._locks[rank], contextlib.suppress(OSError):  # of which the reading thread learns too
+                self._peers[rank].sendall(data)
+
+    def close(self) -> None:
+        """Close the connections; the thread ends by that."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Close this process's descriptors alone: those of a forked child, which is no rank."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                os.close(peer.detach())
+
+    def _read(self) -> None:
+        buffers = {rank: bytearray() for rank in self._peers}
+        for rank, peer in self._peers.items():
+            self._selector.register(peer, selectors.EVENT_READ, rank)
+        while buffers:
+            for key, _ in self._selector.select():
+                rank, data = key.data, b""
+                with contextlib.suppress(OSError):
+                    data = self._peers[rank].recv(_CHUNK)
+                buffers[rank] += data
+                for message in _messages(buffers[rank]):
+                    self._receive(rank, message)
+                if not data:
+                    self._selector.unregister(self._peers[rank])
+                    self._peers[rank].close()
+                    del buffers[rank]
+                    self._lost(rank)
+        self._selector.close()
+
+
+_OPEN: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for plane in list(_OPEN):
+        plane.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _messages(buffer: bytearray) -> list[Any]:
+    """Return the messages that are whole in ``buffer``, and remove them from it."""
+    found = []
+    while len(buffer) >= _HEAD.size:
+        end = _HEAD.size + _HEAD.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            break
+        found.append(json.loads(buffer[_HEAD.size : end]))
+        del buffer[:end]
+    return found
+
+
+def connect(
+    rank: int,
+    ranks: int,
+    gather: Gather,
+    seconds: float,
+    receive: Callable[[int, Any], None],
+    lost: Callable[[int], None],
+) -> ControlPlane:
+    """Connect this rank to all others of ``ranks``; a collective, which uses ``gather`` for addresses and secrets.
+
+    ``receive(rank, message)`` and ``lost(rank)`` are called in the reading thread. Raises RuntimeError on every rank if
+    one cannot be reached, with its address.
+    """
+    listener, fault, secret, found = None, "", secrets.token_bytes(16), dict[int, socket.socket]()
+    try:
+        address = _own_address()
+        listener = socket.create_server((address, 0), family=_family(address), backlog=ranks)
+        listener.settimeout(seconds)
+        port = listener.getsockname()[1]
+    except OSError as error:
+        address, port, fault = "", 0, f"rank {rank} cannot listen: {error}"
+    addresses = [json.loads(text) for text in gather(json.dumps([address, port, secret.hex()]))]
+    for other, (host, port, key) in enumerate(addresses[:rank]):
+        try:
+            found[other] = socket.create_connection((host, port), timeout=seconds)
+            found[other].sendall(_HELLO.pack(bytes.fromhex(key), rank))
+        except OSError as error:
+            fault = fault or f"rank {rank} cannot reach rank {other} at {host}:{port}: {error}"
+    faults = [text for text in gather(fault) if text]
+    if faults or listener is None:
+        for each in [*found.values(), *([listener] if listener else [])]:
+            each.close()
+        raise RuntimeError(f"mesh: {'; '.join(faults)}; set GLOO_SOCKET_IFNAME to the interface between the ranks")
+    with listener:
+        while len(found) < ranks - 1:
+            peer, _ = listener.accept()
+            peer.settimeout(seconds)
+            hello = _receive_exactly(peer, _HELLO.size)
+            if len(hello) == _HELLO.size and hello[:16] == secret:
+                found[_HELLO.unpack(hello)[1]] = peer
+            else:
+                peer.close()
+    return ControlPlane(found, receive, lost)
+
+
+def _receive_exactly(peer: socket.socket, count: int) -> bytes:
+    data = b""
+    with contextlib.suppress(OSError):
+        while len(data) < count and (part := peer.recv(count - len(data))):
+            data += part
+    return data
+
+
+def _own_address() -> str:
+    """Return the address of this machine at which other ranks reach it."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            import fcntl
+
+            return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE, struct.pack("256s", name.encode()[:15]))[20:24])
+    if not (master := os.environ.get("MASTER_ADDR")):
+        return "127.0.0.1"
+    family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # no packet is sent; it chooses the interface
+        return probe.getsockname()[0]
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,69 @@
+"""Ranks end with their launcher, however it ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+JOB = textwrap.dedent("""
+    import os, sys, time
+    from pathlib import Path
+    from examples.common import launch
+
+    @launch.record
+    def work(folder):
+        Path(folder, f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(120)
+
+    if __name__ == "__main__":
+        launch.local(2, work, sys.argv[1])
+""")
+
+
+def lives(pid: int) -> bool:
+    """Return True if the process runs; one that has ended may wait for its parent."""
+    if Path("/proc").is_dir():
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def await_(condition, seconds):
+    """Wait until ``condition()``; return the seconds that it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_ranks_end_with_the_launcher(tmp_path, how):
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    launcher = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    files, pids = [tmp_path / f"rank{rank}" for rank in range(2)], []
+    try:
+        await_(lambda: all(file.exists() and file.read_text() for file in files), 100)
+        pids = [int(file.read_text()) for file in files]
+        assert all(map(lives, pids))
+        launcher.send_signal(how)
+        assert await_(lambda: not any(map(lives, pids)), 10) < 2.0  # a second, and one for a busy machine
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
