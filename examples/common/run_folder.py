@@ -168,5 +168,5 @@ def is_saved(options: Options) -> bool:
     Raises ValueError on every rank if they see different files.
     """
     found = options.resume is not None and (options.resume / STATE).is_file()
-    agree.same("resume", {str(options.folder() / STATE): "a file" if found else "no file"})
+    agree.same("resume", {STATE: "a file" if found else "no file"})
     return found
