@@ -20,8 +20,7 @@ from fquant.io import safetensors, tree_json
 from fquant.io.files.digests import KEY
 from fquant.lazy import Lazy
 from fquant.tree import node, static, value
-from tests.helpers.arrays import same_bits
-from tests.helpers.safetensors_files import without_digests
+from tests.helpers.arrays import same_bits, without_digests
 
 
 @value

@@ -11,8 +11,8 @@ from fquant import FP4, INT8, NF4, NF4_DQ, dequantize, quantize, tree
 from fquant.format import DYNAMIC8
 from models import hf
 from models.export import bitsandbytes
+from tests.helpers.arrays import without_digests
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
-from tests.helpers.safetensors_files import without_digests
 
 FP4_DQ = dataclasses.replace(FP4, name="fp4_dq", scale=DYNAMIC8)
 FORMATS = {"nf4": NF4, "nf4_dq": NF4_DQ, "fp4": FP4, "fp4_dq": FP4_DQ, "int8": INT8}

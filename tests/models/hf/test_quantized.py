@@ -26,9 +26,9 @@ from fquant.format import DYNAMIC8
 from fquant.lazy import Lazy
 from models import decoder, hf
 from models.export import bitsandbytes, compressed_tensors
+from tests.helpers.arrays import without_digests
 from tests.helpers.hf_models import CONFIGS, GQA, random_params
 from tests.helpers.quantized_tensors import gptq, quantize_folder
-from tests.helpers.safetensors_files import without_digests
 
 WIDE = dataclasses.replace(GQA, dim=128, hidden=256, head_dim=32)
 FAMILIES = {
