@@ -36,7 +36,7 @@ from models import hf
 from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
-from .common import checkpoints, runs
+from .common import checkpoints, run_folder
 from .common.command_line import DTYPES, command_line
 from .common.model_folders import MIB, companions
 from .common.progress import bar
@@ -169,7 +169,7 @@ def export(options: Options, cfg: Config, params: Any, done: Callable[[int, int]
 def adapter_of(options: Options) -> str:
     """Write the adapter, or the model, of a run or of one of its checkpoints; return a line about it."""
     run, file = checkpoints.run_of(options.model)
-    base = Path(runs.restored(qlora.Options, run / checkpoints.RUN).model)
+    base = Path(run_folder.restored(qlora.Options, run / checkpoints.RUN).model)
     state = safetensors.load(file)
     if not isinstance(state, State):
         raise ValueError(f"{file}: got a {type(state).__name__}, wanted the state of a run of examples.qlora")

@@ -1,25 +1,22 @@
 """Start, record and resume a run of a program that trains.
 
-    run.json              the options, the mesh, and the processes of the run
+    run.json              the options, the mesh, the processes of the run, and digests (examples/common/run_folder.py)
     metrics.jsonl         a line a step (examples/common/progress.py)
     state.safetensors     the state, every so many steps and at the end (examples/common/checkpoints.py)
     result.json           the results
 
 Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder,
-and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end.
+and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end. One that was killed before its first
+state begins again. A state that is damaged and data or a model that changed since the start are refused.
 """
 
-import itertools
-import json
 import math
 import os
 import sys
-import typing
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from socket import gethostname
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -27,22 +24,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 import shard
-from fquant.compile import all_gather_text
-from fquant.io import safetensors
-from shard import agree
 
-from . import checkpoints, devices, launch, tracking
-from .checkpoints import RUN, STATE, Validation
+from . import checkpoints, devices, launch, run_folder, tracking
+from .checkpoints import RUN, Validation
 from .command_line import axes_in, check_least, command_line
 from .progress import Report
 
 RESULT = "result.json"
 FREE = ("out", "resume", "mesh", "device", "show_data", "json")  # options that are not of the run itself
-# Options that a resumed run may change: they change no step that is done.
-LATER = (
-    "steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
-    "offload_activations",
-)  # fmt: skip
 
 
 class Options:
@@ -129,6 +118,7 @@ class Program(NamedTuple):
     validate: Callable[..., dict[str, Any]] = checkpoints.without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
+    inputs: Callable[[Any], dict[str, str]] = checkpoints.no_inputs  # run -> digests (run_folder.digests)
     whole: Callable[[Any, Any], Any] = checkpoints.as_it_is  # of all ranks, on rank 0; every rank calls it
 
 
@@ -153,11 +143,11 @@ def command(program: Program, args: list[str] | None) -> int:
         if not under_torchrun:
             devices.check_ranks(options.device, ranks)
         if options.resume is not None:
-            _check_resumed(options.resume, options)
+            run_folder.check_resumed(options.resume, options)
         if not under_torchrun and program.prepare(options):
             return 0
         if options.resume is None and os.environ.get("RANK", "0") == "0":
-            options = replace(options, out=free_folder(options.out, f"runs/{program.name}"))
+            options = replace(options, out=run_folder.free(options.out, f"runs/{program.name}"))
         if under_torchrun or ranks == 1:
             fault = work(program, options)
         else:
@@ -173,7 +163,7 @@ def command(program: Program, args: list[str] | None) -> int:
     except torch.OutOfMemoryError as error:
         status, message = 1, f"{str(error).partition('. ')[0]}; use a smaller --batch or --seq, or more fsdp"
     except (KeyboardInterrupt, launch.Stopped):
-        status, message = 130, "stopped; continue with --resume and the folder of the run"
+        status, message = 130, "stopped; continue with --resume and the folder of the run, if it has run.json"
     if is_own or os.environ.get("RANK", "0") == "0":
         print(f"{program.name}: {message}", file=sys.stderr)
     return status
@@ -189,8 +179,10 @@ def work(program: Program, options: Options) -> str | None:
     try:
         run, state = program.start(options)
         options, first, ranks = run.options, dist.get_rank() == 0, dist.get_world_size()
+        inputs = program.inputs(run)
+        run_folder.check_inputs(options, inputs)
         history = checkpoints.validations(options.folder(), int(state.done))
-        announce(options)
+        run_folder.announce(options, inputs)
         figures = tracking.start(options.track if first else None, options.folder(), int(state.done), options.shared())
         total, done = options.steps or 0, int(state.done)
         with Report(options.folder(), first, total, done, program.summary, figures) as shown:
@@ -236,62 +228,4 @@ def parse(default: T, args: list[str] | None, prog: str) -> T:
     options = command_line(default, args, prog)
     if options.resume is None or not (options.resume / RUN).is_file():
         return options
-    return command_line(restored(type(default), options.resume / RUN), args, prog)
-
-
-def restored(kind: type[T], path: Path) -> T:
-    """Return the options in a run.json; raise ValueError for options that this release does not know."""
-    try:
-        run = json.loads(path.read_text())
-        values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
-    types = typing.get_type_hints(kind)
-    if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
-        raise ValueError(f"{path}: option {strange[0]!r} is unknown; resume with the release that wrote it")
-    for name, value in values.items():
-        if value is not None and types[name] in (Path, Path | None):
-            values[name] = Path(value)
-    return kind(**values)
-
-
-def announce(options: Options) -> None:
-    """Make the folder and write run.json, on rank 0; raise on every rank if that fails."""
-    device = devices.name(options.device)
-    me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname(), "device": device}
-    ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
-    content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
-    agree.attempt("start", lambda: write(options.folder() / RUN, content) if dist.get_rank() == 0 else None)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file of JSON, whole or not at all, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with safetensors.replacing(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-
-
-def free_folder(out: Path | None, default: str) -> Path:
-    """Return ``out``, or the first free of ``default``, ``default``-2, ...; raise ValueError if ``out`` has files."""
-    if out is None:
-        names = (Path(default if n == 1 else f"{default}-{n}") for n in itertools.count(1))
-        return next(name for name in names if not name.exists())
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out}: is not empty; choose another folder, or --resume {out}")
-    return out
-
-
-def _check_resumed(resume: Path, options: Options) -> None:
-    """Raise ValueError for a folder without a saved state, or of a run with other options."""
-    for name in (STATE, RUN):
-        if not (resume / name).is_file():
-            raise ValueError(f"--resume {resume}: there is no {name}; wanted the folder of a run that saved its state")
-    was = options.upgraded(json.loads((resume / RUN).read_text())["options"])
-    done = int(safetensors.read(safetensors.header(resume / STATE), "done"))
-    if options.steps is not None and options.steps < done:
-        raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")
-    was = {field.name: field.default for field in fields(options)} | was  # options that came later have their default
-    for name, now in options.shared().items():
-        if name not in LATER and was[name] != now:
-            fault = f"--{name.replace('_', '-')} was {was[name]} and is now {now}"
-            raise ValueError(f"{resume}: {fault}; resume with the options that the run was started with")
+    return command_line(run_folder.restored(type(default), options.resume / RUN), args, prog)

@@ -27,7 +27,7 @@ from fquant.io import peft
 from models import hf
 from models.export.folder import copy_companions
 
-from ..common import devices, runs
+from ..common import devices, run_folder, runs
 from ..common.model_folders import companions
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, bar, draw, metrics, widen
@@ -122,7 +122,7 @@ def publish(run: Run, state: State, folder: Path) -> None:
 def show(run: Run, state: State, result: Result | Judgement) -> None:
     """Write the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), Console()
-    runs.write(folder / runs.RESULT, dataclasses.asdict(result))
+    run_folder.write(folder / runs.RESULT, dataclasses.asdict(result))
     if isinstance(result, Judgement):
         before, after = f"{result.loss_before:.4f}", f"{result.loss_after:.4f}"
         subtitle = f"held-out loss {before} before, {after} after; {100 * result.right_after:.1f} % judged right"
@@ -208,7 +208,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 PROGRAM = runs.Program(
     "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate,
-    whole=whole,
+    inputs=train.inputs, whole=whole,
 )  # fmt: skip
 
 

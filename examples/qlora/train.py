@@ -26,7 +26,7 @@ from shard import agree
 from shard.device_mesh import device_of
 from shard.host_memory import local_ranks
 
-from ..common import devices, objectives, training_step
+from ..common import devices, objectives, run_folder, training_step
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
@@ -113,7 +113,7 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     ((run, state),) = start_many([options])
-    return run, state if options.resume is None else full_training.load(run.options.folder(), run.setup, state)
+    return run, full_training.load(run.options.folder(), run.setup, state) if run_folder.is_saved(options) else state
 
 
 def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
@@ -191,6 +191,23 @@ def minimised(work: Work) -> objectives.Objective:
     """Return what a step minimises."""
     cfg = work.teacher.cfg if work.teacher else None
     return dataclasses.replace(work.options.minimised(), teacher=cfg)
+
+
+def inputs(run: Run) -> dict[str, str]:
+    """Return a digest of each file or folder that a run reads, by the option that names it."""
+    options, work = run.options, run.work
+    rows: dict[str, Any] = {"rows": work.train.rows}
+    named: dict[str, Any] = {f"--model {options.model}": work.dense}
+    if options.eval_data is None:
+        rows["held"] = work.held
+    else:
+        named[f"--eval-data {options.eval_data}"] = work.held
+    if work.teacher is not None and options.teacher is not None:
+        named[f"--teacher {options.teacher}"] = work.teacher.weights
+    if options.adapter is not None:
+        named[f"--adapter {options.adapter}"] = work.adapters
+    read = run_folder.digests(rows) | {"files": [part.digest for part in work.train.parts]}
+    return {f"--data {options.data or '(that of the demo)'}": run_folder.digest(read), **run_folder.digests(named)}
 
 
 def prepare_many(

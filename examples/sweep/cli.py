@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..common import devices, runs
+from ..common import devices, run_folder, runs
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, draw, metrics, widen
 from ..qlora import cli as qlora
@@ -60,7 +60,7 @@ def publish_best(run: Run, training: States, step: Step, folder: Path) -> None:
 def show(run: Run, training: States, results: list[Result]) -> None:
     """Write the results and the plot, and print one table, the best first."""
     folder, console = run.options.folder(), Console()
-    runs.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})
+    run_folder.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})
     drawn = plot(folder, run, results)
     is_text = run.options.objective == "sft"
     names = ("held-out loss", "perplexity", "of the base") if is_text else ("held-out loss", "of the base")
@@ -136,7 +136,7 @@ def prepare(options: Options) -> bool:
 
 PROGRAM = runs.Program(
     "sweep", Options(), prepare, train.start, train.take, train.measure, title, summary, show, publish, train.validate,
-    publish_best,
+    publish_best, train.inputs,
 )  # fmt: skip
 
 

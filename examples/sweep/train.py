@@ -26,7 +26,7 @@ from fquant import jit, tree
 from fquant.compile import all_gather_text
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices, training_step
+from ..common import checkpoints, devices, run_folder, training_step
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -118,7 +118,7 @@ def start(options: Options) -> tuple[Run, States]:
     groups = equal_groups(runs, states)
     capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
     training = States(states, torch.tensor(0, device=device_of(runs[0].setup.mesh)))
-    if options.resume is not None:
+    if run_folder.is_saved(options):
         training = checkpoints.load(options.folder(), training)
     return Run(options, runs, groups, jit(sweep_step, **capture)), training
 
@@ -142,6 +142,11 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
         is_equal = set(all_gather_text(str(same))) == {"True"}  # on every rank
         groups += [tuple(group)] if is_equal else [(i,) for i in group]
     return tuple(groups)
+
+
+def inputs(run: Run) -> dict[str, str]:
+    """Return a digest of each file or folder that an experiment reads, by the option that names it."""
+    return {name: digest for one in run.runs for name, digest in train.inputs(one).items()}
 
 
 def take(run: Run, training: States) -> tuple[States, Step]:

@@ -24,7 +24,7 @@ from fquant.device import HOST
 from fquant.vq.composite.residual import Residual
 from shard.device_mesh import device_of
 
-from ..common import devices, runs
+from ..common import devices, run_folder, runs
 from ..common.progress import METRICS, draw, metrics
 from . import photographs, train
 from .options import Options
@@ -49,7 +49,7 @@ def title(run: Run) -> str:
 def show(run: Run, training: Training, measured: tuple[Result, Tensor, Residual]) -> None:
     """Write the result and two pictures, and print one table."""
     folder, console, (result, counts, books) = run.options.folder(), Console(), measured
-    runs.write(folder / runs.RESULT, dataclasses.asdict(result))
+    run_folder.write(folder / runs.RESULT, dataclasses.asdict(result))
     images = reconstruction(folder, run, training, books, result), codebook(folder, counts)
     console.print(table(run, result, dist.get_world_size()))
     console.print(f"pictures {images[0]}\n         {images[1]}\nmetrics  {folder / METRICS}", soft_wrap=True)
@@ -118,7 +118,9 @@ def prepare(options: Options) -> bool:
     return False
 
 
-PROGRAM = runs.Program("vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show)
+PROGRAM = runs.Program(
+    "vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show, inputs=train.inputs
+)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices
+from ..common import checkpoints, devices, run_folder
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -129,7 +129,7 @@ def start(options: Options) -> tuple[Run, Training]:
     positions = (options.patch // cfg.scale) ** 2
     run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
     training = Training(net, state, opt.init(weights), torch.tensor(0, device=device))
-    if options.resume is not None:
+    if run_folder.is_saved(options):
         return run, checkpoints.load(options.folder(), training)
     if quantiser.learns:
         key = random.fold(seed, "kmeans")
@@ -138,6 +138,11 @@ def start(options: Options) -> tuple[Run, Training]:
             latents = autoencoder.encode(net, patches)
         state = quantisers.books_at_kmeans(state, latents, devices.to(key, device), row_offset, psum)
     return run, replace(training, quantiser=state)
+
+
+def inputs(run: Run) -> dict[str, str]:
+    """Return a digest of the photographs."""
+    return run_folder.digests({"the set of photographs": run.photographs})
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

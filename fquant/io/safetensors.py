@@ -131,13 +131,11 @@ def read(header: Header, name: str, rows: slice | None = None, device: torch.dev
 def stamp(header: Header, name: str, windows: int = 8, size: int = 1024) -> str:
     """Return a digest of a tensor's dtype, shape and a few windows of its bytes, to identify it without reading all.
 
-    Of a file with digests these stand for the bytes.
+    The digests of the file, if it has any, are in it too, so that it stands for all bytes.
     """
     entry = header.tensors[name]
     found = hashlib.blake2b(f"{entry.dtype} {entry.shape}".encode(), digest_size=8)
-    if name in header.digests:
-        found.update(header.digests[name].encode())
-        return "whole " + found.hexdigest()
+    found.update(header.digests.get(name, "").encode())
     with open(header.path, "rb", buffering=0) as file:
         for i in range(windows):
             at = entry.start + max(0, entry.stop - entry.start - size) * i // max(1, windows - 1)

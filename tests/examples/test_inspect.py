@@ -210,7 +210,7 @@ HOSTILE = {
     "empty file": (_write(b"\0"), "file: got 1 bytes, wanted at least 8"),
     "huge header": (_write(b"\xff" * 16), "file: got a header of 18446744073709551615 bytes"),
     "zip": (_write(b"PK\x03\x04" + bytes(64)), "file: got a header of"),
-    "cut": (_cut, "got 757127 bytes, wanted the"),
+    "cut": (_cut, " bytes, wanted the"),
     "GGUF of nothing": (_write(b"GGUF" + bytes(4)), "file: got "),
     "config is no JSON": (_config("{"), "config.json: got no JSON"),
     "config is deep": (_config("[" * 200_000), "config.json: got no JSON"),

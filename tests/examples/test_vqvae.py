@@ -275,7 +275,7 @@ def test_bad_option(args, tmp_path, capsys):
 def test_folder_that_is_taken(tmp_path, capsys):
     (tmp_path / "mine").write_text("precious")
     assert cli.main([*TINY, "--out", str(tmp_path)]) == 2
-    assert "is not empty; choose another folder, or --resume" in capsys.readouterr().err
+    assert "is not empty; choose another folder" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 

@@ -1,11 +1,15 @@
 """Random tensors, bit-exact comparison of trees, and named parameters for tests."""
 
+import re
+import struct
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from fquant import jit, tree
+from fquant.io.files.digests import KEY
 from tests.helpers.formats import alike
 
 named = partial(pytest.mark.parametrize, ids=lambda x: str(getattr(x, "name", x)).removeprefix("torch."))
@@ -45,3 +49,12 @@ def same(f, *args):
     copies = lambda: tree.map(torch.clone, args)
     wanted = f(*copies())
     return all(equal(jit(f, fuse=fuse)(*copies()), wanted) for fuse in (False, True))
+
+
+def without_digests(path: Path) -> bytes:
+    """Return the bytes of a file as they would be without its digests."""
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    text = re.sub(f',"{KEY}":"[^"]*"', "", content[8:size].decode()).rstrip()
+    text += " " * (-len(text.encode()) % 8)
+    return struct.pack("<Q", len(text.encode())) + text.encode() + content[size:]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.common import checkpoints, runs
+from examples.common import checkpoints, run_folder, runs
 from examples.common.progress import metrics
-from examples.qlora import cli, options
+from examples.qlora import cli
 from examples.sweep import cli as sweep
 from examples.vqvae import cli as vqvae
 from examples.vqvae import train
@@ -39,7 +39,7 @@ def some_steps(run, training, until):
 def twice(options):
     """What is trained after all steps, without an interruption after the third and with one."""
     run, training = train.start(options)
-    runs.announce(options)
+    run_folder.announce(options, train.inputs(run))
     training = some_steps(run, training, 3)
     checkpoints.save(options.folder(), training, int(training.done), 1, lambda folder: None)
     whole = some_steps(run, training, options.steps)
@@ -69,39 +69,6 @@ def test_a_state_of_another_kind_is_refused(tmp_path):
         ranks.run(1, another, dataclasses.replace(TINY, out=tmp_path))
 
 
-@pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (cli, options.Options)], ids=["vqvae", "qlora"])
-def test_a_run_of_other_options_is_not_continued(program, kind, tmp_path, capsys):
-    runs.write(tmp_path / runs.RUN, {"mesh": "dp=1", "options": kind(seed=7).shared()})
-    safetensors.save(tmp_path / runs.STATE, {"done": torch.tensor(0)})
-    assert program.main(["--resume", str(tmp_path), "--seed", "8"]) == 2
-    assert "--seed was 7 and is now 8; resume with the options" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind, name", [(Options, "vqvae"), (options.Options, "qlora")], ids=["vqvae", "qlora"])
-def test_options_come_back(kind, name, tmp_path):
-    given = kind(seed=7, steps=9, mesh="dp=2")
-    runs.write(tmp_path / runs.RUN, {"mesh": given.mesh, "options": given.shared()})
-    assert runs.restored(kind, tmp_path / runs.RUN) == given
-    folder = ["--resume", str(tmp_path)]
-    again = runs.parse(kind(), folder, name)
-    assert again == dataclasses.replace(given, resume=tmp_path)
-    assert runs.parse(kind(), [*folder, "--steps", "11"], name).steps == 11
-
-
-@pytest.mark.parametrize("program", [vqvae, cli], ids=["vqvae", "qlora"])
-def test_a_folder_without_a_state_is_refused(program, tmp_path, capsys):
-    assert program.main(["--resume", str(tmp_path)]) == 2
-    assert "there is no state.safetensors; wanted the folder of a run that saved its state" in capsys.readouterr().err
-
-
-def test_the_first_free_folder(tmp_path):
-    wanted = str(tmp_path / "a")
-    for name in ("a", "a-2", "a-3"):
-        found = runs.free_folder(None, wanted)
-        assert found == tmp_path / name
-        found.mkdir()
-
-
 @pytest.mark.parametrize("program", [cli.PROGRAM, vqvae.PROGRAM, sweep.PROGRAM], ids=lambda program: program.name)
 def test_processes_can_be_started_with_it(program):
     """Several local ranks are spawned, which pickles the program."""
@@ -121,18 +88,41 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path):
     tiny = "--codes 8 --dim 4 --hidden 8 --patch 8 --batch 7 --steps 60 --save-every 2 --mesh dp=2".split()
     process = start(*tiny, "--out", cut)
     deadline = time.monotonic() + 120
-    while not (cut / runs.STATE).exists() and time.monotonic() < deadline:
+    while not (cut / checkpoints.STATE).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     ranks_of = json.loads((cut / runs.RUN).read_text())["ranks"]
     os.kill(ranks_of[1]["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "rank 1" in err and "SIGKILL" in err
-    assert 0 < int(safetensors.load(cut / runs.STATE).done) < 60 and not (cut / runs.RESULT).exists()
+    assert 0 < int(safetensors.load(cut / checkpoints.STATE).done) < 60 and not (cut / runs.RESULT).exists()
     for args in (["--resume", cut], [*tiny, "--out", whole]):
         process = start(*args)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    for name in (runs.STATE, runs.RESULT, "reconstruction.png"):
+    for name in (checkpoints.STATE, runs.RESULT, "reconstruction.png"):
         assert (whole / name).read_bytes() == (cut / name).read_bytes(), name
     lines = [[step | {"images_per_second": 0} for step in metrics(folder)] for folder in (whole, cut)]
     assert lines[0] == lines[1] and len(lines[0]) == 60
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_its_first_state_begins_again(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    tiny = "--codes 8 --dim 4 --hidden 8 --patch 8 --batch 7 --steps 60 --save-every 60 --mesh dp=1".split()
+    process = start(*tiny, "--out", cut)
+    deadline = time.monotonic() + 120
+    while not ((cut / "metrics.jsonl").exists() and metrics(cut)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert (cut / runs.RUN).exists() and not (cut / checkpoints.STATE).exists()
+    process = start(*tiny, "--out", cut)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and f"choose another folder, or --resume {cut}" in err
+    for args in (["--resume", cut], [*tiny, "--out", whole]):
+        process = start(*args)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    for name in (checkpoints.STATE, runs.RESULT):
+        assert (whole / name).read_bytes() == (cut / name).read_bytes(), name
+    assert len(metrics(cut)) == 60

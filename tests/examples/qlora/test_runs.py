@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import math
+import random
+import re
+import shutil
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples import export
-from examples.common import checkpoints, runs, training_step
+from examples.common import checkpoints, run_folder, runs, training_step
 from examples.common.progress import metrics
 from examples.qlora import cli, measure, train
 from examples.qlora.options import Options
@@ -72,6 +75,58 @@ def test_files(whole):
     result = json.loads((out / "result.json").read_text())
     assert result["perplexity_adapted"] == pytest.approx(math.exp(found[-1]["validation"]))
     assert result["perplexity_bf16"] is None and result["wire_bf16"] is None
+
+
+def test_a_run_resumes_with_its_own_data_and_model(given, text, model, tmp_path):
+    """Changed ones are named. Without a state, as if it was killed before its first, the run begins again."""
+    data, folder = tmp_path / "text.txt", tmp_path / "model"
+    shutil.copy(text, data)
+    shutil.copytree(model, folder)
+    options = dataclasses.replace(given, model=folder, data=str(data), steps=2, out=tmp_path / "run")
+    assert ran(options) is None
+    state, resumed = (options.out / "state.safetensors").read_bytes(), dataclasses.replace(options, out=None)
+    resumed = dataclasses.replace(resumed, resume=options.out)
+    data.write_text(text.read_text().replace("return x + 7\n", "return x - 7\n"))
+    assert f"--data {data} has another content than when the run was started" in str(ran(resumed))
+    shutil.copy(text, data)
+    cfg, params = hf.load(folder)
+    hf.save(tmp_path / "other", cfg, dataclasses.replace(params, embed=params.embed * 1.01))
+    shutil.copy(tmp_path / "other" / "model.safetensors", folder)
+    assert f"--model {folder} has another content than when the run was started" in str(ran(resumed))
+    shutil.rmtree(folder)
+    shutil.copytree(model, folder)
+    assert (options.out / "state.safetensors").read_bytes() == state and len(metrics(options.out)) == 2
+    (options.out / "state.safetensors").unlink()
+    assert ran(resumed) is None
+    assert (options.out / "state.safetensors").read_bytes() == state and len(metrics(options.out)) == 2
+
+
+@pytest.mark.slow
+def test_a_damaged_file_of_a_run_is_refused(whole, tmp_path):
+    """A thousand flipped bits and as many cuts, in all files that are read again."""
+    out, draw = tmp_path / "run", random.Random(0)
+    shutil.copytree(whole.out, out)
+    resumed, right = dataclasses.replace(whole, out=None, resume=out), run_folder.restored(Options, out / "run.json")
+    read = {"adapter_model.safetensors": lambda path: adapters_in(path.parent.parent)}
+    files = [*out.rglob("*.safetensors"), *[out / "run.json"] * 4]
+    for i in range(2000):
+        path = files[i // 2 % len(files)]
+        raw = path.read_bytes()
+        bit = draw.randrange(8 * len(raw.rstrip()))
+        path.write_bytes(raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :])
+        if i % 2:
+            path.write_bytes(raw[: bit // 8])
+        if path.name == "run.json":
+            try:
+                run_folder.check_resumed(out, resumed)
+            except ValueError as error:
+                assert str(error).startswith(f"{path}: ")
+            else:
+                assert run_folder.restored(Options, path) == right
+        else:
+            with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: "):
+                read.get(path.name, safetensors.load)(path)
+        path.write_bytes(raw)
 
 
 def measured(options):
@@ -268,7 +323,7 @@ def test_offload_changes_no_bit(without_offload, tmp_path, offload):
     assert ran(dataclasses.replace(without_offload, out=out, **offload)) is None
     assert [s["loss"] for s in metrics(out)] == [s["loss"] for s in metrics(wanted)]
     assert (out / "state.safetensors").read_bytes() == (wanted / "state.safetensors").read_bytes()
-    runs._check_resumed(out, dataclasses.replace(without_offload, out=None, resume=out))
+    run_folder.check_resumed(out, dataclasses.replace(without_offload, out=None, resume=out))
 
 
 REFUSED = {

@@ -20,7 +20,7 @@ from fquant.io import safetensors, tree_json
 from fquant.io.files.digests import KEY
 from fquant.lazy import Lazy
 from fquant.tree import node, static, value
-from tests.helpers.arrays import same_bits
+from tests.helpers.arrays import same_bits, without_digests
 
 
 @value
@@ -81,11 +81,7 @@ def test_bytes_are_those_of_the_library(tmp_path):
     raw = torch.arange(16, dtype=torch.uint8) % 2
     tensors = {f"{i}{name}": raw.clone().view(dtype) for i in "ba" for name, dtype in safetensors.DTYPES.items()}
     safetensors.write(tmp_path / "a", tensors, {"format": "pt"})
-    content = (tmp_path / "a").read_bytes()
-    size = 8 + int.from_bytes(content[:8], "little")
-    text = re.sub(f',"{KEY}":"[^"]*"', "", content[8:size].decode()).rstrip()
-    text += " " * (-len(text) % 8)
-    assert struct.pack("<Q", len(text)) + text.encode() + content[size:] == peer.save(tensors, {"format": "pt"})
+    assert without_digests(tmp_path / "a") == peer.save(tensors, {"format": "pt"})
 
 
 def test_a_lazy_tensor_is_read_when_its_turn_comes(tmp_path):

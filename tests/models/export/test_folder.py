@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch as peer
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -51,6 +52,11 @@ def test_foreign_and_damaged_shards_are_refused(tmp_path):
     first = tmp_path / "model-00001-of-00006.safetensors"
     raw = first.read_bytes()
     first.write_bytes(raw[:-4] + b"abcd")
+    with pytest.raises(ValueError, match="model-00001-of-00006.safetensors: t00: got bytes .*; the file is damaged"):
+        folder.write(tmp_path, tensors(), {}, SHARD, resume=True)
+    first.write_bytes(raw)
+    other = {name: t + 1 for name, t in peer.load_file(first).items()}
+    safetensors.write(first, other)
     with pytest.raises(ValueError, match="model-00001-of-00006.safetensors: t00 has other values than its source"):
         folder.write(tmp_path, tensors(), {}, SHARD, resume=True)
     first.write_bytes(raw[:-4])

@@ -1,0 +1,172 @@
+"""The folder of a run: its choice, its record run.json, and the checks before the run is resumed.
+
+    {"options": {...}, "mesh": "fsdp=2", "torch": "2.13.0", "ranks": [...],
+     "inputs": {"--data FILE": "9f...", "--model DIR": "04..."}, "digest": "7c..."}
+
+A resumed run is the run that was started. So run.json has a digest of each input, which is compared with that of the
+same input now, and a digest of itself. Files of earlier releases have neither and are read as they are. Temporary
+files of writers that were killed are as large as a state; a run that begins or resumes in a folder removes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fquant.compile import all_gather_text
+from fquant.io import safetensors
+from fquant.io.files.replacing import is_leftover, remove_leftovers
+from shard import agree
+
+from . import devices
+from .checkpoints import RUN, STATE
+
+if TYPE_CHECKING:
+    from .runs import Options
+
+    T = TypeVar("T", bound=Options)
+
+# Options that a resumed run may change: they change no step that is done.
+LATER = (
+    "steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
+    "offload_activations",
+)  # fmt: skip
+
+
+def free(out: Path | None, default: str) -> Path:
+    """Return ``out``, or the first free of ``default``, ``default``-2, ...; raise ValueError if ``out`` has files."""
+    if out is None:
+        names = (Path(default if n == 1 else f"{default}-{n}") for n in itertools.count(1))
+        return next(name for name in names if not name.exists())
+    if out.exists() and (not out.is_dir() or any(not is_leftover(path) for path in out.iterdir())):
+        fix = f", or --resume {out}" if (out / RUN).is_file() else ""
+        raise ValueError(f"--out {out}: is not empty; choose another folder{fix}")
+    return out
+
+
+def announce(options: Options, inputs: Mapping[str, str]) -> None:
+    """Make the folder, remove what dead writers left and write run.json, on rank 0; if it fails, raise on every rank.
+
+    ``inputs`` has a digest of each input by its name (:func:`digests`).
+    """
+    device = devices.name(options.device)
+    me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname(), "device": device}
+    ranks = [json.loads(rank) for rank in all_gather_text(json.dumps(me))]
+    content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
+
+    def begin() -> None:
+        clear(options.folder())
+        record(options.folder() / RUN, content | {"inputs": dict(inputs)})
+
+    agree.attempt("start", lambda: begin() if dist.get_rank() == 0 else None)
+
+
+def clear(folder: Path) -> None:
+    """Remove the temporary files of dead writers in the folder of a run, and in those that it holds."""
+    for inner in (folder, *folder.glob("*"), *folder.glob("*/*")):
+        if inner.is_dir() and not inner.is_symlink():
+            remove_leftovers(inner)
+
+
+def record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a run.json, with a digest of its content."""
+    write(path, {**content, "digest": digest(content)})
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of JSON, whole or not at all, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with safetensors.replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a run.json; raise ValueError if it has none, or another one than its digest says."""
+    try:
+        content = dict(json.loads(path.read_bytes().decode()))
+        written = content.pop("digest", None)
+        _ = content["mesh"], content["options"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
+    if written is not None and written != digest(content):
+        fix = "use a copy of it, or remove its line 'digest' if it was edited on purpose"
+        raise ValueError(f"{path}: its content is not what was written, by its digest; {fix}")
+    return content
+
+
+def restored(kind: type[T], path: Path) -> T:
+    """Return the options in a run.json; raise ValueError for options that this release does not know."""
+    run = read(path)
+    values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
+    types = typing.get_type_hints(kind)
+    if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"{path}: option {strange[0]!r} is unknown; resume with the release that wrote it")
+    for name, value in values.items():
+        if value is not None and types[name] in (Path, Path | None):
+            values[name] = Path(value)
+    return kind(**values)
+
+
+def check_resumed(resume: Path, options: Options) -> None:
+    """Raise ValueError for a folder without a run, or of a run with other options."""
+    if not (resume / RUN).is_file():
+        fault = f"--resume {resume}: there is no {RUN}; wanted the folder of a run"
+        raise ValueError(f"{fault}. A run that was stopped before it wrote one is started again, with --out")
+    was = options.upgraded(read(resume / RUN)["options"])
+    if (resume / STATE).is_file():
+        done = int(safetensors.read(safetensors.header(resume / STATE), "done"))
+        if options.steps is not None and options.steps < done:
+            raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")
+    was = {field.name: field.default for field in fields(options)} | was  # options that came later have their default
+    for name, now in options.shared().items():
+        if name not in LATER and was[name] != now:
+            fault = f"--{name.replace('_', '-')} was {was[name]} and is now {now}"
+            raise ValueError(f"{resume}: {fault}; resume with the options that the run was started with")
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """Return a digest of what JSON can hold, which does not depend on the order of keys."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def digests(named: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of the content of each tree, by its name; leaves are tensors or Lazy (:func:`agree.fingerprint`).
+
+    It depends on values alone, so that a later release finds the same.
+    """
+    facts = {name: agree.fingerprint(x) for name, x in named.items()}
+    return {name: digest({at: x for at, x in of.items() if at.endswith("(content)")}) for name, of in facts.items()}
+
+
+def check_inputs(options: Options, inputs: Mapping[str, str]) -> None:
+    """Raise ValueError on every rank if the run is resumed and an input has another digest than at its start."""
+
+    def check() -> None:
+        was = read(options.folder() / RUN).get("inputs", {}) if options.resume is not None else {}
+        for name, now in inputs.items():
+            if was.get(name, now) != now:
+                fault = f"{options.folder()}: {name} has another content than when the run was started"
+                raise ValueError(f"{fault}; put the former one in its place, or start a new run with --out")
+
+    agree.attempt("resume", check)
+
+
+def is_saved(options: Options) -> bool:
+    """Return True if the run resumes from a state; one that was killed before its first begins at step 0.
+
+    Raises ValueError on every rank if they see different files.
+    """
+    found = options.resume is not None and (options.resume / STATE).is_file()
+    agree.same("resume", {STATE: "a file" if found else "no file"})
+    return found

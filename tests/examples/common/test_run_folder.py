@@ -1,0 +1,154 @@
+"""examples.common.run_folder: a resumed run is the one that was started, and nothing is left of killed writers."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from examples.common import run_folder, runs
+from examples.common.checkpoints import RUN, STATE
+from examples.qlora import cli as qlora
+from examples.qlora.options import Options as QLoraOptions
+from examples.vqvae import cli as vqvae
+from examples.vqvae.options import Options
+from fquant.io import safetensors
+from tests.helpers import ranks
+
+BOTH = pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (qlora, QLoraOptions)], ids=["vqvae", "qlora"])
+
+
+def content(options):
+    return {"mesh": options.mesh, "options": json.loads(json.dumps(options.shared()))}
+
+
+@BOTH
+def test_a_run_of_other_options_is_not_continued(program, kind, tmp_path, capsys):
+    run_folder.record(tmp_path / RUN, content(kind(seed=7, mesh="dp=1")))
+    for _ in range(2):  # before its first state, and after
+        assert program.main(["--resume", str(tmp_path), "--seed", "8"]) == 2
+        assert "--seed was 7 and is now 8; resume with the options" in capsys.readouterr().err
+        safetensors.save(tmp_path / STATE, {"done": torch.tensor(0)})
+
+
+@BOTH
+def test_options_come_back(program, kind, tmp_path):
+    given = kind(seed=7, steps=9, mesh="dp=2")
+    run_folder.record(tmp_path / RUN, content(given))
+    assert run_folder.restored(kind, tmp_path / RUN) == given
+    folder, name = ["--resume", str(tmp_path)], program.PROGRAM.name
+    again = runs.parse(kind(), folder, name)
+    assert again == dataclasses.replace(given, resume=tmp_path)
+    assert runs.parse(kind(), [*folder, "--steps", "11"], name).steps == 11
+
+
+@BOTH
+def test_a_folder_without_a_run_is_refused(program, kind, tmp_path, capsys):
+    safetensors.save(tmp_path / STATE, {"done": torch.tensor(0)})
+    assert program.main(["--resume", str(tmp_path)]) == 2
+    assert "there is no run.json; wanted the folder of a run. A run that was stopped" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_of_the_record_is_refused(tmp_path):
+    """Or changes no option; a record of an earlier release, without a digest, is read as it is."""
+    path, right = tmp_path / RUN, {**content(QLoraOptions(seed=7, mesh="dp=2")), "inputs": {"--data x": "0" * 32}}
+    run_folder.record(path, right)
+    raw, draw, refused = path.read_bytes(), random.Random(0), 0
+    assert list(json.loads(raw))[-1] == "digest" and run_folder.read(path) == right
+    for _ in range(3000):
+        spoilt, bit = bytearray(raw), draw.randrange(8 * len(raw))
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        try:
+            found = run_folder.read(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ")
+            refused += 1
+        else:
+            assert {key: found[key] for key in right} == right
+    assert refused > 2000
+    for length in range(len(raw.rstrip())):
+        path.write_bytes(raw[:length])
+        with pytest.raises(ValueError, match=r"run.json: holds no options of a run"):
+            run_folder.read(path)
+    run_folder.write(path, right)
+    assert run_folder.read(path) == right
+
+
+def test_the_first_free_folder(tmp_path):
+    wanted = str(tmp_path / "a")
+    for name in ("a", "a-2", "a-3"):
+        found = run_folder.free(None, wanted)
+        assert found == tmp_path / name
+        found.mkdir()
+
+
+def test_a_folder_that_is_free(tmp_path):
+    """So is one that holds what is left of a run.json; --resume is named if there is something to resume."""
+    assert run_folder.free(tmp_path, "") == tmp_path
+    (tmp_path / ".run.json.0123abcd.tmp").write_text("{")
+    assert run_folder.free(tmp_path, "") == tmp_path
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ValueError, match="is not empty; choose another folder$"):
+        run_folder.free(tmp_path, "")
+    run_folder.record(tmp_path / RUN, content(Options()))
+    with pytest.raises(ValueError, match=f"choose another folder, or --resume {tmp_path}$"):
+        run_folder.free(tmp_path, "")
+
+
+WRITER = """
+import os, sys, torch
+from fquant.io import safetensors
+from fquant.lazy import Lazy
+kill = lambda: os.kill(os.getpid(), 9)
+safetensors.write(sys.argv[1], {"a": torch.ones(1 << 20), "b": Lazy(kill, torch.ones(3))})
+"""
+
+
+def announced(options, inputs):
+    run_folder.check_inputs(options, inputs)
+    run_folder.announce(options, inputs)
+    return run_folder.is_saved(options)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_what_a_killed_writer_leaves_is_removed_when_the_run_resumes(tmp_path):
+    options = Options(out=tmp_path, mesh="dp=1")
+    assert ranks.run(1, announced, options, {}) == [False]
+    inner = tmp_path / "best" / "adapter"
+    inner.mkdir(parents=True)
+    for folder in (tmp_path, inner):
+        safetensors.write(folder / STATE, {"done": torch.tensor(1)})
+        process = subprocess.run([sys.executable, "-c", WRITER, str(folder / STATE)])
+        assert process.returncode == -signal.SIGKILL
+        (leftover,) = folder.glob(".*.tmp")
+        assert leftover.name.startswith(f".{STATE}.")
+    others = [tmp_path / ".notes.tmp", inner / "deeper" / ".x.0123abcd.tmp"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    resumed = dataclasses.replace(options, out=None, resume=tmp_path)
+    assert ranks.run(1, announced, resumed, {}) == [True]
+    assert sorted(tmp_path.rglob("*.tmp")) == sorted(others)
+    assert {path.name for path in inner.iterdir()} == {STATE, "deeper"}
+
+
+@pytest.mark.xdist_group("ranks")
+def test_an_input_that_changed_is_named(tmp_path):
+    """On each rank; a record without inputs, or without this one, has nothing to compare."""
+    options = Options(out=tmp_path, mesh="dp=2")
+    resumed = dataclasses.replace(options, out=None, resume=tmp_path)
+    was = run_folder.digests({"--data x": {"w": torch.ones(3)}, "--model y": torch.zeros(2)})
+    now = run_folder.digests({"--data x": {"w": torch.ones(3)}, "--model y": torch.zeros(2) + 1e-9})
+    run_folder.record(tmp_path / RUN, content(options))
+    for inputs in ({"--model y": was["--model y"]}, was, was):
+        assert ranks.run(2, announced, resumed, inputs) == [False, False]
+    with pytest.raises(ranks.RankFailure, match="--model y has another content than when the run was started") as found:
+        ranks.run(2, announced, resumed, now)
+    assert list(found.value.failures) == [0, 1] and "--data" not in found.value.failures[0].message
+    assert run_folder.read(tmp_path / RUN)["inputs"] == was and os.listdir(tmp_path) == [RUN]
