@@ -30,6 +30,8 @@ from ..trained import FloatBundle, RowBundle
 from ..trained.row_layout import RowLayout, held, of_buffers
 from ..transport.wire import BLOCK
 
+NOTHING = torch.empty(0, dtype=torch.uint8, device="meta")  # a leaf of an outline
+
 
 class Range(NamedTuple):
     """A range of a whole tensor, which ``copies`` ranks have, this one as number ``copy``; it may be empty."""
@@ -72,10 +74,10 @@ def outline(x: Any) -> Any:
 
     def one(b: Any) -> Any:
         if isinstance(b, FloatBundle) and not isinstance(b.values, Tensor):
-            return [torch.empty(0) for _ in tree.leaves(b.values)]
-        return tree.unflatten(b.layout.structure, [torch.empty(0) for _ in b.layout.buffers])
+            return [NOTHING for _ in tree.leaves(b.values)]
+        return tree.unflatten(b.layout.structure, [NOTHING for _ in b.layout.buffers])
 
-    return tree.map(lambda y: one(y) if _is_bundle(y) else torch.empty(0), x, is_leaf=_is_bundle)
+    return tree.map(lambda y: one(y) if _is_bundle(y) else NOTHING, x, is_leaf=_is_bundle)
 
 
 def _is_bundle(x: Any) -> bool:

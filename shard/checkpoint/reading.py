@@ -18,7 +18,7 @@ from .. import agree
 from ..host_memory import moved
 from ..rules import Rules
 from . import manifest
-from .local_ranges import Range, local_ranges, outline
+from .local_ranges import NOTHING, Range, local_ranges, outline
 from .manifest import MANIFEST, SHARDING, described, header_digest
 
 
@@ -40,7 +40,7 @@ class _Chunk(NamedTuple):
 def _load(folder: Path, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     found = manifest.read(folder)
     with at(str(folder / MANIFEST)):
-        structure = tree.structure(tree_json.decode(found["tree"], lambda _: torch.empty(0)))
+        structure = tree.structure(tree_json.decode(found["tree"], lambda _: NOTHING))
         expect(structure == tree.structure(outline(like)), "holds another tree; load it with the release that wrote it")
     chunks = _chunks(folder, found)
     out = tree.map(_zeros, like)

@@ -57,6 +57,13 @@ def states(axes):
     return mesh, rules, found
 
 
+@pytest.fixture
+def alone():
+    """A mesh of this process, which has no group afterwards."""
+    yield shard.mesh(fsdp=1), shard.Rules()
+    shard.close()
+
+
 def put(axes, folder):
     mesh, rules, x = states(axes)
     checkpoint.save(folder, x, mesh, rules)
@@ -114,6 +121,7 @@ def test_tensors_are_the_same_on_every_mesh_and_written_once(written):
         assert sum(counts) == wanted
 
 
+@pytest.mark.usefixtures("alone")
 def test_torch_reads_the_files(written):
     folder = written / "step-2"  # of three ranks
     tensors = json.loads((folder / checkpoint.MANIFEST).read_text())["tensors"]
@@ -186,7 +194,7 @@ def test_faults_are_named_on_every_rank(fault, error, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "manifest", "other file", "no manifest"])
-def test_a_checkpoint_that_is_not_whole_is_refused(damage, tmp_path):
+def test_a_checkpoint_that_is_not_whole_is_refused(damage, tmp_path, alone):
     folder = tmp_path / "step-1"
     ranks.run(2, overwrite, str(folder))
     file = folder / "rank-0-of-2.safetensors"
@@ -204,16 +212,15 @@ def test_a_checkpoint_that_is_not_whole_is_refused(damage, tmp_path):
     if damage == "no manifest":
         (folder / checkpoint.MANIFEST).unlink()
         wanted = "got no manifest.json there"
-    mesh, rules = shard.mesh(fsdp=1), shard.Rules()
     with pytest.raises(ValueError, match=re.escape(wanted)):
-        checkpoint.load(folder, {"a": torch.ones(300_000), "b": [torch.ones(3)]}, mesh, rules)
+        checkpoint.load(folder, {"a": torch.ones(300_000), "b": [torch.ones(3)]}, *alone)
 
 
 @pytest.mark.parametrize("way", ["flip", "cut"])
-def test_a_changed_byte_anywhere_is_refused_with_the_name_of_its_file(way, tmp_path):
-    mesh, rules, draw = shard.mesh(fsdp=1), shard.Rules(), random.Random(3)
+def test_a_changed_byte_anywhere_is_refused_with_the_name_of_its_file(way, tmp_path, alone):
+    draw = random.Random(3)
     x = {"a": torch.randn(300), "b": quantize(torch.randn(4, 128), NF4_DQ), "step": torch.tensor(7)}
-    checkpoint.save(tmp_path / "step-1", x, mesh, rules)
+    checkpoint.save(tmp_path / "step-1", x, *alone)
     for path in (tmp_path / "step-1").iterdir():
         good = path.read_bytes()
         for _ in range(200):
@@ -222,9 +229,9 @@ def test_a_changed_byte_anywhere_is_refused_with_the_name_of_its_file(way, tmp_p
             damaged[at] ^= 1 << draw.randrange(8)
             path.write_bytes(bytes(damaged) if way == "flip" else good[:at])
             with pytest.raises(ValueError, match=path.name):
-                checkpoint.load(tmp_path / "step-1", x, mesh, rules)
+                checkpoint.load(tmp_path / "step-1", x, *alone)
         path.write_bytes(good)
-    assert same_bits(checkpoint.load(tmp_path / "step-1", x, mesh, rules), x)
+    assert same_bits(checkpoint.load(tmp_path / "step-1", x, *alone), x)
 
 
 ENDLESS = """
@@ -238,8 +245,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_a_kill_leaves_whole_checkpoints_and_temporary_folders(tmp_path):
-    mesh, rules = shard.mesh(fsdp=1), shard.Rules()
+def test_a_kill_leaves_whole_checkpoints_and_temporary_folders(tmp_path, alone):
     like = {"a": torch.ones(1 << 20), "step": torch.tensor(0)}
     for attempt in range(2):
         root = tmp_path / str(attempt)
@@ -255,16 +261,15 @@ def test_a_kill_leaves_whole_checkpoints_and_temporary_folders(tmp_path):
         found = checkpoint.steps(root)
         assert 1 <= len(found) <= 3
         for step in found:
-            x = checkpoint.load(root / f"step-{step}", like, mesh, rules)
+            x = checkpoint.load(root / f"step-{step}", like, *alone)
             assert int(x["step"]) == step and bool((x["a"] == step).all())
         checkpoint.clean(root)
         assert sorted(p.name for p in root.iterdir()) == sorted(f"step-{step}" for step in found)
 
 
-def test_the_last_and_the_best_are_kept(tmp_path):
-    mesh, rules = shard.mesh(fsdp=1), shard.Rules()
+def test_the_last_and_the_best_are_kept(tmp_path, alone):
     for step in range(5):
-        checkpoint.save(tmp_path / f"step-{step}", {"a": torch.ones(1)}, mesh, rules)
+        checkpoint.save(tmp_path / f"step-{step}", {"a": torch.ones(1)}, *alone)
     (tmp_path / "step-7").mkdir()  # without a manifest
     checkpoint.keep(tmp_path, last=2, others=(1,))
     assert checkpoint.steps(tmp_path) == [1, 3, 4]
