@@ -4,14 +4,15 @@ Each has a dual, which is its backward. On one device all are the identity.
 
     all_gather      [n ...]        ->  [ranks·n ...]    dual  reduce_scatter
     reduce_scatter  [ranks·n ...]  ->  [n ...]          dual  all_gather
+    all_to_all      [ranks·n ...]  ->  [ranks·n ...]    dual  all_to_all
     all_reduce      the sum over ranks                  dual  all_reduce
     enter           identity                            dual  exit
     exit            the sum over ranks                  dual  enter
 
 They are one autograd Function over torch's functional collectives. grad, vmap, jvp, their compositions and make_fx pass
 through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments.
-Over gloo the gathers and the scattered sums are the ops of shard/transport/gloo.py. Before one runs, the ranks of its
-group compare what each is about to do (roll_call.py).
+Over gloo the gathers, scattered sums and all-to-alls are the ops of shard/transport/gloo.py. Before one runs, the ranks
+of its group compare what each is about to do (roll_call.py).
 """
 
 from typing import Any
@@ -62,6 +63,19 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return _Collective.apply(x, "reduce_scatter", group.group_name)
 
 
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Return the parts [n ...] of ``x`` [ranks·n ...] that the ranks have for this one, in the order of ranks.
+
+        rank 0  [a b]  ->  [a c]
+        rank 1  [c d]  ->  [b d]
+
+    Raises ValueError for a scalar, and if the number of ranks does not divide dim 0.
+    """
+    if x.ndim == 0 or x.shape[0] % group.size():
+        raise ValueError(f"all_to_all got shape {tuple(x.shape)} for {group.size()} ranks; pad dim 0 to a multiple")
+    return _Collective.apply(x, "all_to_all", group.group_name)
+
+
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of ``x`` over ranks, each of which has a loss of its own; the losses of all ranks add up.
 
@@ -94,7 +108,7 @@ def exit(x: Tensor, group: Group) -> Tensor:
     return _Collective.apply(x, "exit", group.group_name)
 
 
-_DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "enter": "exit"}
+_DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all", "enter": "exit"}
 _DUAL |= {dual: name for name, dual in _DUAL.items()}
 _SENT = {"all_reduce": "all_reduce sum", "exit": "all_reduce sum", "reduce_scatter": "reduce_scatter sum"}
 
@@ -133,6 +147,9 @@ class _Collective(torch.autograd.Function):
                 out = getattr(gloo, name)(x, over.size(), group)
             elif name == "all_gather":
                 out = _ops.all_gather_into_tensor(x, over.size(), group)
+            elif name == "all_to_all":
+                each = [x.shape[0] // over.size()] * over.size()
+                out = _ops.all_to_all_single(x, each, each, group)
             else:
                 out = _ops.reduce_scatter_tensor(x, "sum", over.size(), group)
             return _ops.wait_tensor(out)
@@ -152,7 +169,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, name: str, group: str) -> tuple[Tensor, int]:
         dim = in_dims[0]
-        if name in ("all_gather", "reduce_scatter"):  # which work along dim 0
+        if name in ("all_gather", "reduce_scatter", "all_to_all"):  # which work along dim 0
             x, dim = x.movedim(dim, 1), 1
         return _Collective.apply(x, name, group), dim
 

@@ -33,7 +33,10 @@ from .trained import FloatBundle, RowBundle, Scaled, float_bundle, row_bundle
 from .transport.host import arrived, fetch
 
 
-def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None) -> Comm:
+def comm(
+    mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True, tokens: int | None = None,
+    by_row: bool = False,
+) -> Comm:  # fmt: skip
     """Return the Comm of ``rules`` over ``mesh``; ``order`` 2 allows derivatives beyond the first (see fquant.remat).
 
         rank 0  first half of a block's bytes   -> comm.load ->  the block
@@ -46,6 +49,9 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
     ``tokens`` is the maximum over ranks of the tokens that are looked up, or have a loss, at once. It is the same
     number on every rank; for shares of a batch see ``shard.max_local_rows``. Under vmap it counts one example, and
     every rank must map over as many. Without it tables are gathered, because no rank knows the count of another.
+
+    ``by_row`` is for losses of single rows under vmap, whose number may differ between ranks (shard/ordered). Then
+    ``tokens`` counts those of all rows, and a head is gathered, because sums over a split one depend on the mesh.
 
     Raises ValueError for ``tokens`` below 1; the Comm raises ValueError for more tokens than that.
     """
@@ -81,7 +87,7 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
             return open(x)
         x = near(x)
         is_less = sharded_embedding.is_less(x.layout, ranks, tokens)
-        return sharded_embedding.rows(x, ids, group, tokens) if is_less else open(x)
+        return sharded_embedding.rows(x, ids, group, tokens, by_row) if is_less else open(x)
 
     def cut(x: Any, rows: Tensor, path: str) -> Any:
         if not isinstance(x, Bundle):
@@ -90,7 +96,7 @@ def comm(mesh: DeviceMesh, rules: Rules, order: int = 1, recompute: bool = True,
         is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
 
-    return Comm(open=open, wrap=wrap, pick=pick, cut=cut)
+    return Comm(open=open, wrap=wrap, pick=pick) if by_row else Comm(open=open, wrap=wrap, pick=pick, cut=cut)
 
 
 def _check(x: Any, ranks: int) -> None:

@@ -16,17 +16,21 @@ side; the rank that asked decodes it.
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import vmap
 
 from fquant import tree
 from fquant.communication import LookedUpRows
 
 from .bundle import Buffer, Bundle, Layout
 from .collectives import all_gather, reduce_scatter
+from .transport.gloo import resolve
 
 _ID = torch.int32
 
@@ -47,27 +51,59 @@ def num_rows(buffers: Sequence[Buffer]) -> int:
     return shapes[0][0] if apart else 0
 
 
-def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int) -> LookedUpRows:
+def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int, by_row: bool = False) -> LookedUpRows:
     """Return the rows of the table ``x`` for ``ids`` i[...], in their order; ``x`` has this rank's part of the bytes.
 
-    It is not used on one device, and has no backward, because the table is a constant. Raises ValueError for more than
-    ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is outside of the table.
+    It is not used on one device, and has no backward, because the table is a constant. A vmap maps the collectives, or
+    with ``by_row`` looks up the ids of all examples together, whose number may then differ between ranks. Raises
+    ValueError for more than ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is
+    outside of the table.
     """
+    look_up = _Together.apply if by_row else _look_up
+    found = look_up(x.bytes, ids, x.layout, group.group_name, max_tokens)
+    return LookedUpRows(tree.unflatten(x.layout.structure, found), x.layout.buffers[0].shape[0])
+
+
+class _Together(torch.autograd.Function):
+    """:func:`_look_up` for all examples of a vmap at once."""
+
+    @staticmethod
+    def forward(part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int) -> tuple[Tensor, ...]:
+        return _look_up(part, ids, layout, group, max_tokens)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        outs = (0,) * len(layout.buffers)
+        if in_dims[0] is not None:  # mapped tables: of each example its own rows
+            of = partial(_look_up, layout=layout, group=group, max_tokens=max_tokens)
+            return vmap(of, in_dims[:2])(part, ids), outs
+        found = _Together.apply(part, ids.movedim(in_dims[1], 0), layout, group, max_tokens)
+        return tuple(t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size)) for t in found), outs
+
+
+def _look_up(part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int) -> tuple[Tensor, ...]:
+    """Return the rows of each buffer, [n ...] for ``ids`` i[...] of n elements."""
     check_count(ids.numel(), "are looked up", max_tokens)
-    buffers, total = x.layout.buffers, x.layout.buffers[0].shape[0]
+    buffers, total, over = layout.buffers, layout.buffers[0].shape[0], resolve(group)
     flat = ids.reshape(-1).clamp(-1, total).to(_ID)  # [n]
-    asked = all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), group)  # [ranks·max_tokens]
+    asked = all_gather(F.pad(flat, (0, max_tokens - flat.shape[0])), over)  # [ranks·max_tokens]
     asked = asked + asked.new_zeros(()).expand(total).index_select(0, asked)  # IndexError outside of [0, total)
-    begin = group.rank() * x.bytes.shape[-1]
-    found = torch.cat([_found(x.bytes, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·max_tokens row]
-    mine = reduce_scatter(found, group)[: flat.shape[0]]
+    begin = over.rank() * part.shape[-1]
+    found = torch.cat([_found(part, begin, buffer, asked) for buffer in buffers], -1)  # u8[ranks·max_tokens row]
+    mine = reduce_scatter(found, over)[: flat.shape[0]]
     parts = mine.split([buffer.width for buffer in buffers], -1)
 
     def read(buffer: Buffer, t: Tensor) -> Tensor:
         t = t.clone(memory_format=torch.contiguous_format)  # bytes cannot be viewed where they are not aligned
         return t.view(buffer.dtype).reshape(t.shape[0], *buffer.shape[1:])
 
-    return LookedUpRows(tree.unflatten(x.layout.structure, list(map(read, buffers, parts))), total)
+    return tuple(map(read, buffers, parts))
 
 
 def check_count(tokens: int, purpose: str, max_tokens: int) -> None:

@@ -75,6 +75,7 @@ class Job:
     offload_activations: bool = False
     train: shard.Precision | None = None  # of full training, which has no adapters
     moments: optim.Moments | None = None  # None: float32
+    ordered: bool = False  # gradients are added in one order
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[
     clip = optim.clip_by_global_norm(1.0, partial(shard.global_norm, mesh=mesh, rules=sharding))
     opt = optim.chain(clip, optim.adamw(schedule, weight_decay=0.0, moments=job.moments))
     sizes = job.batch, job.seq, job.checkpoint, job.stream, sharding
-    setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash, train=job.train)
+    rows = job.batch * job.accumulate * mesh.size() if job.ordered else None  # of which each rank has as many
+    setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash, train=job.train, ordered=rows)
     with torch.device("meta"):
         shapes = decoder.shapes(job.cfg, job.weights)
         weights = quantised(shapes, job.format) if job.base is None else job.base
@@ -236,16 +238,22 @@ def _phases(captured: trace.Captured, leaves: int | None, num_layers: int) -> di
 def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int | None, num_layers: int) -> dict[Node, str]:
     """Return the nodes that begin a phase: a layer begins when its bytes have arrived, in the forward and backward.
 
-    The update begins with the reduction over ranks, which concatenates all gradients, more than ``leaves``. With full
-    training, which is None, it begins when the gradients of the last block stand side by side.
+    The update begins with the reduction over ranks, which concatenates all gradients, more than ``leaves``, or without
+    one when a moment is read. With full training, which is None, it begins when the gradients of the last block stand
+    side by side.
     """
     paths = dict(inputs)
     joins = [n for n in nodes if n.target is torch.ops.aten.cat.default]
     joined = [n for n in joins if graph.shape(n).numel() > len(n.all_input_nodes)]  # more than numbers
     if leaves is None:
         update = nodes[nodes.index(joined[-1]) + 1]
+    elif whole := next((n for n in joined if len(n.all_input_nodes) > leaves), None):
+        update = min(whole.all_input_nodes, key=nodes.index)
     else:
-        update = min(next(n for n in joined if len(n.all_input_nodes) > leaves).all_input_nodes, key=nodes.index)
+        reads_moment = lambda node: any(
+            paths.get(near, "").startswith(KINDS["moments"]) for near in node.all_input_nodes
+        )
+        update = next(node for node in nodes if reads_moment(node))
     out = {update: UPDATE}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}
     forward = True

@@ -11,6 +11,9 @@ With ``Setup.train`` the parameters themselves are trained, in bundles of floats
 Each rank then has its part of them, of their gradients and moments. Nothing is frozen, and what stands in place of the
 base are the scales of messages (``shard.wire_scales``), if their format has any.
 
+With ``Setup.ordered`` the gradients of rows are added in one order (``shard.ordered``). Then the adapters have the same
+bits on any mesh, and with any micro-batches.
+
 Checkpointing modes:
 
     full        keep the input of each block, and recompute the block in the backward
@@ -70,10 +73,12 @@ class Setup:
     stash: roofline.Device | None = None  # whose link to the host has time for activations, or whose memory needs it
     train: shard.Precision | None = None  # of the parameters; None trains adapters
     seed: int = 0  # of the stochastic rounding of weights that are trained in codes
+    ordered: int | None = None  # rows of a step on all ranks, to add up in one order; None adds in that of the mesh
 
-    def comm(self) -> Comm:
-        """Return the communication of a forward pass."""
-        return shard.comm(self.mesh, self.rules, recompute=self.checkpoint == "full", tokens=self.rows * self.seq)
+    def comm(self, by_row: bool = False) -> Comm:
+        """Return the communication of a forward pass, of all rows of this rank or ``by_row``."""
+        again, most = self.checkpoint == "full", self.rows * self.seq
+        return shard.comm(self.mesh, self.rules, recompute=again, tokens=most, by_row=by_row)
 
     def capture(self) -> dict[str, Any]:
         """Return the options of ``jit`` and ``cost``: state is donated, passes place gathers, jit may recompute."""
@@ -135,11 +140,12 @@ def attached(adapters: Any, base: Any, keys: Tensor | None, setup: Setup) -> Any
 
 
 def loss(
-    adapters: Any, base: Any, batch: Any, count: Tensor, keys: Tensor | None, setup: Setup, teacher: Any = None
-) -> Tensor:
+    adapters: Any, base: Any, batch: Any, count: Tensor, keys: Tensor | None, setup: Setup, teacher: Any = None,
+    by_row: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the summed loss of ``batch`` over ``count``, that of the global batch (see ``objectives``): f32[]."""
     params, psum = attached(adapters, base, keys, setup), lambda t: shard.psum(t, setup.mesh, setup.rules.batch)
-    reference, options = base if teacher is None else teacher, (setup.cfg, setup.comm(), setup.dtype, psum)
+    reference, options = base if teacher is None else teacher, (setup.cfg, setup.comm(by_row), setup.dtype, psum)
     return objectives.loss(setup.objective, params, reference, batch, count, *options)
 
 
@@ -151,18 +157,34 @@ def train_step(
     ``base`` is ``shard.local(...)`` of the placed base, and so is ``teacher``, of the objective that has one; ``count``
     i64[] is the number of targets of the global batch. With full training ``base`` is not used.
     """
-    total, base = None, held(state.trained, base, setup)
-    of = lambda carriers, *rest: loss(weights.attach(state.trained, carriers), *rest)
-    carriers = weights.carriers(state.trained)  # what is trained itself, but for weights in codes
+    return update(state, *gradients(state.trained, base, micros, count, setup, teacher), setup)
+
+
+def gradients(
+    trained: Any, base: Any, micros: Sequence[Micro], count: Tensor, setup: Setup, teacher: Any = None
+) -> tuple[Any, Tensor]:
+    """Return the gradients and the loss of all ``micros`` of all ranks; see :func:`train_step`."""
+    base = held(trained, base, setup)
+    if setup.ordered is not None:
+
+        def of_row(adapters: Any, row: Any) -> Tensor:
+            batch, *keys = tree.map(lambda t: t[None], row)
+            return loss(adapters, base, batch, count, keys[0] if keys else None, setup, teacher, by_row=True)
+
+        dtype = None if setup.merge_aware else setup.dtype
+        summed = shard.ordered.grad_and_value(of_row, setup.mesh, setup.rules, setup.ordered, dtype)
+        return summed(trained, [(batch,) if keys is None else (batch, keys) for batch, keys in micros])
+    total = None
+    of = lambda carriers, *rest: loss(weights.attach(trained, carriers), *rest)
+    carriers = weights.carriers(trained)  # what is trained itself, but for weights in codes
     for batch, keys in micros:
         gradient = grad_and_value(of)(carriers, base, batch, count, keys, setup, teacher)
         total = gradient if total is None else tree.map(torch.add, total, gradient)
-    return update(state, total, setup)
+    return shard.reduce(total, setup.mesh, setup.rules)
 
 
-def update(state: State, total: Any, setup: Setup) -> tuple[State, Measured]:
-    """Update what is trained with this rank's part ``total`` of the gradients and of the loss."""
-    grads, value = shard.reduce(total, setup.mesh, setup.rules)
+def update(state: State, grads: Any, value: Tensor, setup: Setup) -> tuple[State, Measured]:
+    """Update what is trained with the gradients and the loss of the global batch."""
     updates, moments = setup.opt.update(grads, state.moments, weights.dense(state.trained))
     key = random.fold(state.done, setup.seed)
     trained = weights.apply_updates(state.trained, updates, key, setup.mesh, setup.rules)

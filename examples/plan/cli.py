@@ -124,8 +124,9 @@ class Options:
                 raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")
             dtypes = full_training.precision(self)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
+        more = {"moments": MOMENTS[self.moments], "ordered": self.train == "lora"}
         far = self.offload, self.offload_activations
-        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, *far, dtypes, MOMENTS[self.moments])
+        return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, *far, dtypes, **more)
 
     def found(self) -> tuple[Config, torch.dtype, Any]:
         """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""

@@ -83,6 +83,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Rows in a micro-batch, over all processes."""
     accumulate: int = 1
     """Micro-batches in a step."""
+    ordered: bool | None = None
+    """Add the gradients of rows in one order, so that adapters have the same bits on any mesh and with any
+    --accumulate; default: yes, but for --objective kto and --train full, which cannot."""
     objective: objectives.Name = "sft"
     """sft learns texts and answers; dpo and orpo learn from pairs (chosen, rejected), kto from answers with a label.
     The base without adapters is the reference of dpo and kto. distill learns the probabilities of --teacher on texts
@@ -145,6 +148,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_data()
         self.check_objective()
         full_training.check(self)
+        if self.ordered and not self.can_be_ordered():
+            fault = "--train full" if self.train == "full" else f"--objective {self.objective}"
+            raise ValueError(f"--ordered with {fault}, whose gradients are not sums of those of rows; leave it out")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; leave one out")
         if self.steps is not None:
@@ -179,6 +185,10 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         if self.merge_aware and self.format in ("none", "aq_2x8", "aq_3x8"):
             raise ValueError(f"--merge-aware with --format {self.format}; wanted a format with fixed values")
 
+    def can_be_ordered(self) -> bool:
+        """Return True if the loss of a row depends on no other, and a gradient of each row is not too much to hold."""
+        return self.train == "lora" and self.objective != "kto"
+
     def minimised(self) -> objectives.Objective:
         """Return what a step minimises."""
         beta = {"distill": 0.0}.get(self.objective, 0.1) if self.beta is None else self.beta
@@ -202,7 +212,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_warmup(steps)
         rate = self.lr or shipped.get("lr") or (RATE_FULL if is_full else RATE_LARGE if parameters >= LARGE else RATE)
         compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
-        return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares)
+        ordered = self.can_be_ordered() if self.ordered is None else self.ordered
+        return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares, ordered=ordered)
 
     @staticmethod
     def upgraded(values: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +223,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
             modes = {"inputs": "full", "selected": "selective", "all": "none"}
             values |= {"checkpoint": modes[values.pop("keep")], "dtype": "f32"}
         former = {"vq2": "aq_2x8", "vq3": "aq_3x8"}
-        return values | {"format": former.get(values.get("format", ""), values.get("format"))}
+        was = {"ordered": False} | values
+        return was | {"format": former.get(values.get("format", ""), values.get("format"))}
 
     def learning_rate(self) -> optim.Schedule:
         """Return the schedule of the learning rate."""

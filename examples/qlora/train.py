@@ -143,6 +143,7 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
             its.cfg, mesh, its.options.optimiser(norm), its.options.learning_rate(), rows, options.seq, mode,
             DTYPES[options.dtype], rules, minimised(its), options.merge_aware,
             card if options.offload_activations else None, full_training.precision(options), its.options.seed,
+            options.batch * options.accumulate if its.options.ordered else None,
         )
         for its in works
     ]  # fmt: skip
@@ -231,24 +232,27 @@ def prepare_many(
 def micro_batches(run: Run, step: int) -> tuple[tuple[Micro, ...], Tensor]:
     """Return this rank's rows of every micro-batch of ``step``, and the counts of the global batch i64[...].
 
-    They are on the device of the mesh.
+    They are on the device of the mesh. The rows of a rank are consecutive, as ordered sums need them. Those of KTO are
+    so in each micro-batch, because its loss is one of a micro-batch over all ranks.
     """
     options, setup = run.options, run.setup
-    device = device_of(setup.mesh)
-    batch = data.batch(run.work.train, step, options.batch * options.accumulate, options.seed)
-    size = options.batch * options.accumulate
+    size, count, device = options.batch * options.accumulate, options.accumulate, device_of(setup.mesh)
+    batch = data.batch(run.work.train, step, size, options.seed)
     keys = random.fold(random.fold(random.key(options.seed), step), torch.arange(size))  # one a row
-    micros: list[Micro] = []
-    total = None
-    for first in range(0, size, options.batch):
-        rows, row_keys = tree.map(lambda t, i=first: t[i : i + options.batch], (batch, keys))
-        rows = objectives.complete(setup.objective, rows)
-        count = objectives.counts(setup.objective, rows)
-        total = count if total is None else total + count
-        mine, row_keys = devices.to(shard.share((rows, row_keys), setup.mesh, setup.rules), device)
-        micros.append((mine, row_keys if options.dropout else None))
-    assert total is not None
-    return tuple(micros), devices.to(total, device)
+    share = lambda x: shard.share(x, setup.mesh, setup.rules)
+    if setup.objective.name == "kto":
+        wholes = [(objectives.complete(setup.objective, rows), each) for rows, each in _cut((batch, keys), count)]
+        total = torch.stack([objectives.counts(setup.objective, rows) for rows, _ in wholes]).sum(0)
+        parts = [share(whole) for whole in wholes]
+    else:
+        total, parts = objectives.counts(setup.objective, batch), _cut(share((batch, keys)), count)
+    micros = tuple((rows, each if options.dropout else None) for rows, each in devices.to(parts, device))
+    return micros, devices.to(total, device)
+
+
+def _cut(x: Any, count: int) -> list[Any]:
+    """Cut every tensor of ``x`` along dim 0 into ``count`` parts, which differ by at most one row."""
+    return [tree.map(lambda t, i=i: t.tensor_split(count)[i], x) for i in range(count)]
 
 
 def take(run: Run, state: State) -> tuple[State, Step]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 from fquant import jit, tree
 from fquant.compile import all_gather_text
@@ -85,28 +85,24 @@ def sweep_step(
     """Take one step of every experiment: ``micros``, ``counts`` and ``setups`` are those of each."""
     found: dict[int, tuple[State, Measured]] = {}
     for group in groups:
-        totals: list[Any] = [None] * len(group)
-        for rows in zip(*(micros[i] for i in group), strict=True):
-            many = [(states[i].trained, counts[i], *one) for i, one in zip(group, rows, strict=True)]
-            some = gradients(many, base, setups[group[0]], teacher)
-            totals = [x if sum_ is None else tree.map(torch.add, sum_, x) for sum_, x in zip(totals, some, strict=True)]
-        found |= {i: training_step.update(states[i], total, setups[i]) for i, total in zip(group, totals, strict=True)}
+        totals = gradients([(states[i].trained, counts[i], micros[i]) for i in group], base, setups[group[0]], teacher)
+        found |= {i: training_step.update(states[i], *total, setups[i]) for i, total in zip(group, totals, strict=True)}
     return [found[i][0] for i in range(len(states))], [found[i][1] for i in range(len(states))]
 
 
 def gradients(
-    many: Sequence[tuple[Any, Tensor, Any, Tensor | None]], base: Any, setup: Setup, teacher: Any = None
+    many: Sequence[tuple[Any, Tensor, Sequence[Micro]]], base: Any, setup: Setup, teacher: Any = None
 ) -> list[Any]:
-    """Return this rank's gradients and loss of experiments: tuples of adapters, count, rows and dropout keys."""
+    """Return the gradients and the loss of each experiment: tuples of adapters, count and micro-batches."""
 
-    def f(adapters: Any, count: Tensor, rows: Any, keys: Tensor | None) -> Any:
-        return grad_and_value(training_step.loss)(adapters, base, rows, count, keys, setup, teacher)
+    def f(adapters: Any, count: Tensor, micros: Sequence[Micro]) -> Any:
+        return training_step.gradients(adapters, base, micros, count, setup, teacher)
 
     if len(many) == 1:
         return [f(*many[0])]
-    stacked = tree.map(lambda *t: None if t[0] is None else torch.stack(t), *many)
-    dims = (0, 0, 0, None if many[0][3] is None else 0)
-    found = vmap(f, in_dims=dims)(*stacked)
+    leaves, structures = zip(*(tree.flatten(each) for each in many), strict=True)
+    stacked = [torch.stack(t) for t in zip(*leaves, strict=True)]
+    found = vmap(lambda *one: f(*tree.unflatten(structures[0], list(one))))(*stacked)
     return [tree.map(lambda t, n=n: t[n], found) for n in range(len(many))]
 
 

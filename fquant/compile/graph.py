@@ -31,8 +31,9 @@ _TRANSFERS = {"fquant.fetch.default": "fetch"} | dict.fromkeys(
 _COLLECTIVES = {  # those whose op has another name
     _FUNCTIONAL + "all_gather_into_tensor": "all_gather",
     _FUNCTIONAL + "reduce_scatter_tensor": "reduce_scatter",
-    "fquant.all_gather": "all_gather",  # both of shard.transport.gloo
+    "fquant.all_gather": "all_gather",  # all three of shard.transport.gloo
     "fquant.reduce_scatter": "reduce_scatter",
+    "fquant.all_to_all": "all_to_all",
 }
 
 

@@ -19,7 +19,7 @@ from fquant.compile import graph
 COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _ENCODE, _DECODE = "fquant.encode_message.default", "fquant.decode_messages.default"  # of shard.transport.wire
 _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-_KNOWN = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all_single", "broadcast")
+_KNOWN = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_single", "broadcast")
 
 
 @dataclass(frozen=True)

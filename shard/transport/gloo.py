@@ -1,7 +1,8 @@
-"""All-gather and reduce-scatter over gloo that move every part once, to its place in the result.
+"""Collectives over gloo that move every part once, to its place in the result.
 
 Ranks of one machine use shared memory (shared_memory.py). Each writes its part there and reads the others. A gather
-copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of ranks.
+copies its result out, unless it is lent (see below). A sum adds up each rank's part in the order of ranks. An
+all-to-all copies from each rank the part that is for this one.
 
 Otherwise parts travel. torch's own gather receives into one buffer and copies to another, both new at each call, which
 takes most of the time of large parts. Here the result is the only buffer: a rank sends its part from its place there,
@@ -10,6 +11,7 @@ order of gathers, the same on every rank, tells those apart that are under way t
 
     all_gather(x, ranks, group)         x [n ...], contiguous and of any dtype      ->  [ranks·n ...]
     reduce_scatter(x, ranks, group)     x [ranks·n ...], contiguous numbers         ->  [n ...]
+    all_to_all(x, ranks, group)         x [ranks·n ...], contiguous and of any dtype ->  [ranks·n ...]
 
 The ops issue, and torch's ``wait_tensor`` waits; they have no derivatives. They raise RuntimeError as gloo does: at the
 wait, if a rank has gone or the group's time-out has passed; in shared memory also if ranks are in different
@@ -65,6 +67,23 @@ def _reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return out
 
 
+def _all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
+    over = resolve(group)
+    (memory, slot), out = _acquire(x, over), torch.empty_like(x)
+    given, received = (t.unflatten(0, (ranks, x.shape[0] // ranks)) for t in (x, out))
+    if slot is None:
+        finish = None
+        received[over.rank()].copy_(given[over.rank()])
+        _send_each(given, received, over, out)
+    else:
+        whole = slot.tensor(x.dtype, (ranks, *given.shape))
+        whole[over.rank()].copy_(given)
+        finish = partial(_sum_into, received, [whole[:, over.rank()]])
+    if memory is not None:
+        memory.publish(f"all_to_all {graph.describe(x)}", out, finish)
+    return out
+
+
 def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[SharedMemory | None, Slot | None]:
     """Return the memory of ``group``, if there is any, and a slot for a tensor like ``x`` of every rank."""
     memory = shared_memory.of_group(group) if group.size() > 1 and x.numel() else None
@@ -73,14 +92,20 @@ def _acquire(x: Tensor, group: dist.ProcessGroup) -> tuple[SharedMemory | None, 
 
 def _travel(x: Tensor, shape: tuple[int, ...], group: Any) -> Tensor:
     """Gather by messages."""
-    out, mine, ranks = x.new_empty(shape), group.rank(), group.size()
-    parts = out.unflatten(0, (ranks, x.shape[0])).unbind()
-    parts[mine].copy_(x)
-    for step in range(1, ranks) if x.numel() else ():
-        _register_work(out, group.recv([parts[mine - step]], (mine - step) % ranks, TAG))
-    for step in range(1, ranks) if x.numel() else ():
-        _register_work(out, group.send([parts[mine]], (mine + step) % ranks, TAG))
+    out = x.new_empty(shape)
+    parts = out.unflatten(0, (group.size(), x.shape[0]))
+    parts[group.rank()].copy_(x)
+    _send_each(parts[group.rank()].expand(parts.shape), parts, group, out)
     return out
+
+
+def _send_each(given: Tensor, received: Tensor, group: Any, out: Tensor) -> None:
+    """Send ``given[i]`` to each other rank i, and receive ``received[i]``; a wait for ``out`` waits for all of them."""
+    mine, ranks = group.rank(), group.size()
+    for step in range(1, ranks) if given.numel() else ():
+        _register_work(out, group.recv([received[mine - step]], (mine - step) % ranks, TAG))
+    for step in range(1, ranks) if given.numel() else ():
+        _register_work(out, group.send([given[(mine + step) % ranks]], (mine + step) % ranks, TAG))
 
 
 def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
@@ -98,8 +123,10 @@ for _name, _compute, _fake in (
     ("all_gather", _all_gather, _fake_gather),
     ("all_gather.lent", partial(_all_gather, lent=True), _fake_gather),
     ("reduce_scatter", _reduce_scatter, _fake_scatter),
+    ("all_to_all", _all_to_all, lambda x, ranks, group: torch.empty_like(x)),
 ):
     _LIBRARY.define(f"{_name}(Tensor x, int ranks, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _compute, "CPU")
     torch.library.register_fake(f"fquant::{_name}", _fake, lib=_LIBRARY)
 all_gather, reduce_scatter = torch.ops.fquant.all_gather.default, torch.ops.fquant.reduce_scatter.default
+all_to_all = torch.ops.fquant.all_to_all.default

@@ -38,6 +38,12 @@ CASES = {
         lambda x, w, group: curve(collectives.reduce_scatter(x, group), w),
         lambda x, w: [curve(y, v) for y, v in zip(x.sum(0).chunk(len(x)), w, strict=True)],
     ),
+    "all_to_all": (
+        lambda n: (2 * n, 3),
+        lambda n: (2 * n, 3),
+        lambda x, w, group: curve(collectives.all_to_all(x, group), w),
+        lambda x, w: [curve(torch.cat([other.chunk(len(x))[i] for other in x]), v) for i, v in enumerate(w)],
+    ),
     "all_reduce": (
         lambda n: (2, 3),
         lambda n: (2, 3),
@@ -177,6 +183,7 @@ def duals():
         "all_gather": (collectives.all_gather, collectives.reduce_scatter, draw(2, 3), draw(2 * n, 3)),
         "reduce_scatter": (collectives.reduce_scatter, collectives.all_gather, draw(2 * n, 3), draw(2, 3)),
         "all_reduce": (collectives.all_reduce, collectives.all_reduce, draw(2, 3), draw(2, 3)),
+        "all_to_all": (collectives.all_to_all, collectives.all_to_all, draw(2 * n, 3), draw(2 * n, 3)),
     }
     return {name: ((c(x, group) * y).sum(), (x * d(y, group)).sum()) for name, (c, d, x, y) in pairs.items()}
 

@@ -41,6 +41,8 @@ JOBS = {
     "none": dataclasses.replace(JOB, checkpoint="none"),
     "selective": dataclasses.replace(JOB, checkpoint="selective"),
     "accumulate": dataclasses.replace(JOB, accumulate=2),
+    "ordered": dataclasses.replace(JOB, ordered=True),
+    "ordered, accumulate": dataclasses.replace(JOB, ordered=True, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
     "full": dataclasses.replace(JOB, format=None, train=shard.Precision()),
     "codes": dataclasses.replace(JOB, format=INT8_ROW, train=shard.Precision(), moments=optim.DYNAMIC8),
@@ -235,9 +237,16 @@ def really(job, axes):
     [
         *(
             pytest.param(*x, marks=pytest.mark.slow)
-            for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"), ("head", 2, "fsdp=2"))
+            for x in (
+                ("last", 6, "fsdp=1"),
+                ("head", 6, "fsdp=2"),
+                ("head", 2, "fsdp=2"),
+                ("ordered, accumulate", 3, "dp=2"),
+                ("ordered", 2, "fsdp=3"),
+            )
         ),
         pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
+        ("ordered", 2, "fsdp=2"),
     ],
 )
 def test_predicted_is_measured(name, count, mesh):
@@ -306,7 +315,7 @@ def run(capsys, *args):
     "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_rows(folder, capsys, alone, meshes):
-    job = Job(layers(JOB, 1).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)
+    job = Job(layers(JOB, 1).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32, ordered=True)
     found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
     for x, mesh in zip(found, meshes, strict=True):
         axes = axes_in(mesh)

@@ -1,0 +1,18 @@
+"""Sums over the rows of a batch in one order, which does not depend on the mesh: the same bits on any number of ranks.
+
+    grads, value = shard.ordered.grad_and_value(loss, mesh, rules)(params, [rows])     # of the rows of all ranks
+
+A gradient of many rows is a sum, and a sum of floats depends on its order. A product over all rows of a rank, and then
+an all-reduce, take an order that follows the number of ranks. Here each row's gradient is a *leaf*, and leaves are
+added along a binary tree over the rows of the whole batch (sum_tree.py). Ranks have consecutive rows. A rank adds up
+the subtrees that it has whole (by_row.py), and ranks exchange these and finish the tree (exchange.py).
+
+The bits of a leaf must not depend on its neighbours either. Each product of frozen weights makes each row of its result
+alone, in an order that its number of rows does not change. Products that make the gradients of a row are batched
+products, one for each row. ``vmap`` makes both of a loss of one row.
+"""
+
+from .by_row import grad_and_value
+from .sum_tree import Rows
+
+__all__ = ["Rows", "grad_and_value"]

@@ -1,0 +1,52 @@
+"""The end of an ordered sum: ranks exchange the sums of their subtrees, and add up the rest of the tree.
+
+Numbers are cut into as many parts as there are ranks. An all-to-all brings each rank its part of the subtrees of all
+ranks. It adds them up in the order of the tree, and an all-gather gives the sums to all. With one subtree a rank these
+are the bytes of an all-reduce. A rank with fewer subtrees than another sends zeros for the rest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fquant import tree
+
+from ..collectives import Group, all_gather, all_to_all
+from ..device_mesh import groups, position
+from ..rules import Rules as Sharding
+from .sum_tree import Node, Rows, joined, nodes, split
+
+
+def total(found: Mapping[Node, Any], rows: Rows, mesh: DeviceMesh, rules: Sharding) -> Any:
+    """Return the sum over all rows of the batch of trees of tensors; ``found`` has those of the nodes of ``rows``."""
+    every = [nodes(each) for each in split(rows.total, position(mesh, rules.batch)[1])]
+    if len(every) == 1:
+        return found[every[0][0]]
+    (group,) = groups(mesh, rules.batch)
+    trees = [tree.flatten(found[node]) for node in nodes(rows)]
+    leaves = [each for each, _ in trees]
+    out: list[Any] = list(leaves[0])
+    for dtype in dict.fromkeys(t.dtype for t in out):
+        which = [i for i, t in enumerate(out) if t.dtype == dtype]
+        sizes = [out[i].numel() for i in which]
+        flat = _sum([[each[i].reshape(-1) for i in which] for each in leaves], sum(sizes), every, rows.total, group)
+        for i, part in zip(which, flat.split(sizes), strict=True):
+            out[i] = part.reshape(out[i].shape)
+    return tree.unflatten(trees[0][1], out)
+
+
+def _sum(own: list[list[Tensor]], size: int, every: list[list[Node]], rows: int, group: Group) -> Tensor:
+    """Return the sum [size] over all ranks, where ``own`` has the tensors of each subtree of this rank."""
+    ranks, most = len(every), max(map(len, every))
+    part = -(-size // ranks)
+    fill = own[0][0].new_zeros(ranks * part - size)
+    runs = [torch.cat([*each, fill]) for each in own]
+    runs += [torch.zeros_like(runs[0]) for _ in range(most - len(runs))]
+    sent = torch.stack([run.view(ranks, part) for run in runs], 1)  # [ranks most part]
+    received = all_to_all(sent.flatten(0, 1), group).unflatten(0, (ranks, most))
+    found = {node: received[rank, i] for rank, mine in enumerate(every) for i, node in enumerate(mine)}
+    (root,) = joined(found, rows, torch.add).values()
+    return all_gather(root, group)[:size]

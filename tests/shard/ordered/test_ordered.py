@@ -1,0 +1,113 @@
+"""Ordered sums: gradients and losses of a decoder have the same bits on any mesh, in any chunks, captured or not.
+
+The oracles are one process, and gradients of all rows at once in float64.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.func import grad_and_value, vmap
+
+import shard
+from fquant import NF4_DQ, jit, lora, quantize, random, tree
+from models import decoder
+from models.config import Config
+from tests.helpers import ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CFG = Config(vocab=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden=96)
+ROWS, LENGTH = 11, 16
+CASES = [({"dp": 2, "fsdp": 2}, 2, False, torch.bfloat16), ({"fsdp": 3}, 1, True, torch.float32)]
+EVERY = [
+    (axes, chunks, captured, dtype)
+    for axes in ({"fsdp": 1}, {"fsdp": 2}, {"dp": 3}, {"dp": 2, "fsdp": 2}, {"fsdp": 5}, {"dp": 8})
+    for chunks, captured in ((1, True), (1, False) if axes == {"dp": 8} else (2, False))
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def weights():
+    """Return adapters and a quantised base, whose table is larger than the tokens that are looked up."""
+    dense = decoder.init(CFG, random.key(0))
+    packed = tree.map_at("layers.*.(q|k|v|o|gate|up|down)", lambda t: quantize(t, NF4_DQ), dense)
+    adapters = lora.init(packed, "layers.*.(q|v|down)", 4, key=1)
+    draw = torch.Generator().manual_seed(0)
+    return tree.map(lambda t: torch.randn(t.shape, generator=draw) * 0.1, adapters), packed
+
+
+def total(axes, chunks, dtype, captured):
+    """Return the ordered gradient and value on this rank."""
+    mesh, rules = shard.mesh(**axes), shard.Rules()
+    torch.set_num_threads(1 if mesh.size() > 1 else 2)
+    adapters, base = weights()
+    base, adapters = shard.place((base, adapters), decoder.dims(CFG), rules, mesh, CFG)
+    comm = shard.comm(mesh, rules, tokens=LENGTH * shard.max_local_rows(ROWS, mesh, rules), by_row=True)
+    tokens = torch.randint(0, CFG.vocab, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    mine = shard.share(tokens, mesh, rules).tensor_split(chunks)
+
+    def f(adapters, base, chunks):
+        def loss(adapters, row):
+            params = lora.attach(base, adapters)
+            return decoder.loss(params, row[:-1], row[1:], CFG, comm, dtype=dtype, count=1.0)
+
+        return shard.ordered.grad_and_value(loss, mesh, rules, ROWS, dtype)(adapters, chunks)
+
+    return (jit(f) if captured else f)(adapters, shard.local(base), mine)
+
+
+@pytest.mark.parametrize(
+    ("axes", "chunks", "captured", "dtype"),
+    [*CASES, *(pytest.param(*x, marks=pytest.mark.slow) for x in EVERY if x not in CASES)],
+    ids=str,
+)
+def test_the_bits_are_those_of_one_process(axes, chunks, captured, dtype):
+    (want,) = ranks.run(1, total, {"fsdp": 1}, 1, dtype, False, timeout=120)
+    for got in ranks.run(math.prod(axes.values()), total, axes, chunks, dtype, captured, timeout=120):
+        differ = [path for path, t in tree.items(got) if not torch.equal(t, tree.get(want, path))]
+        assert not differ
+
+
+def test_the_sum_is_that_of_all_rows():
+    (got,) = ranks.run(1, total, {"fsdp": 1}, 3, torch.float32, False)
+    adapters, base = weights()
+    tokens = torch.randint(0, CFG.vocab, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+    def loss(adapters):
+        params = lora.attach(base, tree.map(torch.Tensor.double, adapters))
+        return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], CFG, dtype=torch.float64, count=1.0)
+
+    for (path, t), (_, want) in zip(tree.items(got), tree.items(grad_and_value(loss)(adapters)), strict=True):
+        torch.testing.assert_close(t.double(), want.double(), rtol=1e-4, atol=1e-5 * float(want.abs().max()), msg=path)
+
+
+def mapped(axes):
+    """Return ordered gradients of two vectors of parameters at once, and of each alone."""
+    mesh, rules = shard.mesh(**axes), shard.Rules()
+    both, x = torch.tensor([[0.3, -0.7], [1.1, 0.2]]), torch.arange(14.0).reshape(7, 2)
+    f = shard.ordered.grad_and_value(lambda w, row: (w * row).sum().sin(), mesh, rules, 7)
+    mine = shard.share(x, mesh, rules)
+    return vmap(lambda w: f(w, [mine]))(both), [f(w, [mine]) for w in both]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 1}, {"fsdp": 3}], ids=str)
+def test_vmap(axes):
+    for stacked, alone in ranks.run(math.prod(axes.values()), mapped, axes):
+        for at in (0, 1):
+            assert torch.equal(stacked[at], torch.stack([one[at] for one in alone]))
+
+
+def wrong(rows, given):
+    mesh, rules = shard.mesh(fsdp=2), shard.Rules()
+    f = shard.ordered.grad_and_value(lambda w, row: (w * row).sum(), mesh, rules, rows)
+    f(torch.ones(2), [torch.ones(given, 2)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "message"),
+    [(8, 3, "got 3 of 8 rows on rank 0 of 2, wanted 4"), (1, 1, "got 1 rows for 2 ranks, wanted at least as many")],
+)
+def test_other_rows_than_those_of_a_rank_are_refused(rows, given, message):
+    with pytest.raises(ranks.RankFailure, match=message):
+        ranks.run(2, wrong, rows, given)
