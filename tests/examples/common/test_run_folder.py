@@ -111,7 +111,7 @@ safetensors.write(sys.argv[1], {"a": torch.ones(1 << 20), "b": Lazy(kill, torch.
 
 
 def announced(options, inputs):
-    run_folder.check_inputs(options, inputs)
+    run_folder.check_same(options, inputs)
     run_folder.announce(options, inputs)
     return run_folder.is_saved(options)
 
@@ -132,10 +132,12 @@ def test_what_a_killed_writer_leaves_is_removed_when_the_run_resumes(tmp_path):
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
+    (tmp_path / "checkpoints" / ".step-3.0123abcd.tmp").mkdir(parents=True)  # a checkpoint that is not whole
     resumed = dataclasses.replace(options, out=None, resume=tmp_path)
     assert ranks.run(1, announced, resumed, {}) == [True]
     assert sorted(tmp_path.rglob("*.tmp")) == sorted(others)
     assert {path.name for path in inner.iterdir()} == {STATE, "deeper"}
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.xdist_group("ranks")
