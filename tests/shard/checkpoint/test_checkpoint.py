@@ -6,8 +6,11 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +255,26 @@ def test_faults_are_named_on_every_rank(fault, error, tmp_path):
     assert len(caught.value.failures) == 2
     left = [p.name for p in tmp_path.iterdir()]
     assert "step-1" not in left or fault in ("again", "other", "shape")
+
+
+def widowed(folder):
+    """Begin a checkpoint of which rank 1 writes nothing, as if it were killed, and let the program of rank 0 end."""
+    mesh, rules, over = shard.mesh(fsdp=2), shard.Rules(), threading.Thread(target=int)
+    over.start()
+    over.join()
+    fake = SimpleNamespace(Thread=threading.Thread, main_thread=lambda: over)
+    written = writing._write if dist.get_rank() == 0 else lambda *_: None
+    with mock.patch.object(writing, "threading", fake), mock.patch.object(writing, "_write", written):
+        begun = checkpoint.begin(folder, {"a": torch.ones(3)}, mesh, rules)
+        begun.thread.join(30)
+    assert not begun.thread.is_alive()
+    return [str(error) for error in begun.errors]
+
+
+def test_a_program_that_ends_does_not_wait_for_a_rank_that_died(tmp_path):
+    found = ranks.run(2, widowed, str(tmp_path / "step-1"))
+    assert found == [["rank-1-of-2.safetensors: not written in 1 s; is its rank alive?"], []]
+    assert not (tmp_path / "step-1").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "manifest", "other file", "no manifest"])
