@@ -82,8 +82,7 @@ class Options:
         if self.model == NOT_GIVEN:
             raise ValueError("there is no IN; wanted a folder to convert, and OUT; see --help")
         if self.to is None:
-            is_run = self.model.name == checkpoints.STATE or (self.model / checkpoints.STATE).is_file()
-            return replace(self, to="adapter" if is_run else "gguf").checked()
+            return replace(self, to="adapter" if checkpoints.is_state(self.model) else "gguf").checked()
         if self.out == NOT_GIVEN:
             if self.to != "adapter":
                 raise ValueError(f"there is no OUT; wanted where to write {self.to}; see --help")
@@ -170,7 +169,7 @@ def adapter_of(options: Options) -> str:
     """Write the adapter, or the model, of a run or of one of its checkpoints; return a line about it."""
     run, file = checkpoints.run_of(options.model)
     base = Path(run_folder.restored(qlora.Options, run / checkpoints.RUN).model)
-    state = safetensors.load(file)
+    state = checkpoints.read(file)
     if not isinstance(state, State):
         raise ValueError(f"{file}: got a {type(state).__name__}, wanted the state of a run of examples.qlora")
     cfg = hf.read_config(base)

@@ -51,19 +51,25 @@ def attempt(what: str, f: Callable[[], T], gather: Gather | None = None) -> T:
 
     A rank that failed raises its own error, the others a ValueError with the failed ranks and their errors.
     """
+    return attempt_and_tell(what, lambda: (f(), ""), gather)[0]
+
+
+def attempt_and_tell(what: str, f: Callable[[], tuple[T, str]], gather: Gather | None = None) -> tuple[T, list[str]]:
+    """Return the value of ``f()`` and the text beside it on every rank, by rank; raise as :func:`attempt`."""
     result: Any = None
     error: Exception | None = None
     try:
-        result = f()
+        result, text = f()
+        text = f"+{text}"
     except Exception as caught:  # of any kind, because the other ranks wait to learn of it
-        error = caught
+        error, text = caught, f"-{type(caught).__name__}: {caught}"
     gather = gather or partial(all_gather_text, what=f"outcome: {what}")
-    texts = gather("" if error is None else f"{type(error).__name__}: {error}")
+    texts = gather(text)
     if error is not None:
         raise error
-    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+    if failed := [f"rank {rank}: {text[1:]}" for rank, text in enumerate(texts) if text[0] == "-"]:
         raise ValueError(f"{what} failed on {'; '.join(failed)}")
-    return result
+    return result, [text[1:] for text in texts]
 
 
 def fingerprint(x: Any, content: bool = True) -> dict[str, str]:

@@ -13,7 +13,8 @@ themselves travels over gloo on every mesh, so that a check neither waits for th
 * A collective that does not complete fails after 60 seconds along every axis, not after torch's default 30 minutes.
 * Ranks compare their devices before there is a group, because NCCL waits for a rank that has none, or shares one.
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
-* The store is prefixed with torchrun's restart count. Otherwise restarted workers find gloo addresses of dead ones.
+* Ranks under torchrun agree on a name of their start, and use the agent's store under it. The store outlives them, so
+  they would find gloo addresses of dead ranks. The restart count is no such name: after a death it is not that of all.
 * ``close`` waits for all ranks, because gloo aborts if a group is torn down while a peer still sends.
 * An exit leaves gloo's threads a moment to release the last tensors. One that finds the interpreter ending aborts the
   process and replaces its exit status.
@@ -23,6 +24,7 @@ import atexit
 import functools
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +132,8 @@ def _start(device: str | torch.device, timeout: timedelta) -> torch.device:
         world, host, port = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
-        store = dist.PrefixStore(f"fquant/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        name = _agreed_name(store, rank, world, timeout.total_seconds()) if shared else "alone"
+        store = dist.PrefixStore(f"fquant/{name}", store)
     every = functools.partial(_gather_text, store, rank, world)
     found = agree.attempt("mesh", lambda: parse(device), every)
     agree.same("mesh", {"device": found.type}, every)
@@ -158,6 +161,39 @@ def _check_backend(device: torch.device, backend: str) -> None:
     if f"{device.type}:{backend}" not in running.split(","):
         got = f"mesh: the process group that runs already is {running}; wanted {backend} for {device}"
         raise ValueError(f"{got}; start it as {BACKENDS}, or let shard.mesh start it")
+
+
+def _agreed_name(store: dist.Store, rank: int, ranks: int, seconds: float) -> str:
+    """Return a name that all ranks of this start of the job have, and no earlier start: a word of rank 0.
+
+        rank 1    hello/1 = its own word        here/NAME/1
+        rank 0    welcome/WORD = NAME           go/NAME, once all are here
+
+    A rank that has died said hello, too, and rank 0 may have answered it. So rank 0 looks until a living one is here.
+    Raises RuntimeError if some rank has not come in ``seconds``.
+    """
+    store, mine, end = dist.PrefixStore("fquant", store), secrets.token_hex(8), time.monotonic() + seconds
+    name, missing = ("", [0]) if rank else (mine, list(range(1, ranks)))
+    if rank:
+        store.set(f"hello/{rank}", mine)
+    while missing:
+        if rank:
+            if store.check([f"welcome/{mine}"]):
+                name = store.get(f"welcome/{mine}").decode()
+                store.set(f"here/{name}/{rank}", "")
+            missing = [] if name and store.check([f"go/{name}"]) else [0]
+        else:
+            missing = [other for other in missing if not store.check([f"here/{mine}/{other}"])]
+            for other in missing:
+                if store.check([f"hello/{other}"]):
+                    store.set(f"welcome/{store.get(f'hello/{other}').decode()}", mine)
+        if missing and time.monotonic() > end:
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise RuntimeError(f"mesh: {who} did not come in {seconds:g} s; start every rank of the job")
+        time.sleep(0.01 if missing else 0)
+    if rank == 0:
+        store.set(f"go/{mine}", "")
+    return name
 
 
 def _gather_text(store: dist.Store, rank: int, ranks: int, text: str) -> list[str]:

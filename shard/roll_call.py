@@ -91,6 +91,13 @@ def _explain(group: dist.ProcessGroup | None = None) -> str:
     return "" if world is None or roll is None else roll.losses(_members(group or world))
 
 
+def lost() -> str:
+    """Return which ranks of the job are known to have gone, without waiting, or nothing; may be called at any time."""
+    world = dist.group.WORLD
+    roll = None if world is None else _KNOWN.get(world)
+    return "" if world is None or roll is None else roll.losses(_members(world), 0.0)
+
+
 def _members(group: dist.ProcessGroup) -> Members:
     if group not in _MEMBERS:
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -1,16 +1,18 @@
-"""The files of a run that hold what it has trained: its last state, earlier ones, and the best.
+"""The files of a run that hold what it has trained: its checkpoints, and the best of what was published.
 
-    state.safetensors                   the last state
-    checkpoints/step-40/                the state after 40 steps, one of the last ``--keep``
+    checkpoints/step-40/                the state after 40 steps, in ranges of all ranks (shard/checkpoint/)
     best/                               what was published at the lowest validation loss, and best.json
 
-A program publishes its results, such as an adapter, into the run's folder with every state, and into ``best``. Rank 0
-writes, and each file is written whole.
+The last ``--keep`` checkpoints stay. A step's checkpoint is copied to the host and written beside the next steps, so
+that one every step costs little. A folder of that name is whole. What a program publishes, such as an adapter, is
+written into the run's folder every ``--publish-every`` steps and at the end, and into ``best``. Rank 0 does that
+between two steps, and no checkpoint needs it: ``examples.export`` takes it out of each.
+
+Runs of the release before have one file of rank 0, state.safetensors, which is read if there is no checkpoint.
 """
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,18 +20,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+import shard
 from fquant import tree
 from fquant.io import safetensors, tree_json
 from fquant.lazy import Lazy
 from fquant.tree import expect
 from shard import agree
+from shard.checkpoint import MANIFEST, Writing
 
 from .progress import lines
 
 RUN, STATE, BEST = "run.json", "state.safetensors", "best.json"
-Publish = Callable[[Path], None]  # writes the results of training to a folder
+Publish = Callable[[Path], None]  # writes the results of training to a folder; every rank calls it
 Validation = tuple[int, float]  # steps done, and the loss in nats a token
 
 
@@ -42,77 +46,72 @@ def without_validation(run: Any, state: Any) -> dict[str, Any]:
     return {"validation": math.nan}
 
 
-def no_inputs(run: Any) -> dict[str, str]:
-    """Return no digests, as a program that reads no files."""
-    return {}
-
-
-def as_it_is(run: Any, state: Any) -> Any:
-    """Return the state, of which every rank has all."""
-    return state
-
-
-def save(folder: Path, state: Any, done: int, keep: int, publish: Publish) -> None:
-    """Write the state after ``done`` steps and what is published, and remove all but the last ``keep``."""
-    if dist.get_rank():
-        return
-    if keep > 1 and (folder / STATE).exists():
-        was = int(safetensors.read(safetensors.header(folder / STATE), "done"))
-        if was < done:  # copied, so that there is a last state at any time
-            before = step_folder(folder, was)
-            before.mkdir(parents=True, exist_ok=True)
-            with safetensors.replacing(before / STATE) as file:
-                file.write((folder / STATE).read_bytes())
-    safetensors.save(folder / STATE, state)
-    publish(folder)
-    for old in steps_in(folder)[: -(keep - 1) or None]:
-        shutil.rmtree(step_folder(folder, old))
-
-
-def load(folder: Path, like: Any) -> Any:
-    """Return the last state of a run, each tensor on the device of ``like``'s, and on the host if that is meta.
-
-    Raises ValueError on every rank if its structure is not ``like``'s.
-    """
-    there = lambda t, like: t.to(like.device) if isinstance(t, Tensor) and not like.is_meta else t
-
-    def read() -> Any:
-        return tree.map(there, _checked(folder, safetensors.load(folder / STATE), like), like)
-
-    return agree.attempt("resume", read)
-
-
-def lazy(folder: Path, like: Any) -> Any:
-    """Return the last state of a run as :func:`load` does, except that no tensor is read yet (fquant.lazy)."""
-
-    def opened() -> Any:
-        found = safetensors.tree_header(folder / STATE)
-
-        def leaf(name: str) -> Lazy:
-            entry = found.tensors[name]
-            meta = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            return Lazy(partial(safetensors.read, found, name), meta, partial(safetensors.stamp, found, name))
-
-        return _checked(folder, tree_json.decode(found.metadata[safetensors.TREE], leaf), like)
-
-    return agree.attempt("resume", opened)
-
-
-def _checked(folder: Path, state: Any, like: Any) -> Any:
-    fault = f"{folder / STATE}: holds another tree than this run's; resume with the release that wrote it"
-    expect(tree.structure(state) == tree.structure(like), fault)
-    return state
+def folder_of(folder: Path) -> Path:
+    """Return the folder of the checkpoints of a run."""
+    return folder / "checkpoints"
 
 
 def step_folder(folder: Path, done: int) -> Path:
     """Return the folder of the state after ``done`` steps."""
-    return folder / "checkpoints" / f"step-{done}"
+    return folder_of(folder) / f"step-{done}"
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the earlier states that a run has kept, in order."""
-    names = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+def newest(folder: Path) -> int | None:
+    """Return the steps of the last state of a run, or None if it has none; raise ValueError for a damaged file."""
+    if found := shard.checkpoint.steps(folder_of(folder)):
+        return found[-1]
+    return int(safetensors.read(safetensors.header(folder / STATE), "done")) if (folder / STATE).is_file() else None
+
+
+def begin(
+    folder: Path, state: Any, done: int, keep: int, mesh: DeviceMesh, rules: shard.Rules, after: Writing | None
+) -> Writing:
+    """Begin to write the state after ``done`` steps, finish the checkpoint ``after`` which it comes, and keep some."""
+    writing = shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after)
+    _keep(folder, keep)
+    return writing
+
+
+def finish(folder: Path, writing: Writing | None, keep: int) -> None:
+    """Wait for the last checkpoint, if there is one, and keep as many as were asked for."""
+    if writing is not None:
+        shard.checkpoint.finish(writing)
+        _keep(folder, keep)
+
+
+def _keep(folder: Path, last: int) -> None:
+    if dist.get_rank() == 0:
+        shard.checkpoint.keep(folder_of(folder), last)
+
+
+def load(folder: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
+    """Return the last state of a run, on any mesh, in the form and on the devices of ``like``.
+
+    Raises ValueError on every rank if it is damaged, or another tree than ``like``.
+    """
+    if found := shard.checkpoint.steps(folder_of(folder)):
+        return shard.checkpoint.load(step_folder(folder, found[-1]), like, mesh, rules)
+    return agree.attempt("resume", lambda: _former(folder / STATE, like, mesh, rules))
+
+
+def _former(path: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
+    """Return this rank's part of the state of a run of the release before, of which it reads one tensor at a time."""
+    found = safetensors.tree_header(path)
+
+    def leaf(name: str) -> Lazy:
+        entry = found.tensors[name]
+        meta = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return Lazy(partial(safetensors.read, found, name), meta, partial(safetensors.stamp, found, name))
+
+    state = tree_json.decode(found.metadata[safetensors.TREE], leaf)
+    fault = f"{path}: holds another tree than this run's; resume with the release that wrote it"
+    expect(tree.structure(state) == tree.structure(shard.whole_like(like)), fault)
+    return shard.part(state, like, mesh, rules)
+
+
+def read(path: Path) -> Any:
+    """Return the whole state of a checkpoint's folder, or of a file of the release before, on the host."""
+    return shard.checkpoint.read(path) if path.is_dir() else safetensors.load(path)
 
 
 def validations(folder: Path, done: int) -> list[Validation]:
@@ -134,23 +133,34 @@ def is_over(history: Sequence[Validation], patience: int | None) -> bool:
 
 
 def save_best(folder: Path, history: Sequence[Validation], publish: Publish) -> None:
-    """Publish to ``best`` if the last validation is the best."""
-    if dist.get_rank() or not is_best(history):
+    """Publish to ``best`` if the last validation is the best; every rank calls it."""
+    if not is_best(history):
         return
-    (folder / "best").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        (folder / "best").mkdir(exist_ok=True)
     publish(folder / "best")
-    done, loss = history[-1]
-    with safetensors.replacing(folder / "best" / BEST) as file:
-        file.write((json.dumps({"steps": done, "validation": loss}, indent=2) + "\n").encode())
+    if dist.get_rank() == 0:
+        done, loss = history[-1]
+        with safetensors.replacing(folder / "best" / BEST) as file:
+            file.write((json.dumps({"steps": done, "validation": loss}, indent=2) + "\n").encode())
+
+
+def is_state(path: Path) -> bool:
+    """Return True for the folder of a run, of a checkpoint, or a file of the release before."""
+    return path.name == STATE or (path / MANIFEST).is_file() or newest(path) is not None
 
 
 def run_of(path: Path) -> tuple[Path, Path]:
-    """Return the run's folder and the state's file, for the folder of a run, of an earlier state, or a state's file.
+    """Return the run's folder and the place of a state (:func:`read`), for the folder of a run or of a checkpoint.
 
     Raises ValueError for a path without a state, or outside a run.
     """
-    state = path / STATE if path.is_dir() else path
-    expect(state.is_file(), f"{path}: got no {STATE} there, wanted the folder of a run or of one of its checkpoints")
+    state = path
+    if path.is_dir() and not (path / MANIFEST).is_file():
+        found = shard.checkpoint.steps(folder_of(path))
+        state = step_folder(path, found[-1]) if found else path / STATE
+    fault = f"{path}: got no checkpoint there, wanted the folder of a run or of one of its checkpoints"
+    expect(state.exists(), fault)
     run = next((folder for folder in state.absolute().parents if (folder / RUN).is_file()), None)
     if run is None:
         raise ValueError(f"{path}: got a state outside a run, wanted {RUN} in a folder above it; move it back")

@@ -1,12 +1,14 @@
 """Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out.
 
-The ranks end with the launcher, also if it is killed and cannot stop them.
+The ranks end with the launcher, also if it is killed and cannot stop them. A signal that stops it goes to the ranks,
+which have the time to take a step and write a checkpoint.
 """
 
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import uuid
@@ -23,6 +25,12 @@ from fquant.kernels.cpu import usable_cores
 __all__ = ["RankFailed", "Stopped", "local", "record"]
 
 
+ELASTIC = "torch.distributed.elastic"
+LOGGERS = (ELASTIC, f"{ELASTIC}.agent.server.api", f"{ELASTIC}.multiprocessing.api", "torch.multiprocessing.spawn")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PATIENCE = 600  # seconds in which ranks leave after a signal
+
+
 class RankFailed(RuntimeError):
     """A rank died or raised; the message names it."""
 
@@ -30,26 +38,33 @@ class RankFailed(RuntimeError):
 def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
     """Run ``f(*args)`` on ``ranks`` local processes and return the first's result; decorate ``f`` with ``record``.
 
-    Raises RankFailed naming the first rank that died or raised, after the others were stopped.
+    Raises RankFailed naming the first rank that died or raised, after the others were stopped. Raises Stopped after a
+    signal to this process, or if the ranks raise it after a signal to one of them.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores(ranks)))
     with tempfile.TemporaryDirectory(prefix="fquant-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=logs), shutdown_timeout=PATIENCE,
         )  # fmt: skip
         try:
             return elastic_launch(config, _run)(f, *args)[0]
         except ChildFailedError as error:
+            if codes := {f.exitcode for f in error.failures.values()} & {128 + number for number in SIGNALS}:
+                raise Stopped("the ranks were stopped", signal.Signals(codes.pop() - 128)) from None
             raise RankFailed(_story(error.failures)) from None
 
 
 def _run(f: Callable[..., Any], *args: Any) -> Any:
     """Return ``f(*args)`` on a rank, which ends if its launcher does."""
     threading.Thread(target=_end_with_launcher, name="end with the launcher", daemon=True).start()
-    return f(*args)
+    try:
+        return f(*args)
+    except Stopped as stopped:  # a launcher that stops its ranks takes no results, and a rank that has one waits for it
+        sys.exit(128 + stopped.sigval)
 
 
 def _end_with_launcher() -> None:

@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+import shard
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from fquant.io.files.replacing import is_leftover, remove_leftovers
 from shard import agree
 
-from . import devices
-from .checkpoints import RUN, STATE
+from . import checkpoints, devices
+from .checkpoints import RUN
 
 if TYPE_CHECKING:
     from .runs import Options
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 # Options that a resumed run may change: they change no step that is done.
 LATER = (
-    "steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
+    "steps", "save_every", "publish_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
     "offload_activations",
 )  # fmt: skip
 
@@ -67,6 +69,7 @@ def announce(options: Options, inputs: Mapping[str, str]) -> None:
 
     def begin() -> None:
         clear(options.folder())
+        shard.checkpoint.clean(checkpoints.folder_of(options.folder()))
         record(options.folder() / RUN, content | {"inputs": dict(inputs)})
 
     agree.attempt("start", lambda: begin() if dist.get_rank() == 0 else None)
@@ -124,10 +127,9 @@ def check_resumed(resume: Path, options: Options) -> None:
         fault = f"--resume {resume}: there is no {RUN}; wanted the folder of a run"
         raise ValueError(f"{fault}. A run that was stopped before it wrote one is started again, with --out")
     was = options.upgraded(read(resume / RUN)["options"])
-    if (resume / STATE).is_file():
-        done = int(safetensors.read(safetensors.header(resume / STATE), "done"))
-        if options.steps is not None and options.steps < done:
-            raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")
+    done = checkpoints.newest(resume)
+    if done is not None and options.steps is not None and options.steps < done:
+        raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")
     was = {field.name: field.default for field in fields(options)} | was  # options that came later have their default
     for name, now in options.shared().items():
         if name not in LATER and was[name] != now:
@@ -149,14 +151,20 @@ def digests(named: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest({at: x for at, x in of.items() if at.endswith("(content)")}) for name, of in facts.items()}
 
 
-def check_inputs(options: Options, inputs: Mapping[str, str]) -> None:
-    """Raise ValueError on every rank if the run is resumed and an input has another digest than at its start."""
+def check_same(options: Options, inputs: Mapping[str, str]) -> None:
+    """Raise ValueError on every rank if a resumed run has other options, or an input of another digest, than before.
+
+    The ``options`` have nothing left open. To be called before anything is placed.
+    """
 
     def check() -> None:
-        was = read(options.folder() / RUN).get("inputs", {}) if options.resume is not None else {}
+        if options.resume is None:
+            return
+        check_resumed(options.resume, options)
+        was = read(options.resume / RUN).get("inputs", {})
         for name, now in inputs.items():
             if was.get(name, now) != now:
-                fault = f"{options.folder()}: {name} has another content than when the run was started"
+                fault = f"{options.resume}: {name} has another content than when the run was started"
                 raise ValueError(f"{fault}; put the former one in its place, or start a new run with --out")
 
     agree.attempt("resume", check)
@@ -167,6 +175,11 @@ def is_saved(options: Options) -> bool:
 
     Raises ValueError on every rank if they see different files.
     """
-    found = options.resume is not None and (options.resume / STATE).is_file()
-    agree.same("resume", {STATE: "a file" if found else "no file"})
-    return found
+    found = None if options.resume is None else checkpoints.newest(options.resume)
+    agree.same("resume", {"last state": "none" if found is None else f"of step {found}"})
+    return found is not None
+
+
+def resumed(options: Options, state: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
+    """Return the last state of the run that is resumed, in the form of ``state``, or ``state`` if there is none."""
+    return checkpoints.load(options.folder(), state, mesh, rules) if is_saved(options) else state

@@ -2,36 +2,44 @@
 
     run.json              the options, the mesh, the processes of the run, and digests (examples/common/run_folder.py)
     metrics.jsonl         a line a step (examples/common/progress.py)
-    state.safetensors     the state, every so many steps and at the end (examples/common/checkpoints.py)
+    checkpoints/step-40/  the state, every so many steps and at the end (examples/common/checkpoints.py)
     result.json           the results
 
-Each file is written whole, so the state of a killed run is that of one step. A run resumes on any mesh from its folder,
-and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end. One that was killed before its first
-state begins again. A state that is damaged and data or a model that changed since the start are refused.
+Each file and each checkpoint is written whole, so the state of a killed run is that of one step. A run resumes on any
+mesh from its folder, and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end. One that was
+killed before its first checkpoint begins again. A checkpoint that is damaged and data or a model that changed since the
+start are refused.
+
+A run that is stopped by Ctrl-C or SIGTERM leaves with a checkpoint (examples/common/interrupts.py). One of which a rank
+dies begins again from its last checkpoint if it may. With ``--restarts`` this program starts all local ranks again.
+With ``--elastic`` a command begins the run in ``--out``, or goes on there with as many processes as there are now.
+torchrun starts the same command line again after a death.
 """
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
 
 import shard
 
 from . import checkpoints, devices, launch, run_folder, tracking
-from .checkpoints import RUN, Validation
+from .checkpoints import RUN
 from .command_line import axes_in, check_least, command_line
-from .progress import Report
+from .training_loop import work
 
 RESULT = "result.json"
-FREE = ("out", "resume", "mesh", "device", "show_data", "json")  # options that are not of the run itself
+COUNTS = ("batch", "steps", "save_every", "publish_every", "keep", "validate_every", "patience")
+# Options that are not of the run itself.
+FREE = ("out", "resume", "elastic", "restarts", "mesh", "device", "show_data", "json")
 
 
 class Options:
@@ -45,19 +53,20 @@ class Options:
     device: str
     batch: int
     steps: int | None  # None until the data are known
-    save_every: int
+    save_every: int | None  # None until it is known what is trained
     out: Path | None
     resume: Path | None
-    keep: int = 1  # states
+    keep: int = 1  # checkpoints
+    publish_every: int = 20  # steps
+    elastic: bool = False
+    restarts: int = 0
     track: tracking.Tracker | None = None
     validate_every: int | None = None  # steps
     patience: int | None = None  # validations
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        check_least(
-            self, self.LEAST | dict.fromkeys(("batch", "steps", "save_every", "keep", "validate_every", "patience"), 1)
-        )
+        check_least(self, self.LEAST | dict.fromkeys(COUNTS, 1) | {"restarts": 0})
         for name in self.POSITIVE:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted a number above 0")
@@ -66,6 +75,8 @@ class Options:
         tracking.check(self.track)
         if self.resume is not None and self.out is not None:
             raise ValueError("--resume continues in its own folder; leave out --out")
+        if self.elastic and self.out is None and self.resume is None:
+            raise ValueError("--elastic begins a run in --out or goes on there; give --out")
 
     def axes(self, world: int | None = None) -> dict[str, int]:
         """Return the mesh as axis -> size; without --mesh, fsdp over all processes, or over all CUDA devices.
@@ -98,28 +109,28 @@ class Options:
 
 
 class Program(NamedTuple):
-    """The functions of a program that trains; all but ``prepare`` run on each rank, ``publish``, ``show`` on the first.
+    """The functions of a program that trains; all but ``prepare`` run on each rank, ``show`` on the first.
 
-    The constants of a run have ``options``, in which nothing is left open.
+    The constants of a run have ``options``, in which nothing is left open, and ``inputs`` (run_folder.digests).
     """
 
     name: str
     options: Any  # by default
     prepare: Callable[[Any], bool]  # checks all input of the options, before processes start; True: that was all
-    start: Callable[[Any], tuple[Any, Any]]  # options -> constants of the run, first or loaded state
+    # options -> constants of the run, first or loaded state; before anything is placed it calls run_folder.check_same
+    start: Callable[[Any], tuple[Any, Any]]
     take: Callable[[Any, Any], tuple[Any, Any]]  # run, state -> next state, figures of the step with ``step``, ``loss``
     measure: Callable[..., Any]  # run, state, function that prints a line -> results
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
-    # run, whole state, folder: writes what is of use without the state
+    placement: Callable[[Any], tuple[DeviceMesh, shard.Rules]]  # run -> of its state
+    # run, state, folder: writes what is of use without the state, on rank 0; every rank calls it
     publish: Callable[..., None] = checkpoints.publish_nothing
     # run, state -> fields of the step's figures, "validation" among them: the loss of held-out data, in nats a token
     validate: Callable[..., dict[str, Any]] = checkpoints.without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
-    inputs: Callable[[Any], dict[str, str]] = checkpoints.no_inputs  # run -> digests (run_folder.digests)
-    whole: Callable[[Any, Any], Any] = checkpoints.as_it_is  # of all ranks, on rank 0; every rank calls it
 
 
 T = TypeVar("T", bound=Options)
@@ -128,9 +139,9 @@ T = TypeVar("T", bound=Options)
 def command(program: Program, args: list[str] | None) -> int:
     """Run the command line ``args`` of ``program`` and return its exit status.
 
-    The status is 0, 1 if a rank failed, or 2 for bad input, which one line names.
+    The status is 0, 1 if a rank failed, 2 for bad input, which one line names, 130 after Ctrl-C and 143 after SIGTERM.
     """
-    is_own = False  # a fault of this rank alone
+    is_own, options = False, None  # a fault of this rank alone
     try:
         options = parse(program.options, args, f"python -m examples.{program.name}")
         options.check()
@@ -142,17 +153,17 @@ def command(program: Program, args: list[str] | None) -> int:
         ranks = math.prod(axes.values())
         if not under_torchrun:
             devices.check_ranks(options.device, ranks)
-        if options.resume is not None:
+        if options.resume is not None and not options.elastic:  # of which some options are open
             run_folder.check_resumed(options.resume, options)
         if not under_torchrun and program.prepare(options):
             return 0
         if options.resume is None and os.environ.get("RANK", "0") == "0":
             options = replace(options, out=run_folder.free(options.out, f"runs/{program.name}"))
-        if under_torchrun or ranks == 1:
+        if under_torchrun or (ranks == 1 and not options.restarts):
             fault = work(program, options)
         else:
             Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
-            fault = launch.local(ranks, work, program, options)
+            fault = _local(program, options, ranks)
         if fault is None:
             return 0
         status, message = 2, fault
@@ -162,70 +173,46 @@ def command(program: Program, args: list[str] | None) -> int:
         status, message = 1, str(error)
     except torch.OutOfMemoryError as error:
         status, message = 1, f"{str(error).partition('. ')[0]}; use a smaller --batch or --seq, or more fsdp"
-    except (KeyboardInterrupt, launch.Stopped):
-        status, message = 130, "stopped; continue with --resume and the folder of the run, if it has run.json"
+    except (KeyboardInterrupt, launch.Stopped) as error:
+        status, message = 128 + getattr(error, "sigval", signal.SIGINT), stopped(program, options)
     if is_own or os.environ.get("RANK", "0") == "0":
         print(f"{program.name}: {message}", file=sys.stderr)
     return status
 
 
-@launch.record
-def work(program: Program, options: Options) -> str | None:
-    """Run one rank; return a message if the input is at fault, which all ranks know.
-
-    Raises Refused for a device that this rank does not get, so that the others are stopped.
-    """
-    devices.begin(options.device)
-    try:
-        run, state = program.start(options)
-        options, first, ranks = run.options, dist.get_rank() == 0, dist.get_world_size()
-        inputs = program.inputs(run)
-        run_folder.check_inputs(options, inputs)
-        history = checkpoints.validations(options.folder(), int(state.done))
-        run_folder.announce(options, inputs)
-        figures = tracking.start(options.track if first else None, options.folder(), int(state.done), options.shared())
-        total, done = options.steps or 0, int(state.done)
-        with Report(options.folder(), first, total, done, program.summary, figures) as shown:
-            where = f"{ranks} rank{'s' * (ranks > 1)} on {devices.name(options.device)}, mesh {options.mesh}"
-            shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
-            state = train(program, run, state, history, shown)
-            measured = program.measure(run, state, shown.say)
-        if first:
-            program.show(run, state, measured)
-        shard.close()
-    except ValueError as error:
-        return str(error)
+def _local(program: Program, options: Any, ranks: int) -> str | None:
+    """Run on local ranks, all of which begin again from the last checkpoint, some times, after one has failed."""
+    for left in reversed(range(options.restarts + 1)):
+        try:
+            return launch.local(ranks, work, program, options)
+        except launch.RankFailed as error:
+            if not left:
+                raise
+            if (options.folder() / RUN).is_file():
+                options = replace(options, out=None, resume=options.folder())
+            done, times = checkpoints.newest(options.folder()) or 0, f"{left - 1} more time{'s' * (left != 2)}"
+            print(f"{program.name}: {error}; all begin again from step {done}, and may {times}", file=sys.stderr)
+    raise AssertionError("a run ends or raises")
 
 
-def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> Any:
-    """Take all steps, validate, and save what is trained; return the last state."""
-    options = run.options
-    folder, done = options.folder(), int(state.done)
-    while done < options.steps and not checkpoints.is_over(history, options.patience):
-        state, step = program.take(run, state)
-        if not math.isfinite(step.loss):
-            raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
-        done += 1
-        if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
-            step = replace(step, **program.validate(run, state))
-            history.append((done, step.validation))
-            if checkpoints.is_best(history):
-                kept = program.whole(run, state)
-                publish = partial(program.publish, run, kept)
-                best = partial(program.publish_best, run, kept, step) if program.publish_best else publish
-                checkpoints.save_best(folder, history, best)
-        shown.step(step)
-        if is_over := checkpoints.is_over(history, options.patience):
-            shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
-        if done % options.save_every == 0 or done == options.steps or is_over:
-            kept = program.whole(run, state)
-            checkpoints.save(folder, kept, done, options.keep, partial(program.publish, run, kept))
-    return state
+def stopped(program: Program, options: Any) -> str:
+    """Return how to go on with a run that was stopped by a signal, as one line."""
+    folder = options and (options.resume or options.out)
+    if folder is None or not (folder / RUN).is_file():
+        return "stopped before the run began; start it again"
+    done = checkpoints.newest(folder)
+    where = "before its first checkpoint" if done is None else f"after step {done}"
+    return f"stopped {where}; continue with python -m examples.{program.name} --resume {folder}"
 
 
 def parse(default: T, args: list[str] | None, prog: str) -> T:
-    """Return the options on the command line; others are those of the run to resume, or of ``default``."""
+    """Return the options on the command line; others are those of the run to resume, or of ``default``.
+
+    With ``elastic`` the command line is that of the start, so its options alone count.
+    """
     options = command_line(default, args, prog)
+    if options.elastic and options.out is not None and (options.out / RUN).is_file():
+        return replace(options, out=None, resume=options.out)
     if options.resume is None or not (options.resume / RUN).is_file():
         return options
     return command_line(run_folder.restored(type(default), options.resume / RUN), args, prog)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
 
+import shard
 from fquant.io import peft
 from models import hf
 from models.export.folder import copy_companions
@@ -105,18 +106,18 @@ def speed_text(tokens_per_second: float, share: float) -> str:
     return f"{tokens_per_second:,.0f} tok/s, {100 * share:.0f} % of the limit"
 
 
-def whole(run: Run, state: State) -> State:
-    """Return the state as it is saved."""
-    return full_training.whole(run.setup, state)
-
-
 def publish(run: Run, state: State, folder: Path) -> None:
-    """Write the adapter, or the model that was trained in full, to ``folder``."""
-    if run.setup.train is not None:
-        full_training.write(folder / full_training.MODEL, run.options.model, run.work.cfg, state.trained)
+    """Write the adapter, or the model that was trained in full, to ``folder`` on rank 0; every rank calls it."""
+    trained, is_full = state.trained, run.setup.train is not None
+    if is_full:
+        trained = shard.whole(trained, run.setup.mesh, run.setup.rules)
+    if dist.get_rank():
+        return
+    if is_full:
+        full_training.write(folder / full_training.MODEL, run.options.model, run.work.cfg, trained)
         return
     names, tied = partial(hf.module_name, cfg=run.work.cfg), hf.tied_modules(run.work.cfg)
-    peft.save(folder / ADAPTER, state.trained, names, base_model=str(run.options.model), tied=tied)
+    peft.save(folder / ADAPTER, trained, names, base_model=str(run.options.model), tied=tied)
 
 
 def show(run: Run, state: State, result: Result | Judgement) -> None:
@@ -207,8 +208,8 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 
 PROGRAM = runs.Program(
-    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate,
-    inputs=train.inputs, whole=whole,
+    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, train.placement, publish,
+    validate,
 )  # fmt: skip
 
 

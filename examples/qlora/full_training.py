@@ -4,8 +4,8 @@
     python -m examples.qlora --train full --format int8_row --model DIR --data FILE      # codes are the only copy
 
 A run differs from one of adapters in its trained tree, which is the model: float32 masters, or the codes themselves of
-a format of integers in blocks along rows. Rank 0 writes it whole, with its moments, in the state, and a folder for
-transformers, in the dtypes of the base, beside it.
+a format of integers in blocks along rows. Each rank writes its part of it to checkpoints. Rank 0 publishes it whole, as
+a folder for transformers in the dtypes of the base.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from fquant.quantized_training.weights import is_packed
 from models import hf
 from models.config import Config
 from models.export.folder import copy_companions
-from shard import agree
 from shard.trained import float_bundle
 
-from ..common import checkpoints
 from ..common.command_line import DTYPES, parse_format
 from ..common.model_folders import companions
-from ..common.training_step import Setup, State
 
 if TYPE_CHECKING:
     from .options import Options
@@ -91,19 +88,6 @@ def check_base(options: Options, packed: Any) -> None:
             float_bundle.master(tree.map(lambda x: () if is_packed(x) else x, like, is_leaf=is_packed), dtypes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"--train full of {options.model}: {error}") from error
-
-
-def whole(setup: Setup, state: State) -> State:
-    """Return the state as it is saved; with full training every rank takes part, and rank 0 has the tensors."""
-    return state if setup.train is None else shard.whole(state, setup.mesh, setup.rules)
-
-
-def load(folder: Path, setup: Setup, state: State) -> State:
-    """Return the saved state of a run, on any mesh; ``state`` is the first one."""
-    if setup.train is None:
-        return checkpoints.load(folder, state)
-    found = checkpoints.lazy(folder, shard.whole_like(state))  # a rank reads one tensor at a time
-    return agree.attempt("resume", lambda: shard.part(found, state, setup.mesh, setup.rules))
 
 
 def write(out: Path, base: Path, cfg: Config, trained: Any) -> None:

@@ -128,7 +128,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     patience: int | None = None
     """Stop after so many validations that were no better."""
     keep: int = 1
-    """States to keep: the last in RUN, those before in RUN/checkpoints."""
+    """Checkpoints to keep, in RUN/checkpoints."""
     track: Tracker | None = None
     """Write the figures of each step for TensorBoard or Weights & Biases too."""
     compare_dense: bool | None = None
@@ -136,10 +136,16 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     the model that is shipped."""
     out: Path | None = None
     """Folder to write to, not holding a run yet; default: the first free of runs/qlora, runs/qlora-2, ..."""
-    save_every: int = 20
-    """Steps between saved states."""
+    save_every: int | None = None
+    """Steps between checkpoints; default: 1 of adapters, 20 of --train full."""
+    publish_every: int = 20
+    """Steps after which RUN/adapter, or RUN/model, is written anew; it is at the end, too."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run to continue, to the bit; its options need not be given again."""
+    elastic: bool = False
+    """Begin in --out, or go on there from the last checkpoint; for a command line that torchrun starts again."""
+    restarts: int = 0
+    """Times that all local processes begin again from the last checkpoint after one of them died."""
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
@@ -213,7 +219,8 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         rate = self.lr or shipped.get("lr") or (RATE_FULL if is_full else RATE_LARGE if parameters >= LARGE else RATE)
         compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
         ordered = self.can_be_ordered() if self.ordered is None else self.ordered
-        return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares, ordered=ordered)
+        more = {"ordered": ordered, "save_every": self.save_every or (20 if is_full else 1)}
+        return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares, **more)
 
     @staticmethod
     def upgraded(values: dict[str, Any]) -> dict[str, Any]:

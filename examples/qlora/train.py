@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import shard
 from fquant import jit, lora, random, tree
@@ -67,6 +68,7 @@ class Run:
     evaluate: Callable[..., Tensor]  # training_step.evaluate, captured
     teacher: Any  # placed, this rank's part; None without one
     card: roofline.Device  # of this rank, in figures
+    inputs: dict[str, str]  # digests of what it reads (run_folder.digests)
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,22 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     ((run, state),) = start_many([options])
-    return run, full_training.load(run.options.folder(), run.setup, state) if run_folder.is_saved(options) else state
+    return run, run_folder.resumed(run.options, state, *placement(run))
 
 
-def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
-    """Start runs over one base, which the first of ``many`` names; they differ in data, adapters and optimisers."""
+def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
+    """Return the mesh and the rules of a run's state."""
+    return run.setup.mesh, run.setup.rules
+
+
+def start_many(
+    many: Sequence[Options], together: Callable[[Sequence[Options]], Options] | None = None
+) -> list[tuple[Run, State]]:
+    """Start runs over one base, which the first of ``many`` names; they differ in data, adapters and optimisers.
+
+    They are one run of the options that ``together`` makes of those with nothing left open, if it is given. Before the
+    base is placed, the input of a resumed run is compared with that of its start.
+    """
     options = many[0]
     axes = options.axes()
     torch.set_num_threads(usable_cores(local_ranks()))
@@ -135,6 +148,9 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     for work in works:
         facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
         agree.same("start", facts)
+    digests = [inputs(work) for work in works]
+    resolved = together([work.options for work in works]) if together else works[0].options
+    run_folder.check_same(resolved, {name: digest for found in digests for name, digest in found.items()})
     rules = training_step.rules(options.offload)
     rows = shard.max_local_rows(options.batch, mesh, rules) * options.answers()
     norm = partial(shard.global_norm, mesh=mesh, rules=rules)
@@ -160,10 +176,10 @@ def start_many(many: Sequence[Options]) -> list[tuple[Run, State]]:
     step = jit(training_step.train_step, **setup.capture())
     return [
         (
-            Run(work.options, work, its, placed, shard.local(placed), step, evaluate, taught, card),
+            Run(work.options, work, its, placed, shard.local(placed), step, evaluate, taught, card, read),
             training_step.initial(a, its.opt),
         )
-        for work, its, a in zip(works, setups, begun, strict=True)
+        for work, its, a, read in zip(works, setups, begun, digests, strict=True)
     ]
 
 
@@ -194,9 +210,9 @@ def minimised(work: Work) -> objectives.Objective:
     return dataclasses.replace(work.options.minimised(), teacher=cfg)
 
 
-def inputs(run: Run) -> dict[str, str]:
+def inputs(work: Work) -> dict[str, str]:
     """Return a digest of each file or folder that a run reads, by the option that names it."""
-    options, work = run.options, run.work
+    options = work.options
     rows: dict[str, Any] = {"rows": work.train.rows}
     named: dict[str, Any] = {f"--model {options.model}": work.dense}
     if options.eval_data is None:

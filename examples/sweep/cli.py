@@ -135,8 +135,8 @@ def prepare(options: Options) -> bool:
 
 
 PROGRAM = runs.Program(
-    "sweep", Options(), prepare, train.start, train.take, train.measure, title, summary, show, publish, train.validate,
-    publish_best, train.inputs,
+    "sweep", Options(), prepare, train.start, train.take, train.measure, title, summary, show, train.placement, publish,
+    train.validate, publish_best,
 )  # fmt: skip
 
 

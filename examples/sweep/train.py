@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import vmap
 
+import shard
 from fquant import jit, tree
 from fquant.compile import all_gather_text
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices, run_folder, training_step
+from ..common import devices, run_folder, training_step
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -51,6 +53,7 @@ class Run:
     runs: tuple[train.Run, ...]
     groups: Groups
     step: Callable[..., tuple[list[State], list[Measured]]]  # sweep_step, captured
+    inputs: dict[str, str]  # digests of what the experiments read (run_folder.digests)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def sweep_step(
     found: dict[int, tuple[State, Measured]] = {}
     for group in groups:
         totals = gradients([(states[i].trained, counts[i], micros[i]) for i in group], base, setups[group[0]], teacher)
-        found |= {i: training_step.update(states[i], *total, setups[i]) for i, total in zip(group, totals, strict=True)}
+        for i, (grads, value) in zip(group, totals, strict=True):
+            found[i] = training_step.update(states[i], grads, value, setups[i])
     return [found[i][0] for i in range(len(states))], [found[i][1] for i in range(len(states))]
 
 
@@ -108,15 +112,24 @@ def gradients(
 
 def start(options: Options) -> tuple[Run, States]:
     """Start every experiment over one base, and find the groups that keep the bits of each alone."""
-    begun = train.start_many(options.experiments())
+    resolved = lambda many: dataclasses.replace(
+        options, steps=many[0].steps, epochs=None, save_every=many[0].save_every
+    )
+    begun = train.start_many(options.experiments(), resolved)
     runs, states = tuple(run for run, _ in begun), [state for _, state in begun]
-    options = dataclasses.replace(options, steps=runs[0].options.steps, epochs=None)
+    options, inputs = resolved([runs[0].options]), {}
+    for one in runs:
+        inputs |= one.inputs
     groups = equal_groups(runs, states)
     capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
     training = States(states, torch.tensor(0, device=device_of(runs[0].setup.mesh)))
-    if run_folder.is_saved(options):
-        training = checkpoints.load(options.folder(), training)
-    return Run(options, runs, groups, jit(sweep_step, **capture)), training
+    run = Run(options, runs, groups, jit(sweep_step, **capture), inputs)
+    return run, run_folder.resumed(options, training, *placement(run))
+
+
+def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
+    """Return the mesh and the rules of a sweep's state."""
+    return train.placement(run.runs[0])
 
 
 def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
@@ -138,11 +151,6 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
         is_equal = set(all_gather_text(str(same))) == {"True"}  # on every rank
         groups += [tuple(group)] if is_equal else [(i,) for i in group]
     return tuple(groups)
-
-
-def inputs(run: Run) -> dict[str, str]:
-    """Return a digest of each file or folder that an experiment reads, by the option that names it."""
-    return {name: digest for one in run.runs for name, digest in train.inputs(one).items()}
 
 
 def take(run: Run, training: States) -> tuple[States, Step]:

@@ -62,13 +62,17 @@ class Options(runs.Options):
     out: Path | None = None
     """Empty folder to write to; default: the first free of runs/vqvae, runs/vqvae-2, ..."""
     save_every: int = 200
-    """Steps between saved states."""
+    """Steps between checkpoints."""
     keep: int = 1
-    """States to keep: the last in the run's folder, those before in its checkpoints."""
+    """Checkpoints to keep, in RUN/checkpoints."""
     track: Tracker | None = None
     """Write the figures of each step for TensorBoard or Weights & Biases too."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run to continue, to the bit; its options need not be given again."""
+    elastic: bool = False
+    """Begin in --out, or go on there from the last checkpoint; for a command line that torchrun starts again."""
+    restarts: int = 0
+    """Times that all local processes begin again from the last checkpoint after one of them died."""
 
     def axes(self, world: int | None = None) -> dict[str, int]:
         """Return the mesh as axis -> size. ``world`` is the number of processes, None if this one starts them."""

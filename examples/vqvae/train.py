@@ -27,7 +27,7 @@ from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices, run_folder
+from ..common import devices, run_folder
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -68,6 +68,7 @@ class Run:
     step: Callable[..., Any]  # captured
     positions: int  # codes of a patch
     psum: Callable[[Any], Any]  # the sum of a tree over all ranks
+    inputs: dict[str, str]  # digests of what it reads (run_folder.digests)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ def start(options: Options) -> tuple[Run, Training]:
     device = device_of(mesh)
     cfg, images, parts, quantiser = agree.attempt("prepare", partial(prepare, options))
     agree.same("start", {"options": repr(options.shared())} | agree.fingerprint({"photographs": images}))
+    inputs = run_folder.digests({"the set of photographs": images})
+    run_folder.check_same(options, inputs)
     net = autoencoder.init(cfg, random.fold(seed, "autoencoder"))  # on the host, so that devices begin alike
     net, state = devices.to((net, quantiser.state), device)
     weights = Weights(net, quantisers.trained_leaves(quantiser, state))
@@ -127,10 +130,10 @@ def start(options: Options) -> tuple[Run, Training]:
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule, weight_decay=0.0))
     step = jit(make_step(quantiser, opt, mesh, psum, photographs.variance(parts)), donate=("training",))
     positions = (options.patch // cfg.scale) ** 2
-    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum)
+    run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum, inputs)
     training = Training(net, state, opt.init(weights), torch.tensor(0, device=device))
     if run_folder.is_saved(options):
-        return run, checkpoints.load(options.folder(), training)
+        return run, run_folder.resumed(options, training, *placement(run))
     if quantiser.learns:
         key = random.fold(seed, "kmeans")
         patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
@@ -140,9 +143,9 @@ def start(options: Options) -> tuple[Run, Training]:
     return run, replace(training, quantiser=state)
 
 
-def inputs(run: Run) -> dict[str, str]:
-    """Return a digest of the photographs."""
-    return run_folder.digests({"the set of photographs": run.photographs})
+def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
+    """Return the mesh and the rules of a run's state."""
+    return run.mesh, shard.Rules()
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

@@ -5,6 +5,8 @@
 
     writing = shard.checkpoint.begin("run/step-41", state, mesh, rules)  # copied to the host, written by a thread
     ...                                                                  # steps, which may overwrite `state`
+    writing = shard.checkpoint.begin("run/step-42", state, mesh, rules, after=writing)
+    ...
     shard.checkpoint.finish(writing)
 
 A checkpoint is a folder:
@@ -20,12 +22,16 @@ HuggingFaceStorageReader, so ``torch.distributed.checkpoint.load`` reads the fla
 ``load`` believes nothing: files have the size and the header of the manifest, data have the digests of the header, and
 ranges cover each tensor once. Every fault is a ValueError on every rank, with the name of the file.
 
-The folder must be on a file system that all ranks see. Ranks communicate before they write and in ``finish``, not in
-between: rank 0 sees in the folder that all have written.
+The folder must be on a file system that all ranks see. Ranks exchange a text before they write and in ``finish``, and
+nothing in between: rank 0 sees in the folder that all have written. The text has a digest of the tree, and the outcome
+of the checkpoint that was ``after``. If that had a tree of the same shapes, nothing but values is looked at. One rank
+with 338 tensors of 21 MiB begins in 5 ms. Its thread takes 24 ms of a core, of which digests are 9.
+
+``read`` needs no mesh: it returns the whole tree, for programs that show or convert it.
 """
 
 from .manifest import MANIFEST, clean, keep, steps
-from .reading import load
+from .reading import load, read
 from .writing import Writing, begin, finish, save
 
-__all__ = ["MANIFEST", "Writing", "begin", "clean", "finish", "keep", "load", "save", "steps"]
+__all__ = ["MANIFEST", "Writing", "begin", "clean", "finish", "keep", "load", "read", "save", "steps"]

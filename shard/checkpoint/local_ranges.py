@@ -43,6 +43,7 @@ class Range(NamedTuple):
     copy: int
     copies: int
     is_padded: bool = False  # whether the whole tensor ends with padding, which depends on the mesh
+    leaf: int = 0  # the number of the leaf of the tree whose memory ``values`` views
 
 
 def local_ranges(x: Any, mesh: DeviceMesh, rules: Rules) -> list[Range]:
@@ -54,18 +55,20 @@ def local_ranges(x: Any, mesh: DeviceMesh, rules: Rules) -> list[Range]:
     rank, ranks = position(mesh, rules.block or ())
     rest = tuple(axis for axis in mesh.mesh_dim_names or () if axis != rules.block)
     among, everyone = position(mesh, rest), position(mesh, tuple(mesh.mesh_dim_names or ()))
-    out = list[Range]()
+    out, number = list[Range](), 0
     for path, leaf in tree.items(x, is_leaf=_is_bundle):
         if not _is_bundle(leaf):
             tree.expect(
                 leaf.is_contiguous(), f"{path}: got a tensor with strides {leaf.stride()}, wanted a contiguous one"
             )
-            out.append(Range(path, tuple(leaf.shape), 0, leaf.detach().view(-1), *everyone))
+            out.append(Range(path, tuple(leaf.shape), 0, leaf.detach().view(-1), *everyone, leaf=number))
+            number += 1
             continue
         with tree.at(path):
-            out += [
-                it._replace(name=join(path, it.name), copy=among[0], copies=among[1]) for it in _of(leaf, rank, ranks)
-            ]
+            for it in _of(leaf, rank, ranks):
+                name, at = join(path, it.name), number + it.leaf
+                out.append(it._replace(name=name, copy=among[0], copies=among[1], leaf=at))
+        number += len(tree.leaves(leaf))
     return out
 
 
@@ -92,7 +95,7 @@ def _of(b: Any, rank: int, ranks: int) -> Iterator[Range]:
     else:
         for i, (_, t) in enumerate(tree.items(values)):
             t = t.to_local() if isinstance(t, DTensor) else t
-            yield from _of_moment(str(i), t.detach(), b.layout, rank, ranks)
+            yield from _of_moment(i, t.detach(), b.layout, rank, ranks)
 
 
 def _of_bytes(part: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Range]:
@@ -108,15 +111,15 @@ def _of_bytes(part: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[R
         yield Range(buffer.path, buffer.shape, start // size, values.view(buffer.dtype), 0, 1)
 
 
-def _of_moment(name: str, t: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Range]:
+def _of_moment(leaf: int, t: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Range]:
     """Yield the ranges of a tensor of a packed moment: its rows, or of a RowLayout the blocks of each buffer."""
     if not isinstance(layout, RowLayout):
         whole = t.shape[0] * ranks, *t.shape[1:]
-        yield Range(name, whole, rank * t.numel(), t.view(-1), 0, 1, is_padded=True)
+        yield Range(str(leaf), whole, rank * t.numel(), t.view(-1), 0, 1, is_padded=True, leaf=leaf)
         return
     flat, each = t.view(-1), t.numel() * BLOCK * 4 // max(1, layout.size // layout.ranks)
     for buffer, begin, count in of_buffers(layout):
         total = -(-math.prod(buffer.shape) // BLOCK)
         mine = max(0, min(count, total - rank * count))
         values = flat[begin * each : (begin + mine) * each]
-        yield Range(join(name, buffer.path), (total, each), rank * count * each, values, 0, 1)
+        yield Range(join(str(leaf), buffer.path), (total, each), rank * count * each, values, 0, 1, leaf=leaf)

@@ -49,7 +49,7 @@ def described(it: Range) -> dict[str, Any]:
 def write(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of ``folder``, whole or not at all."""
     with replacing(folder / MANIFEST) as file:
-        file.write((json.dumps({**content, "digest": _digest_of(content)}, indent=1) + "\n").encode())
+        file.write((json.dumps({**content, "digest": _digest_of(content)}) + "\n").encode())
 
 
 def read(folder: Path) -> dict[str, Any]:

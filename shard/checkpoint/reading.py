@@ -31,6 +31,31 @@ def load(folder: str | Path, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     return agree.attempt("load", lambda: _load(Path(folder), like, mesh, rules))
 
 
+def read(folder: str | Path) -> Any:
+    """Return the whole tree in ``folder`` on the host, without a mesh; every byte is verified.
+
+    A bundle is its block, as in :func:`shard.whole`. A moment in codes is a list of its tensors, in which one that has
+    rows of several weights is a dict by name. Raises ValueError for a checkpoint that is not whole or has changed.
+    """
+    found = manifest.read(folder := Path(folder))
+    chunks = _chunks(folder, found)
+
+    def whole(name: str) -> Tensor:
+        entry = found["tensors"][name]
+        shape, dtype = tuple(entry["shape"]), safetensors.DTYPES[entry["dtype"]]
+        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=HOST)
+        _fill(Range(name, shape, 0, flat, 0, 1), chunks[name])
+        return flat.view(shape)
+
+    def leaf(path: str) -> Any:
+        inner = f"{path}."
+        among = [name for name in found["tensors"] if name.startswith(inner)]
+        return whole(path) if path in chunks else {name.removeprefix(inner): whole(name) for name in among}
+
+    with at(str(folder / MANIFEST)):
+        return tree_json.decode(found["tree"], leaf)
+
+
 class _Chunk(NamedTuple):
     start: int
     stop: int

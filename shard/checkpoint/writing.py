@@ -2,9 +2,10 @@
 
 import json
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fquant.compile import all_gather_text
-from fquant.device import HOST
-from fquant.io import safetensors, tree_json
-from fquant.io.files.replacing import sync_folder
+from fquant.io.files import digests
+from fquant.io.files.replacing import replacing, sync_folder
 from fquant.tree import expect
 
 from .. import agree
 from ..rules import Rules
 from . import manifest
-from .local_ranges import local_ranges, outline
-from .manifest import SHARDING, VERSION, described, header_digest
+from .manifest import header_digest
+from .plan import Plan, copy, plan
 
 PATIENCE = 600.0  # seconds that rank 0 waits for the files of others
+LEAVE = 1.0  # seconds that it waits once its program has ended
 
 
 @dataclass
 class Writing:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written; a later one takes its plan and its memory."""
 
     folder: Path
+    plan: Plan
+    memory: Tensor  # u8[n], on the host
     thread: threading.Thread
     errors: list[Exception] = field(default_factory=list)
 
@@ -45,76 +47,95 @@ def save(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules) -> None
     finish(begin(folder, state, mesh, rules))
 
 
-def begin(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules) -> Writing:
-    """Copy what this rank writes of ``state`` to the host, and start to write it; raises as :func:`save`."""
-    folder, rank = Path(folder), dist.get_rank()
-    ranges = local_ranges(state, mesh, rules)
-    text, _ = tree_json.encode(outline(state))
-    facts = {
-        "folder": str(folder),
-        "tree": text,
-        "tensors": repr([(it.name, it.shape, it.values.dtype) for it in ranges]),
-    }
-    agree.same("checkpoint", facts)
-    temporary = folder.with_name(f".{folder.name}.{all_gather_text(secrets.token_hex(4))[0]}.tmp")
+def begin(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules, after: Writing | None = None) -> Writing:
+    """Copy what this rank writes of ``state`` to the host, and start to write it; raises as :func:`save`.
 
-    def make() -> None:
+    The checkpoint ``after`` which this one comes is finished first. The ranks exchange one text for both.
+    """
+    folder, rank, ranks = Path(folder), dist.get_rank(), dist.get_world_size()
+    token, made = secrets.token_hex(4), list[Path]()
+
+    def prepare() -> tuple[tuple[Plan, Tensor], str]:
+        if after is not None:
+            _wait(after)
         expect(not folder.exists(), f"{folder}: exists, wanted a new folder; a checkpoint is never written over")
-        temporary.mkdir(parents=True, exist_ok=True)
+        found, local = plan(state, mesh, rules, after and after.plan)
+        memory = copy(found, local, after and after.memory)
+        if rank == 0:
+            made.append(_temporary(folder, token))
+            made[0].mkdir(parents=True)
+        return (found, memory), json.dumps([str(folder), found.digest, token])
 
-    agree.attempt("checkpoint", make)
-    mine = {it.name: it for i, it in enumerate(ranges) if i % it.copies == it.copy and len(it.values)}
-    staged = {name: it.values.to(HOST, copy=True) for name, it in mine.items()}
-    starts = {name: it.start for name, it in mine.items()}
-    content = {"version": VERSION, "tree": text, "tensors": {it.name: described(it) for it in ranges}}
-    names = [_file(i, dist.get_world_size()) for i in range(dist.get_world_size())]
+    try:
+        (found, memory), texts = agree.attempt_and_tell("checkpoint", prepare)
+        told = [json.loads(text) for text in texts]
+        if any(each[:2] != told[0][:2] for each in told):
+            agree.same("checkpoint", {"folder": str(folder), **found.facts})
+    except BaseException:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    temporary, names = _temporary(folder, told[0][2]), [_file(i, ranks) for i in range(ranks)]
 
     def write() -> None:
         try:
-            _write(temporary / names[rank], staged, starts)
+            _write(temporary / names[rank], found, memory)
             if rank == 0:
-                _commit(temporary, folder, names, content)
+                _commit(temporary, folder, names, found.content)
         except Exception as error:  # raised by finish
             writing.errors.append(error)
-            if rank:
+            if rank and temporary.exists():
                 (temporary / f"{names[rank]}.failed").write_text(f"{type(error).__name__}: {error}")
 
-    writing = Writing(folder, threading.Thread(target=write, name=f"checkpoint {folder.name}"))
+    writing = Writing(folder, found, memory, threading.Thread(target=write, name=f"checkpoint {folder.name}"))
     writing.thread.start()
     return writing
 
 
 def finish(writing: Writing) -> None:
     """Wait until a checkpoint is on disk; every rank calls it. Raises ValueError on every rank if it is not."""
+    agree.attempt("checkpoint", lambda: _wait(writing))
+
+
+def _wait(writing: Writing) -> None:
     writing.thread.join()
+    if writing.errors:
+        raise ValueError(f"{writing.folder}: {writing.errors[0]}") from writing.errors[0]
 
-    def check() -> None:
-        if writing.errors:
-            raise ValueError(f"{writing.folder}: {writing.errors[0]}") from writing.errors[0]
 
-    agree.attempt("checkpoint", check)
+def _temporary(folder: Path, token: str) -> Path:
+    return folder.with_name(f".{folder.name}.{token}.tmp")
 
 
 def _file(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
-    offsets = {name: {"saved_offsets": [start]} for name, start in starts.items()}
-    safetensors.write(path, tensors, {"format": "pt", SHARDING: json.dumps(offsets)})
+def _write(path: Path, plan: Plan, memory: Tensor) -> None:
+    data = memory.numpy().data
+    with replacing(path) as file:
+        file.write(digests.filled(plan.head, (data[p.at : p.at + p.nbytes] for p in plan.pieces)))
+        file.write(data)
 
 
-def _commit(temporary: Path, folder: Path, names: list[str], content: dict[str, Any]) -> None:
+def _commit(temporary: Path, folder: Path, names: Sequence[str], content: dict[str, Any]) -> None:
     """Wait for the files of all ranks, write the manifest, and give the folder its name."""
     for name in names:
-        path, failed, began = temporary / name, temporary / f"{name}.failed", time.monotonic()
-        while not path.exists():
-            expect(not failed.exists(), f"{name}: {failed.read_text() if failed.exists() else ''}")
-            expect(time.monotonic() - began < PATIENCE, f"{name}: not written in {PATIENCE:.0f} s; is its rank alive?")
-            time.sleep(0.002)
+        _await(temporary / name)
     files = {
         name: {"bytes": (temporary / name).stat().st_size, "header": header_digest(temporary / name)} for name in names
     }
     manifest.write(temporary, {**content, "files": files})
     temporary.rename(folder)
     sync_folder(folder.parent)
+
+
+def _await(path: Path) -> None:
+    """Wait for the file of a rank; it has none if that rank has died, and then the main thread of this one ends too."""
+    failed, began, limit = path.with_name(f"{path.name}.failed"), time.monotonic(), PATIENCE
+    while not path.exists():
+        expect(not failed.exists(), f"{path.name}: {failed.read_text() if failed.exists() else ''}")
+        if not threading.main_thread().is_alive() and limit == PATIENCE:
+            limit = min(PATIENCE, time.monotonic() - began + LEAVE)
+        expect(time.monotonic() - began < limit, f"{path.name}: not written in {limit:.0f} s; is its rank alive?")
+        time.sleep(0.002)

@@ -168,11 +168,11 @@ class RollCall:
         if self._plane is not None:
             self._plane.send(self._plane.ranks, ["gone", *revoked, words[:LONGEST]])
 
-    def losses(self, over: Members) -> str:
-        """Return which ranks of ``over`` have gone, or nothing if all are there after half a second."""
+    def losses(self, over: Members, seconds: float = POLL) -> str:
+        """Return which ranks of ``over`` have gone, or nothing if all are there after some seconds."""
         gone = lambda: [f"rank {rank} {self._gone[rank]}" for rank in over.ranks if rank in self._gone]
         with self._changed:
-            self._changed.wait_for(gone, POLL)  # gloo may learn of it first
+            self._changed.wait_for(gone, seconds)  # gloo may learn of it first
             return "; ".join(gone())
 
     def receive(self, rank: int, message: Any) -> None:

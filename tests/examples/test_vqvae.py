@@ -19,8 +19,8 @@ from examples.vqvae import cli, photographs, quantisers, train
 from examples.vqvae.options import Options
 from examples.vqvae.train import Training
 from fquant import random, vq
-from fquant.io import safetensors
 from tests.helpers import ranks
+from tests.helpers.sharding.checkpoints import last_bytes, last_state
 from tests.helpers.vq.peers import assert_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 # With seven patches two ranks have unequal shares.
 TINY = "--codes 8 --dim 4 --hidden 8 --patch 8 --steps 3 --batch 7".split()
 TRACED = 300.0  # seconds: ranks trace a step, several on one core
-FILES = {"codebook.png", "metrics.jsonl", "reconstruction.png", "result.json", "run.json", "state.safetensors"}
+FILES = {"codebook.png", "metrics.jsonl", "reconstruction.png", "result.json", "run.json"}
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +148,13 @@ def run(tmp_path_factory):
 
 
 def test_a_run_writes_everything(run):
-    assert {p.name for p in run.iterdir()} == FILES
+    assert {p.name for p in run.iterdir()} == FILES | {"checkpoints"}
     printed = (run.parent / "printed").read_text()
     assert all(text in printed for text in ("VQ-VAE", "k-means of pixels", "codes used"))
     assert [s["step"] for s in read(run)] == [0, 1, 2]
     for name in ("codebook.png", "reconstruction.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
-    state = safetensors.load(run / "state.safetensors")
+    state = last_state(run)
     assert isinstance(state, Training) and isinstance(state.quantiser, vq.Book) and int(state.done) == 3
     result = json.loads((run / "result.json").read_text())
     assert result["bits_per_pixel"] == 3 / 16
@@ -167,6 +167,7 @@ def test_again_the_same_bits(run, tmp_path):
     assert cli.main([*TINY, "--out", str(tmp_path / "again")]) == 0
     for name in FILES - {"metrics.jsonl", "run.json"}:
         assert (run / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    assert last_bytes(run) == last_bytes(tmp_path / "again")
     assert read(run) == read(tmp_path / "again")
 
 
@@ -183,7 +184,7 @@ def trained(options):
 def test_two_ranks_are_one_process(run):
     options = Options(codes=8, dim=4, hidden=8, patch=8, steps=3, batch=7, mesh="dp=2")
     for steps, training, (result, *_) in ranks.run(2, trained, options):
-        assert_close(training, safetensors.load(run / "state.safetensors"), 1e-5)
+        assert_close(training, last_state(run), 1e-5)
         for got, wanted in zip(steps, read(run), strict=True):
             assert all(getattr(got, name) == pytest.approx(x, abs=1e-5) for name, x in wanted.items())
         wanted = json.loads((run / "result.json").read_text())

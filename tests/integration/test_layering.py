@@ -13,7 +13,7 @@ OURS = (*PACKAGES, "tests")
 # What shard may import of fquant; autodiff for the Function that opens a block to be trained.
 GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile", "autodiff")
 TRAINED = ("quantized_training.weights",)  # and what shard/trained/ may too, for weights that are trained in codes
-CHECKPOINT = ("io.safetensors", "io.tree_json", "io.files.replacing")  # and what shard/checkpoint/ may too
+CHECKPOINT = ("io.safetensors", "io.tree_json", "io.files")  # and what shard/checkpoint/ may too
 COMPILE_FACE = (  # and of the compiler
     "Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "liveness", "roofline",
 )  # fmt: skip

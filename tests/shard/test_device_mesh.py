@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -292,6 +293,36 @@ def test_one_process_without_torchrun(tmp_path):
     done = execute(str(script), TMPDIR=str(tmp_path / "temporary"))
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
     assert left_in(tmp_path / "temporary") == []
+
+
+def names(store, seconds, ranks):
+    """The names that ``ranks`` of a job of three find, each in a thread; or their errors."""
+    found = {}
+
+    def meet(rank):
+        try:
+            found[rank] = device_mesh._agreed_name(store, rank, 3, seconds)
+        except RuntimeError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    return [found[rank] for rank in ranks]
+
+
+def test_ranks_find_a_name_for_their_start_alone():
+    """In a store in which ranks that have died said hello, and were answered or not."""
+    store, seen = dist.HashStore(), set()
+    for attempt in range(3):
+        (name,) = set(names(store, 20.0, (0, 1, 2)))
+        assert name not in seen
+        seen.add(name)
+        lone = names(store, 0.1, ((0,), (1, 2), (0, 2))[attempt])
+        wanted = {0: "mesh: ranks 1, 2 did not come in 0.1 s", 1: "mesh: rank 0 did not", 2: "mesh: rank"}
+        assert lone[-1].startswith(wanted[attempt])
 
 
 RESTARTED = """

@@ -15,7 +15,7 @@ a thread hashes 1.3 GiB/s, and 0.5 with BLAKE2b. Whole pieces are hashed by thre
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
@@ -125,6 +125,19 @@ def seal(file: IO[bytes], length: int) -> None:
     start = head.index(_START) + len(_START)
     file.seek(start)
     file.write(_of_header(head, start))
+
+
+def filled(head: bytes, tensors: Iterable[memoryview]) -> bytes:
+    """Return ``head`` with the digests of all ``tensors``, their bytes in the file's order, and with its own."""
+    found = list[str]()
+    for data in tensors:
+        with Digests() as digests:
+            digests.add(data)
+            found += digests.close()
+    text, start = "".join(found).encode(), begin(head)
+    head = head[:start] + text + head[start + len(text) :]
+    start -= WIDTH
+    return head[:start] + _of_header(head, start) + head[start + WIDTH :]
 
 
 def opened(head: bytes, metadata: dict[str, str], sizes: Mapping[str, int]) -> dict[str, str]:

@@ -4,51 +4,54 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import shard
 from examples.common import checkpoints
+from fquant import tree
 from fquant.io import safetensors
+from shard.checkpoint import MANIFEST
+from shard.checkpoint import steps as steps_in
 from tests.helpers import ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def written(folder, keep, steps):
-    """Save after each of ``steps``; return the files and what was published."""
+    """Save after each of ``steps``; return the steps of the checkpoints that are left, and their states."""
+    mesh, rules, writing = shard.mesh(fsdp=dist.get_world_size()), shard.Rules(), None
     for done in steps:
         state = {"done": torch.tensor(done), "w": torch.full((2,), float(done))}
-        checkpoints.save(
-            folder, state, done, keep, lambda at, done=done: (at / "adapter").write_text(str(done)) and None
-        )
-    states = {path.parent.name: int(safetensors.load(path)["done"]) for path in folder.glob("**/state.safetensors")}
-    return states, (folder / "adapter").read_text(), checkpoints.steps_in(folder)
+        writing = checkpoints.begin(folder, state, done, keep, mesh, rules, writing)
+    checkpoints.finish(folder, writing, keep)
+    found = checkpoints.load(folder, tree.map(torch.zeros_like, state), mesh, rules)
+    assert int(found["done"]) == steps[-1] == checkpoints.newest(folder) and bool((found["w"] == steps[-1]).all())
+    kept = steps_in(checkpoints.folder_of(folder))
+    return kept, [int(checkpoints.read(checkpoints.step_folder(folder, done))["done"]) for done in kept]
 
 
-@pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("keep", "kept"), [(1, []), (2, [30]), (3, [20, 30]), (9, [10, 20, 30])])
+@pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
 def test_the_last_states_are_kept(tmp_path, keep, kept):
-    ((states, published, steps),) = ranks.run(1, written, tmp_path, keep, (10, 20, 30, 40))
-    assert states == {tmp_path.name: 40} | {f"step-{done}": done for done in kept}
-    assert published == "40" and steps == kept
-
-
-@pytest.mark.xdist_group("ranks")
-def test_a_step_that_is_taken_again_keeps_one_state(tmp_path):
-    """A resumed run saves the state that it started from again, and nothing is lost of those before."""
-    ((states, _, steps),) = ranks.run(1, written, tmp_path, 3, (10, 20, 20, 30))
-    assert states == {tmp_path.name: 30, "step-10": 10, "step-20": 20} and steps == [10, 20]
+    assert ranks.run(2, written, tmp_path, keep, (10, 20, 30, 40)) == [(kept, kept)] * 2
 
 
 def resumed(folder, device):
-    on = lambda t: t.to(device)
+    """Load a state of the release before, and its successor, on the devices of each tensor."""
+    on, mesh, rules = lambda t: t.to(device), shard.mesh(fsdp=1), shard.Rules()
     state = {"done": torch.tensor(3), "w": on(torch.ones(2)), "k": on(torch.arange(3))}
-    checkpoints.save(folder, state, 3, 1, lambda at: None)
-    found = checkpoints.load(folder, state | {"k": state["k"].to("meta")})
-    assert {name: t.device for name, t in found.items()} == {name: state[name].device for name in "done w".split()} | {
-        "k": torch.device("cpu")
-    }
-    assert all(torch.equal(found[name].cpu(), state[name].cpu()) for name in state)
-    assert safetensors.load(folder / checkpoints.STATE, device)["w"].device == state["w"].device
+    zeros = tree.map(torch.zeros_like, state)
+    for write in (
+        lambda: safetensors.save(folder / checkpoints.STATE, state),
+        lambda: checkpoints.finish(folder, checkpoints.begin(folder, state, 3, 1, mesh, rules, None), 1),
+    ):
+        write()
+        assert checkpoints.newest(folder) == 3
+        found = checkpoints.load(folder, zeros, mesh, rules)
+        assert all(found[name].device == t.device and torch.equal(found[name], t) for name, t in state.items())
+    with pytest.raises(ValueError, match="holds another tree"):
+        checkpoints.load(folder, {"done": state["done"]}, mesh, rules)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_state_comes_back_to_its_devices(tmp_path, device):
     ranks.run(1, resumed, tmp_path, device)
 
@@ -79,13 +82,19 @@ def test_validations_are_those_of_the_steps_that_are_done(tmp_path):
 
 
 def test_the_run_of_a_path(tmp_path):
-    state = tmp_path / "run" / "checkpoints" / "step-20" / "state.safetensors"
-    state.parent.mkdir(parents=True)
-    safetensors.save(state, {"done": torch.tensor(20)})
+    """Of a checkpoint, and of a file of the release before."""
+    run = tmp_path / "run"
+    former, new = run / "checkpoints" / "step-20" / "state.safetensors", run / "checkpoints" / "step-30"
+    for folder in (former.parent, new):
+        folder.mkdir(parents=True)
+    safetensors.save(former, {"done": torch.tensor(20)})
     with pytest.raises(ValueError, match="outside a run, wanted run.json in a folder above"):
-        checkpoints.run_of(state)
-    (tmp_path / "run" / "run.json").write_text("{}")
-    for path in (state, state.parent):
-        assert checkpoints.run_of(path) == (tmp_path / "run", state)
-    with pytest.raises(ValueError, match="got no state.safetensors there, wanted the folder of a run"):
-        checkpoints.run_of(tmp_path / "run")
+        checkpoints.run_of(former)
+    (run / "run.json").write_text("{}")
+    for path in (former, former.parent):
+        assert checkpoints.run_of(path) == (run, former) and checkpoints.is_state(path)
+    with pytest.raises(ValueError, match="got no checkpoint there, wanted the folder of a run or of one of its"):
+        checkpoints.run_of(run)
+    assert not checkpoints.is_state(run)
+    (new / MANIFEST).write_text("{}")
+    assert checkpoints.run_of(run) == checkpoints.run_of(new) == (run, new) and checkpoints.is_state(run)

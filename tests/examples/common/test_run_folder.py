@@ -48,6 +48,19 @@ def test_options_come_back(program, kind, tmp_path):
 
 
 @BOTH
+def test_an_elastic_command_begins_or_goes_on(program, kind, tmp_path):
+    """With the options of the command line alone, so that a mesh is that of the processes there are."""
+    given, name = ["--elastic", "--out", str(tmp_path), "--seed", "7"], program.PROGRAM.name
+    first = runs.parse(kind(), given, name)
+    assert (first.out, first.resume, first.seed) == (tmp_path, None, 7)
+    run_folder.record(tmp_path / RUN, content(kind(seed=7, steps=9, mesh="dp=3")))
+    again = runs.parse(kind(), given, name)
+    assert again == dataclasses.replace(first, out=None, resume=tmp_path) and again.axes(5) == {"fsdp": 5}
+    with pytest.raises(ValueError, match="--elastic begins a run in --out or goes on there; give --out"):
+        kind(elastic=True).check()
+
+
+@BOTH
 def test_a_folder_without_a_run_is_refused(program, kind, tmp_path, capsys):
     safetensors.save(tmp_path / STATE, {"done": torch.tensor(0)})
     assert program.main(["--resume", str(tmp_path)]) == 2
@@ -111,7 +124,7 @@ safetensors.write(sys.argv[1], {"a": torch.ones(1 << 20), "b": Lazy(kill, torch.
 
 
 def announced(options, inputs):
-    run_folder.check_inputs(options, inputs)
+    run_folder.check_same(options, inputs)
     run_folder.announce(options, inputs)
     return run_folder.is_saved(options)
 
@@ -132,10 +145,12 @@ def test_what_a_killed_writer_leaves_is_removed_when_the_run_resumes(tmp_path):
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
+    (tmp_path / "checkpoints" / ".step-3.0123abcd.tmp").mkdir(parents=True)  # a checkpoint that is not whole
     resumed = dataclasses.replace(options, out=None, resume=tmp_path)
     assert ranks.run(1, announced, resumed, {}) == [True]
     assert sorted(tmp_path.rglob("*.tmp")) == sorted(others)
     assert {path.name for path in inner.iterdir()} == {STATE, "deeper"}
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.xdist_group("ranks")

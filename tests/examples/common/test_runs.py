@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shard
 from examples.common import checkpoints, run_folder, runs
 from examples.common.progress import metrics
 from examples.qlora import cli
@@ -24,6 +25,7 @@ from fquant import tree
 from fquant.io import safetensors
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
+from tests.helpers.sharding.checkpoints import last_bytes, last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ROOT = Path(__file__).parents[3]
@@ -39,12 +41,13 @@ def some_steps(run, training, until):
 def twice(options):
     """What is trained after all steps, without an interruption after the third and with one."""
     run, training = train.start(options)
-    run_folder.announce(options, train.inputs(run))
+    run_folder.announce(options, run.inputs)
     training = some_steps(run, training, 3)
-    checkpoints.save(options.folder(), training, int(training.done), 1, lambda folder: None)
+    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 3), training, *train.placement(run))
     whole = some_steps(run, training, options.steps)
-    run, fresh = train.start(options)
-    return whole, some_steps(run, checkpoints.load(options.folder(), fresh), options.steps)
+    run, resumed = train.start(dataclasses.replace(options, out=None, resume=options.out))
+    assert int(resumed.done) == 3
+    return whole, some_steps(run, resumed, options.steps)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def another(options):
     """Load a state of another kind than was saved."""
     run, training = train.start(options)
     safetensors.save(options.folder() / checkpoints.STATE, training.net)
-    return checkpoints.load(options.folder(), training)
+    return checkpoints.load(options.folder(), training, *train.placement(run))
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path):
@@ -88,18 +91,19 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path):
     tiny = "--codes 8 --dim 4 --hidden 8 --patch 8 --batch 7 --steps 60 --save-every 2 --mesh dp=2".split()
     process = start(*tiny, "--out", cut)
     deadline = time.monotonic() + 120
-    while not (cut / checkpoints.STATE).exists() and time.monotonic() < deadline:
+    while not checkpoints.newest(cut) and time.monotonic() < deadline:
         time.sleep(0.02)
     ranks_of = json.loads((cut / runs.RUN).read_text())["ranks"]
     os.kill(ranks_of[1]["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "rank 1" in err and "SIGKILL" in err
-    assert 0 < int(safetensors.load(cut / checkpoints.STATE).done) < 60 and not (cut / runs.RESULT).exists()
+    assert 0 < int(last_state(cut).done) < 60 and not (cut / runs.RESULT).exists()
     for args in (["--resume", cut], [*tiny, "--out", whole]):
         process = start(*args)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    for name in (checkpoints.STATE, runs.RESULT, "reconstruction.png"):
+    assert last_bytes(whole) == last_bytes(cut)
+    for name in (runs.RESULT, "reconstruction.png"):
         assert (whole / name).read_bytes() == (cut / name).read_bytes(), name
     lines = [[step | {"images_per_second": 0} for step in metrics(folder)] for folder in (whole, cut)]
     assert lines[0] == lines[1] and len(lines[0]) == 60
@@ -115,7 +119,7 @@ def test_a_run_that_is_killed_before_its_first_state_begins_again(tmp_path):
         time.sleep(0.02)
     process.kill()
     process.communicate()
-    assert (cut / runs.RUN).exists() and not (cut / checkpoints.STATE).exists()
+    assert (cut / runs.RUN).exists() and checkpoints.newest(cut) is None
     process = start(*tiny, "--out", cut)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and f"choose another folder, or --resume {cut}" in err
@@ -123,6 +127,6 @@ def test_a_run_that_is_killed_before_its_first_state_begins_again(tmp_path):
         process = start(*args)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    for name in (checkpoints.STATE, runs.RESULT):
-        assert (whole / name).read_bytes() == (cut / name).read_bytes(), name
+    assert last_bytes(whole) == last_bytes(cut)
+    assert (whole / runs.RESULT).read_bytes() == (cut / runs.RESULT).read_bytes()
     assert len(metrics(cut)) == 60

@@ -14,11 +14,11 @@ from examples.common import runs
 from examples.qlora import cli, teacher, train
 from examples.qlora.options import Options
 from fquant import lazy, lora
-from fquant.io import safetensors
 from models import decoder, hf
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 from tests.helpers.model_folders import TINY, tiny_model
+from tests.helpers.sharding.checkpoints import last_state
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -39,7 +39,7 @@ def judged(options):
     assert runs.work(cli.PROGRAM, options) is None
     its = train.prepare(options)
     cfg, its_teacher = its.cfg, its.teacher
-    state = safetensors.load(options.out / "state.safetensors")
+    state = last_state(options.out)
     base, dense = lazy.read(its.packed), lazy.read(its_teacher.weights)
     held, found = its.held, []
     for params in (base, lora.attach(base, state.trained)):

@@ -12,11 +12,12 @@ from examples.merge import main as merge
 from examples.qlora import cli, train
 from examples.qlora.options import Options
 from fquant import NF4_DQ, Packed, lazy, lora, quantize, tree
-from fquant.io import peft, safetensors
+from fquant.io import peft
 from models import hf
 from tests.helpers import ranks
 from tests.helpers.arrays import same_bits
 from tests.helpers.cases import slow_after
+from tests.helpers.sharding.checkpoints import last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SMALL = {"rank": 4, "seq": 32, "batch": 4, "holdout": 6, "dtype": "f32", "checkpoint": "none", "lr": 0.01}
@@ -98,7 +99,7 @@ def test_merge_aware_trains_the_file_that_it_writes(model, text, tmp_path):
     assert result["survives"] == 1.0 and result["perplexity_merged"] == result["perplexity_adapted"]
     cfg, dense = hf.load(model)
     base = tree.map_at(r"layers\.\d+\.(q|k|v|o|gate|up|down)", lambda w: quantize(w, NF4_DQ), dense)
-    state = safetensors.load(tmp_path / "run" / "state.safetensors")
+    state = last_state(tmp_path / "run")
     wanted, _ = lora.merge_packed(base, state.trained)
     found = lazy.read(hf.lazy(tmp_path / "run" / "merged")[1])
     assert all(map(same_bits, tree.leaves(found), tree.leaves(wanted)))

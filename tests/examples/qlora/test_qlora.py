@@ -21,10 +21,11 @@ from examples.qlora import cli, fitting, options
 from examples.qlora.options import Options
 from fquant import NF4_DQ, lora
 from fquant.format import FORMATS
-from fquant.io import peft, safetensors
+from fquant.io import peft
 from models import hf
 from models.export import bitsandbytes
 from tests.helpers.model_folders import TINY, tiny_model
+from tests.helpers.sharding.checkpoints import last_bytes, last_state
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--rank", "4", "--seq", "32", "--batch", "4", "--holdout", "4", "--steps", "4"]
@@ -52,10 +53,10 @@ def steps(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_for(folder, count, seconds=60):
+def wait_for(folder, count, also=lambda: True, seconds=60):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (folder / "metrics.jsonl").exists() and len(steps(folder)) >= count:
+        if (folder / "metrics.jsonl").exists() and len(steps(folder)) >= count and also():
             return
         time.sleep(0.02)
     raise AssertionError(f"no {count} steps within {seconds} s")
@@ -77,7 +78,7 @@ def test_two_ranks_write_everything(whole):
     _, out, printed = whole
     assert "held-out perplexity" in printed and "bytes of the base" in printed
     assert {p.name for p in out.iterdir()} == {
-        "adapter", "loss.png", "metrics.jsonl", "result.json", "run.json", "state.safetensors"
+        "adapter", "checkpoints", "loss.png", "metrics.jsonl", "result.json", "run.json"
     }  # fmt: skip
     assert [s["step"] for s in steps(out)] == list(range(STEPS))
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -152,24 +153,39 @@ def test_losses_on_a_device_are_those_on_the_host(model, text, tmp_path, device)
 
 
 @pytest.mark.slow
+def pids(folder):
+    return {rank["rank"]: rank["pid"] for rank in json.loads((folder / "run.json").read_text())["ranks"]}
+
+
 @together
-def test_killed_rank_is_named_and_the_run_resumes_to_the_bit(whole, tmp_path):
+def test_a_run_survives_the_death_of_a_rank_and_a_signal_to_the_bit(whole, tmp_path):
+    """A rank is killed, and named; all begin again; SIGTERM ends the run with a checkpoint; --resume does the rest."""
     args, out, _ = whole
     cut = tmp_path / "cut"
-    process = start(*args, "--out", cut)
+    process = start(*args, "--out", cut, "--save-every", "1", "--restarts", "1")
     wait_for(cut, 3)
-    pids = {rank["rank"]: rank["pid"] for rank in json.loads((cut / "run.json").read_text())["ranks"]}
-    os.kill(pids[1], signal.SIGKILL)
-    status, _, err = finish(process, timeout=15)
-    assert status == 1 and "rank 1" in err and "SIGKILL" in err, err
-    assert (cut / "adapter" / "adapter_model.safetensors").exists()  # that of the last state
-    assert not (cut / "result.json").exists()
+    before = pids(cut)
+    os.kill(before[1], signal.SIGKILL)
+    wait_for(cut, 1, lambda: pids(cut) != before)
+    time.sleep(0.5)  # in its first step, which is traced
+    process.send_signal(signal.SIGTERM)
+    status, printed, err = finish(process)
+    named, left = [line for line in err.splitlines() if line.startswith("qlora: ")]
+    assert f"rank 1 (pid {before[1]}) was killed by SIGKILL; the other ranks were stopped; all begin again" in named
+    assert status == 143 and f"continue with python -m examples.qlora --resume {cut}" in left, err
+    assert not (cut / "result.json").exists() and f"stopped after step {len(steps(cut))};" in left
 
-    status, _, err = finish(start("--resume", cut, "--save-every", "2"))  # the rest is in the run's folder
+    status, _, err = finish(start("--resume", cut))  # the rest is in the run's folder
     assert status == 0, err
-    for name in ("adapter/adapter_model.safetensors", "state.safetensors"):
-        assert (out / name).read_bytes() == (cut / name).read_bytes()
+    same(out, cut)
+
+
+def same(out, cut):
+    """Compare the results of two runs, and that each step of both is written once."""
+    adapter = "adapter/adapter_model.safetensors"
+    assert last_bytes(out) == last_bytes(cut) and (out / adapter).read_bytes() == (cut / adapter).read_bytes()
     assert [s["loss"] for s in steps(out)] == [s["loss"] for s in steps(cut)]
+    assert [s["step"] for s in steps(cut)] == list(range(STEPS)) and not list(cut.rglob("*.tmp"))
 
 
 @together
@@ -232,13 +248,13 @@ def test_the_checkpointing_mode_is_the_fastest_that_fits(model, monkeypatch):
 def test_a_run_is_resumed_with_the_options_it_had(whole, tmp_path, capsys):
     args, out, _ = whole
     refused(capsys, "--lr was 0.01 and is now 0.5", *args, "--resume", out, "--lr", "0.5")
-    shutil.copy(out / "state.safetensors", tmp_path)
+    shutil.copytree(out / "checkpoints", tmp_path / "checkpoints")
     refused(capsys, "there is no run.json", *args, "--resume", tmp_path)
 
 
 @together
 def test_saved_state_is_a_tree(whole):
-    state = safetensors.load(whole[1] / "state.safetensors")
+    state = last_state(whole[1])
     assert isinstance(state, State) and int(state.done) == STEPS
     assert isinstance(state.trained["layers.0.q"], lora.Lora)
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples import export
-from examples.common import checkpoints, run_folder, runs, training_step
+from examples.common import run_folder, runs, training_step
 from examples.common.progress import metrics
 from examples.qlora import cli, measure, train
 from examples.qlora.options import Options
@@ -21,10 +21,12 @@ from fquant.compile import flops as flops_of
 from fquant.compile.cost import cost
 from fquant.compile.roofline import DEVICES, of
 from fquant.device import HOST
-from fquant.io import peft, safetensors
+from fquant.io import peft
 from models import decoder, hf
+from shard.checkpoint import steps
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
+from tests.helpers.sharding.checkpoints import last_bytes, last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SMALL = {"rank": 4, "seq": 32, "batch": 4, "holdout": 8, "dtype": "f32", "checkpoint": "none", "mesh": "fsdp=1"}
@@ -64,10 +66,9 @@ def assert_same(a, b):
 def test_files(whole):
     out = whole.out
     assert {path.name for path in out.iterdir()} == {
-        "adapter", "best", "checkpoints", "loss.png", "metrics.jsonl", "result.json", "run.json", "state.safetensors",
-        "tensorboard",
+        "adapter", "best", "checkpoints", "loss.png", "metrics.jsonl", "result.json", "run.json", "tensorboard",
     }  # fmt: skip
-    assert checkpoints.steps_in(out) == [2, 4]
+    assert steps(out / "checkpoints") == [2, 4, 6]
     found = metrics(out)
     assert [step["validation"] is not None for step in found] == [False, True] * 3
     best = json.loads((out / "best" / "best.json").read_text())
@@ -84,7 +85,7 @@ def test_a_run_resumes_with_its_own_data_and_model(given, text, model, tmp_path)
     shutil.copytree(model, folder)
     options = dataclasses.replace(given, model=folder, data=str(data), steps=2, out=tmp_path / "run")
     assert ran(options) is None
-    state, resumed = (options.out / "state.safetensors").read_bytes(), dataclasses.replace(options, out=None)
+    state, resumed = last_bytes(options.out), dataclasses.replace(options, out=None)
     resumed = dataclasses.replace(resumed, resume=options.out)
     data.write_text(text.read_text().replace("return x + 7\n", "return x - 7\n"))
     assert f"--data {data} has another content than when the run was started" in str(ran(resumed))
@@ -95,10 +96,10 @@ def test_a_run_resumes_with_its_own_data_and_model(given, text, model, tmp_path)
     assert f"--model {folder} has another content than when the run was started" in str(ran(resumed))
     shutil.rmtree(folder)
     shutil.copytree(model, folder)
-    assert (options.out / "state.safetensors").read_bytes() == state and len(metrics(options.out)) == 2
-    (options.out / "state.safetensors").unlink()
+    assert last_bytes(options.out) == state and len(metrics(options.out)) == 2
+    shutil.rmtree(options.out / "checkpoints")
     assert ran(resumed) is None
-    assert (options.out / "state.safetensors").read_bytes() == state and len(metrics(options.out)) == 2
+    assert last_bytes(options.out) == state and len(metrics(options.out)) == 2
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_a_damaged_file_of_a_run_is_refused(whole, tmp_path):
     shutil.copytree(whole.out, out)
     resumed, right = dataclasses.replace(whole, out=None, resume=out), run_folder.restored(Options, out / "run.json")
     read = {"adapter_model.safetensors": lambda path: adapters_in(path.parent.parent)}
-    files = [*out.rglob("*.safetensors"), *[out / "run.json"] * 4]
+    files = [*out.rglob("*.safetensors"), *out.rglob("manifest.json"), *[out / "run.json"] * 4]
     for i in range(2000):
         path = files[i // 2 % len(files)]
         raw = path.read_bytes()
@@ -125,7 +126,7 @@ def test_a_damaged_file_of_a_run_is_refused(whole, tmp_path):
                 assert run_folder.restored(Options, path) == right
         else:
             with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: "):
-                read.get(path.name, safetensors.load)(path)
+                read.get(path.name, lambda path: last_state(path.parent))(path)
         path.write_bytes(raw)
 
 
@@ -164,15 +165,14 @@ def test_a_validation_costs_its_own_tokens(given):
     assert 0 < found <= forward
 
 
-@pytest.mark.parametrize("where", ["", "checkpoints/step-4", "checkpoints/step-2/state.safetensors"])
+@pytest.mark.parametrize("where", ["", "checkpoints/step-4"])
 def test_an_adapter_comes_out_of_any_checkpoint(whole, tmp_path, capsys, where):
     assert export.main([str(whole.out / where), str(tmp_path / "adapter")]) == 0
-    file = whole.out / where if where.endswith("safetensors") else whole.out / where / "state.safetensors"
-    state = safetensors.load(file)
+    state = last_state(whole.out / where)
     assert f"14 adapters after {int(state.done)} steps" in capsys.readouterr().out
     assert_same(adapters_in(tmp_path), {path: state.trained[path] for path in adapters_in(tmp_path)})
     assert export.main([str(tmp_path / "adapter"), str(tmp_path / "b"), "--to", "adapter"]) == 2
-    assert "got no state.safetensors there, wanted the folder of a run" in capsys.readouterr().err
+    assert "got no checkpoint there, wanted the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_run_goes_on_beyond_its_end(whole, given, tmp_path):
     assert ran(constant) is None
     assert ran(dataclasses.replace(constant, out=None, resume=tmp_path / "a", steps=10)) is None
     assert ran(dataclasses.replace(constant, steps=10, out=tmp_path / "b")) is None
-    assert_same(*(safetensors.load(tmp_path / name / "state.safetensors") for name in "ab"))
+    assert_same(*(last_state(tmp_path / name) for name in "ab"))
     losses = [[step["loss"] for step in metrics(tmp_path / name)] for name in "ab"]
     assert losses[0] == losses[1] and len(losses[0]) == 10
     assert json.loads((tmp_path / "a" / "run.json").read_text())["options"]["steps"] == 10
@@ -200,7 +200,7 @@ def test_patience_ends_a_run(given, tmp_path):
     assert ran(options) is None
     found = [step["validation"] for step in metrics(tmp_path / "a")]
     assert len(found) == 3 and len(set(found)) == 1
-    assert int(safetensors.load(tmp_path / "a" / "state.safetensors").done) == len(found)
+    assert int(last_state(tmp_path / "a").done) == len(found)
     assert json.loads((tmp_path / "a" / "best" / "best.json").read_text())["steps"] == 1
     assert ran(dataclasses.replace(options, out=None, resume=tmp_path / "a")) is None  # and stays at its end
     assert len(metrics(tmp_path / "a")) == len(found)
@@ -217,7 +217,7 @@ def work_and_die(options):
 def test_the_adapter_outlives_a_last_measurement_that_dies(given, tmp_path):
     (fault,) = ranks.run(1, work_and_die, dataclasses.replace(given, steps=2, out=tmp_path / "a"), timeout=120)
     assert fault == "the last measurement died"
-    written, state = adapters_in(tmp_path / "a"), safetensors.load(tmp_path / "a" / "state.safetensors")
+    written, state = adapters_in(tmp_path / "a"), last_state(tmp_path / "a")
     assert_same(written, {path: state.trained[path] for path in written})
 
 
@@ -321,7 +321,7 @@ def test_offload_changes_no_bit(without_offload, tmp_path, offload):
     out, wanted = tmp_path / "run", without_offload.out
     assert ran(dataclasses.replace(without_offload, out=out, **offload)) is None
     assert [s["loss"] for s in metrics(out)] == [s["loss"] for s in metrics(wanted)]
-    assert (out / "state.safetensors").read_bytes() == (wanted / "state.safetensors").read_bytes()
+    assert last_bytes(out) == last_bytes(wanted)
     run_folder.check_resumed(out, dataclasses.replace(without_offload, out=None, resume=out))
 
 

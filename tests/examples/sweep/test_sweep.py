@@ -14,11 +14,12 @@ from examples.qlora import train as alone
 from examples.sweep import cli, train
 from examples.sweep.options import Options
 from fquant import tree
-from fquant.io import peft, safetensors
+from fquant.io import peft
 from models import hf
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 from tests.helpers.model_folders import TINY, tiny_model
+from tests.helpers.sharding.checkpoints import last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SMALL = {"rank": 4, "seq": 32, "batch": 4, "holdout": 8, "checkpoint": "none", "steps": 3, "lr": 1e-2}
@@ -109,7 +110,7 @@ def test_a_run_writes_everything(model, text, tmp_path, capsys):
     out = tmp_path / "run"
     names = [f"data={name},lr={lr}" for name in (text.stem, "other") for lr in ("0.001", "0.01")]
     assert {path.name for path in out.iterdir()} == {
-        *names, "best", "metrics.jsonl", "result.json", "run.json", "state.safetensors", "sweep.png",
+        *names, "best", "checkpoints", "metrics.jsonl", "result.json", "run.json", "sweep.png",
     }  # fmt: skip
     found = metrics(out)
     assert [step["losses"][:2] for step in found] == [step["losses"][2:] for step in found]  # the same text
@@ -122,7 +123,7 @@ def test_a_run_writes_everything(model, text, tmp_path, capsys):
     if lowest == len(steps) - 1:
         best, its = (peft.load(out / where / "adapter", hf.path_of) for where in ("best", name))
         assert all(map(torch.equal, tree.leaves(best), tree.leaves(its)))
-    assert int(safetensors.load(out / "state.safetensors").done) == 4
+    assert int(last_state(out).done) == 4
 
 
 def validated(options):

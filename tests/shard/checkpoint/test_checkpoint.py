@@ -6,8 +6,11 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from fquant import INT8_ROW, NF4_DQ, lora, optim, quantize, tree
 from fquant.io import safetensors
 from models import decoder
 from shard import Precision, checkpoint
+from shard.checkpoint import writing
 from shard.checkpoint.local_ranges import local_ranges
 from tests.helpers import ranks
 from tests.helpers.sharding import training
@@ -151,20 +155,79 @@ def test_a_tree_may_change_while_it_is_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
+def several(root):
+    """Write a checkpoint a step, each after the one before; return the states that are read."""
+    mesh, rules = shard.mesh(fsdp=dist.get_world_size()), shard.Rules()
+    x = {"a": torch.arange(300_000.0), "b": [torch.ones(3)], "c": torch.ones(2, 3)}
+    written, former = [], None
+    for step in range(4):
+        x = tree.map(lambda t: t + 1, x) if step < 2 else {**x, "c": torch.full((step,), 7.0)}  # another shape
+        former = checkpoint.begin(f"{root}/step-{step}", x, mesh, rules, after=former)
+        written.append((former.plan, tree.map(torch.clone, x)))
+        tree.map(lambda t: t.zero_(), x) if step == 3 else None
+    assert former is not None
+    checkpoint.finish(former)
+    plans = [plan for plan, _ in written]
+    return [plans[0] is plans[1], plans[1] is plans[2], plans[2] is plans[3]], [x for _, x in written]
+
+
+def test_each_of_several_checkpoints_has_the_values_of_its_step(tmp_path):
+    """A plan is used again for the same shapes alone."""
+    for same, states in ranks.run(2, several, str(tmp_path)):
+        assert same == [True, False, False]
+        for step, x in enumerate(states):
+            assert same_bits(checkpoint.read(tmp_path / f"step-{step}"), x), step
+    assert checkpoint.steps(tmp_path) == [0, 1, 2, 3] and len(list(tmp_path.iterdir())) == 4
+
+
+def wholes(axes):
+    mesh, rules, x = states(axes)
+    return [shard.whole(x[name], mesh, rules) for name in ("adapters", "floats", "plain")]
+
+
+def test_a_checkpoint_is_read_without_a_mesh(written):
+    """It is what rank 0 has of the whole tree; codes of moments end with padding, which depends on the mesh."""
+    wanted = ranks.run(2, wholes, {"fsdp": 2})[0]
+    found = checkpoint.read(written / "step-1")
+    for x, name in zip(wanted, ("adapters", "floats", "plain"), strict=True):
+        assert same_bits(found[name], x), name
+    assert set(found["codes"][0].layers[0].q.codes.shape) == set(training.params(CFG, torch.float32).layers[0].q.shape)
+
+
+FORMER = Path(__file__).parent / "step-3"  # written on two ranks by an earlier release
+
+
+def former_state():
+    adapters = {"layers.0.q": lora.Lora(torch.arange(8.0).view(2, 4), torch.arange(6.0).view(3, 2) / 8, alpha=4.0)}
+    codes = quantize(torch.arange(512.0).view(4, 128) / 64 - 4, NF4_DQ)
+    return [adapters, stepped(optim.adamw(1e-3), adapters), {"codes": codes, "bf16": torch.ones(5).bfloat16()}]
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read(alone):
+    x = former_state()
+    assert same_bits(checkpoint.read(FORMER), x)
+    assert same_bits(checkpoint.load(FORMER, tree.map(torch.zeros_like, x), *alone), x)
+
+
+def disk_is_full(path):
+    raise OSError("the disk is full")
+
+
 def faulty(folder, fault):
     mesh, rules, rank = shard.mesh(fsdp=dist.get_world_size()), shard.Rules(), dist.get_rank()
     x = {"a": torch.ones(3), "b": torch.ones(2)}
     if fault == "differ" and rank:
         x = {"a": torch.ones(4), "b": torch.ones(2)}
-    if fault == "strided":
+    if fault == "strided" or (fault == "strided on one" and rank):
         x["b"] = torch.ones(2, 2).mT[:1]
-    if fault == "write" and rank:
-        torch.Tensor.to, kept = lambda *a, **k: torch.ones(2, device="meta"), torch.Tensor.to
+    if fault == "write":
+        kept, writing.replacing = writing.replacing, disk_is_full if rank else writing.replacing
         try:
-            writing = checkpoint.begin(folder, x, mesh, rules)
+            begun = checkpoint.begin(folder, x, mesh, rules)
+            begun.thread.join()
         finally:
-            torch.Tensor.to = kept
-        checkpoint.finish(writing)
+            writing.replacing = kept
+        checkpoint.begin(f"{folder}-next", x, mesh, rules, after=begun)
     checkpoint.save(folder, x, mesh, rules)
     if fault == "again":
         checkpoint.save(folder, x, mesh, rules)
@@ -179,7 +242,8 @@ def faulty(folder, fault):
     [
         ("differ", "checkpoint: ranks disagree on tensors: rank 0 has"),
         ("strided", r"b: got a tensor with strides \(1, 2\), wanted a contiguous one"),
-        ("write", r"rank 0: ValueError: .*rank-1-of-2.safetensors: ValueError: b: got a meta tensor"),
+        ("write", r"rank 0: ValueError: .*rank-1-of-2.safetensors: OSError: the disk is full"),
+        ("strided on one", r"(failed on rank 1: ValueError: )?b: got a tensor with strides"),
         ("again", "step-1: exists, wanted a new folder; a checkpoint is never written over"),
         ("other", r"manifest.json: holds another tree; load it with the release that wrote it"),
         ("shape", r"manifest.json: a: got {'dtype': 'F32', 'shape': \[3\]}, wanted {'dtype': 'F32', 'shape': \[5\]}"),
@@ -191,6 +255,26 @@ def test_faults_are_named_on_every_rank(fault, error, tmp_path):
     assert len(caught.value.failures) == 2
     left = [p.name for p in tmp_path.iterdir()]
     assert "step-1" not in left or fault in ("again", "other", "shape")
+
+
+def widowed(folder):
+    """Begin a checkpoint of which rank 1 writes nothing, as if it were killed, and let the program of rank 0 end."""
+    mesh, rules, over = shard.mesh(fsdp=2), shard.Rules(), threading.Thread(target=int)
+    over.start()
+    over.join()
+    fake = SimpleNamespace(Thread=threading.Thread, main_thread=lambda: over)
+    written = writing._write if dist.get_rank() == 0 else lambda *_: None
+    with mock.patch.object(writing, "threading", fake), mock.patch.object(writing, "_write", written):
+        begun = checkpoint.begin(folder, {"a": torch.ones(3)}, mesh, rules)
+        begun.thread.join(30)
+    assert not begun.thread.is_alive()
+    return [str(error) for error in begun.errors]
+
+
+def test_a_program_that_ends_does_not_wait_for_a_rank_that_died(tmp_path):
+    found = ranks.run(2, widowed, str(tmp_path / "step-1"))
+    assert found == [["rank-1-of-2.safetensors: not written in 1 s; is its rank alive?"], []]
+    assert not (tmp_path / "step-1").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "manifest", "other file", "no manifest"])

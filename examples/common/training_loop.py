@@ -1,0 +1,84 @@
+"""The loop of a run on each rank: steps, validations, checkpoints, and an end that all ranks agree on.
+
+After each step its figures are written, then its checkpoint is begun, if one is due. So a killed run
+has the figures of all steps of its last checkpoint, and a resumed one drops those of later steps. Ranks leave the loop
+together: at the last step, when validations are no better, or after a signal (interrupts.py), with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import shard
+
+from . import checkpoints, devices, interrupts, launch, run_folder, tracking
+from .checkpoints import Validation
+from .progress import Report
+
+if TYPE_CHECKING:
+    from .runs import Options, Program
+
+
+@launch.record
+def work(program: Program, options: Options) -> str | None:
+    """Run one rank; return a message if the input is at fault, which all ranks know.
+
+    Raises Refused for a device that this rank does not get, so that the others are stopped; Stopped on all ranks after
+    a signal.
+    """
+    devices.begin(options.device)
+    try:
+        run, state = program.start(options)
+        options, first, ranks = run.options, dist.get_rank() == 0, dist.get_world_size()
+        history = checkpoints.validations(options.folder(), int(state.done))
+        run_folder.announce(options, run.inputs)
+        figures = tracking.start(options.track if first else None, options.folder(), int(state.done), options.shared())
+        total, done = options.steps or 0, int(state.done)
+        with Report(options.folder(), first, total, done, program.summary, figures) as shown:
+            where = f"{ranks} rank{'s' * (ranks > 1)} on {devices.name(options.device)}, mesh {options.mesh}"
+            shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
+            state, number = train(program, run, state, history, shown)
+            measured = None if number else program.measure(run, state, shown.say)
+        if first and not number:
+            program.show(run, state, measured)
+        shard.close()
+    except ValueError as error:
+        return str(error)
+    if number:
+        raise launch.Stopped("the run was stopped by a signal", signal.Signals(number))
+
+
+def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> tuple[Any, int]:
+    """Take all steps, validate, and save what is trained; return the last state, and a signal that ended them, or 0."""
+    options, where = run.options, program.placement(run)
+    folder, done = options.folder(), int(state.done)
+    writing, number = None, 0
+    with interrupts.noticed() as signals:
+        while done < options.steps and not number and not checkpoints.is_over(history, options.patience):
+            state, step = program.take(run, state)
+            if not math.isfinite(step.loss):
+                raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
+            done += 1
+            if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
+                step = replace(step, **program.validate(run, state))
+                history.append((done, step.validation))
+                publish = partial(program.publish, run, state)
+                best = partial(program.publish_best, run, state, step) if program.publish_best else publish
+                checkpoints.save_best(folder, history, best)
+            shown.step(step)
+            if is_over := checkpoints.is_over(history, options.patience):
+                shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
+            number = interrupts.agreed(signals)
+            is_last = done == options.steps or is_over or number
+            if is_last or done % options.save_every == 0:
+                writing = checkpoints.begin(folder, state, done, options.keep, *where, after=writing)
+            if is_last or done % options.publish_every == 0:
+                program.publish(run, state, folder)
+        checkpoints.finish(folder, writing, options.keep)
+    return state, number

@@ -1,0 +1,16 @@
+"""What a run has left in its folder: its last state, and the bytes of its last checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from examples.common import checkpoints
+
+
+def last_state(folder: Path) -> Any:
+    """Return the whole last state of the run in ``folder``, on the host."""
+    return checkpoints.read(checkpoints.run_of(folder)[1])
+
+
+def last_bytes(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file of the last checkpoint of the run in ``folder``."""
+    return {path.name: path.read_bytes() for path in sorted(checkpoints.run_of(folder)[1].iterdir())}
