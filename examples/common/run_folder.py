@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Options that a resumed run may change: they change no step that is done.
 LATER = (
     "steps", "save_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
-    "offload_activations",
+    "offload_activations", "verify_every",
 )  # fmt: skip
 
 

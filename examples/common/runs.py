@@ -25,7 +25,7 @@ from rich.console import Console
 
 import shard
 
-from . import checkpoints, devices, launch, run_folder, tracking
+from . import checkpoints, devices, launch, run_folder, tracking, verification
 from .checkpoints import RUN, Validation
 from .command_line import axes_in, check_least, command_line
 from .progress import Report
@@ -52,12 +52,12 @@ class Options:
     track: tracking.Tracker | None = None
     validate_every: int | None = None  # steps
     patience: int | None = None  # validations
+    verify_every: int | None = 20  # steps; None: never
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
-        check_least(
-            self, self.LEAST | dict.fromkeys(("batch", "steps", "save_every", "keep", "validate_every", "patience"), 1)
-        )
+        counts = "batch", "steps", "save_every", "keep", "validate_every", "patience", "verify_every"
+        check_least(self, self.LEAST | dict.fromkeys(counts, 1))
         for name in self.POSITIVE:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted a number above 0")
@@ -120,6 +120,14 @@ class Program(NamedTuple):
     publish_best: Callable[..., None] | None = None
     inputs: Callable[[Any], dict[str, str]] = checkpoints.no_inputs  # run -> digests (run_folder.digests)
     whole: Callable[[Any, Any], Any] = checkpoints.as_it_is  # of all ranks, on rank 0; every rank calls it
+    placed: Callable[[Any], verification.Placed] | None = None  # run -> what is compared between ranks
+
+
+class Fault(NamedTuple):
+    """The end of a run that all ranks know: its exit status and a line."""
+
+    status: int
+    message: str
 
 
 T = TypeVar("T", bound=Options)
@@ -155,7 +163,7 @@ def command(program: Program, args: list[str] | None) -> int:
             fault = launch.local(ranks, work, program, options)
         if fault is None:
             return 0
-        status, message = 2, fault
+        status, message = fault
     except ValueError as error:
         status, message, is_own = 2, str(error), isinstance(error, devices.Refused)
     except launch.RankFailed as error:
@@ -170,8 +178,8 @@ def command(program: Program, args: list[str] | None) -> int:
 
 
 @launch.record
-def work(program: Program, options: Options) -> str | None:
-    """Run one rank; return a message if the input is at fault, which all ranks know.
+def work(program: Program, options: Options) -> Fault | None:
+    """Run one rank; return a fault that all ranks know: of the input, or of ranks that have other bits than others.
 
     Raises Refused for a device that this rank does not get, so that the others are stopped.
     """
@@ -194,19 +202,26 @@ def work(program: Program, options: Options) -> str | None:
             program.show(run, state, measured)
         shard.close()
     except ValueError as error:
-        return str(error)
+        return Fault(2, str(error))
+    except shard.integrity.Diverged as error:
+        return Fault(1, str(error))
 
 
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> Any:
-    """Take all steps, validate, and save what is trained; return the last state."""
+    """Take all steps, verify, validate, and save what is trained; return the last state."""
     options = run.options
     folder, done = options.folder(), int(state.done)
+    verify = verification.begin(program.placed(run) if program.placed and options.verify_every else None)
     while done < options.steps and not checkpoints.is_over(history, options.patience):
         state, step = program.take(run, state)
         if not math.isfinite(step.loss):
             raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
         done += 1
-        if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
+        is_validated = options.validate_every and (done % options.validate_every == 0 or done == options.steps)
+        is_saved = done % options.save_every == 0 or done == options.steps
+        if is_validated or is_saved or done % (options.verify_every or 1) == 0:
+            verify(state, done)
+        if is_validated:
             step = replace(step, **program.validate(run, state))
             history.append((done, step.validation))
             if checkpoints.is_best(history):
@@ -217,7 +232,7 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
         shown.step(step)
         if is_over := checkpoints.is_over(history, options.patience):
             shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
-        if done % options.save_every == 0 or done == options.steps or is_over:
+        if is_saved or is_over:
             kept = program.whole(run, state)
             checkpoints.save(folder, kept, done, options.keep, partial(program.publish, run, kept))
     return state

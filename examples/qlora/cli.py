@@ -208,7 +208,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 PROGRAM = runs.Program(
     "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, publish, validate,
-    inputs=train.inputs, whole=whole,
+    inputs=train.inputs, whole=whole, placed=train.placed,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from shard import agree
 from shard.device_mesh import device_of
 from shard.host_memory import local_ranks
 
-from ..common import devices, objectives, run_folder, training_step
+from ..common import devices, objectives, run_folder, training_step, verification
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
@@ -208,6 +208,12 @@ def inputs(run: Run) -> dict[str, str]:
         named[f"--adapter {options.adapter}"] = work.adapters
     read = run_folder.digests(rows) | {"files": [part.digest for part in work.train.parts]}
     return {f"--data {options.data or '(that of the demo)'}": run_folder.digest(read), **run_folder.digests(named)}
+
+
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the state, the base and a teacher."""
+    teacher = {} if run.teacher is None else {"the teacher": run.teacher}
+    return verification.Placed(run.setup.mesh, run.setup.rules, {"the base": run.local} | teacher)
 
 
 def prepare_many(

@@ -26,7 +26,7 @@ from fquant import jit, tree
 from fquant.compile import all_gather_text
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices, run_folder, training_step
+from ..common import checkpoints, devices, run_folder, training_step, verification
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -147,6 +147,11 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
 def inputs(run: Run) -> dict[str, str]:
     """Return a digest of each file or folder that an experiment reads, by the option that names it."""
     return {name: digest for one in run.runs for name, digest in train.inputs(one).items()}
+
+
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the states, and the base of all."""
+    return train.placed(run.runs[0])
 
 
 def take(run: Run, training: States) -> tuple[States, Step]:

@@ -119,8 +119,9 @@ def prepare(options: Options) -> bool:
 
 
 PROGRAM = runs.Program(
-    "vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show, inputs=train.inputs
-)
+    "vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show, inputs=train.inputs,
+    placed=train.placed,
+)  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 from shard.device_mesh import device_of
 
-from ..common import checkpoints, devices, run_folder
+from ..common import checkpoints, devices, run_folder, verification
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -143,6 +143,11 @@ def start(options: Options) -> tuple[Run, Training]:
 def inputs(run: Run) -> dict[str, str]:
     """Return a digest of the photographs."""
     return run_folder.digests({"the set of photographs": run.photographs})
+
+
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the state, of which each has all."""
+    return verification.Placed(run.mesh, shard.Rules())
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
