@@ -216,6 +216,8 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
         state, step = program.take(run, state)
         if not math.isfinite(step.loss):
             raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
+        if not math.isfinite(norm := getattr(step, "grad_norm", 0.0)):
+            raise ValueError(f"step {done}: the norm of the gradient is {norm}; use a smaller --lr, or --dtype f32")
         done += 1
         is_validated = options.validate_every and (done % options.validate_every == 0 or done == options.steps)
         is_saved = done % options.save_every == 0 or done == options.steps

@@ -1,6 +1,7 @@
 """examples.common.verification: a run whose ranks have other bits ends on all of them, before it saves or publishes."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -47,6 +48,8 @@ class Run:
 def take(run, state):
     rank, step = dist.get_rank(), int(state.done)
     is_bad = rank == dist.get_world_size() - 1 and step == 3
+    if run.fault == "overflow" and step == 3:
+        return dataclasses.replace(state, done=state.done + 1), Step(step, grad_norm=math.inf)
     if is_bad and run.fault == "skips":
         return dataclasses.replace(state, done=state.done + 1), Step(step)
     updates, moments = ADAMW.update(state.trained, state.moments, state.trained)
@@ -96,6 +99,13 @@ def test_a_run_ends_before_it_saves_what_differs(n, fault, given, wanted, tmp_pa
     for found in ranks.run(n, trained, tmp_path, fault, given, timeout=30):
         assert found == wanted if isinstance(wanted, int) else str(found).startswith(wanted), found
     assert (tmp_path / STATE).exists() == isinstance(wanted, int)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
+    wanted = "step 3: the norm of the gradient is inf; use a smaller --lr, or --dtype f32"
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, trained, tmp_path, "overflow", {"verify_every": None}, timeout=30)
+    assert [(f.type, f.message) for f in caught.value.failures.values()] == [("ValueError", wanted)] * 2
 
 
 def flipped(run, state, path):
