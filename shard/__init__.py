@@ -1,6 +1,6 @@
 """Sharding: a device mesh, parameters as bundles of bytes or floats, pure collectives, passes that schedule them."""
 
-from . import checkpoint, ordered, passes
+from . import checkpoint, integrity, ordered, passes
 from .bundle import Bundle
 from .collectives import all_gather, all_reduce, all_to_all, enter, exit, reduce_scatter, traffic
 from .communication import comm
@@ -16,7 +16,8 @@ from .transport import wire
 __all__ = [
     "PINNED", "Bundle", "FloatBundle", "Precision", "RowBundle", "Rules", "abstract_local", "abstract_mesh",
     "all_gather", "all_reduce", "all_to_all", "at_rest", "checkpoint", "close", "collect", "comm", "device_of", "enter",
-    "exchange_rows", "exit", "global_norm", "local", "local_range", "max_local_rows", "mesh", "on_host", "on_whole",
-    "ordered", "part", "passes", "place", "psum", "reduce", "reduce_scatter", "replicate", "rows", "scaled", "share",
+    "exchange_rows", "exit", "global_norm", "integrity", "local", "local_range", "max_local_rows", "mesh", "on_host",
+    "on_whole", "ordered", "part", "passes", "place", "psum", "reduce", "reduce_scatter", "replicate", "rows", "scaled",
+    "share",
     "traffic", "weights", "whole", "whole_like", "wire", "wire_scales",
 ]  # fmt: skip

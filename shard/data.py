@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
+from fquant.global_norm import root, sum_of_squares
 
 from .collectives import all_reduce
 from .device_mesh import Axes, device_of, groups, position
@@ -97,25 +98,21 @@ def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
 
 
 def global_norm(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Tensor:
-    """Return the Euclidean norm f32[] of the whole gradient, of :func:`reduce`: that of ``optim.global_norm``.
+    """Return the Euclidean norm f64[] of the whole gradient, of :func:`reduce`: that of ``optim.global_norm``.
 
         rank 0  FloatBundle(a), c  ->  sqrt(|a|² + |b|² + |c|²)
         rank 1  FloatBundle(b), c  ->  sqrt(|a|² + |b|² + |c|²)
 
-    One all-reduce of a number, over the axis that splits blocks; none without bundles. Squares are summed in float32.
-    No derivative is meant.
+    One all-reduce of a number, over the axis that splits blocks; none without bundles. No derivative is meant.
     """
     rules = rules or Rules()
     whole, parts, _ = _apart(grads, mesh, rules)
-    squares = lambda leaves: torch.stack([t.float().square().sum() for t in leaves]).sum()
-    total = squares(whole.values()) if whole else None
+    total = sum_of_squares(list(whole.values())) if whole or not parts else None
     if parts:
-        own = squares(tree.leaves(parts))
-        shared = psum(own, mesh, rules.block or ())
+        shared = psum(sum_of_squares(tree.leaves(parts)), mesh, rules.block or ())
         total = shared if total is None else total + shared
-    if total is None:
-        raise ValueError("global_norm: got a tree without leaves, wanted at least one tensor")
-    return total.sqrt()
+    assert total is not None
+    return root(total)
 
 
 def _apart(x: Any, mesh: DeviceMesh, rules: Rules) -> tuple[dict[int, Tensor], dict[int, FloatBundle], Any]:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 # Options that a resumed run may change: they change no step that is done.
 LATER = (
-    "steps", "save_every", "publish_every", "keep", "validate_every", "patience", "compare_dense", "track", "offload",
-    "offload_activations",
+    "steps", "save_every", "publish_every", "keep", "validate_every", "patience", "verify_every", "compare_dense",
+    "track", "offload", "offload_activations",
 )  # fmt: skip
 
 

@@ -27,17 +27,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
-from torch.distributed.device_mesh import DeviceMesh
 
-import shard
-
-from . import checkpoints, devices, launch, run_folder, tracking
+from . import checkpoints, devices, launch, run_folder, tracking, verification
 from .checkpoints import RUN
 from .command_line import axes_in, check_least, command_line
-from .training_loop import work
+from .training_loop import Fault, work
 
 RESULT = "result.json"
-COUNTS = ("batch", "steps", "save_every", "publish_every", "keep", "validate_every", "patience")
+COUNTS = ("batch", "steps", "save_every", "publish_every", "keep", "validate_every", "patience", "verify_every")
 # Options that are not of the run itself.
 FREE = ("out", "resume", "elastic", "restarts", "mesh", "device", "show_data", "json")
 
@@ -63,6 +60,7 @@ class Options:
     track: tracking.Tracker | None = None
     validate_every: int | None = None  # steps
     patience: int | None = None  # validations
+    verify_every: int | None = 20  # steps; None: never
 
     def check(self) -> None:
         """Raise ValueError for values out of range, before anything is started or read."""
@@ -124,7 +122,7 @@ class Program(NamedTuple):
     title: Callable[[Any], str]  # run -> a line
     summary: Callable[[Any], str]  # figures of a step -> a line
     show: Callable[..., None]  # run, state, results -> files and a table
-    placement: Callable[[Any], tuple[DeviceMesh, shard.Rules]]  # run -> of its state
+    placed: Callable[[Any], verification.Placed]  # run -> the mesh, the rules, and what is not trained
     # run, state, folder: writes what is of use without the state, on rank 0; every rank calls it
     publish: Callable[..., None] = checkpoints.publish_nothing
     # run, state -> fields of the step's figures, "validation" among them: the loss of held-out data, in nats a token
@@ -166,7 +164,7 @@ def command(program: Program, args: list[str] | None) -> int:
             fault = _local(program, options, ranks)
         if fault is None:
             return 0
-        status, message = 2, fault
+        status, message = fault
     except ValueError as error:
         status, message, is_own = 2, str(error), isinstance(error, devices.Refused)
     except launch.RankFailed as error:
@@ -180,7 +178,7 @@ def command(program: Program, args: list[str] | None) -> int:
     return status
 
 
-def _local(program: Program, options: Any, ranks: int) -> str | None:
+def _local(program: Program, options: Any, ranks: int) -> Fault | None:
     """Run on local ranks, all of which begin again from the last checkpoint, some times, after one has failed."""
     for left in reversed(range(options.restarts + 1)):
         try:

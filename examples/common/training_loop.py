@@ -11,13 +11,13 @@ import math
 import signal
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 import shard
 
-from . import checkpoints, devices, interrupts, launch, run_folder, tracking
+from . import checkpoints, devices, interrupts, launch, run_folder, tracking, verification
 from .checkpoints import Validation
 from .progress import Report
 
@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     from .runs import Options, Program
 
 
+class Fault(NamedTuple):
+    """The end of a run that all ranks know: its exit status and a line."""
+
+    status: int
+    message: str
+
+
 @launch.record
-def work(program: Program, options: Options) -> str | None:
-    """Run one rank; return a message if the input is at fault, which all ranks know.
+def work(program: Program, options: Options) -> Fault | None:
+    """Run one rank; return a fault that all ranks know: of the input, or of ranks that have other bits than others.
 
     Raises Refused for a device that this rank does not get, so that the others are stopped; Stopped on all ranks after
     a signal.
@@ -49,23 +56,35 @@ def work(program: Program, options: Options) -> str | None:
             program.show(run, state, measured)
         shard.close()
     except ValueError as error:
-        return str(error)
+        return Fault(2, str(error))
+    except shard.integrity.Diverged as error:
+        return Fault(1, str(error))
     if number:
         raise launch.Stopped("the run was stopped by a signal", signal.Signals(number))
 
 
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> tuple[Any, int]:
-    """Take all steps, validate, and save what is trained; return the last state, and a signal that ended them, or 0."""
-    options, where = run.options, program.placement(run)
+    """Take all steps, verify, validate, and save what is trained; return the last state and the signal that ended them.
+
+    That is 0 if there was none.
+    """
+    options, placed = run.options, program.placed(run)
     folder, done = options.folder(), int(state.done)
+    verify = verification.begin(placed if options.verify_every else None)
     writing, number = None, 0
     with interrupts.noticed() as signals:
         while done < options.steps and not number and not checkpoints.is_over(history, options.patience):
             state, step = program.take(run, state)
             if not math.isfinite(step.loss):
                 raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
+            if not math.isfinite(norm := getattr(step, "grad_norm", 0.0)):
+                raise ValueError(f"step {done}: the norm of the gradient is {norm}; use a smaller --lr, or --dtype f32")
             done += 1
-            if options.validate_every and (done % options.validate_every == 0 or done == options.steps):
+            is_published = done % options.publish_every == 0 or done == options.steps
+            is_validated = options.validate_every and (done % options.validate_every == 0 or done == options.steps)
+            if is_published or is_validated or done % (options.verify_every or 1) == 0:
+                verify(state, done)
+            if is_validated:
                 step = replace(step, **program.validate(run, state))
                 history.append((done, step.validation))
                 publish = partial(program.publish, run, state)
@@ -77,8 +96,8 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
             number = interrupts.agreed(signals)
             is_last = done == options.steps or is_over or number
             if is_last or done % options.save_every == 0:
-                writing = checkpoints.begin(folder, state, done, options.keep, *where, after=writing)
-            if is_last or done % options.publish_every == 0:
+                writing = checkpoints.begin(folder, state, done, options.keep, placed.mesh, placed.rules, after=writing)
+            if is_last or is_published:
                 program.publish(run, state, folder)
         checkpoints.finish(folder, writing, options.keep)
     return state, number

@@ -208,7 +208,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 
 PROGRAM = runs.Program(
-    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, train.placement, publish,
+    "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, train.placed, publish,
     validate,
 )  # fmt: skip
 

@@ -127,6 +127,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Steps between validations; the adapter of the lowest loss is kept in RUN/best."""
     patience: int | None = None
     """Stop after so many validations that were no better."""
+    verify_every: int | None = 20
+    """Steps between comparisons of bits: of the state on all ranks, and of an eighth of the base with what was placed;
+    None: never."""
     keep: int = 1
     """Checkpoints to keep, in RUN/checkpoints."""
     track: Tracker | None = None

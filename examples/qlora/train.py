@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import shard
 from fquant import jit, lora, random, tree
@@ -27,7 +26,7 @@ from shard import agree
 from shard.device_mesh import device_of
 from shard.host_memory import local_ranks
 
-from ..common import devices, objectives, run_folder, training_step
+from ..common import devices, objectives, run_folder, training_step, verification
 from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
@@ -115,12 +114,7 @@ def start(options: Options) -> tuple[Run, State]:
     Raises ValueError on every rank if one fails or if they disagree.
     """
     ((run, state),) = start_many([options])
-    return run, run_folder.resumed(run.options, state, *placement(run))
-
-
-def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
-    """Return the mesh and the rules of a run's state."""
-    return run.setup.mesh, run.setup.rules
+    return run, run_folder.resumed(run.options, state, *placed(run)[:2])
 
 
 def start_many(
@@ -225,6 +219,12 @@ def inputs(work: Work) -> dict[str, str]:
         named[f"--adapter {options.adapter}"] = work.adapters
     read = run_folder.digests(rows) | {"files": [part.digest for part in work.train.parts]}
     return {f"--data {options.data or '(that of the demo)'}": run_folder.digest(read), **run_folder.digests(named)}
+
+
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the state, the base and a teacher."""
+    teacher = {} if run.teacher is None else {"the teacher": run.teacher}
+    return verification.Placed(run.setup.mesh, run.setup.rules, {"the base": run.local} | teacher)
 
 
 def prepare_many(

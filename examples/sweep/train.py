@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.func import vmap
 
-import shard
 from fquant import jit, tree
 from fquant.compile import all_gather_text
 from shard.device_mesh import device_of
 
-from ..common import devices, run_folder, training_step
+from ..common import devices, run_folder, training_step, verification
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -124,12 +122,12 @@ def start(options: Options) -> tuple[Run, States]:
     capture: dict[str, Any] = {**runs[0].setup.capture(), "donate": ("states",)}
     training = States(states, torch.tensor(0, device=device_of(runs[0].setup.mesh)))
     run = Run(options, runs, groups, jit(sweep_step, **capture), inputs)
-    return run, run_folder.resumed(options, training, *placement(run))
+    return run, run_folder.resumed(options, training, *placed(run)[:2])
 
 
-def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
-    """Return the mesh and the rules of a sweep's state."""
-    return train.placement(run.runs[0])
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the states, and the base of all."""
+    return train.placed(run.runs[0])
 
 
 def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:

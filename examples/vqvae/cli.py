@@ -119,7 +119,7 @@ def prepare(options: Options) -> bool:
 
 
 PROGRAM = runs.Program(
-    "vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show, train.placement
+    "vqvae", Options(), prepare, train.start, train.take, train.measure, title, summary, show, train.placed
 )
 
 

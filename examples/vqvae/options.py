@@ -63,6 +63,8 @@ class Options(runs.Options):
     """Empty folder to write to; default: the first free of runs/vqvae, runs/vqvae-2, ..."""
     save_every: int = 200
     """Steps between checkpoints."""
+    verify_every: int | None = 20
+    """Steps between comparisons of bits: of the state on all ranks; None: never."""
     keep: int = 1
     """Checkpoints to keep, in RUN/checkpoints."""
     track: Tracker | None = None

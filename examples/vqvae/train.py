@@ -27,7 +27,7 @@ from models.autoencoder import Autoencoder, AutoencoderConfig
 from shard import agree
 from shard.device_mesh import device_of
 
-from ..common import devices, run_folder
+from ..common import devices, run_folder, verification
 from . import photographs, quantisers
 from .options import Options
 from .quantisers import Quantiser
@@ -133,7 +133,7 @@ def start(options: Options) -> tuple[Run, Training]:
     run = Run(options, cfg, mesh, images, parts, quantiser, schedule, step, positions, psum, inputs)
     training = Training(net, state, opt.init(weights), torch.tensor(0, device=device))
     if run_folder.is_saved(options):
-        return run, run_folder.resumed(options, training, *placement(run))
+        return run, run_folder.resumed(options, training, *placed(run)[:2])
     if quantiser.learns:
         key = random.fold(seed, "kmeans")
         patches, _, row_offset = batch(run, key, max(options.batch, -(-START_ROWS * options.codes // positions)))
@@ -143,9 +143,9 @@ def start(options: Options) -> tuple[Run, Training]:
     return run, replace(training, quantiser=state)
 
 
-def placement(run: Run) -> tuple[DeviceMesh, shard.Rules]:
-    """Return the mesh and the rules of a run's state."""
-    return run.mesh, shard.Rules()
+def placed(run: Run) -> verification.Placed:
+    """Return what is compared between ranks: the state, of which each has all."""
+    return verification.Placed(run.mesh, shard.Rules())
 
 
 def batch(run: Run, key: Tensor, size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..communication import Loadable
+from ..global_norm import root, sum_of_squares
 from ..tree import expect, node
 from .schedules import Rate, Schedule, constant
 from .stochastic_rounding import round_stochastically
@@ -53,12 +54,14 @@ def clip_by_global_norm(max_norm: float, norm: Callable[[Any], Tensor] | None = 
     """Scale all gradients in float32 by min(1, max_norm / (norm + 1e-6)), as torch's ``clip_grad_norm_`` does.
 
     ``norm`` is :func:`global_norm` by default; of gradients that are spread over ranks, one such as
-    ``shard.global_norm``.
+    ``shard.global_norm``. It may be beyond float32 (f64[]). A gradient that is not finite gives updates that are not.
     """
     expect(max_norm > 0, f"max_norm: got {max_norm}, wanted above 0")
 
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
-        factor = (max_norm / ((norm or global_norm)(grads) + 1e-6)).clamp(max=1.0)
+        total = (norm or global_norm)(grads)
+        near, far = (max_norm / (t + 1e-6) for t in (total.float(), total.double()))
+        factor = torch.where(total.float().isinf(), far.float(), near).clamp(max=1.0)
         return tree.map(lambda g: g.float() * factor, grads), state
 
     return Optimizer(lambda params: (), update)
@@ -100,10 +103,8 @@ def step(
 
 
 def global_norm(x: Any) -> Tensor:
-    """Return the Euclidean norm of all leaves together, f32[]."""
-    squares = [leaf.float().square().sum() for leaf in tree.leaves(x)]
-    expect(squares, "global_norm: got a tree without leaves, wanted at least one tensor")
-    return torch.stack(squares).sum().sqrt()
+    """Return the Euclidean norm of all leaves together, f64[]: a float32 number, unless its square is beyond those."""
+    return root(sum_of_squares(tree.leaves(x)))
 
 
 def apply_updates(params: Tree, updates: Tree, key: Tensor | None = None, start: int | dict[str, int] = 0) -> Tree:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("fquant", "shard", "models", "examples")
 OURS = (*PACKAGES, "tests")
 # What shard may import of fquant; autodiff for the Function that opens a block to be trained.
-GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile", "autodiff")
+GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "compile", "autodiff", "global_norm")
 TRAINED = ("quantized_training.weights",)  # and what shard/trained/ may too, for weights that are trained in codes
 CHECKPOINT = ("io.safetensors", "io.tree_json", "io.files")  # and what shard/checkpoint/ may too
 COMPILE_FACE = (  # and of the compiler

@@ -87,6 +87,30 @@ def test_a_torn_log_is_read_up_to_its_last_whole_line(tmp_path):
         assert path.read_bytes() == HEAD + b"".join(PIECES.values())
 
 
+def test_a_file_that_got_its_name_before_it_was_locked_stays(tmp_path, monkeypatch):
+    """A second writer opens the file of a first, which ends before the second locks it."""
+    path, flock = tmp_path / "file", partial.fcntl.flock
+
+    def late(file, how):
+        if (part := tmp_path / "file.part").exists() and not path.exists():
+            part.rename(path)
+        flock(file, how)
+
+    monkeypatch.setattr(partial.fcntl, "flock", late)
+    (tmp_path / "file.part").write_bytes(b"whole")
+    with pytest.raises(OSError):
+        write(path, stop=2)
+    assert path.read_bytes() == b"whole" and names(tmp_path) == ["file", "file.part", "file.part.log"]
+
+
+def test_what_a_log_alone_says_is_not_believed(tmp_path):
+    """A file that was killed between its name and the end of its log is written anew."""
+    with pytest.raises(OSError):
+        write(tmp_path / "file", stop=4)
+    (tmp_path / "file.part").unlink()
+    assert write(tmp_path / "file") == list(PIECES) and names(tmp_path) == ["file"]
+
+
 PROGRAM = """
 import sys, time
 from fquant.io import partial
@@ -101,10 +125,13 @@ with partial.continued(sys.argv[1], b"head", [str(i) for i in range(8)], False) 
 
 
 def test_a_killed_process_is_continued(tmp_path):
-    path = tmp_path / "file"
+    """While it lives the file is refused, with and without resume, and stays as it is."""
+    path, pieces = tmp_path / "file", {str(i): bytes([i]) * 1000 for i in range(8)}
     with subprocess.Popen([sys.executable, "-c", PROGRAM, path], stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"written\n"
+        for resume in (False, True):
+            with pytest.raises(ValueError, match=r"file.part: another process is writing it; wait for that, or choose"):
+                write(path, resume, pieces=pieces)
         os.kill(process.pid, signal.SIGKILL)
-    pieces = {str(i): bytes([i]) * 1000 for i in range(8)}
     assert write(path, resume=True, pieces=pieces) == [str(i) for i in range(4, 8)]  # the fifth was not in the log
     assert path.read_bytes() == HEAD + b"".join(pieces.values())

@@ -109,7 +109,7 @@ def test_gradients_are_those_of_one_process(axes, tied):
     expected = torch.stack([t.square().sum() for t in leaves]).sum().sqrt()
     for value_of_rank, norm_of_rank in [(got, norm), *(each[1:3] for each in rest)]:
         torch.testing.assert_close(value_of_rank, value, rtol=1e-10, atol=0)
-        torch.testing.assert_close(norm_of_rank, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm_of_rank.to(expected), expected, rtol=1e-6, atol=0)
     split = axes.get("fsdp", 1)
     assert calls.count(("reduce_scatter", split)) == (
         0 if split == 1 else 4 + tied

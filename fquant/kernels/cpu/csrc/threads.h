@@ -1,12 +1,18 @@
 /* Fork-join loops over units of work, on the threads of the OpenMP runtime that torch has loaded (GOMP_parallel),
-   because two pools would spin against each other. Without that runtime, threads are created for each call. */
+   because two pools would spin against each other. Without that runtime, threads are created for each call; and so they
+   are in a process that was forked, because the runtime waits there for threads of its parent. */
 
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
 typedef void (*Team)(Body, void *, unsigned, unsigned);
 
 static Team team; /* GOMP_parallel, or NULL */
-EXPORT void fquant_team(Team t) { team = t; }
+static void leave_team(void) { team = NULL; }
+EXPORT void fquant_team(Team t) {
+    static int registered;
+    if (!registered) registered = !pthread_atfork(NULL, NULL, leave_team);
+    team = registered ? t : NULL;
+}
 
 typedef struct {
     Unit unit;
