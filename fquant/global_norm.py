@@ -6,6 +6,9 @@ op does so behind a look at the first sum, so ordinary gradients are read once a
 which must not wait for the host, both sums are computed.
 
 The op has no derivative. Those of the first sum are as before.
+
+Large tensors are summed in rows of 4096 elements, and then the sums of rows. Torch alone would cut a tensor into as many
+parts as there are threads, and a norm would differ with their number.
 """
 
 from typing import Any
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from .tree import expect
 
+ROW = 4096  # elements that are summed in one go; torch uses one thread below 32768
 SCALE = 2.0**-70  # of elements: with squares of the largest and of those at 1e15 within float32
 
 
@@ -24,9 +28,18 @@ def sum_of_squares(leaves: list[Tensor]) -> Tensor:
     Raises ValueError if there are no leaves.
     """
     expect(leaves, "global_norm: got a tree without leaves, wanted at least one tensor")
-    near = torch.stack([leaf.float().square().sum() for leaf in leaves]).sum()
+    near = torch.stack([_sum(leaf.float().square()) for leaf in leaves]).sum()
     far = _OP(near.detach(), [leaf.detach() for leaf in leaves])
     return torch.where(near.isfinite(), near.double(), far)
+
+
+def _sum(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of all elements, with the same bits on any number of threads."""
+    flat = t.reshape(-1)
+    while (n := len(flat)) > ROW:
+        rows, rest = flat[: n - n % ROW].view(-1, ROW).sum(-1, dtype=dtype), flat[n - n % ROW :]
+        flat = torch.cat([rows, rest.sum(dtype=dtype)[None]]) if n % ROW else rows
+    return flat.sum(dtype=dtype)
 
 
 def root(squares: Tensor) -> Tensor:
@@ -36,7 +49,7 @@ def root(squares: Tensor) -> Tensor:
 
 
 def _far(near: Tensor, leaves: list[Tensor]) -> Tensor:
-    sums = [(leaf.float() * SCALE).square_().sum(dtype=torch.float64) for leaf in leaves]
+    sums = [_sum((leaf.float() * SCALE).square_(), torch.float64) for leaf in leaves]
     return torch.stack(sums).sum() / SCALE**2
 
 
