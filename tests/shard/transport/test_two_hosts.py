@@ -21,7 +21,7 @@ import torch
 from shard.transport import desync
 
 ROOT = Path(__file__).parents[3]
-START = 120.0  # seconds for a job to start and run
+START = 240.0  # seconds for a job to start and run
 LIMIT = 10.0  # seconds in which a cut is named
 HOSTS = ("a", "b")
 SLOW = ("tbf", "rate", "16mbit", "burst", "32kb", "latency", "400ms")
