@@ -164,7 +164,7 @@ class RollCall:
                 return
             failed = [f"rank {rank} {self._gone[rank]}" for rank in transfer.others if rank in self._failed]
             silent = [fault for rank in transfer.others if (fault := self._silence(rank, transfer.first))]
-            if why := "; ".join(failed or silent):
+            if why := "; ".join(failed[:1] or silent):
                 self._error = f"{why}; rank {self._rank} is in {self._shown}"
         if why:
             self.say(f"raised RuntimeError: {self._error}")
