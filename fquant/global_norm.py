@@ -7,8 +7,8 @@ which must not wait for the host, both sums are computed.
 
 The op has no derivative. Those of the first sum are as before.
 
-Large tensors are summed in rows of 4096 elements, and then the sums of rows. Torch alone would cut a tensor into as many
-parts as there are threads, and a norm would differ with their number.
+Large tensors are summed in rows of 4096 elements, and then the sums of rows. Torch alone would cut a tensor into as
+many parts as there are threads, and a norm would differ with their number.
 """
 
 from typing import Any

@@ -15,6 +15,8 @@ Over gloo the gathers, scattered sums and all-to-alls are the ops of shard/trans
 of its group compare what each is about to do (roll_call.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fquant.compile import graph
 from fquant.device import HOST
 
-from .roll_call import announce, losses_named
+from .roll_call import announce, transfer
 from .transport import gloo
 from .transport.gloo import resolve
 
@@ -115,20 +117,25 @@ _SENT = {"all_reduce": "all_reduce sum", "exit": "all_reduce sum", "reduce_scatt
 
 def broadcast(x: Tensor, source: int) -> None:
     """Write ``x`` of the rank ``source`` to that of every rank of the job; each has its dtype and shape."""
-    announce_tensor(f"broadcast from rank {source}", x)
-    dist.broadcast(x, source)
+    with _announced(f"broadcast from rank {source}", x):
+        dist.broadcast(x, source)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """Return the largest ``x`` of any rank of ``group``, element by element; no derivative."""
-    announce_tensor("all_reduce max", x, group)
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
+    with _announced("all_reduce max", x, group):
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
 
 
-def announce_tensor(name: str, x: Tensor, group: Group | None = None) -> None:
-    """Announce the collective ``name`` of ``x`` to ``group``, by default all ranks, unless it is traced."""
-    if not isinstance(x, FakeTensor):
+@contextmanager
+def _announced(name: str, x: Tensor, group: Group | None = None) -> Iterator[None]:
+    """Announce the collective ``name`` of ``x`` to ``group``, by default all ranks, and watch it; not if traced."""
+    if isinstance(x, FakeTensor):
+        yield
+    else:
         announce(f"{name} {graph.describe(x)}", group)
+        with transfer(group):
+            yield
 
 
 class _Collective(torch.autograd.Function):
@@ -139,8 +146,7 @@ class _Collective(torch.autograd.Function):
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
-        announce_tensor(_SENT.get(name, name), x, over)
-        with losses_named(over):
+        with _announced(_SENT.get(name, name), x, over):
             if name in ("all_reduce", "exit"):
                 out = _ops.all_reduce(x, "sum", group)
             elif x.device == HOST and over._get_backend(x.device).name() == "gloo":

@@ -10,7 +10,8 @@ themselves travels over gloo on every mesh, so that a check neither waits for th
 
 ``mesh`` starts the process group unless it runs already, and adds six things to torch:
 
-* A collective that does not complete fails after 60 seconds along every axis, not after torch's default 30 minutes.
+* A rank that is stopped or cut off is found within 10 seconds (roll_call.py). So a transfer over gloo may take half an
+  hour along every axis, and over NCCL, in which a rank is not watched, 60 seconds. Torch has 30 and 10 minutes.
 * Ranks compare their devices before there is a group, because NCCL waits for a rank that has none, or shares one.
 * Ranks compare their axes before they make groups. With different axes they would wait for each other there.
 * Ranks under torchrun agree on a name of their start, and use the agent's store under it. The store outlives them, so
@@ -38,19 +39,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fquant.device import HOST, parse
 
 from . import agree, roll_call
+from .roll_call import transfer
 
 Axes = str | tuple[str, ...]  # the name of one axis, or the names of some, the first of which is the outermost
 AXES = ("dp", "fsdp")
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)  # in which ranks find each other
+LONGEST = {HOST.type: timedelta(minutes=30), "cuda": TIMEOUT}  # of a wait for a collective
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the group of a mesh of CUDA devices
 SETTLE = 0.1  # seconds that an exit gives to gloo's threads, which need microseconds
 
 
-def mesh(device: str | torch.device = HOST, timeout: timedelta = TIMEOUT, **axes: int) -> DeviceMesh:
+def mesh(device: str | torch.device = HOST, timeout: timedelta | None = None, **axes: int) -> DeviceMesh:
     """Return the ranks of this job as a grid with the named ``axes``, outermost first in the order of ``AXES``.
 
     Axes left out have size 1. ``device`` is what :func:`fquant.device.parse` accepts; a CUDA device becomes the current
-    one of the process.
+    one of the process. A collective may take ``timeout``, by default 30 minutes on the host and one on CUDA devices.
 
     Raises ValueError on every rank: for a device that some rank cannot have, for an unknown axis, and for sizes whose
     product is not the number of processes. So it does if ranks have different sizes or types of devices.
@@ -58,12 +61,12 @@ def mesh(device: str | torch.device = HOST, timeout: timedelta = TIMEOUT, **axes
     found = _start(device, timeout)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
     agree.same("mesh", {"axes": shown or "no axes", "device": found.type})
-    roll_call.start(timeout.total_seconds())
+    roll_call.start(_to_start(timeout).total_seconds())
     sizes, world = check_axes(axes), dist.get_world_size()
     if (ranks := math.prod(sizes)) != world:
         got = f"mesh {shown.replace(' ', '') or '(no axes)'} has {ranks} ranks, and this job has {world}"
         raise ValueError(f"{got}; wanted sizes that multiply to {world}, such as fsdp={world}")
-    return _grid(sizes, found.type, timeout)
+    return _grid(sizes, found.type, timeout or LONGEST[found.type])
 
 
 @contextmanager
@@ -118,7 +121,11 @@ def check_axes(axes: dict[str, int]) -> tuple[int, ...]:
     return tuple(axes.get(name, 1) for name in AXES)
 
 
-def _start(device: str | torch.device, timeout: timedelta) -> torch.device:
+def _to_start(timeout: timedelta | None) -> timedelta:
+    return min(timeout or TIMEOUT, TIMEOUT)
+
+
+def _start(device: str | torch.device, timeout: timedelta | None) -> torch.device:
     """Start the process group of torchrun's environment, or a group of one without it, unless one runs.
 
     Returns this rank's device, which is the process's current one from then on.
@@ -131,14 +138,16 @@ def _start(device: str | torch.device, timeout: timedelta) -> torch.device:
     if "RANK" in os.environ:
         world, host, port = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=timeout)
-        name = _agreed_name(store, rank, world, timeout.total_seconds()) if shared else "alone"
+        start = _to_start(timeout)
+        store = dist.TCPStore(host, port, world, is_master=rank == 0 and not shared, timeout=start)
+        name = _agreed_name(store, rank, world, start.total_seconds()) if shared else "alone"
         store = dist.PrefixStore(f"fquant/{name}", store)
     every = functools.partial(_gather_text, store, rank, world)
     found = agree.attempt("mesh", lambda: parse(device), every)
     agree.same("mesh", {"device": found.type}, every)
     backend = "gloo" if _use(found) == HOST else BACKENDS
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    longest = timeout or LONGEST[found.type]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=longest)
     return found
 
 
@@ -212,7 +221,8 @@ def close() -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         roll_call.announce("close of the mesh")
-        dist.group.WORLD._get_backend(HOST).barrier().wait()  # type: ignore[union-attr]
+        with transfer():
+            dist.group.WORLD._get_backend(HOST).barrier().wait()  # type: ignore[union-attr]
         dist.destroy_process_group()
 
 

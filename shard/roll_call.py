@@ -2,7 +2,7 @@
 
     announce("all_reduce sum float32[64]", group)    # returns once every rank of the group has announced the same
 
-A collective that only some ranks enter does not fail by itself. gloo waits for a minute and names an address. With
+A collective that only some ranks enter does not fail by itself. gloo waits for half an hour and names an address. With
 another order of two collectives of one shape it adds up numbers of different meaning. So every collective
 of shard/ that is not captured begins with a roll call. So do comparisons of shard/agree.py, the close of the mesh, and
 each replay of a captured step that communicates (fquant/compile/collective_check.py). A replay announces a digest of
@@ -12,12 +12,16 @@ A rank that waits learns of these, and raises RuntimeError with the ranks, and t
 
     another text         the ranks of a group announce different things
     a rank has gone      it raised, ended, was killed, or left the group: its connection closes, after its last words
-    a rank is silent     it has not answered for 7 s: it is stopped, or its machine is lost
+    a rank is silent     it has not answered for 7 s: it is stopped, its machine is lost, or the cable is cut
     a wait in a circle   each rank waits for the next, in calls of different groups
 
 The last two need questions. Every half second a rank that waits asks those it waits for, and those they wait for, what
 they do. The threads of the control plane answer. A circle counts if it stands in three rounds of answers with the same
 calls, because then no rank in it can have moved. A rank that computes and answers is waited for without a limit.
+
+The ranks of a collective or a replay are asked also while tensors travel over gloo or through shared memory
+(``transfer``). If one is silent or has failed, the transport's wait is ended, and raises this error within 10 s of the
+loss. In the middle of a message gloo cannot be ended. Then the process ends, with the error on stderr and status 1.
 
 After an error the calls of ranks no longer correspond, so every later roll call of this mesh raises it again.
 
@@ -27,21 +31,24 @@ ranks 0.3 to 0.4 ms. In a replay that replaces an all-gather over gloo, which ta
 """
 
 import functools
+import json
 import os
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
 from fquant.compile import all_gather_text, exchange_by
 
+from .transport import connections, shared_memory
 from .transport.desync import Members, RollCall
 
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()  # by that of all ranks
 _MEMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Members] = weakref.WeakKeyDictionary()
+_CONNECTIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def start(seconds: float) -> None:
@@ -53,7 +60,7 @@ def start(seconds: float) -> None:
     if world is None or world.size() == 1 or world in _KNOWN:
         return
     _say_end_at_exit(os.getpid())
-    roll = RollCall(world.rank())
+    roll = RollCall(world.rank(), _interrupt)
     roll.connect(world.size(), all_gather_text, seconds)
     _KNOWN[world] = roll
     weakref.finalize(world, roll.close)
@@ -70,32 +77,44 @@ def _exchange(kind: str, what: str, payload: str, group: dist.ProcessGroup | Non
     if world is None or (roll := _KNOWN.get(world)) is None:
         return None
     over = _members(group or world)
-    return roll.gather(over, kind, what, payload) if len(over.ranks) > 1 else [payload]
+    if len(over.ranks) == 1:
+        return [payload]
+    if (group or world) not in _CONNECTIONS:
+        _CONNECTIONS[group or world] = _connections(roll, over, what)
+    return roll.gather(over, kind, what, payload)
+
+
+def _connections(roll: RollCall, over: Members, what: str) -> set[tuple[str, ...]]:
+    """Return this process's connections to the other ranks of ``over``, but for those of the control plane."""
+    mine = connections.open_now()
+    every = [json.loads(text) for text in roll.gather(over, "connections", what, json.dumps(mine))]
+    return connections.between(mine, [ends for theirs in every for ends in theirs]) - roll.connections()
+
+
+def _interrupt() -> None:
+    """End all waits for other ranks, in the thread of the control plane."""
+    shared_memory.interrupt()
+    connections.end(set().union(*list(_CONNECTIONS.values())))
 
 
 @contextmanager
-def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
-    """Name the ranks that have gone in an error of a collective, which has another process's address only."""
-    try:
-        yield
-    except RuntimeError as error:
-        if gone := _explain(group):
-            raise RuntimeError(f"{gone}: {error}") from error
-        raise
+def transfer(group: dist.ProcessGroup | None = None, alone: bool = False) -> Iterator[None]:
+    """Watch the ranks of ``group``, by default of the job, while the tensors of what was announced last travel.
 
-
-def _explain(group: dist.ProcessGroup | None = None) -> str:
-    """Return which ranks of ``group``, by default of the job, have gone, or nothing; to be called after an error."""
+    Ends the transfer, and raises RuntimeError, if a rank is silent or has gone, which it names. With ``alone`` an error
+    may be that of this rank only, and the others learn of it.
+    """
     world = dist.group.WORLD
     roll = None if world is None else _KNOWN.get(world)
-    return "" if world is None or roll is None else roll.losses(_members(group or world))
+    with nullcontext() if world is None or roll is None else roll.transfer(_members(group or world), alone):
+        yield
 
 
 def lost() -> str:
     """Return which ranks of the job are known to have gone, without waiting, or nothing; may be called at any time."""
     world = dist.group.WORLD
     roll = None if world is None else _KNOWN.get(world)
-    return "" if world is None or roll is None else roll.losses(_members(world), 0.0)
+    return "" if world is None or roll is None else roll.gone(_members(world))
 
 
 def _members(group: dist.ProcessGroup) -> Members:
@@ -112,7 +131,7 @@ def _say_end() -> None:
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     words = "has ended" if error is None else f"raised {type(error).__name__}: {error}"
     for roll in list(_KNOWN.values()):
-        roll.say(words)
+        roll.say(words, failed=error is not None)
 
 
 @functools.cache
@@ -120,4 +139,4 @@ def _say_end_at_exit(process: int) -> None:
     Finalize(None, _say_end, exitpriority=100)  # at the end of a process that multiprocessing started, too
 
 
-exchange_by(_exchange, _explain)
+exchange_by(_exchange, functools.partial(transfer, alone=True))

@@ -17,8 +17,8 @@ with calls that are not captured and name the rank that does not come (shard/rol
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -29,29 +29,24 @@ from ..device import HOST
 from . import graph
 
 Exchange = Callable[[str, str, str], list[str] | None]
+Watch = Callable[[], AbstractContextManager[None]]
 _exchange: Exchange = lambda kind, what, payload: None
-_explain: Callable[[], str] = lambda: ""
+_watch: Watch = lambda: nullcontext()
 
 
-def exchange_by(exchange: Exchange, explain: Callable[[], str]) -> None:
+def exchange_by(exchange: Exchange, watch: Watch) -> None:
     """Let ``exchange(kind, what, payload)`` gather texts: the ``payload`` of every rank, by rank, or None if it cannot.
 
-    All ranks exchange the same ``kind`` at a time, for which errors have the text ``what``. After an error of a replay
-    ``explain()`` says which ranks have gone, or nothing.
+    All ranks exchange the same ``kind`` at a time, for which errors have the text ``what``. A replay runs inside
+    ``watch()``, which may end it by a RuntimeError that names ranks without which it cannot end.
     """
-    global _exchange, _explain
-    _exchange, _explain = exchange, explain
+    global _exchange, _watch
+    _exchange, _watch = exchange, watch
 
 
-@contextmanager
-def losses_named(name: str, collectives: Sequence[str]) -> Iterator[None]:
-    """Name the ranks that have gone in an error of a replay of ``name`` that communicates."""
-    try:
-        yield
-    except RuntimeError as error:
-        if collectives and (gone := _explain()):
-            raise RuntimeError(f"jit({name}): {gone}: {error}") from error
-        raise
+def watched(collectives: Sequence[str]) -> AbstractContextManager[None]:
+    """Watch the other ranks during a replay that communicates."""
+    return _watch() if collectives else nullcontext()
 
 
 def check_ranks_agree(name: str, collectives: Sequence[str]) -> None:

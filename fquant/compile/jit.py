@@ -186,7 +186,7 @@ def jit(
     def replay(found: Captured, tensors: list[Tensor], run: Callable[..., Any] = Captured.__call__) -> Any:
         collective_check.check_ranks_agree(name, found.collectives)
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
-            with collective_check.losses_named(name, found.collectives):
+            with collective_check.watched(found.collectives):
                 return run(found, *tensors)
 
     def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:

@@ -1,12 +1,13 @@
 """The control plane: a socket between each two ranks, for short messages beside the tensors that gloo or NCCL move.
 
-    plane = control_plane.connect(rank, ranks, gather, seconds, receive, lost)   # a collective
-    plane.send([other], ["call", 3])                                # receive(rank, ["call", 3]) on the other rank
-    plane.close()                                                   # lost(rank) on every other rank
+    plane = control_plane.connect(rank, ranks, gather, seconds, events)   # a collective
+    plane.send([other], ["call", 3])                      # events.receive(rank, ["call", 3]) on the other rank
+    plane.close()                                         # events.lost(rank) on every other rank
 
 A thread reads all sockets, so a rank answers while it computes or waits, and a message needs no call that receives it.
 Torch releases Python's lock in its ops. A process that has ended, by any cause, closes its sockets, and the others
-learn of it at once. One that is stopped keeps them, and does not answer.
+learn of it at once. One that is stopped keeps them, and does not answer. Every half second the thread calls
+``events.tick()``, once it has read all that had arrived.
 
 There is no server: a store would be a process of its own, or stop with the rank that hosts it. Messages of two ranks
 arrive in the order in which they were sent. They are JSON behind four bytes of length.
@@ -24,11 +25,15 @@ import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
+
+from . import connections
 
 Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
+POLL = 0.5  # seconds between two ticks
 _HEAD = struct.Struct("!I")
 _HELLO = struct.Struct("!16sI")  # the secret and the rank
 _CHUNK = 1 << 16  # bytes read at a time
@@ -36,13 +41,19 @@ _SEND = 5.0  # seconds in which another rank must take a message from a full buf
 _INTERFACE = 0x8915  # SIOCGIFADDR of Linux: the address of an interface
 
 
+class Events(Protocol):
+    """The calls of the reading thread: a message of a rank, the end of its connection, and half a second."""
+
+    def receive(self, rank: int, message: Any) -> None: ...
+    def lost(self, rank: int) -> None: ...
+    def tick(self) -> None: ...
+
+
 class ControlPlane:
     """The sockets of one rank, by rank, and the thread that reads them."""
 
-    def __init__(
-        self, peers: dict[int, socket.socket], receive: Callable[[int, Any], None], lost: Callable[[int], None]
-    ) -> None:
-        self._peers, self._receive, self._lost = peers, receive, lost
+    def __init__(self, peers: dict[int, socket.socket], events: Events) -> None:
+        self._peers, self._events = peers, events
         self.ranks = tuple(peers)
         self._locks = {rank: threading.Lock() for rank in peers}
         for peer in peers.values():
@@ -60,6 +71,14 @@ class ControlPlane:
             with self._locks[rank], contextlib.suppress(OSError):  # of which the reading thread learns too
                 self._peers[rank].sendall(data)
 
+    def ends(self) -> set[tuple[str, ...]]:
+        """Return both ends of every connection; see connections.py."""
+        found = set[tuple[str, ...]]()
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # its rank has gone
+                found.add(tuple(connections.ends_of(peer)))
+        return found
+
     def close(self) -> None:
         """Close the connections; the thread ends by that."""
         for peer in self._peers.values():
@@ -76,19 +95,23 @@ class ControlPlane:
         buffers = {rank: bytearray() for rank in self._peers}
         for rank, peer in self._peers.items():
             self._selector.register(peer, selectors.EVENT_READ, rank)
+        next_tick = time.monotonic() + POLL
         while buffers:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(max(0.0, next_tick - time.monotonic())):
                 rank, data = key.data, b""
                 with contextlib.suppress(OSError):
                     data = self._peers[rank].recv(_CHUNK)
                 buffers[rank] += data
                 for message in _messages(buffers[rank]):
-                    self._receive(rank, message)
+                    self._events.receive(rank, message)
                 if not data:
                     self._selector.unregister(self._peers[rank])
                     self._peers[rank].close()
                     del buffers[rank]
-                    self._lost(rank)
+                    self._events.lost(rank)
+            if time.monotonic() >= next_tick:
+                self._events.tick()
+                next_tick = time.monotonic() + POLL
         self._selector.close()
 
 
@@ -116,18 +139,10 @@ def _messages(buffer: bytearray) -> list[Any]:
     return found
 
 
-def connect(
-    rank: int,
-    ranks: int,
-    gather: Gather,
-    seconds: float,
-    receive: Callable[[int, Any], None],
-    lost: Callable[[int], None],
-) -> ControlPlane:
+def connect(rank: int, ranks: int, gather: Gather, seconds: float, events: Events) -> ControlPlane:
     """Connect this rank to all others of ``ranks``; a collective, which uses ``gather`` for addresses and secrets.
 
-    ``receive(rank, message)`` and ``lost(rank)`` are called in the reading thread. Raises RuntimeError on every rank if
-    one cannot be reached, with its address.
+    The reading thread calls ``events``. Raises RuntimeError on every rank if one cannot be reached, with its address.
     """
     listener, fault, secret, found = None, "", secrets.token_bytes(16), dict[int, socket.socket]()
     try:
@@ -158,7 +173,7 @@ def connect(
                 found[_HELLO.unpack(hello)[1]] = peer
             else:
                 peer.close()
-    return ControlPlane(found, receive, lost)
+    return ControlPlane(found, events)
 
 
 def _receive_exactly(peer: socket.socket, count: int) -> bytes:

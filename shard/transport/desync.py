@@ -1,4 +1,4 @@
-"""Detection of ranks that do not take part in a call: in another, gone, stopped, or waiting in a circle.
+"""Detection of ranks that do not take part in a call: in another, gone, stopped, cut off, or waiting in a circle.
 
 Each rank sends an announcement to the others of the group, and then waits for theirs. The reading thread of the control
 plane takes what arrives, and answers questions. Calls of a group are numbered by each of its ranks, and a rank returns
@@ -9,26 +9,33 @@ those that these wait for. The answers are a graph of waits. A circle in it is a
 others of its group. Answers of one round are of different times. Those of three rounds with equal numbers of calls are
 of one state, in which every rank of the circle stood between the rounds.
 
+While tensors travel, the thread that computes waits in the transport, and cannot ask. So the reading thread does, once
+in half a second, those with whom the transfer is. If one is silent or has failed, the thread closes the connections of
+the transport. The wait then raises, and the error is that of this module. A rank that ended without an error has sent
+all that it had to, so it is waited for.
+
+gloo loses the error of a closed connection in the middle of a message, and waits until its time-out. A thread that
+waits uses no processor. If it used none for a second after the error, the process ends, with the error on stderr and in
+the report of the launcher.
+
 Silence is counted in rounds and not by a clock, since a process that was stopped itself finds the clock ahead.
 """
 
-import os
-import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-import torch
+from . import control_plane, last_resort
+from .control_plane import POLL, Gather
+from .error_text import Arrival, difference, line, waits_in_circle
 
-from fquant import tree
-
-from . import control_plane
-from .control_plane import Gather
-
-POLL = 0.5  # seconds between two rounds of questions
 SILENCE = 7.0  # seconds without an answer, after which a rank counts as stopped
 ROUNDS = 3  # of answers that have the same circle
+STUCK = 2  # ticks after an error in which a thread that waits in a transfer uses no processor
+IDLE = 0.01  # seconds of processor time in a tick, of a thread that only waits
 LONGEST = 2000  # characters of last words
-FIX = "call the same collectives on every rank, in the same order"
 
 
 class Members(NamedTuple):
@@ -37,14 +44,6 @@ class Members(NamedTuple):
     key: str
     ranks: tuple[int, ...]
     label: str
-
-
-class Arrival(NamedTuple):
-    """A rank's announcement: what is compared, what is shown, and what it gives to the others."""
-
-    kind: str
-    shown: str
-    payload: str
 
 
 class Answer(NamedTuple):
@@ -56,19 +55,29 @@ class Answer(NamedTuple):
     missing: list[int]
 
 
-class RollCall:
-    """The calls of this rank, and what it knows of the others."""
+class Transfer(NamedTuple):
+    """A transfer under way: the other ranks, the number of its first round, and the clock of the thread that waits."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    others: list[int]
+    first: int
+    clock: int
+
+
+class RollCall:
+    """The calls of this rank, and what it knows of the others; ``interrupt`` ends every wait of the transport."""
+
+    def __init__(self, rank: int, interrupt: Callable[[], None]) -> None:
+        self._rank, self._interrupt = rank, interrupt
         self._plane: control_plane.ControlPlane | None = None
         self._changed = threading.Condition()
         self._numbers = dict[str, int]()  # of the last call of each group
         self._arrived = dict[tuple[str, int], dict[int, Arrival]]()  # that this rank has not returned from
         self._waiting: tuple[tuple[str, int], list[int]] | None = None  # the call, and its other ranks
-        self._calls, self._doing = 0, "computes, before its first collective"
+        self._transfer: Transfer | None = None
+        self._used, self._idle = 0.0, 0  # processor time of the thread that waits, and ticks since it used any
+        self._calls, self._doing, self._shown = 0, "computes, before its first collective", "its first collective"
         self._round, self._answers = 0, dict[int, Answer]()
-        self._gone, self._last = dict[int, str](), dict[int, str]()
+        self._gone, self._failed, self._last = dict[int, str](), set[int](), dict[int, str]()
         self._error: str | None = None
 
     def gather(self, over: Members, kind: str, what: str, payload: str = "") -> list[str]:
@@ -76,19 +85,19 @@ class RollCall:
 
         Raises RuntimeError as the module says, showing ``what`` each rank was about to do.
         """
-        shown, others = f"{what} over {over.label}{_line()}", [rank for rank in over.ranks if rank != self._rank]
+        shown, others = f"{what} over {over.label}{line()}", [rank for rank in over.ranks if rank != self._rank]
         with self._changed:
             if self._error is not None:
                 raise RuntimeError(self._error)
             number = self._numbers[over.key] = self._numbers.get(over.key, 0) + 1
             call, self._calls = (over.key, number), self._calls + 1
-            self._waiting, self._doing = (call, others), f"waits in {shown}"
+            self._waiting, self._doing, self._shown = (call, others), f"waits in {shown}", shown
         assert self._plane is not None
         self._plane.send(others, ["call", *call, kind, shown, payload])
         arrived = self._wait(call, others, shown)
         arrived[self._rank] = Arrival(kind, shown, payload)
         if len({each.kind for each in arrived.values()}) > 1:
-            self._fail(_difference(arrived))
+            self._fail(difference(arrived))
         return [arrived[rank].payload for rank in over.ranks]
 
     def _wait(self, call: tuple[str, int], others: list[int], shown: str) -> dict[int, Arrival]:
@@ -112,13 +121,64 @@ class RollCall:
             if circle and rounds >= ROUNDS:
                 self._fail(self._wait_in_circle(circle, shown), call)
             for rank in missing:
-                answer = self._answers.get(rank)
-                silent = self._round - max(first - 1, answer.round if answer else 0)
-                if silent * POLL >= SILENCE:
-                    said = answer.doing if answer and answer.round >= first else f"was last seen {self._seen(rank)}"
-                    fault = f"rank {rank} has not answered for {SILENCE:g} s, so it is stopped or cut off; it {said}"
+                if fault := self._silence(rank, first):
                     self._fail(f"{fault}; rank {self._rank} waits for it in {shown}", call)
             self._ask(missing)
+
+    @contextmanager
+    def transfer(self, over: Members, alone: bool = False) -> Iterator[None]:
+        """Watch the other ranks of ``over`` while tensors of the last call travel between them.
+
+        An error of the transport becomes a RuntimeError with the ranks that are silent or have gone, if any. With
+        ``alone`` another error may be that of this rank only: it says so, and the others end the transfer.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise RuntimeError(self._error)
+            others, before = [rank for rank in over.ranks if rank != self._rank], self._transfer
+            self._transfer = Transfer(others, self._round + 1, time.pthread_getcpuclockid(threading.get_ident()))
+            self._doing = f"is in {self._shown}"
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, (RuntimeError, OSError)) and (lost := self._losses(over)):
+                raise RuntimeError(lost) from error
+            if alone and self._error is None:
+                self._error = f"rank {self._rank} raised {type(error).__name__} in {self._shown}: {error}"
+                self.say(f"raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            with self._changed:
+                self._transfer, self._doing = before, f"computes, behind {self._shown}"
+
+    def tick(self) -> None:
+        """Begin a round of questions about the transfer under way, or end it if a rank is silent or has failed."""
+        with self._changed:
+            if (transfer := self._transfer) is None:
+                return
+            used, self._used = self._used, time.clock_gettime(transfer.clock)
+            if self._error is not None:
+                self._idle = self._idle + 1 if self._used - used < IDLE else 0
+                if self._idle >= STUCK:
+                    last_resort.end_process(self._error)
+                return
+            failed = [f"rank {rank} {self._gone[rank]}" for rank in transfer.others if rank in self._failed]
+            silent = [fault for rank in transfer.others if (fault := self._silence(rank, transfer.first))]
+            if why := "; ".join(failed[:1] or silent):
+                self._error = f"{why}; rank {self._rank} is in {self._shown}"
+        if why:
+            self.say(f"raised RuntimeError: {self._error}")
+            self._interrupt()
+        else:
+            self._ask(transfer.others)
+
+    def _silence(self, rank: int, first: int) -> str:
+        """Return that ``rank`` did not answer for SILENCE seconds, since the round ``first`` or later, or nothing."""
+        answer = self._answers.get(rank)
+        if rank in self._gone or (self._round - max(first - 1, answer.round if answer else 0)) * POLL < SILENCE:
+            return ""
+        said = answer.doing if answer and answer.round >= first else f"was last seen {self._seen(rank)}"
+        return f"rank {rank} has not answered for {SILENCE:g} s, so it is stopped or cut off; it {said}"
 
     def _is_decided(self, call: tuple[str, int], others: list[int]) -> bool:
         arrived = self._arrived.get(call, {})
@@ -130,9 +190,11 @@ class RollCall:
         while more:
             asked |= more
             more = {r for rank in more if rank in self._answers for r in self._answers[rank].missing} - asked
-        self._round += 1
+        with self._changed:
+            self._round += 1
+            question = ["ask", self._round]
         assert self._plane is not None
-        self._plane.send(asked - {self._rank}, ["ask", self._round])
+        self._plane.send(asked - {self._rank}, question)
 
     def _circle(self, missing: list[int]) -> list[tuple[int, Answer]] | None:
         """Return the ranks from one in ``missing`` to one that waits for this rank, with answers of the last round."""
@@ -151,8 +213,7 @@ class RollCall:
     def _wait_in_circle(self, circle: list[tuple[int, Answer]], shown: str) -> str:
         ranks = [self._rank, *(rank for rank, _ in circle), self._rank]
         doing = [f"waits in {shown}", *(answer.doing for _, answer in circle)]
-        each = [f"rank {a} {text} for rank {b}" for a, text, b in zip(ranks, doing, ranks[1:], strict=False)]
-        return f"ranks wait for each other: {'; '.join(each)}; {FIX}"
+        return waits_in_circle(ranks, doing)
 
     def _seen(self, rank: int) -> str:
         return f"in {self._last[rank]}" if rank in self._last else "before its first collective"
@@ -163,17 +224,27 @@ class RollCall:
         self.say(f"raised RuntimeError: {why}", call)
         raise RuntimeError(why)
 
-    def say(self, words: str, revoked: tuple[str, int] = ("", 0)) -> None:
-        """Send this rank's last words to all others: it takes part in no further call, and not in ``revoked``."""
-        if self._plane is not None:
-            self._plane.send(self._plane.ranks, ["gone", *revoked, words[:LONGEST]])
+    def say(self, words: str, revoked: tuple[str, int] = ("", 0), failed: bool = True) -> None:
+        """Send this rank's last words to all others: it takes part in no further call, and not in ``revoked``.
 
-    def losses(self, over: Members, seconds: float = POLL) -> str:
-        """Return which ranks of ``over`` have gone, or nothing if all are there after some seconds."""
-        gone = lambda: [f"rank {rank} {self._gone[rank]}" for rank in over.ranks if rank in self._gone]
+        If it ``failed``, others end the transfers that they have with it.
+        """
+        if self._plane is not None:
+            self._plane.send(self._plane.ranks, ["gone", *revoked, words[:LONGEST], failed])
+
+    def gone(self, over: Members) -> str:
+        """Return which ranks of ``over`` are known to have gone, or nothing; it does not wait."""
+        return "; ".join(f"rank {rank} {self._gone[rank]}" for rank in over.ranks if rank in self._gone)
+
+    def _losses(self, over: Members) -> str:
+        """Return the error of this roll call, which may be that ranks of ``over`` have gone; wait half a second."""
         with self._changed:
-            self._changed.wait_for(gone, seconds)  # gloo may learn of it first
-            return "; ".join(gone())
+            self._changed.wait_for(lambda: self._error or self.gone(over), POLL)
+            if is_new := self._error is None and bool(self.gone(over)):
+                self._error = f"{self.gone(over)}; rank {self._rank} is in {self._shown}"
+        if is_new:
+            self.say(f"raised RuntimeError: {self._error}")
+        return self._error or ""
 
     def receive(self, rank: int, message: Any) -> None:
         """Take a message of another rank, in the thread that reads."""
@@ -188,8 +259,9 @@ class RollCall:
                 self._arrived.setdefault((key, number), {})[rank] = Arrival(*arrival)
                 self._last[rank] = arrival[1]
             elif kind == "gone":
-                key, number, words = rest
+                key, number, words, failed = rest
                 self._gone.setdefault(rank, words)
+                self._failed |= {rank} if failed else set()
                 self._arrived.get((key, number), {}).pop(rank, None)
             if kind == "gone" or (self._waiting and self._is_decided(*self._waiting)):
                 self._changed.notify_all()
@@ -205,35 +277,20 @@ class RollCall:
     def lost(self, rank: int) -> None:
         """Note that the connection to ``rank`` has closed."""
         with self._changed:
+            if rank not in self._gone:
+                self._failed.add(rank)
             self._gone.setdefault(rank, f"has gone, its connection closed; it was last seen {self._seen(rank)}")
             self._changed.notify_all()
 
     def connect(self, ranks: int, gather: Gather, seconds: float) -> None:
         """Connect to the other ranks: a collective; see :func:`control_plane.connect`."""
-        self._plane = control_plane.connect(self._rank, ranks, gather, seconds, self.receive, self.lost)
+        self._plane = control_plane.connect(self._rank, ranks, gather, seconds, self)
+
+    def connections(self) -> set[tuple[str, ...]]:
+        """Return both ends of the connections to the other ranks, none of which carries tensors."""
+        return self._plane.ends() if self._plane is not None else set()
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
         if self._plane is not None:
             self._plane.close()
-
-
-def _difference(arrived: dict[int, Arrival]) -> str:
-    """Return the error of ranks that announce different things, of which the lines of the first ranks are shown."""
-    seen: dict[str, list[int]] = {}
-    for rank, arrival in sorted(arrived.items()):
-        seen.setdefault(arrival.kind, []).append(rank)
-    named = lambda ranks: f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    each = "; ".join(f"{named(ranks)} {arrived[ranks[0]].shown}" for ranks in seen.values())
-    return f"ranks are about to do different things: {each}; {FIX}"
-
-
-_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), tree.__file__, torch.__file__))
-
-
-def _line() -> str:
-    """Return the line of the program that called, outside of this library and of torch."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

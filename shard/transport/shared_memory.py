@@ -41,6 +41,7 @@ from fquant.device import HOST
 MAX_SLOTS = 255  # their numbers are bytes
 MAX_PENDING = 2  # publications that were not waited for
 _MESSAGE = 4096  # bytes of a message, at most
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # all of this module
 _SIZE = 1 << 46  # bytes of the file: an address space, whose pages exist once they are written
 _BITS, _BYTES = 62, 8  # of a secret, and of a number in a message
 
@@ -188,6 +189,13 @@ def of_group(group: dist.ProcessGroup) -> SharedMemory | None:
     return _KNOWN[group]
 
 
+def interrupt() -> None:
+    """End every wait for another rank, in all groups: it raises, here and on the other rank."""
+    for each in list(_SOCKETS):
+        with contextlib.suppress(OSError):  # it is closed, or not connected yet
+            each.shutdown(socket.SHUT_RDWR)
+
+
 def _rendezvous(group: dist.ProcessGroup) -> tuple[int, dict[int, socket.socket]] | None:
     """Return a file that all ranks of ``group`` share, and by rank a socket to each other, with the group's time-out.
 
@@ -217,7 +225,7 @@ def _listen(name: int, rank: int, ranks: int) -> tuple[socket.socket | None, int
     """Return a socket that listens under ``name``, or None if that is impossible, and on the first rank the file."""
     listener, file = None, -1
     try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = _socket()
         listener.bind(_address(name))
         listener.listen(ranks)
         if rank == 0:
@@ -234,7 +242,7 @@ def _connect(addresses: list[list[int]], rank: int) -> dict[int, socket.socket] 
     peers = dict[int, socket.socket]()
     try:
         for other, (name, secret, _) in enumerate(addresses):
-            peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peers[other] = _socket()
             peers[other].connect(_address(name))
             peers[other].send(secret.to_bytes(_BYTES) + rank.to_bytes(_BYTES))
     except OSError:
@@ -249,6 +257,7 @@ def _accept(listener: socket.socket, secret: int, count: int, seconds: float) ->
     listener.settimeout(seconds)
     while len(peers) < count:
         peer, _ = listener.accept()
+        _SOCKETS.add(peer)
         peer.settimeout(seconds)
         message = peer.recv(2 * _BYTES)
         if message[:_BYTES] == secret.to_bytes(_BYTES):
@@ -257,6 +266,12 @@ def _accept(listener: socket.socket, secret: int, count: int, seconds: float) ->
             peer.close()
     listener.close()
     return peers
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _SOCKETS.add(made)
+    return made
 
 
 def _address(name: int) -> bytes:

@@ -205,7 +205,7 @@ def time_outs(limit):
     return [seconds(mesh.get_group(name)) for name in AXES]
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(None, 60.0), (7, 7.0)])
+@pytest.mark.parametrize(("limit", "wanted"), [(None, 1800.0), (7, 7.0)])
 def test_the_time_out_holds_along_every_axis(limit, wanted):
     assert ranks.run(4, time_outs, limit) == [[wanted, wanted]] * 4
 
@@ -277,7 +277,7 @@ ALONE = """
     assert tuple(mesh.shape) == tuple(again.shape) == (1, 1)
     import torch.distributed as dist
     limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-    assert limit.total_seconds() == 60, limit
+    assert limit.total_seconds() == 1800, limit
     placed = shard.place({"w": torch.arange(6.0)}, {"": {"w": "d"}}, shard.Rules(), mesh)
     assert shard.collect(placed)["w"].tolist() == list(range(6))
     shard.close()
@@ -332,7 +332,7 @@ RESTARTED = """
     mesh = shard.mesh(fsdp=2)
     rank, group = dist.get_rank(), mesh.get_group("fsdp")
     limit = group._get_backend(torch.device("cpu")).options._timeout
-    assert limit.total_seconds() == 60, limit
+    assert limit.total_seconds() == 1800, limit
     total = shard.all_reduce(torch.tensor(1.0 + rank), group).item()
     open(f"{folder}/attempt{attempt}.rank{rank}", "w").write(str(total))
     if attempt == "0":

@@ -237,15 +237,10 @@ def really(job, axes):
     [
         *(
             pytest.param(*x, marks=pytest.mark.slow)
-            for x in (
-                ("last", 6, "fsdp=1"),
-                ("head", 6, "fsdp=2"),
-                ("head", 2, "fsdp=2"),
-                ("ordered, accumulate", 3, "dp=2"),
-                ("ordered", 2, "fsdp=3"),
-            )
+            for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"), ("head", 2, "fsdp=2"), ("ordered", 2, "fsdp=3"))
         ),
         pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
+        pytest.param("ordered, accumulate", 3, "dp=2", marks=pytest.mark.slow),
         ("ordered", 2, "fsdp=2"),
     ],
 )
