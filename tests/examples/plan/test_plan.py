@@ -42,7 +42,7 @@ JOBS = {
     "selective": dataclasses.replace(JOB, checkpoint="selective"),
     "accumulate": dataclasses.replace(JOB, accumulate=2),
     "ordered": dataclasses.replace(JOB, ordered=True),
-    "ordered, accumulate": dataclasses.replace(JOB, ordered=True, accumulate=2),
+    "two": dataclasses.replace(JOB, ordered=True, accumulate=2),
     "dense": dataclasses.replace(JOB, format=None),
     "full": dataclasses.replace(JOB, format=None, train=shard.Precision()),
     "codes": dataclasses.replace(JOB, format=INT8_ROW, train=shard.Precision(), moments=optim.DYNAMIC8),
@@ -237,10 +237,9 @@ def really(job, axes):
     [
         *(
             pytest.param(*x, marks=pytest.mark.slow)
-            for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"), ("head", 2, "fsdp=2"), ("ordered", 2, "fsdp=3"))
+            for x in (("last", 6, "fsdp=1"), ("head", 6, "fsdp=2"), ("head", 2, "fsdp=2"), ("two", 2, "fsdp=3"))
         ),
         pytest.param("update", 6, "dp=2", marks=pytest.mark.slow),
-        pytest.param("ordered, accumulate", 3, "dp=2", marks=pytest.mark.slow),
         ("ordered", 2, "fsdp=2"),
     ],
 )

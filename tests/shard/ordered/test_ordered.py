@@ -98,6 +98,27 @@ def test_vmap(axes):
             assert torch.equal(stacked[at], torch.stack([one[at] for one in alone]))
 
 
+def tensor_parallel(axes):
+    """Return a product whose inputs are split over fsdp, summed by ``exit``, and its gradient, twice."""
+    mesh = shard.mesh(**axes)
+    group, at, n = mesh.get_group("fsdp"), mesh.get_local_rank("fsdp"), axes["fsdp"]
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(5, 24, generator=draw), torch.randn(7, 24, generator=draw)
+
+    def f(x):
+        own = shard.enter(x, group).tensor_split(n, -1)[at] @ w.tensor_split(n, -1)[at].T
+        return shard.exit(own, group).sin().sum()
+
+    return [grad_and_value(f)(x) for _ in range(2)]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_tensor_parallel_sums_depend_on_the_ranks_of_their_axis_alone(n):
+    found = ranks.run(n, tensor_parallel, {"fsdp": n}) + ranks.run(2 * n, tensor_parallel, {"dp": 2, "fsdp": n})
+    want = found[0][0]
+    assert all(torch.equal(got, t) for one in found for twice in one for got, t in zip(twice, want, strict=True))
+
+
 def wrong(rows, given):
     mesh, rules = shard.mesh(fsdp=2), shard.Rules()
     f = shard.ordered.grad_and_value(lambda w, row: (w * row).sum(), mesh, rules, rows)
