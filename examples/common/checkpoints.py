@@ -64,24 +64,38 @@ def newest(folder: Path) -> int | None:
 
 
 def begin(
-    folder: Path, state: Any, done: int, keep: int, mesh: DeviceMesh, rules: shard.Rules, after: Writing | None
-) -> Writing:
-    """Begin to write the state after ``done`` steps, finish the checkpoint ``after`` which it comes, and keep some."""
+    folder: Path, state: Any, done: int, keep: int, verified: int, mesh: DeviceMesh, rules: shard.Rules,
+    after: Writing | None,
+) -> Writing:  # fmt: skip
+    """Begin to write the state after ``done`` steps, and finish the checkpoint ``after`` which it comes.
+
+    The last ``keep`` stay, and that of the last step at which ranks were ``verified``.
+    """
     writing = shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after)
-    _keep(folder, keep)
+    _keep(folder, keep, verified)
     return writing
 
 
-def finish(folder: Path, writing: Writing | None, keep: int) -> None:
-    """Wait for the last checkpoint, if there is one, and keep as many as were asked for."""
+def finish(folder: Path, writing: Writing | None, keep: int, verified: int) -> None:
+    """Wait for the last checkpoint, if there is one, and keep those of :func:`begin`."""
     if writing is not None:
         shard.checkpoint.finish(writing)
-        _keep(folder, keep)
+        _keep(folder, keep, verified)
 
 
-def _keep(folder: Path, last: int) -> None:
+def drop(folder: Path, writing: Writing | None, verified: int) -> int:
+    """Wait for the last checkpoint, remove those behind the step ``verified``, and return the last step left, or 0."""
+    if writing is not None:
+        shard.checkpoint.finish(writing)
+    found = agree.attempt("checkpoints", lambda: shard.checkpoint.steps(folder_of(folder)))
     if dist.get_rank() == 0:
-        shard.checkpoint.keep(folder_of(folder), last)
+        shard.checkpoint.remove(folder_of(folder), [step for step in found if step > verified])
+    return max((step for step in found if step <= verified), default=0)
+
+
+def _keep(folder: Path, last: int, verified: int) -> None:
+    if dist.get_rank() == 0:
+        shard.checkpoint.keep(folder_of(folder), last, (verified,))
 
 
 def load(folder: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:

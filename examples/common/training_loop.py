@@ -66,12 +66,13 @@ def work(program: Program, options: Options) -> Fault | None:
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> tuple[Any, int]:
     """Take all steps, verify, validate, and save what is trained; return the last state and the signal that ended them.
 
-    That is 0 if there was none.
+    That is 0 if there was none. If ranks have different bits, the checkpoints since the last step at which they were
+    equal are removed, so that a resumed run goes on from there.
     """
     options, placed = run.options, program.placed(run)
     folder, done = options.folder(), int(state.done)
     verify = verification.begin(placed if options.verify_every else None)
-    writing, number = None, 0
+    writing, number, verified = None, 0, done
     with interrupts.noticed() as signals:
         while done < options.steps and not number and not checkpoints.is_over(history, options.patience):
             state, step = program.take(run, state)
@@ -82,8 +83,13 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
             done += 1
             is_published = done % options.publish_every == 0 or done == options.steps
             is_validated = options.validate_every and (done % options.validate_every == 0 or done == options.steps)
-            if is_published or is_validated or done % (options.verify_every or 1) == 0:
-                verify(state, done)
+            if is_published or is_validated or verification.is_due(done, options.verify_every, options.save_every):
+                try:
+                    verify(state, done)
+                except shard.integrity.Diverged as error:
+                    last = checkpoints.drop(folder, writing, verified)
+                    raise shard.integrity.Diverged(f"{error}; --resume goes on behind step {last}") from None
+                verified = done
             if is_validated:
                 step = replace(step, **program.validate(run, state))
                 history.append((done, step.validation))
@@ -96,8 +102,9 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
             number = interrupts.agreed(signals)
             is_last = done == options.steps or is_over or number
             if is_last or done % options.save_every == 0:
-                writing = checkpoints.begin(folder, state, done, options.keep, placed.mesh, placed.rules, after=writing)
+                kept = options.keep, verified
+                writing = checkpoints.begin(folder, state, done, *kept, placed.mesh, placed.rules, after=writing)
             if is_last or is_published:
                 program.publish(run, state, folder)
-        checkpoints.finish(folder, writing, options.keep)
+        checkpoints.finish(folder, writing, options.keep, verified)
     return state, number

@@ -23,6 +23,18 @@ class Placed(NamedTuple):
     frozen: Mapping[str, Any] = {}
 
 
+def is_due(done: int, every: int | None, save_every: int) -> bool:
+    """Return True for steps to compare at: all so many, of which there is a checkpoint, and those of rare ones.
+
+    So the last checkpoint at which ranks were equal is one of the last steps that were compared.
+    """
+    if every is None:
+        return False
+    if save_every >= every:
+        return done % every == 0 or done % save_every == 0
+    return done % (-(-every // save_every) * save_every) == 0
+
+
 def begin(placed: Placed | None) -> Callable[[Any, int], None]:
     """Record the frozen bytes; return a check of the state after a number of steps, which every rank calls.
 

@@ -103,8 +103,9 @@ def gradients(
     if len(many) == 1:
         return [f(*many[0])]
     leaves, structures = zip(*(tree.flatten(each) for each in many), strict=True)
-    stacked = [torch.stack(t) for t in zip(*leaves, strict=True)]
-    found = vmap(lambda *one: f(*tree.unflatten(structures[0], list(one))))(*stacked)
+    stacked = [None if t[0] is None else torch.stack(t) for t in zip(*leaves, strict=True)]  # there may be no keys
+    dims = tuple(None if t is None else 0 for t in stacked)
+    found = vmap(lambda *one: f(*tree.unflatten(structures[0], list(one))), dims)(*stacked)
     return [tree.map(lambda t, n=n: t[n], found) for n in range(len(many))]
 
 
@@ -141,7 +142,7 @@ def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
         many = []
         for i in group:
             micros, count = train.micro_batches(runs[i], 0)
-            many.append((states[i].trained, count, *micros[0]))
+            many.append((states[i].trained, count, micros))
         f = jit(gradients, passes=runs[0].setup.gathering())
         constants = runs[0].local, runs[group[0]].setup, runs[0].teacher
         together, alone = f(many, *constants), [f([one], *constants)[0] for one in many]

@@ -30,8 +30,8 @@ with 338 tensors of 21 MiB begins in 5 ms. Its thread takes 24 ms of a core, of 
 ``read`` needs no mesh: it returns the whole tree, for programs that show or convert it.
 """
 
-from .manifest import MANIFEST, clean, keep, steps
+from .manifest import MANIFEST, clean, keep, remove, steps
 from .reading import load, read
 from .writing import Writing, begin, finish, save
 
-__all__ = ["MANIFEST", "Writing", "begin", "clean", "finish", "keep", "load", "read", "save", "steps"]
+__all__ = ["MANIFEST", "Writing", "begin", "clean", "finish", "keep", "load", "read", "remove", "save", "steps"]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ def steps(root: str | Path) -> list[int]:
 def keep(root: str | Path, last: int, others: tuple[int, ...] = ()) -> None:
     """Remove the checkpoints step-N in ``root`` but the ``last`` ones and those of ``others``, such as the best."""
     expect(last > 0, f"keep: got last {last}, wanted at least 1")
-    for step in steps(root)[:-last]:
-        if step not in others:
-            doomed = Path(root) / f"step-{step}"
-            shutil.rmtree(doomed.rename(doomed.with_name(f".{doomed.name}.{secrets.token_hex(4)}.tmp")))
+    remove(root, [step for step in steps(root)[:-last] if step not in others])
+
+
+def remove(root: str | Path, which: Iterable[int]) -> None:
+    """Remove the checkpoints step-N in ``root`` of some steps; each loses its name first, so none is there in part."""
+    for step in which:
+        doomed = Path(root) / f"step-{step}"
+        shutil.rmtree(doomed.rename(doomed.with_name(f".{doomed.name}.{secrets.token_hex(4)}.tmp")))
 
 
 def clean(root: str | Path) -> None:

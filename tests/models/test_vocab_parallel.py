@@ -201,26 +201,29 @@ def test_every_transform(n, name, behind, names):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused():
-    """Check that every rank refuses a target outside of the vocabulary on one rank."""
+KINDS = {"value": lambda: loss, "grad": lambda: grad(loss), "captured": lambda: jit(grad(loss))}
+
+
+def refused(kind, wrong):
+    """Check that every rank refuses a target outside of the vocabulary on one rank, or too many tokens."""
     placed, _, path, comm, x, targets = setting("f32", True)
-    seen = []
-    for wrong in (VOCAB, -1, -101, 2**40):
-        bad = targets.clone()
-        if dist.get_rank() == 0:
-            bad[0, 0] = wrong
-        for f in (loss, grad(loss), jit(grad(loss))):
-            with pytest.raises(IndexError) as caught:
-                f(x, placed, path, bad, comm)
-            seen.append(str(caught.value))
     with pytest.raises(ValueError, match="13 tokens have a loss, and this comm is for at most 12 a rank"):
         loss(x.new_zeros(1, 13, DIM), placed, path, targets.new_zeros(1, 13), comm)
-    return seen, float(loss(x, placed, path, targets, comm))
+    bad = targets.clone()
+    if dist.get_rank() == 0:
+        bad[0, 0] = wrong
+    KINDS[kind]()(x, placed, path, bad, comm)
 
 
-def test_what_is_refused():
-    for messages, value in ranks.run(2, refused):
-        assert all(message.startswith("index out of range") for message in messages) and value >= 0
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [("value", VOCAB), ("grad", -1), ("captured", -101), pytest.param("captured", 2**40, marks=pytest.mark.slow)],
+)
+def test_what_is_refused(kind, wrong):
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, refused, kind, wrong)
+    assert all("index out of range" in failure.message for failure in caught.value.failures.values())
+    assert "IndexError" in [failure.type for failure in caught.value.failures.values()]
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def twice(options):
     run, training = train.start(options)
     run_folder.announce(options, run.inputs)
     training = some_steps(run, training, 3)
-    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 3), training, *train.placement(run))
+    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 3), training, *train.placed(run)[:2])
     whole = some_steps(run, training, options.steps)
     run, resumed = train.start(dataclasses.replace(options, out=None, resume=options.out))
     assert int(resumed.done) == 3
@@ -64,7 +64,7 @@ def another(options):
     """Load a state of another kind than was saved."""
     run, training = train.start(options)
     safetensors.save(options.folder() / checkpoints.STATE, training.net)
-    return checkpoints.load(options.folder(), training, *train.placement(run))
+    return checkpoints.load(options.folder(), training, *train.placed(run)[:2])
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path):

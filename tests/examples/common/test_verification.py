@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import shard
-from examples.common import runs, verification
-from examples.common.checkpoints import STATE
+from examples.common import training_loop, verification
+from examples.common.checkpoints import folder_of
 from examples.common.progress import Report
 from examples.common.training_step import State
 from examples.qlora import cli, train
@@ -68,10 +68,10 @@ def trained(folder, fault, given):
     weight = torch.ones(3, 4, device="cpu")
     state = State(weight, ADAMW.init(weight), torch.tensor(0, device="cpu"))
     place = lambda run: verification.Placed(mesh, shard.Rules(), {"the base": run.base})
-    program = cli.PROGRAM._replace(take=take, publish=lambda *_: None, whole=lambda run, x: x, placed=place)
+    program = cli.PROGRAM._replace(take=take, publish=lambda *_: None, placed=place)
     with Report(folder, dist.get_rank() == 0, 8, 0, lambda x: "") as shown:
         try:
-            return int(runs.train(program, run, state, [], shown).done)
+            return int(training_loop.train(program, run, state, [], shown)[0].done)
         except shard.integrity.Diverged as error:
             return str(error)
 
@@ -87,7 +87,9 @@ def trained(folder, fault, given):
             "after step 4: the state: ranks 0, 1 have different bits, and none is in the minority, at mo",
         ),
         (2, "skips", {"verify_every": 3}, "after step 6: the state: ranks 0, 1 have different bits"),
-        (2, "skips", {"verify_every": 100, "save_every": 5}, "after step 5: the state: ranks 0, 1 have different bits"),
+        (2, "skips", {"verify_every": 4, "save_every": 6}, "after step 4: the state: ranks 0, 1 have different bits"),
+        (2, "skips", {"verify_every": 3, "save_every": 2}, "after step 4: the state: ranks 0, 1 have different bits"),
+        (2, "skips", {"verify_every": 3, "save_every": 1}, "after step 6: the state: ranks 0, 1 have different bits"),
         (2, "base", {"verify_every": 1}, "after step 9: the base: rank 1 has other bits than were placed in block; co"),
         (2, "skips", {"verify_every": None, "save_every": 8}, 8),
         (2, "", {"verify_every": 1}, 8),
@@ -98,13 +100,17 @@ def test_a_run_ends_before_it_saves_what_differs(n, fault, given, wanted, tmp_pa
     given = {"verify_every": 2, "save_every": 20} | given | ({"steps": 9} if fault == "base" else {})
     for found in ranks.run(n, trained, tmp_path, fault, given, timeout=30):
         assert found == wanted if isinstance(wanted, int) else str(found).startswith(wanted), found
-    assert (tmp_path / STATE).exists() == isinstance(wanted, int)
+    behind = 3 if given["verify_every"] == 3 and given["save_every"] == 1 else 0  # the last step that was equal
+    kept = [8] if isinstance(wanted, int) else [behind] if behind else []
+    assert shard.checkpoint.steps(folder_of(tmp_path)) == kept
+    if not isinstance(wanted, int):
+        assert found.endswith(f"; --resume goes on behind step {behind}")
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
     wanted = "step 3: the norm of the gradient is inf; use a smaller --lr, or --dtype f32"
     with pytest.raises(ranks.RankFailure) as caught:
-        ranks.run(2, trained, tmp_path, "overflow", {"verify_every": None}, timeout=30)
+        ranks.run(2, trained, tmp_path, "overflow", {"verify_every": None, "save_every": 1}, timeout=30)
     assert [(f.type, f.message) for f in caught.value.failures.values()] == [("ValueError", wanted)] * 2
 
 
@@ -118,7 +124,7 @@ def flipped(run, state, path):
 
 def spoilt(options, path):
     program = cli.PROGRAM._replace(take=partial(flipped, path=path))
-    return runs.work(program, options)
+    return training_loop.work(program, options)
 
 
 @pytest.mark.slow
