@@ -114,34 +114,40 @@ def test_what_is_less():
     assert not sharded_embedding.is_less(bundle.plan(flat, 2), 2, 1)
 
 
-def refused():
-    mesh, rules, seen = shard.mesh(fsdp=2), Rules(), []
+def rows_for(ids, captured):
+    """Look up rows on this rank, whose ids are the last of ``ids``, or those of all."""
+    mesh, rules = shard.mesh(fsdp=2), Rules()
     placed = shard.local(shard.place(drawn(300, 24), {"": {"": "vocab embed"}}, rules, mesh))
     comm = shard.comm(mesh, rules, tokens=4)
     rows = lambda placed, ids: embedding(ids, comm.rows(placed, ids))
-    for ids in ([1, 2, 3, 4, 5], [300, 0], [-1, 0]):
-        for f in (rows, jit(rows)):
-            with pytest.raises((ValueError, IndexError)) as caught:
-                f(placed, torch.tensor(ids))
-            seen.append(f"{type(caught.value).__name__}: {caught.value}")
-    for wrong in (300, -1, 2**40):  # asked for by one rank
-        for f in (rows, jit(rows)):
-            with pytest.raises(IndexError) as caught:
-                f(placed, torch.tensor([0, wrong if dist.get_rank() else 1]))
-            seen.append(f"{type(caught.value).__name__}: {caught.value}")
-    assert torch.equal(rows(placed, torch.tensor([7, 8])), drawn(300, 24)[7:9])
+    return (jit(rows) if captured else rows)(placed, torch.tensor(ids[dist.get_rank() % len(ids)]))
+
+
+def refused():
+    mesh, rules = shard.mesh(fsdp=2), Rules()
+    comm = shard.comm(mesh, rules, tokens=4)
     with pytest.raises(TypeError, match="this comm opens bundles"):
         comm.rows(type("Other", (Loadable,), {})(), torch.tensor([0]))
     with pytest.raises(ValueError, match="tokens is 0; wanted at least 1, or None"):
         shard.comm(mesh, rules, tokens=0)
-    return seen
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("ids", [[[300, 0]], [[-1, 0]], [[0, 1], [0, 300]], [[0, 1], [0, 2**40]]], ids=str)
+def test_ids_outside_of_the_table_are_refused_on_every_rank(ids, captured):
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, rows_for, ids, captured)
+    assert all("index out of range" in failure.message for failure in caught.value.failures.values())
+    assert "IndexError" in [failure.type for failure in caught.value.failures.values()]
 
 
 def test_what_is_refused():
-    many = "ValueError: 5 tokens are looked up, and this comm is for at most 4 a rank; make it with tokens=5 or more"
-    for seen in ranks.run(2, refused):
-        assert all(message.startswith(many) for message in seen[:2])
-        assert all(message.startswith("IndexError: index out of range") for message in seen[2:])
+    many = "5 tokens are looked up, and this comm is for at most 4 a rank; make it with tokens=5 or more"
+    for captured in (False, True):
+        with pytest.raises(ranks.RankFailure, match=many):
+            ranks.run(2, rows_for, [[1, 2, 3, 4, 5]], captured)
+    ranks.run(2, refused)
+    assert torch.equal(torch.stack(ranks.run(2, rows_for, [[7, 8]], False)), drawn(300, 24)[7:9].expand(2, -1, -1))
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------
