@@ -117,7 +117,7 @@ def test_a_worker_dies_under_torchrun(whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_machine_is_lost_under_torchrun(whole, tmp_path):
-    """Three ranks go on as two. Sums of other ranks have other bits, so losses are compared with a tolerance."""
+    """Three ranks go on as two, and the run has the bits of one that was not disturbed."""
     args, out = whole
     cut = tmp_path / "cut"
     with ended(agents(3, 2, [*args, "--out", cut])) as running:
@@ -130,8 +130,7 @@ def test_a_machine_is_lost_under_torchrun(whole, tmp_path):
         await_(lambda: len(pids(cut)) == 2, rest)
         printed = [each.communicate(timeout=LIMIT)[0] for each in rest]
         assert [each.returncode for each in rest] == [0, 0], "\n".join(printed)
-    assert [s["step"] for s in steps(cut)] == list(range(STEPS))
-    assert [s["loss"] for s in steps(cut)] == pytest.approx([s["loss"] for s in steps(out)], abs=1e-4)
+    same(out, cut)
 
 
 @pytest.mark.slow
