@@ -113,7 +113,7 @@ def _file(rank: int, ranks: int) -> str:
 
 def _write(path: Path, plan: Plan, memory: Tensor) -> None:
     data = memory.numpy().data
-    with replacing(path) as file:
+    with replacing(path, is_last=False) as file:  # the folder may get its name as soon as the file has its own
         file.write(digests.filled(plan.head, (data[p.at : p.at + p.nbytes] for p in plan.pieces)))
         file.write(data)
 

@@ -78,19 +78,26 @@ class Side(NamedTuple):
     make: Callable[[Shape], Take]
 
 
-def ours(shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, **axes: int) -> Take:
-    """Make fquant's step on the ranks of a mesh: the one that examples.qlora runs and examples.plan prices."""
+def ours(
+    shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, ordered: bool = False, **axes: int
+) -> "Ours":
+    """Make fquant's step on the ranks of a mesh: the one that examples.qlora runs and examples.plan prices.
+
+    The bounds of the comparison are those of sums in the order of the mesh; ``ordered`` adds rows up in one order.
+    """
     mesh, rules, cfg = shard.mesh(**(axes or {"fsdp": 1})), shard.Rules(), shape.config()
     adapters, base = _weights(shape)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
     most = shard.max_local_rows(shape.batch, mesh, rules)
-    setup = Setup(cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint)
+    setup = Setup(
+        cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint, ordered=shape.batch if ordered else None
+    )
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
     step = training_step.train_step
     step = jit(step, **setup.capture()) if captured else step
-    return _Ours(step, training_step.initial(adapters, OPT), rest)
+    return Ours(step, training_step.initial(adapters, OPT), rest)
 
 
 OPT = optim.adamw(1e-4)
@@ -111,7 +118,7 @@ def _weights(shape: Shape) -> Any:
     return lora.init(base, pattern(TARGETS), shape.rank, shape.rank, key=0), base
 
 
-class _Ours:
+class Ours:
     """A step of fquant, and its predicted cost."""
 
     def __init__(self, step: Any, state: Any, rest: tuple[Any, ...]) -> None:

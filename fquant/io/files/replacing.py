@@ -21,10 +21,10 @@ LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+def replacing(path: str | Path, is_last: bool = True) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces ``path`` once all of it is on disk, and is deleted on an error.
 
-    It can be read too.
+    It can be read too. If it is not the last file of its folder, its name is not put on disk: the last one does that.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -38,7 +38,8 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if is_last:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -194,6 +194,25 @@ def test_a_checkpoint_is_read_without_a_mesh(written):
     assert set(found["codes"][0].layers[0].q.codes.shape) == set(training.params(CFG, torch.float32).layers[0].q.shape)
 
 
+def late(folder):
+    """Let rank 1 go on only when the folder has its final name, after its file has got its own."""
+    mesh, rules = shard.mesh(fsdp=2), shard.Rules()
+
+    def replace(a, b, replace=os.replace):
+        replace(a, b)
+        until = time.monotonic() + 20
+        while not Path(folder).exists() and time.monotonic() < until:
+            time.sleep(0.001)
+
+    with mock.patch.object(os, "replace", replace if dist.get_rank() else os.replace):
+        checkpoint.save(folder, {"a": torch.ones(3)}, mesh, rules)
+    return Path(folder).is_dir()
+
+
+def test_a_rank_may_be_slower_than_the_name_of_the_folder(tmp_path):
+    assert all(ranks.run(2, late, str(tmp_path / "step-1")))
+
+
 FORMER = Path(__file__).parent / "step-3"  # written on two ranks by an earlier release
 
 
@@ -209,7 +228,7 @@ def test_a_checkpoint_of_an_earlier_release_is_read(alone):
     assert same_bits(checkpoint.load(FORMER, tree.map(torch.zeros_like, x), *alone), x)
 
 
-def disk_is_full(path):
+def disk_is_full(path, is_last=True):
     raise OSError("the disk is full")
 
 
