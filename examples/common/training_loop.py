@@ -66,8 +66,8 @@ def work(program: Program, options: Options) -> Fault | None:
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> tuple[Any, int]:
     """Take all steps, verify, validate, and save what is trained; return the last state and the signal that ended them.
 
-    That is 0 if there was none. If ranks have different bits, the checkpoints since the last step at which they were
-    equal are removed, so that a resumed run goes on from there.
+    That is 0 if there was none. If ranks have different bits, checkpoints behind the last step at which they were equal
+    are removed. A resumed run goes on from there.
     """
     options, placed = run.options, program.placed(run)
     folder, done = options.folder(), int(state.done)
