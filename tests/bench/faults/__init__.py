@@ -131,7 +131,7 @@ def _damage(options: Options, root: Path) -> Part:
 def of_damage(found: damage.Found) -> Part:
     """Judge what readers did."""
     count = sum(found.damages.values())
-    figures = [f"{count} damages: {', '.join(f'{n} in a {kind}' for kind, n in sorted(found.damages.items()))}"]
+    figures = [f"{count} damages: {', '.join(f'{kind} {n}' for kind, n in sorted(found.damages.items()))}"]
     figures += [f"missed: {text}" for text in found.missed]
     return Part(
         "damage",
