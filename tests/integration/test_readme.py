@@ -28,8 +28,9 @@ def blocks(page, language):
 
 
 def commands(page):
-    """The commands of a page's console blocks."""
-    return [line[2:] for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ ")]
+    """The commands of a page's console blocks, each as one line."""
+    lines = [line for block in blocks(page, "console") for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [line[2:] for line in lines if line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("command", [MAIN, TESTS])
@@ -111,7 +112,7 @@ def test_commands_have_known_options(capsys):
     found |= {c for page in PAGES for c in re.findall(r"`python -m (examples\.\w+[^`]*)`", (ROOT / page).read_text())}
     used = {}
     for command in found:
-        words = command.removeprefix("python -m ").split()
+        words = command.rpartition("-m ")[2].split()
         used.setdefault(words[0], set()).update(word.split("=")[0] for word in words if word.startswith("--"))
     assert {"examples.qlora", "examples.evaluate", "examples.merge", "examples.export"} <= used.keys()
     for name, options in used.items():

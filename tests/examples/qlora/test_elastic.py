@@ -50,10 +50,11 @@ def agents(count, least, args):
         port = free.getsockname()[1]
     torchrun = [
         "torch.distributed.run", f"--nnodes={least}:{count}", "--nproc-per-node=1", "--max-restarts=3",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic", f"--rdzv-conf={RENDEZVOUS}",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic",
         "--monitor-interval=0.1", "--local-addr=127.0.0.1",
     ]  # fmt: skip
-    return [start(*torchrun, "-m", "examples.qlora", *args, "--elastic") for _ in range(count)]
+    hosts = [[*torchrun, f"--rdzv-conf={RENDEZVOUS},is_host={int(i == 0)}"] for i in range(count)]
+    return [start(*each, "-m", "examples.qlora", *args, "--elastic") for each in hosts]
 
 
 def steps(folder):
