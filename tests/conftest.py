@@ -11,6 +11,7 @@ A worker takes whole files, so that what the tests of a file share is made once;
 import gc
 import os
 import re
+import signal
 import sys
 from functools import cache
 
@@ -22,6 +23,8 @@ from tests.helpers.cases import FEWEST, covered, each_value
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a job in the background, which programs inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
