@@ -1,7 +1,8 @@
 """Start local processes through torchrun's API, name the rank that failed in one line, and share the machine out.
 
 The ranks end with the launcher, also if it is killed and cannot stop them. A signal that stops it goes to the ranks,
-which have the time to take a step and write a checkpoint.
+which have the time to take a step and write a checkpoint. A rank that is stopped (SIGSTOP) would notice no signal to
+end, so it is killed when another rank has failed.
 """
 
 import logging
@@ -12,7 +13,9 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -29,6 +32,7 @@ ELASTIC = "torch.distributed.elastic"
 LOGGERS = (ELASTIC, f"{ELASTIC}.agent.server.api", f"{ELASTIC}.multiprocessing.api", "torch.multiprocessing.spawn")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 600  # seconds in which ranks leave after a signal
+POLL = 0.5  # seconds between two looks at the ranks
 
 
 class RankFailed(RuntimeError):
@@ -51,11 +55,44 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
             logs_specs=DefaultLogsSpecs(log_dir=logs), shutdown_timeout=PATIENCE,
         )  # fmt: skip
         try:
-            return elastic_launch(config, _run)(f, *args)[0]
+            with _stopped_ranks_killed():
+                return elastic_launch(config, _run)(f, *args)[0]
         except ChildFailedError as error:
             if codes := {f.exitcode for f in error.failures.values()} & {128 + number for number in SIGNALS}:
                 raise Stopped("the ranks were stopped", signal.Signals(codes.pop() - 128)) from None
             raise RankFailed(_story(error.failures)) from None
+
+
+@contextmanager
+def _stopped_ranks_killed() -> Iterator[None]:
+    """Kill processes started inside of the block that are stopped, once another has failed."""
+    ended, known = threading.Event(), set[Any]()
+
+    def watch() -> None:
+        failed_before = False
+        while not ended.wait(POLL):
+            alive = multiprocessing.active_children()
+            known.update(alive)
+            has_failed = any(process.exitcode for process in known)
+            for process in alive if has_failed and failed_before else ():  # twice, so that the agent knows the cause
+                if _is_stopped(process.pid):
+                    process.kill()
+            failed_before = has_failed
+
+    watcher = threading.Thread(target=watch, name="kill stopped ranks", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return True for a process that SIGSTOP or a terminal has stopped; False where /proc does not say."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _run(f: Callable[..., Any], *args: Any) -> Any:
@@ -79,5 +116,6 @@ def _story(failures: dict[int, ProcessFailure]) -> str:
     rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
-    message = str(first.message).strip().splitlines()
+    said: Any = first.message  # of an error file a dict, which has the traceback too
+    message = str(said["message"] if isinstance(said, dict) else said).strip().splitlines()
     return f"rank {rank} (pid {first.pid}) failed with exit status {first.exitcode}: {message[-1] if message else ''}"

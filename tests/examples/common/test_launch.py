@@ -67,3 +67,34 @@ def test_ranks_end_with_the_launcher(tmp_path, how):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+FROZEN = textwrap.dedent("""
+    import os, signal, sys, time
+    from examples.common import launch
+
+    @launch.record
+    def work():
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)
+        raise RuntimeError(f"rank 1 has not answered at {time.time()}")
+
+    if __name__ == "__main__":
+        try:
+            launch.local(2, work)
+        except launch.RankFailed as error:
+            print(error)
+            print(time.time() - float(str(error).split()[-1]))
+""")
+
+
+def test_a_stopped_rank_does_not_keep_the_others_waiting(tmp_path):
+    """The agent would wait for it for 30 s, in which nobody learns why the run has ended."""
+    (tmp_path / "job.py").write_text(FROZEN)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "job.py")]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    said, seconds = found.stdout.splitlines()
+    assert said.startswith("rank 0 ") and "failed with exit status 1: RuntimeError: rank 1 has not answered" in said
+    assert float(seconds) < 25
