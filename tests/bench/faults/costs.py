@@ -45,9 +45,9 @@ def _times(root: str, shape: Shape, axes: dict[str, int], block: int, turns: int
             if i:
                 plain()
             done += 1
-            writing = checkpoints.begin(Path(root), plain.state, done, 1, setup.mesh, setup.rules, after=writing)
+            writing = checkpoints.begin(Path(root), plain.state, done, 1, 0, setup.mesh, setup.rules, after=writing)
         seconds = time.perf_counter() - began
-        checkpoints.finish(Path(root), writing, 1)
+        checkpoints.finish(Path(root), writing, 1, 0)
         return seconds
 
     takes: dict[str, Callable[[int], float]] = {

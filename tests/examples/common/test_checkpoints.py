@@ -17,13 +17,13 @@ from tests.helpers import ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def written(folder, keep, steps):
+def written(folder, keep, steps, verified=0):
     """Save after each of ``steps``; return the steps of the checkpoints that are left, and their states."""
     mesh, rules, writing = shard.mesh(fsdp=dist.get_world_size()), shard.Rules(), None
     for done in steps:
         state = {"done": torch.tensor(done), "w": torch.full((2,), float(done))}
-        writing = checkpoints.begin(folder, state, done, keep, mesh, rules, writing)
-    checkpoints.finish(folder, writing, keep)
+        writing = checkpoints.begin(folder, state, done, keep, verified, mesh, rules, writing)
+    checkpoints.finish(folder, writing, keep, verified)
     found = checkpoints.load(folder, tree.map(torch.zeros_like, state), mesh, rules)
     assert int(found["done"]) == steps[-1] == checkpoints.newest(folder) and bool((found["w"] == steps[-1]).all())
     kept = steps_in(checkpoints.folder_of(folder))
@@ -35,6 +35,20 @@ def test_the_last_states_are_kept(tmp_path, keep, kept):
     assert ranks.run(2, written, tmp_path, keep, (10, 20, 30, 40)) == [(kept, kept)] * 2
 
 
+def test_the_state_of_the_last_comparison_is_kept(tmp_path):
+    assert ranks.run(2, written, tmp_path, 1, (10, 20, 30, 40), 20) == [([20, 40], [20, 40])] * 2
+
+
+def dropped(folder):
+    written(folder, 3, (10, 20, 30, 40), 20)
+    return checkpoints.drop(folder, None, 20), steps_in(checkpoints.folder_of(folder))[:1]
+
+
+def test_states_behind_the_last_comparison_are_dropped(tmp_path):
+    assert ranks.run(2, dropped, tmp_path) == [(20, [20])] * 2
+    assert steps_in(checkpoints.folder_of(tmp_path)) == [20]
+
+
 def resumed(folder, device):
     """Load a state of the release before, and its successor, on the devices of each tensor."""
     on, mesh, rules = lambda t: t.to(device), shard.mesh(fsdp=1), shard.Rules()
@@ -42,7 +56,7 @@ def resumed(folder, device):
     zeros = tree.map(torch.zeros_like, state)
     for write in (
         lambda: safetensors.save(folder / checkpoints.STATE, state),
-        lambda: checkpoints.finish(folder, checkpoints.begin(folder, state, 3, 1, mesh, rules, None), 1),
+        lambda: checkpoints.finish(folder, checkpoints.begin(folder, state, 3, 1, 0, mesh, rules, None), 1, 0),
     ):
         write()
         assert checkpoints.newest(folder) == 3
