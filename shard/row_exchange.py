@@ -28,6 +28,7 @@ from fquant.communication import ONE_PROCESS, RowExchange
 from .collectives import all_gather, all_reduce_max, reduce_scatter
 from .data import psum
 from .device_mesh import Axes, as_axes, position
+from .ordered.sum_tree import split
 
 
 def exchange_rows(mesh: DeviceMesh, axes: Axes, max_rows: int) -> RowExchange:
@@ -68,5 +69,5 @@ def local_range(size: int, mesh: DeviceMesh, axes: Axes) -> tuple[int, int]:
     if size < ranks:
         named = ",".join(f"{axis}={position(mesh, axis)[1]}" for axis in as_axes(axes))
         raise ValueError(f"local_range: {size} rows over {named} leave ranks without any; wanted at least {ranks}")
-    begin = lambda i: i * (size // ranks) + min(i, size % ranks)
-    return begin(here), begin(here + 1)
+    mine = split(size, ranks)[here]
+    return mine.start, mine.stop

@@ -6,9 +6,9 @@
     result.json           the results
 
 Each file and each checkpoint is written whole, so the state of a killed run is that of one step. A run resumes on any
-mesh from its folder, and on the same mesh to the bit. With more ``--steps`` it goes on beyond its end. One that was
-killed before its first checkpoint begins again. A checkpoint that is damaged and data or a model that changed since the
-start are refused.
+mesh from its folder, to the bit, or on the same mesh if sums over rows follow the mesh. With more ``--steps`` it goes
+on beyond its end. One that was killed before its first checkpoint begins again. A checkpoint that is damaged and data
+or a model that changed since the start are refused.
 
 A run that is stopped by Ctrl-C or SIGTERM leaves with a checkpoint (examples/common/interrupts.py). One of which a rank
 dies begins again from its last checkpoint if it may. With ``--restarts`` this program starts all local ranks again.
