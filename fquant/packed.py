@@ -145,7 +145,7 @@ def _quantize(
     draws: Tensor | None = None,
 ) -> Packed:  # fmt: skip
     shape, dtype, w = tuple(w.shape), w.dtype, w.contiguous()  # because the order of a sum depends on strides
-    offset = (_mean(w) if checks else w.float().mean()) if format.center else None
+    offset = _mean(w) if format.center else None
     given = w.reshape(-1, shape[-1])  # [rows width]
     if offset is not None:
         w = w.float() - offset
@@ -201,16 +201,11 @@ def _by_rows(w: Lazy, format: Format) -> Packed:
 def _mean(w: Tensor) -> Tensor:
     """Return the mean f32[] of ``w``, in float64 if the sum of finite values is beyond float32.
 
-    It is taken on the host, as in bitsandbytes, because a device sums in another order. The order there depends on the
-    number of threads. While a CUDA graph is recorded it is the float64 mean. So the last bit may differ between these.
+    It is taken where ``w`` is, as in bitsandbytes. A device sums in another order than the host, which sums in that of
+    its number of threads. So the last bit may differ.
     """
-    if has_no_values(w):
-        return w.float().mean()
-    if is_recording(w.device):
-        return w.mean(dtype=torch.float64).float()
-    here = w.to(HOST)
-    mean = here.float().mean()
-    return (mean if bool(mean.isfinite()) else here.double().mean().float()).to(w.device)
+    mean = w.float().mean()
+    return torch.where(mean.isfinite(), mean, w.mean(dtype=torch.float64).float())
 
 
 def _check_range(p: Packed, scale: float | Tensor) -> None:

@@ -41,6 +41,10 @@ def pytest_configure(config):
             parse(config.getoption("device"))
         except ValueError as error:
             raise pytest.UsageError(f"--{error}") from None
+        import torch
+
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # bounds are those of float32 sums
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if config.getoption("dist") == "no":  # this process runs tests, and does not only hand them out
         import hypothesis
         import torch

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=logs), shutdown_timeout=PATIENCE,
+            logs_specs=DefaultLogsSpecs(log_dir=logs), **_patience(),
         )  # fmt: skip
         try:
             with _stopped_ranks_killed():
@@ -61,6 +62,11 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
             if codes := {f.exitcode for f in error.failures.values()} & {128 + number for number in SIGNALS}:
                 raise Stopped("the ranks were stopped", signal.Signals(codes.pop() - 128)) from None
             raise RankFailed(_story(error.failures)) from None
+
+
+def _patience() -> dict[str, Any]:
+    """Return the option for the time that ranks have to leave; torch 2.11 gives 30 seconds and has none."""
+    return {"shutdown_timeout": PATIENCE} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}
 
 
 @contextmanager

@@ -5,26 +5,27 @@
     Tiled    triton/gemm.py         a slab of the weight is decoded, multiplied by torch, and overwritten
 
 :func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. Predictions of
-graphs (``compile.roofline``) ask both, on machines without a card or Triton too. Nothing of it has been measured:
-``python -m tests.bench.gpu sweep`` measures all candidates. The figures are
+graphs (``compile.roofline``) ask both, on machines without a card or Triton too. The figures fit what an H200 took
+(``python -m tests.bench.gpu sweep``, tests/bench/RESULTS.md); other generations are assumed to be alike. They are
 
     instructions    to decode an element: COUNTED in the machine code's longest loop, the greater of both orientations
                     and of Triton 3.6 and 3.9, with packed scales and whole reductions; 10 for a slab. Divided
                     reductions have up to 40 % more on sm_100, which the estimates leave out
-    issue           128 instructions of threads a clock and multiprocessor; ISSUED of it is assumed, WARP for one warp
-    tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED is assumed
+    issue           128 instructions of threads a clock and multiprocessor, of which shared memory lets ISSUED through
+                    (look-ups keep it 83 % busy), and WARP from one warp. In ``g · W`` decoding takes ACROSS times that
+    few rows        FEW_TAKE times the clocks of as many instructions at ISSUED_SLAB
+    tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED of it
     memory          bytes of packed weight, x and y, at the bandwidth of a copy
-    slabs           the decoding, then torch's product at PRODUCTS of the peak, and two launches a slab
+    slabs           the decoding, then torch's product at PRODUCTS of the peak; two launches a slab, and RAMP for every
+                    slab but the first, because a product of a part does not fill the device
 
-An element is decoded once for each tile of rows. On an H100 seven instructions take 0.3e-12 s, and a product 2.9e-15 s
-a row. A slab decodes an element once, in ten. So from two tiles of 128 rows on, a fused product decodes for longer than
-a slab does. But its decoding overlaps with the tensor cores of another program on the multiprocessor, if there is room
-for one. It is assumed that OVERLAP of the shorter time is hidden. By this, for a weight of 4096 x 14336 in NF4_DQ on an
-H100, the time over that of torch's bf16 product is
+An element is decoded once for each tile of rows, but once in all for a slab. A slab is larger for fewer rows, and for a
+long reduction, because its product is wider then. For a weight of 8192 x 8192 in NF4_DQ on an H200, the time over that
+of torch's bf16 product is, as measured
 
-    rows     1      16     64     128    256    512    1024   2048   4096
-    plan     few    few    fused  fused  fused  fused  slabs  slabs  slabs
-    ratio    0.42   0.45   0.86   1.09   1.39   1.40   1.22   1.11   1.05
+    rows     1      16     32     64     128    256    512    1024   2048   4096
+    plan     few    few    fused  fused  fused  slabs  slabs  slabs  slabs  slabs
+    ratio    1.0    1.2    1.4    1.3    1.9    1.8    1.5    1.2    1.10   1.03
 """
 
 from functools import lru_cache
@@ -37,16 +38,16 @@ from ..format import num_bytes
 from .spec import FLOATS, Spec
 
 TENSOR_CORES = (torch.bfloat16, torch.float16)  # dtypes of x
-ISSUED, REACHED, PRODUCTS, OVERLAP = 0.8, 0.8, 0.72, 0.7
+ISSUED, REACHED, PRODUCTS, OVERLAP, ACROSS, ISSUED_SLAB = 0.5, 0.6, 0.78, 0.3, 1.3, 0.8
 WARP = 0.35  # of the instructions of a scheduler that one warp issues
 SLAB_INSTRUCTIONS = 10
-COUNTED_FEW = {8: 6.2, 16: 6.6, 32: 7.3}  # by rows of x
+FEW_TAKE = {8: 12.2, 16: 16.4, 32: 26.6}  # instead of 6.2, 6.6 and 7.3 instructions in the machine code, by rows of x
 COUNTED = {  # by generation, then rows of x and warps
     80: {(16, 4): 6.9, (32, 4): 8.5, (64, 8): 8.8, (128, 8): 10.2},
     90: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 6.9, (64, 8): 13.4, (128, 4): 7.2, (128, 8): 8.5, (256, 8): 8.8},
     100: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 7.3, (64, 8): 9.2, (128, 4): 8.2, (128, 8): 10.8, (256, 8): 16.1},
 }
-LAUNCH = 2e-6
+LAUNCH, RAMP = 2e-6, 6e-6
 FEW = 64  # rows of x up to which Few is tried
 FEW_F32 = 16  # the same without tensor cores
 
@@ -71,9 +72,9 @@ class Fused(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """torch's product with slabs of ``size`` bytes: what 50 MB of cache hold beside x and y."""
+    """torch's product with slabs of ``size`` bytes of the weight."""
 
-    size: int = 32 << 20
+    size: int = 64 << 20
 
 
 Plan = Few | Fused | Tiled
@@ -89,7 +90,7 @@ class Card(NamedTuple):
 
 
 CARDS = {80: Card(108, 1.41e9, 2048, 1.8e12), 90: Card(132, 1.755e9, 4096, 3.0e12), 100: Card(148, 1.9e9, 8192, 7e12)}
-FEW_PLANS = tuple(Few(rows, parts, 3) for rows, parts in ((8, 8), (16, 4), (32, 4)))
+FEW_PLANS = tuple(Few(rows, 4, 3) for rows in (8, 16, 32))
 SMALL = tuple(
     Fused(*tile, splits)
     for tile in ((16, 64, 128, 4, 3), (32, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 8, 3))
@@ -100,7 +101,7 @@ LARGE = tuple(
     for splits in (1, 2, 4)
 )  # fmt: skip
 WIDE = {(64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3)}  # sm_80 has operands in registers too
-FEW_SWEPT = tuple(Few(rows, parts, stages) for rows in (8, 16, 32) for parts in (4, 8) for stages in (2, 3, 4))
+FEW_SWEPT = tuple(Few(rows, parts, stages) for rows in (8, 16, 32) for parts in (4, 8) for stages in (1, 2, 3, 4))
 SLABS = tuple(Tiled(mib << 20) for mib in (16, 32, 64, 128))
 CANDIDATES: tuple[Plan, ...] = (*FEW_SWEPT, *SMALL, *LARGE, *SLABS)
 
@@ -110,13 +111,17 @@ def plan_for(rows: int, spec: Spec, dtype: torch.dtype, across: bool, in_words: 
 
     ``in_words`` says that rows of the weight are whole 32-bit words; only slabs do without.
     """
+    depth, width = spec.shape if across else spec.shape[::-1]
     if not in_words or dtype not in FLOATS:
-        return Tiled()
+        return slabs(rows, depth)
     if dtype not in TENSOR_CORES:
-        return Few(8, 4, 3) if rows <= FEW_F32 and not across else Tiled()
-    out, width = spec.shape
-    bits = spec.format.bits
-    return _best(rows, *((out, width) if across else (width, out)), bits, across, generation)
+        return Few(8, 4, 3) if rows <= FEW_F32 and not across else slabs(rows, depth)
+    return _best(rows, depth, width, spec.format.bits, across, generation)
+
+
+def slabs(rows: int, depth: int) -> Tiled:
+    """Return the slabs for ``rows`` of x and sums of ``depth`` elements; they are columns, if they are rows of W."""
+    return Tiled(128 << 20) if rows <= 1024 or depth > 16384 else Tiled()
 
 
 def in_words(spec: Spec) -> bool:
@@ -149,31 +154,36 @@ def candidates(generation: int, even: bool = True) -> list[Fused]:
 
 @lru_cache(maxsize=4096)
 def _best(rows: int, depth: int, width: int, bits: int, across: bool, generation: int) -> Plan:
-    plans = [Tiled(), *candidates(generation, even=depth % 128 == width % 128 == 0)]
+    plans = [slabs(rows, depth), *candidates(generation, even=depth % 128 == width % 128 == 0)]
     if rows <= FEW and not across:
         plans = [*FEW_PLANS, *plans]
-    return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, generation))
+    return min(plans, key=lambda plan: estimate(plan, rows, depth, width, bits, generation, across=across))
 
 
 def estimate(
-    plan: Plan, rows: int, depth: int, width: int, bits: int, generation: int, card: Card | None = None
-) -> float:
+    plan: Plan, rows: int, depth: int, width: int, bits: int, generation: int, card: Card | None = None,
+    across: bool = False,
+) -> float:  # fmt: skip
     """Return the seconds of a product of x [rows depth] with a weight of depth · width codes to y [rows width].
 
-    ``card`` is the device's; the default is the usual one of the generation.
+    ``card`` is the device's; the default is the usual one of the generation. ``across`` says that sums go across the
+    rows of the weight.
     """
     card, elements = card or CARDS[generation], depth * width
     per_second = card.processors * card.clock
     moved = (elements * bits / 8 + 2 * rows * (depth + width)) / card.bandwidth
     if isinstance(plan, Tiled):
-        decoding = elements * SLAB_INSTRUCTIONS / (128 * ISSUED * per_second)
+        decoding = max(
+            elements * SLAB_INSTRUCTIONS / (128 * ISSUED_SLAB * per_second), elements * (bits / 8 + 2) / card.bandwidth
+        )
         multiplying = max(
             2 * rows * elements / (PRODUCTS * card.operations * per_second), 2 * elements / card.bandwidth
         )
-        return decoding + multiplying + 2 * LAUNCH * ceil(2 * elements / plan.size)
+        number = ceil(2 * elements / plan.size)
+        return decoding + multiplying + 2 * LAUNCH * number + RAMP * (number - 1)
     if isinstance(plan, Few):
         passes = ceil(rows / plan.rows)
-        computing = passes * elements * COUNTED_FEW[plan.rows] / (128 * ISSUED * per_second)
+        computing = passes * elements * FEW_TAKE[plan.rows] / (128 * ISSUED_SLAB * per_second)
         return LAUNCH + max(moved, computing)
     tiles = ceil(rows / plan.rows) * ceil(width / plan.columns)
     steps = ceil(ceil(depth / plan.depth) / plan.splits)
@@ -182,6 +192,7 @@ def estimate(
     room = min(programs, 16 // plan.warps if plan.rows <= 64 else 8 // plan.warps)  # at a time
     issued = 128 * min(ISSUED, WARP * room * plan.warps / 4)
     decoding = programs * steps * plan.columns * plan.depth * COUNTED[generation][plan.rows, plan.warps] / issued
+    decoding *= ACROSS if across else 1
     multiplying = programs * steps * 2 * plan.rows * plan.columns * plan.depth / (REACHED * card.operations)
     both = decoding + multiplying - (OVERLAP * min(decoding, multiplying) if room > 1 else 0)
     adding = LAUNCH + 8 * splits * rows * width / card.bandwidth if splits > 1 else 0

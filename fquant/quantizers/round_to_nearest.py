@@ -110,7 +110,7 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     if format.zero:
         first, last = values[0], values[-1]
         low, high = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
-        scale = _at_least_tiny((high - low) / (last - first))
+        scale = _at_least_tiny(_over(high - low, last - first))
         return scale, (first - torch.round(low / scale.clamp(min=TINY))).clamp(first, last)
     if format.mean:
         block, width = x.shape[-1], rows.shape[1]
@@ -123,7 +123,12 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         power = (torch.frexp(absmax).exponent - down).clamp(min=LEAST_POWER)
         scale = torch.ldexp(torch.ones_like(absmax), power.where(absmax > 0, LEAST_POWER))
         return scale.where(absmax.isfinite(), absmax), zero
-    return _at_least_tiny(absmax / (format.unit or largest)), zero
+    return _at_least_tiny(_over(absmax, format.unit or largest)), zero
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """Return ``x`` over a number; on CUDA torch multiplies by the reciprocal of one that is not a tensor there."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, format: Format) -> Tensor:

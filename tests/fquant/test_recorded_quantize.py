@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant.format import AQ_2X8, DYNAMIC8, NF4, SCALE_E8M0
-from fquant.packed import buffers, dequantize, quantize
+from fquant.packed import buffers, quantize
 from tests.helpers.arrays import randn
 from tests.helpers.formats import KNOWN
 
@@ -39,7 +39,6 @@ RECORDED = [f for f in KNOWN.values() if f.vectors is None and f not in OF_SCALE
 @pytest.mark.parametrize("format", RECORDED, ids=lambda f: f.name)
 @pytest.mark.parametrize("small", [1.0, 1e-7], ids=["usual", "tiny blocks"])
 def test_recorded_quantize_reads_nothing_and_gives_the_same_bytes(request, format, small):
-    """All but the mean of centred scales, which may differ from the host's in its last bit."""
     w = randn(48, 256)
     w[5:9] *= small
     w[7] = 0.0
@@ -47,15 +46,7 @@ def test_recorded_quantize_reads_nothing_and_gives_the_same_bytes(request, forma
     request.getfixturevalue("recording")
     with NothingRead():
         recorded = quantize(w, format)
-    differ = [
-        n for n, (a, b) in enumerate(zip(buffers(usual), buffers(recorded), strict=True)) if not torch.equal(a, b)
-    ]
-    centred = format.scale is not None and format.scale.center
-    assert not differ or (centred and 0 not in differ)
-    torch.testing.assert_close(dequantize(recorded), dequantize(usual), rtol=1e-2 if differ else 0, atol=0)
-    if centred:
-        exact = quantize(w, format.plain).scale.double().mean().float()
-        assert torch.equal(recorded.scale.offset, exact)
+    assert all(map(torch.equal, buffers(recorded), buffers(usual)))
 
 
 def test_recorded_checks_are_assertions_of_the_device(recording):

@@ -173,6 +173,8 @@ def ask(members: list[Rank], messages: list[Any], seconds: float) -> dict[int, A
 def server() -> Any:
     """Return what starts processes that have imported torch and this project."""
     folder()
+    if torch.cuda.is_available():  # which asking for devices ends for processes that are forked
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

@@ -265,6 +265,9 @@ def decoded(verb, format):
     return [unpack(w, dtype) for w in arguments(verb, format)[2]]
 
 
+IN_FLOAT32 = ("embedding", "attach_embedding", "forward")  # verbs of tokens: devices round otherwise
+
+
 @cache
 def of_dense(verb, format, transform):
     """Return what a transform gives of dense weights on the host, of a verb without recomputation."""
@@ -288,5 +291,6 @@ def check_transform(verb, format, transform, device):
     for (path, a), b in zip(tree.items(got), tree.leaves(wanted), strict=True):
         assert a.abs().max() > 0, path
         assert a.device == device, path
-        a = a.cpu()
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item(), msg=lambda m, p=path: f"{p}: {m}")
+        a, most = a.cpu(), b.abs().max().item()
+        bound = 2e-5 if device.type != "cpu" and verb.startswith(IN_FLOAT32) else 1e-9
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound * most, msg=lambda m, p=path: f"{p}: {m}")

@@ -30,7 +30,7 @@ from .. import collective_check, graph
 from ..cost import flops, ring
 from .devices import Device
 
-FEW, SLAB, INSTRUCTIONS = cuda_plans.FEW, Tiled().size, cuda_plans.SLAB_INSTRUCTIONS
+FEW, INSTRUCTIONS = cuda_plans.FEW, cuda_plans.SLAB_INSTRUCTIONS
 THIN = 128
 
 PRODUCT, THIN_PRODUCT, DECODE, ATTENTION = "product", "thin product", "decode", "attention"
@@ -137,24 +137,31 @@ def _packed(node: Node, counted: int, device: Device) -> tuple[Work, ...]:
     packed, moved = _nbytes(buffers), _nbytes([x, *graph.tensors(node)])
     if device.chip is not None:
         whole = Work(PRODUCT, counted, dtype, moved=packed + moved)
-        if (found := _one_kernel(whole, str(node.target), x, spec, groups, device)) is not None:
+        if (found := _one_kernel(whole, _is_across(node), x, spec, groups, device)) is not None:
             return (found,)
     elif x.numel() <= FEW * x.shape[-1]:
         return (Work(PRODUCT, counted, dtype, weights, packed + moved),)
     dense, on_host = weights * dtype.itemsize, device.type == HOST.type
-    moves = 0 if on_host or 4 * device.cache >= 5 * SLAB else dense
-    slabs = 1 if on_host else -(-dense // SLAB)
+    depth = spec.shape[-2 if _is_across(node) else -1]
+    slab = cuda_plans.slabs(x.shape[-2] if x.ndim > 1 else 1, depth).size
+    moves = 0 if on_host or 4 * device.cache >= 5 * slab else dense
+    slabs = 1 if on_host else -(-dense // slab)
     again = (slabs - 1) * graph.nbytes(x)  # each slab meets all of x
     return (
-        Work(DECODE, decoded=weights, moved=packed + moves, launches=slabs, scratch=0 if on_host else SLAB),
+        Work(DECODE, decoded=weights, moved=packed + moves, launches=slabs, scratch=0 if on_host else slab),
         Work(PRODUCT, counted, dtype, moved=moved + again + moves, launches=slabs),
     )
 
 
-def _one_kernel(whole: Work, op: str, x: Tensor, spec: Spec, groups: int | None, device: Device) -> Work | None:
+def _is_across(node: Node) -> bool:
+    """Return True for a product whose sums go across the rows of the weight."""
+    return str(node.target).partition(".default")[0].endswith("_t")
+
+
+def _one_kernel(whole: Work, across: bool, x: Tensor, spec: Spec, groups: int | None, device: Device) -> Work | None:
     """Return ``whole`` with the seconds of the kernel that decodes for itself; None if the product is by slabs."""
     assert (chip := device.chip) is not None
-    across, words = op.partition(".default")[0].endswith("_t"), in_words(spec)
+    words = in_words(spec)
     depth, wide = spec.shape[-2:] if across else spec.shape[:-3:-1]
     if groups is None:
         rows, num = x.shape[-2], math.prod(x.shape[:-2])
@@ -168,7 +175,8 @@ def _one_kernel(whole: Work, op: str, x: Tensor, spec: Spec, groups: int | None,
     launches, scratch = (2, 4 * splits * rows * num * wide) if splits > 1 else (1, 0)
     operations = device.flops / (chip.processors * chip.clock)
     card = Card(chip.processors, chip.clock, operations, device.bandwidth * device.share.memory)
-    each = estimate(plan, rows, depth, wide, spec.format.bits, chip.generation, card) - launches * cuda_plans.LAUNCH
+    each = estimate(plan, rows, depth, wide, spec.format.bits, chip.generation, card, across)
+    each -= launches * cuda_plans.LAUNCH
     return dataclasses.replace(whole, kernel=num * each, launches=launches, scratch=scratch)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import dense_rows
-from .codes import narrow, on, tl, triton, widen
+from .codes import EXACT, narrow, on, tl, triton, widen
 
 SIZE = 4096  # elements that a program handles at a time
-FUSED = {"enable_fp_fusion": True}  # a product and a sum are rounded once
+FUSED = {"enable_fp_fusion": True}  # a product and a sum are rounded once; not where a sum over threads has products
 
 
 def nll(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -88,12 +88,15 @@ def _run(x: Tensor, g: Tensor | None, weight: Tensor, scale: Tensor, out: Tensor
         weight = weight.to(x.dtype).contiguous()
         with on(x):
             sizes = n, d, *apart, rows, size
-            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, *sizes, num_warps=8, **FUSED)
+            _norm[(triton.cdiv(n, rows),)](x, g, weight, scale, out, eps, *sizes, num_warps=8, **EXACT)
 
 
 @triton.jit
 def _norm(x, g, weight, scale, out, eps, n, d, apart, apart_g, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Compute the norms of ROWS rows, or their gradients unless g is None."""
+    """Compute the norms of ROWS rows, or their gradients unless g is None.
+
+    Squares are rounded before they are added: of two threads that add each other's, fused, each would have another sum.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < n
     x += (row * apart)[:, None]

@@ -6,7 +6,6 @@
     python -m tests.bench.gpu sweep                  # candidate plans of products
     python -m tests.bench.gpu job                    # losses of examples.qlora beside the host's
     python -m tests.bench.gpu step                   # the step of Llama-3.1-8B beside the plan and PEFT
-    python -m tests.bench.gpu profile                # the kernels of a replayed step
     python -m tests.bench.gpu large                  # the step of Llama-3-70B, on one card
     python -m tests.bench.gpu mesh                   # a mesh of one rank
 
@@ -17,7 +16,6 @@ predictions alone. The exit status is 0 for bounds met or missed, 1 if a line fa
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -135,15 +133,21 @@ class Step(Command):
     """Timed steps."""
     checkpoint: step.Checkpoint = "selective"
     """Activations kept for the backward."""
+    ways: tuple[step.Way, ...] = ("captured", "ordered", "without graph", "uncaptured", "inductor")
+    """How the step is run."""
+    top: int = 20
+    """Kernels of the captured step to show, those that take most time."""
+    peft: bool = True
+    """Time PEFT with bitsandbytes too."""
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be measured."""
         super().check()
         if self.model not in PRESETS:
             raise ValueError(f"--model {self.model} is unknown; wanted one of {', '.join(PRESETS)}")
-        for name in ("batch", "seq", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
+        for name, least in (("batch", 1), ("seq", 1), ("steps", 1), ("top", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least {least}")
 
     def case(self, **more: Any) -> step.Case:
         """Return the step."""
@@ -151,19 +155,10 @@ class Step(Command):
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        return step.items(self.case(), device, card, 15_000, self.steps)
-
-
-@dataclass(frozen=True)
-class Profile(Step):
-    """Show the kernels that take most of a replayed step."""
-
-    top: int = 25
-    """Kernels to show."""
-
-    def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
-        """Yield the lines of the command."""
-        return step.profiled(self.case(), device, self.top)
+        yield from step.items(self.case(), device, card, self.ways, 15_000, None, self.steps, self.top, self.peft)
+        if self.ways == Step.ways:
+            one, most = replace(self.case(), batch=1, checkpoint="full"), 7.4 if self.model == "llama3-8b" else None
+            yield from step.items(one, device, card, ("captured",), 0, most, self.steps)
 
 
 @dataclass(frozen=True)
@@ -178,17 +173,17 @@ class Large(Step):
     """Timed steps."""
     checkpoint: step.Checkpoint = "full"
     """Activations kept for the backward."""
+    ways: tuple[step.Way, ...] = ("captured",)
+    """How the step is run."""
+    peft: bool = False
+    """Time PEFT with bitsandbytes too."""
     offload: bool = False
     """Keep the blocks in the host's memory."""
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        for checkpoint in dict.fromkeys((self.checkpoint, "selective")):
-            case = replace(self.case(offload="block" if self.offload else None), checkpoint=checkpoint)
-            measure = partial(step.measured, case, device, card, "captured", 1500, self.steps)  # type: ignore[arg-type]
-            predict = partial(step.predicted, case, card)
-            yield lines.Item(f"step, captured, {checkpoint}", "at least 1,500 tokens/s", measure, predict, minutes=3)
-            yield step.peak_item(case, device, card)
+        case = self.case(offload="block" if self.offload else None)
+        yield from step.items(case, device, card, self.ways, 1500, None, self.steps, self.top, self.peft)
 
 
 @dataclass(frozen=True)
@@ -202,7 +197,7 @@ class Mesh(Command):
 
 COMMANDS: dict[str, Any] = {
     "check": Check, "resources": Resources, "table": Times, "sweep": Sweep, "job": Job, "step": Step,
-    "profile": Profile, "large": Large, "mesh": Mesh,
+    "large": Large, "mesh": Mesh,
 }  # fmt: skip
 
 

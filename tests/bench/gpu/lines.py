@@ -14,10 +14,13 @@ Without a device the table is the same, with predictions alone. So every command
 """
 
 import dataclasses
+import fcntl
 import subprocess
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +38,17 @@ NO_DEVICE = "not measured: no CUDA device"
 OVER = "not measured: the minutes are over"
 BROKEN = "not measured: the device failed before"
 VERDICTS = {None: "", True: "met", False: "missed"}
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Time inside the block: of commands that run at once on this machine, one times at a time.
+
+    Most of what a command takes is the host's: tracing and compiling. So several are started at once.
+    """
+    with open(Path(tempfile.gettempdir()) / f"fquant-bench-{device.type}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Result(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.bench import peers
+from tests.bench.gpu.lines import alone
 
 
 def main(args: list[str]) -> None:
@@ -51,14 +52,15 @@ def main(args: list[str]) -> None:
         adamw.zero_grad(set_to_none=True)
 
     take()
-    take()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for _ in range(steps):
+    with alone(torch.device("cuda")):
         take()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / steps
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        for _ in range(steps):
+            take()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) / steps
     print(json.dumps({"seconds": seconds, "peak": torch.cuda.max_memory_allocated()}))
 
 

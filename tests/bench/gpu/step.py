@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +36,11 @@ from fquant.lazy import Lazy
 from models import decoder
 from models.config import Config
 
-from .lines import ROOT, Item, Result, at_least, at_most
+from .lines import ROOT, Item, Result, alone, at_least
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 RANK, GIB = 16, 2**30
-NODES = "captured, without a CUDA graph"
+Way = Literal["captured", "ordered", "without graph", "inductor", "uncaptured"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Case:
 class Running:
     """A step on a device, with its state."""
 
-    def __init__(self, case: Case, device: torch.device, how: str = "captured") -> None:
+    def __init__(self, case: Case, device: torch.device, how: Way = "captured") -> None:
         gc.collect()
         mesh, rules, cfg = shard.mesh(device, fsdp=1), training_step.rules(case.offload), case.cfg
         opt = optim.adamw(1e-4)
@@ -68,10 +70,12 @@ class Running:
         adapters = lora.init(base, pattern(TARGETS), RANK, RANK, key=0)
         placed, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
         mode: Checkpoint = "full" if how == "uncaptured" else case.checkpoint
-        setup = Setup(cfg, mesh, opt, optim.constant(1e-4), case.batch, case.seq, mode, rules=rules)
+        ordered = case.batch if how == "ordered" else None
+        sizes = case.batch, case.seq, mode
+        setup = Setup(cfg, mesh, opt, optim.constant(1e-4), *sizes, rules=rules, ordered=ordered)
         step: Any = training_step.train_step
         if how != "uncaptured":
-            step = jit(step, compile=how == "inductor", cuda_graph=how != NODES and "auto", **setup.capture())
+            step = jit(step, compile=how == "inductor", cuda_graph=how != "without graph" and "auto", **setup.capture())
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, cfg.vocab, (case.batch, case.seq + 1), generator=generator).to(device)
         rows = Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -85,31 +89,32 @@ class Running:
         self.state, measured = self.step(self.state, *self.rest)
         return measured.loss
 
-    def timed(self, steps: int) -> tuple[float, int, float]:
-        """Return the seconds of a step, the peak of tensors in bytes, and the last loss.
+    def measured(self, steps: int) -> "Ran":
+        """Return the figures of the median step, and of one more whose waits are counted and kernels listed.
 
         The peak is that of the second step on: while that is recorded as a CUDA graph, the allocator sees its tensors.
         """
-        on = self.device.type == "cuda"
+        cuda = self.device.type == "cuda"
         self.take()
-        if on:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        for _ in range(2):
-            self.take()
-        if on:
-            torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            loss = self.take()
-        value = float(loss)
-        seconds = (time.perf_counter() - began) / steps
-        return seconds, torch.cuda.max_memory_allocated(self.device) if on else 0, value
+        wait = partial(torch.cuda.synchronize, self.device) if cuda else lambda: None
+        with alone(self.device):
+            wait()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            for _ in range(2):  # the first is recorded
+                self.take()
+            wait()
+            seconds = list[float]()
+            for _ in range(steps):
+                began = time.perf_counter()
+                loss = float(self.take())
+                wait()
+                seconds.append(time.perf_counter() - began)
+            peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
+            return Ran(median(seconds), peak, loss, self.waits() if cuda else [], self.kernels())
 
-    def synchronisations(self) -> int:
-        """Return how often a replayed step waits for the device."""
-        for _ in range(2):  # the second is recorded
-            self.take()
+    def waits(self) -> list[str]:
+        """Return the places in which the host waits for the device in a step."""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -117,7 +122,51 @@ class Running:
                 self.take()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(one.message).lower() for one in seen)
+        waits = [one for one in seen if "called a synchronizing" in str(one.message).lower()]
+        return [f"{Path(one.filename).name}:{one.lineno}" for one in waits]
+
+    def kernels(self) -> "list[Kernel]":
+        """Return the device's kernels in a step, those that take most time first."""
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
+            float(self.take())
+        time_of: Callable[[Any], float] = lambda e: getattr(e, "self_device_time_total", 0.0)
+        events = sorted(seen.key_averages(), key=time_of, reverse=True)
+        return [Kernel(e.key, time_of(e), e.count) for e in events if time_of(e)]
+
+
+class Kernel(NamedTuple):
+    """A kernel of a step: its name, the microseconds of all its calls, and their number."""
+
+    name: str
+    us: float
+    calls: int
+
+
+class Ran(NamedTuple):
+    """Figures of a step that ran: its seconds, its peak in bytes, its loss, the host's waits, and its kernels."""
+
+    seconds: float
+    peak: int
+    loss: float
+    waits: list[str]
+    kernels: list[Kernel]
+
+
+def ran(case: Case, device: torch.device, how: Way, steps: int) -> Ran:
+    """Run a case and return its figures."""
+    with shard_closed():
+        return Running(case, device, how).measured(steps)
+
+
+class shard_closed:
+    """End the process group behind the block, so that the next begins with none."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        shard.close()
+        gc.collect()
 
 
 def random_weights(cfg: Config, device: torch.device) -> Any:
@@ -150,64 +199,67 @@ def predicted(case: Case, card: Device) -> str:
     return f"{speed:,.0f} tokens/s, {100 * found.predicted.share:.0f} % of the limit, {found.peak / GIB:.2f} GiB"
 
 
-def measured(
-    case: Case, device: torch.device, card: Device, how: str, least: float, steps: int,
-    speeds: dict[str, float] | None = None,
-) -> Result:  # fmt: skip
-    """Return the speed, share of the limit and peak of a case; its tokens/s are written to ``speeds``."""
-    with shard_closed():
-        seconds, peak, loss = Running(case, device, how).timed(steps)
-    speed, plan = case.tokens / seconds, planned(case, card)
-    if speeds is not None:
-        speeds[how] = speed
-    assert plan.predicted is not None
-    share = 100 * plan.predicted.limit / seconds
-    text = f"tokens/s, {share:.0f} % of the limit, {peak / GIB:.2f} GiB, loss {loss:.4f}"
-    return at_least(speed, least, text, "{:,.0f}") if least else Result(f"{speed:,.0f} {text}")
+def items(
+    case: Case, device: torch.device | None, card: Device, ways: Sequence[Way], least: float, most: float | None,
+    steps: int, top: int = 0, beside: bool = False,
+) -> Iterator[Item]:  # fmt: skip
+    """Yield the lines of a step: speeds by way; of the captured one its peak, waits and ``top`` kernels; and PEFT's."""
+    found, name = dict[Way, Ran](), f"{case.batch} x {case.seq}, {case.checkpoint}"
 
-
-class shard_closed:
-    """End the process group behind the block, so that the next begins with none."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        shard.close()
-        gc.collect()
-
-
-def peak_item(case: Case, device: torch.device | None, card: Device, most: float | None = None) -> Item:
-    """Return the line of the peak beside the plan's, which should be within 5 %, and below ``most`` GiB."""
-
-    def measure() -> Result:
+    def speed(how: Way) -> Result:
         assert device is not None
-        with shard_closed():
-            _, peak, _ = Running(case, device).timed(1)
-        off = peak / planned(case, card).peak - 1
-        met = abs(off) <= 0.05 and (most is None or peak <= most * GIB)
-        return Result(f"{peak / GIB:.2f} GiB, {100 * off:+.1f} %", met)
+        found[how] = ran(case, device, how, steps)
+        seconds, plan = found[how].seconds, planned(case, card).predicted
+        assert plan is not None
+        share, peak = f"{100 * plan.limit / seconds:.0f} % of the limit", f"{found[how].peak / GIB:.2f} GiB"
+        text = f"tokens/s, {share}, {peak}, loss {found[how].loss:.4f}"
+        return at_least(case.tokens / seconds, least if how == "captured" else 0, text, "{:,.0f}")
 
-    wanted = "within 5 %" + (f", at most {most} GiB" if most else "")
-    name = f"peak, {case.batch} x {case.seq}, {case.checkpoint}"
-    return Item(name, wanted, measure, lambda: f"{planned(case, card).peak / GIB:.2f} GiB", minutes=0.5)
+    for how in ways:
+        if how != "captured":
+            yield Item(f"{name}: {how}", measure=partial(speed, how), minutes=1)
+            continue
+        wanted, guess = f"at least {least:,.0f} tokens/s" if least else "", partial(predicted, case, card)
+        yield Item(f"{name}: {how}", wanted, partial(speed, how), guess, minutes=1)
+        wanted = "within 5 %" + (f", at most {most} GiB" if most else "")
+        measure = lambda: peak(one(found), planned(case, card), most)
+        yield Item(f"{name}: peak", wanted, measure, lambda: f"{planned(case, card).peak / GIB:.2f} GiB")
+        count, guess = lambda: waited(one(found).waits), lambda: str(len(waiting_nodes(case)))
+        yield Item(f"{name}: host synchronisations in a replayed step", "0", count, guess)
+        for i in range(top):
+            yield Item(f"{name}: kernel {i + 1}", measure=lambda i=i: kernel(one(found).kernels, i))
+    if beside:
+        ours = lambda: case.tokens / found["captured"].seconds if "captured" in found else None
+        yield Item(f"{name}: PEFT with bitsandbytes", "at most half", lambda: peft(case, steps, ours()), minutes=1)
 
 
-def items(case: Case, device: torch.device | None, card: Device, least: float, steps: int) -> Iterator[Item]:
-    """Yield the lines of the step: by way of running it, the peer's, peaks, and synchronisations."""
-    speeds = dict[str, float]()
-    for how, wanted in (("captured", least), (NODES, 0.0), ("inductor", 0.0), ("uncaptured", 0.0)):
-        run = partial(measured, case, device, card, how, wanted, steps, speeds)  # type: ignore[arg-type]
-        text = f"at least {wanted:,.0f} tokens/s" if wanted else ""
-        yield Item(f"step, {how}", text, run, partial(predicted, case, card) if wanted else lambda: "", minutes=1)
-        if how == "captured":
-            name, count = "host synchronisations in a replayed step", lambda: str(len(waiting_nodes(case)))
-            yield Item(name, "0", partial(syncs, case, device), count, minutes=0.5)
-            yield peak_item(case, device, card)
-            one = Case(case.cfg, 1, case.seq, "full")
-            yield peak_item(one, device, card, 7.4 if case.cfg.num_layers == 32 else None)
-            beside = partial(peft, case, steps, speeds)
-            yield Item("PEFT with bitsandbytes", "at most half of ours", beside, minutes=1)
+def one(found: dict[Way, Ran]) -> Ran:
+    """Return the figures of the captured step; raise RuntimeError if it did not run."""
+    if "captured" not in found:
+        raise RuntimeError("the step did not run")
+    return found["captured"]
+
+
+def peak(ran: Ran, price: Price, most: float | None) -> Result:
+    """Return the peak of a step beside the plan's."""
+    off = ran.peak / price.peak - 1
+    return Result(
+        f"{ran.peak / GIB:.2f} GiB, {100 * off:+.1f} %", abs(off) <= 0.05 and (most is None or ran.peak <= most * GIB)
+    )
+
+
+def kernel(kernels: list[Kernel], i: int) -> Result:
+    """Return the share of the ``i``-th kernel of a step."""
+    if i >= len(kernels):
+        return Result("none")
+    name, us, calls = kernels[i]
+    total = sum(each.us for each in kernels)
+    return Result(f"{us:,.0f} us, {100 * us / total:.1f} %, {calls} calls of {name[:90]}")
+
+
+def waited(places: list[str]) -> Result:
+    """Return the number of waits, and their places."""
+    return Result(" ".join([str(len(places)), *dict.fromkeys(places)]), not places)
 
 
 def waiting_nodes(case: Case) -> list[Node]:
@@ -222,59 +274,16 @@ def waiting_nodes(case: Case) -> list[Node]:
         return synchronises(trace.trace(run, args, donated, **options, device=cuda).module.graph)
 
 
-def syncs(case: Case, device: torch.device | None) -> Result:
-    """Count the host synchronisations of a replayed step."""
-    assert device is not None
-    with shard_closed():
-        return at_most(Running(case, device).synchronisations(), 0, "", "{:.0f}")
-
-
-def peft(case: Case, steps: int, speeds: dict[str, float]) -> Result:
-    """Take the step of PEFT with bitsandbytes in a process of its own."""
+def peft(case: Case, steps: int, ours: float | None) -> Result:
+    """Take the step of PEFT with bitsandbytes in a process of its own, beside ``ours`` in tokens/s if it ran."""
     cfg = case.cfg
-    sizes = [
-        cfg.num_layers,
-        cfg.dim,
-        cfg.hidden,
-        cfg.vocab,
-        cfg.num_heads,
-        cfg.num_kv_heads,
-        case.batch,
-        case.seq,
-        steps,
-    ]
+    sizes = cfg.num_layers, cfg.dim, cfg.hidden, cfg.vocab, cfg.num_heads, cfg.num_kv_heads
+    sizes = (*sizes, case.batch, case.seq, steps)
     command = [sys.executable, "-m", "tests.bench.gpu.peft_side", *map(str, sizes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    speed, ours = case.tokens / found["seconds"], speeds.get("captured")
-    text = f"{speed:,.0f} tokens/s, {found['peak'] / GIB:.2f} GiB"
-    return Result(text, None if ours is None else speed <= ours / 2)
-
-
-def profiled(case: Case, device: torch.device | None, top: int) -> Iterator[Item]:
-    """Yield a line for each of the kernels of a replayed step that take most of it."""
-
-    @cache
-    def kernels() -> list[tuple[str, float, int]]:
-        assert device is not None
-        with shard_closed():
-            running = Running(case, device)
-            running.timed(1)
-            with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
-                float(running.take())
-        time_of: Callable[[Any], float] = lambda e: getattr(e, "self_device_time_total", 0.0)
-        events = sorted(seen.key_averages(), key=time_of, reverse=True)
-        return [(e.key, time_of(e), e.count) for e in events if time_of(e)]
-
-    def measure(i: int) -> Result:
-        found = kernels()
-        if i >= len(found):
-            return Result("none")
-        name, us, count = found[i]
-        total = sum(each for _, each, _ in found)
-        return Result(f"{us:,.0f} us, {100 * us / total:.1f} %, {count} calls", beside={"kernel": name[:90]})
-
-    for i in range(top):
-        yield Item(f"kernel {i + 1}", measure=partial(measure, i), minutes=0.0 if i else 2.0)
+    theirs = case.tokens / found["seconds"]
+    text = f"{theirs:,.0f} tokens/s, {found['peak'] / GIB:.2f} GiB"
+    return Result(text, None if ours is None else theirs <= ours / 2)

@@ -27,7 +27,7 @@ from fquant.kernels.ops import attention, nll, norm, silu
 from fquant.kernels.spec import Spec
 from tests.bench import peers, timing
 
-from .lines import Item, Result, at_least, at_most, with_beside
+from .lines import Item, Result, alone, at_least, at_most, with_beside
 
 AT_LEAST = {"dequantise": 0.85, "linear-1": 0.75}  # of what a copy moves
 AT_MOST = {"linear-16": 0.5} | dict.fromkeys(
@@ -106,13 +106,14 @@ def milliseconds(
         replay = graph.replay
         replay()
     times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
+    with alone(device):
+        for _ in range(repeats):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
     return median(times) / number
 
 

@@ -1,6 +1,5 @@
 """Whole programs on a device: tests of the kernels, the job beside the host's, and meshes."""
 
-import multiprocessing
 import re
 import shutil
 import subprocess
@@ -12,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.func import grad_and_value
 
 import shard
 from examples.common.command_line import pattern, quantised
 from examples.common.progress import metrics
-from fquant import NF4_DQ, jit, lazy, lora, optim, tree
+from fquant import NF4_DQ, jit, lazy, lora, tree
 from models import decoder
 from models.config import Config
-from shard import device_mesh
 
 from .lines import ROOT, Item, Result, at_most
 from .step import TARGETS, Case, Running, random_weights, shard_closed
@@ -119,56 +116,7 @@ def compared(device: torch.device | None, steps: int, dtype: str) -> Result:
 def meshes(device: torch.device | None) -> Iterator[Item]:
     """Yield the lines of a mesh of one rank: equal to no mesh, and captured."""
     yield Item("mesh of one rank", "equal to no mesh in every bit", partial(one_rank, device))
-    yield Item("two ranks on one device, over gloo", "within 1e-3 of one", partial(two_ranks, device), minutes=1)
     yield Item("captured step on a mesh of one rank, its losses", "equal to the uncaptured", partial(captured, device))
-
-
-def two_ranks(device: torch.device | None) -> Result:
-    """Compare the loss and gradients of two ranks that share a device over gloo with those of one."""
-    assert device is not None
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        losses = []
-        for ranks in (1, 2):
-            store = Path(folder) / str(ranks)
-            out = [Path(folder) / f"{ranks}-{rank}" for rank in range(ranks)]
-            jobs = [
-                context.Process(target=_rank, args=(r, ranks, str(store), str(device), out[r])) for r in range(ranks)
-            ]
-            for process in jobs:
-                process.start()
-            for process in jobs:
-                process.join(150)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-            losses.append([float(x) for x in out[0].read_text().split()])
-    off = [abs(a / b - 1) for a, b in zip(*losses, strict=True)]
-    return at_most(max(off), 1e-3, f"off in loss or norm, loss {losses[1][0]:.5f}", "{:.2e}")
-
-
-def _rank(rank: int, ranks: int, store: str, text: str, out: Path) -> None:
-    """Write this rank's loss and norm of the gradient; its group is gloo for every device."""
-    device = torch.device(text)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    mesh = device_mesh._grid((1, ranks), device.type, device_mesh.TIMEOUT)
-    key = torch.Generator().manual_seed(0)
-    draw = lambda _, like: torch.randn(like.shape, generator=key).mul_(0.05).to(like.dtype).to(device)
-    base = quantised(tree.map_with_path(draw, decoder.shapes(TINY, torch.bfloat16)), NF4_DQ)
-    adapters = lora.init(base, pattern(TARGETS), 4, key=0)
-    placed = shard.local(shard.place(base, decoder.dims(TINY), shard.Rules(), mesh, TINY))
-    tokens = shard.share((torch.arange(2 * 65) % TINY.vocab).reshape(2, 65), mesh, shard.Rules()).to(device)
-    comm, count = shard.comm(mesh, shard.Rules()), torch.tensor(128, device=device)
-
-    def loss(adapters: Any, base: Any) -> Any:
-        params = lora.attach(base, adapters)
-        return decoder.loss(params, tokens[:, :-1], tokens[:, 1:], TINY, comm, count=count)
-
-    grads, value = shard.reduce(grad_and_value(loss)(adapters, placed), mesh)
-    out.write_text(f"{float(value)} {float(optim.global_norm(grads))}")
-    shard.close()
 
 
 def one_rank(device: torch.device | None) -> Result:

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fquant import kernels
+from fquant.device import HOST
 from fquant.format import AQ_2X8, AQ_3X8, NF4, Vectors
 from fquant.kernels import additive_codebooks, packed_ops
 from fquant.kernels.spec import Spec, layout
@@ -110,15 +111,16 @@ def test_stacks(format, stack, device):
 
 
 @pytest.mark.parametrize("name, width", [("matmul", 40), ("matmul_t", 24)])
-def test_into_memory_that_is_given(name, width, device):
+def test_into_memory_that_is_given(name, width):
+    """By the overload of the host, which memory plans call."""
     spec = Spec(AQ_2X8, (24, 40), torch.float32)
-    buffers, x = drawn(device, spec), torch.randn(5, width, device=device)
-    out = torch.full((5, 64 - width), torch.nan, device=device)
+    buffers, x = drawn(HOST, spec), torch.randn(5, width)
+    out = torch.full((5, 64 - width), torch.nan)
     op = getattr(torch.ops.fquant, name)
     op.out(x, buffers, spec.format.text, spec.shape, spec.dtype, out0=out)
     assert torch.equal(out, getattr(kernels, name)(x, buffers, spec))
     with pytest.raises(ValueError, match=r"a result was to go into torch.float32 \(5, 3\) .* wanted contiguous"):
-        getattr(additive_codebooks, name)(x, buffers, spec, torch.zeros(5, 3, device=device))
+        getattr(additive_codebooks, name)(x, buffers, spec, torch.zeros(5, 3))
 
 
 class Largest(TorchDispatchMode):

@@ -43,9 +43,9 @@ def test_members(format, device):
 @pytest.mark.parametrize("forced", [None, "reference"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_backends(monkeypatch, format, forced, device):
-    monkeypatch.setenv(VARIABLE, forced or dispatch.BY_DEVICE[device.type])
     p = quantize(randn(4, 17, 100), format)
     there, counts, weight = on(device, p), COUNTS.to(device), dequantize(p)
+    monkeypatch.setenv(VARIABLE, forced or dispatch.BY_DEVICE[device.type])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for transposed, x in ((False, randn(7, 100).to(dtype)), (True, randn(7, 17).to(dtype))):
             got = grouped_ops.packed(x.to(device), counts, buffers(there), spec_of(p), transposed).cpu()

@@ -286,7 +286,7 @@ def test_weights_that_are_rounded_otherwise_would_show(device):
     """The bound excludes weights in bfloat16 instead of float32, and a lost term."""
     buffers, spec, w, x, _ = operands(device, NF4, (16, 256), torch.bfloat16, torch.bfloat16, 3)
     exact = reference.decode([b.cpu() for b in buffers], spec._replace(dtype=torch.float32), torch.float32)
-    for wrong in (exact, w.float() * (torch.arange(256) != 100)):
+    for wrong in (exact, w.float() * (torch.arange(256, device=w.device) != 100)):
         with pytest.raises(AssertionError, match="are wrong"):
             assert_product(packed_ops.matmul(x, buffers, spec).float(), x.float(), wrong.mT)
 

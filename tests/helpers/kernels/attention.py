@@ -96,7 +96,8 @@ def exact(q, k, v, g, runs=None, window=None, scale=None, cap=None, causal=True,
     ds = p * (slope + (p * slope).sum(-1, keepdim=True)) * abs(q.shape[-1] ** -0.5 if scale is None else scale)
     down = lambda p, x: (p.mT @ group(x)).sum(2)
     sums = (p @ over(v)).flatten(1, 2), 1 + lse.abs(), (ds @ over(k)).flatten(1, 2), down(ds, q), down(p, g)
-    return (y, lse, *pulled), sums, (size * seen).amax().item() if size.numel() else 0.0
+    largest = (size * seen).amax().item() if size.numel() else 0.0
+    return (y, lse, *pulled), sums, largest + (0.0 if sinks is None else sinks.abs().max().item())  # of an exponent
 
 
 def assert_right(*given, both=both, **options):

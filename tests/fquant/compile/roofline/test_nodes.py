@@ -18,12 +18,11 @@ from fquant.compile.roofline.nodes import (
     LOSS,
     NORM,
     PRODUCT,
-    SLAB,
     THIN_PRODUCT,
 )
 from fquant.compile.trace import trace
 from fquant.device import HOST
-from fquant.kernels.cuda_plans import Card, Few, Tiled, estimate, grouped_plan, plan_for
+from fquant.kernels.cuda_plans import Card, Few, Tiled, estimate, grouped_plan, plan_for, slabs
 from fquant.kernels.ops.attention import attention
 from fquant.kernels.ops.nll import nll
 from fquant.kernels.ops.norm import rms_norm
@@ -34,6 +33,7 @@ from tests.helpers.arrays import named
 H100, L4 = DEVICES["h100"], DEVICES["l4"]
 CPU = dataclasses.replace(H100, type=HOST.type, chip=None)
 UNKNOWN = dataclasses.replace(H100, chip=None)
+LARGE_CACHE = dataclasses.replace(UNKNOWN, cache=160 << 20)
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -110,7 +110,7 @@ def test_what_is_written_over_is_written():
 
 # --- packed weights ---------------------------------------------------------------------------------------------------
 
-OUT, WIDTH = 16384, 4096  # 128 MiB in bf16: four slabs
+OUT, WIDTH = 32768, 4096  # 256 MiB in bf16: two slabs
 NUM = OUT * WIDTH
 CODES = NUM // 2 + NUM // 64 * 4
 
@@ -166,15 +166,13 @@ def test_a_grouped_product_is_one_kernel_for_all_groups():
 
 
 @pytest.mark.parametrize(
-    ("device", "moves", "slabs"), [(UNKNOWN, 0, 4), (dataclasses.replace(L4, chip=None), 2 * NUM, 4), (CPU, 0, 1)],
+    ("device", "moves", "number"), [(LARGE_CACHE, 0, 2), (UNKNOWN, 2 * NUM, 2), (CPU, 0, 1)],
     ids=["large cache", "small cache", "host"],
 )  # fmt: skip
-def test_many_rows_decode_a_slab(device, moves, slabs):
-    """The L4 here has too little cache for a slab."""
-    device = dataclasses.replace(device, cache=32 << 20) if device.name == "l4" else device
+def test_many_rows_decode_a_slab(device, moves, number):
     node, x = product(1000), 2 * 1000 * WIDTH
     decode, multiply = work(node, device)
-    assert decode == Work(DECODE, decoded=NUM, moved=CODES + moves, launches=slabs, scratch=scratch(node, device))
-    moved = x * slabs + 2 * 1000 * OUT + moves
-    assert multiply == Work(PRODUCT, 2 * 1000 * NUM, BF16, moved=moved, launches=slabs)
-    assert scratch(node, device) == (SLAB if device is not CPU else 0)
+    assert decode == Work(DECODE, decoded=NUM, moved=CODES + moves, launches=number, scratch=scratch(node, device))
+    moved = x * number + 2 * 1000 * OUT + moves
+    assert multiply == Work(PRODUCT, 2 * 1000 * NUM, BF16, moved=moved, launches=number)
+    assert scratch(node, device) == (slabs(1000, WIDTH).size if device is not CPU else 0)
