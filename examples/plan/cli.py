@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fquant import lazy
 from fquant.compile.roofline import Device, named
+from fquant.device import HOST
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
@@ -124,7 +125,8 @@ class Options:
                 raise ValueError("--rank, --targets and --offload are of --train lora; leave them out")
             dtypes = full_training.precision(self)
         sizes = (self.rank, self.batch, self.seq, weights, DTYPES[self.dtype], self.accumulate)
-        more = {"moments": MOMENTS[self.moments], "ordered": self.train == "lora"}
+        in_order = self.train == "lora" and named(self.device).type == HOST.type
+        more = {"moments": MOMENTS[self.moments], "ordered": in_order}
         far = self.offload, self.offload_activations
         return Job(cfg, fmt, targets, *sizes, self.checkpoint, base, *far, dtypes, **more)
 

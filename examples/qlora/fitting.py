@@ -70,7 +70,7 @@ def peaks(options: Options, count: int = 1) -> Callable[..., Peak]:
     more: dict[str, Any] = {"stream": DTYPES[options.dtype], "accumulate": options.accumulate, "base": base}
     more |= {"offload_activations": options.offload_activations, "train": full_training.precision(options)}
     more |= {"moments": MOMENTS[options.moments]}
-    more["ordered"] = options.can_be_ordered() if options.ordered is None else options.ordered
+    more["ordered"] = options.adds_in_order(parse(options.device))
     taught = teacher.find(options, cfg, found)
     card = None if (device := parse(options.device)) == HOST else roofline.of(device)
 

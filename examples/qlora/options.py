@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from fquant import optim
-from fquant.device import HOST
+from fquant.device import HOST, parse
 from models.losses import preference
 
 from ..common import objectives, runs
@@ -85,7 +85,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
     """Micro-batches in a step."""
     ordered: bool | None = None
     """Add the gradients of rows in one order, so that adapters have the same bits on any mesh and with any
-    --accumulate; default: yes, but for --objective kto and --train full, which cannot."""
+    --accumulate; default: yes on the host, but for --objective kto and --train full, which cannot, and no with CUDA."""
     objective: objectives.Name = "sft"
     """sft learns texts and answers; dpo and orpo learn from pairs (chosen, rejected), kto from answers with a label.
     The base without adapters is the reference of dpo and kto. distill learns the probabilities of --teacher on texts
@@ -198,6 +198,10 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         """Return True if the loss of a row depends on no other, and a gradient of each row is not too much to hold."""
         return self.train == "lora" and self.objective != "kto"
 
+    def adds_in_order(self, device: torch.device) -> bool:
+        """Return ``ordered`` or its default: on CUDA it takes a tenth of a step, and bits are also torch's products'."""
+        return self.can_be_ordered() and device == HOST if self.ordered is None else self.ordered
+
     def minimised(self) -> objectives.Objective:
         """Return what a step minimises."""
         beta = {"distill": 0.0}.get(self.objective, 0.1) if self.beta is None else self.beta
@@ -221,8 +225,10 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_warmup(steps)
         rate = self.lr or shipped.get("lr") or (RATE_FULL if is_full else RATE_LARGE if parameters >= LARGE else RATE)
         compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
-        ordered = self.can_be_ordered() if self.ordered is None else self.ordered
-        more = {"ordered": ordered, "save_every": self.save_every or (20 if is_full else 1)}
+        more = {
+            "ordered": self.adds_in_order(parse(self.device)),
+            "save_every": self.save_every or (20 if is_full else 1),
+        }
         return replace(self, steps=steps, epochs=None, lr=rate, compare_dense=compares, **more)
 
     @staticmethod

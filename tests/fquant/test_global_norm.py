@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, jvp, vmap
 
 from fquant import jit, optim
-from fquant.global_norm import ROW, root, sum_of_squares
+from fquant.global_norm import ROW, _far, _far_in_few_kernels, root, sum_of_squares
 
 
 def drawn(scale, seed=0):
@@ -55,6 +55,16 @@ def test_a_norm_beyond_float32_is_that_of_float64(scale, captured):
     for got, leaf in zip(clipped, leaves, strict=True):  # the factor is a float32, and loses digits below 1e-38
         bound = 1e-6 if scale < 1e30 else 2e-3
         torch.testing.assert_close(got.double(), 0.5 * leaf.double() / wanted, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e20, 1.7e38])
+def test_few_kernels_give_the_sum_of_many(scale, dtype, device):
+    """That of CUDA, whose op is for the host too."""
+    leaves = [t.to(device, dtype) for t in (*drawn(scale), torch.zeros(0), torch.full((2, 3), -scale))]
+    got, wanted = (f(leaves[0], leaves) for f in (_far_in_few_kernels, _far))
+    assert got.dtype is torch.float64 and got.shape == ()
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0)
 
 
 def test_small_elements_are_scaled_too():

@@ -309,7 +309,7 @@ def run(capsys, *args):
     "meshes", [("fsdp=1",), pytest.param(("fsdp=1", "dp=2,fsdp=2"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_rows(folder, capsys, alone, meshes):
-    job = Job(layers(JOB, 1).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32, ordered=True)
+    job = Job(layers(JOB, 1).cfg, NF4_DQ, ALL, 16, 1, 64, weights=torch.float32)  # sums are ordered on the host alone
     found = run(capsys, "--model", folder, "--mesh", *meshes, "--seq", 64, "--device", "l4")
     for x, mesh in zip(found, meshes, strict=True):
         axes = axes_in(mesh)

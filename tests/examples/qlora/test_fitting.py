@@ -9,6 +9,7 @@ import torch
 from examples.qlora import fitting
 from examples.qlora.options import Options
 from fquant.compile.roofline import DEVICES
+from fquant.device import HOST
 from tests.helpers.model_folders import tiny_model
 
 GIB = 2**30
@@ -69,3 +70,10 @@ def test_the_mode_that_is_asked_for_is_kept(model, rank):
     assert fitting.choose_checkpoint(Options(model=model, device="cuda", checkpoint="full"), {"fsdp": 1}) == "full"
     rank(0, 5, BESIDE)
     assert fitting.choose_checkpoint(Options(model=model, device="cpu", checkpoint="none"), {"fsdp": 1}) == "none"
+
+
+@pytest.mark.parametrize("asked, on_host, on_cuda", [(None, True, False), (True, True, True), (False, False, False)])
+def test_sums_are_ordered_on_the_host_unless_asked_otherwise(asked, on_host, on_cuda):
+    options = Options(ordered=asked)
+    assert (options.adds_in_order(HOST), options.adds_in_order(torch.device("cuda"))) == (on_host, on_cuda)
+    assert not Options(objective="kto").adds_in_order(HOST)
