@@ -199,7 +199,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         return self.train == "lora" and self.objective != "kto"
 
     def adds_in_order(self, device: torch.device) -> bool:
-        """Return ``ordered`` or its default: on CUDA it takes a tenth of a step, and bits are also torch's products'."""
+        """Return ``ordered`` or its default: on CUDA it takes a tenth of a step and promises less."""
         return self.can_be_ordered() and device == HOST if self.ordered is None else self.ordered
 
     def minimised(self) -> objectives.Objective:
