@@ -13,7 +13,7 @@ graphs (``compile.roofline``) ask both, on machines without a card or Triton too
                     reductions have up to 40 % more on sm_100, which the estimates leave out
     issue           128 instructions of threads a clock and multiprocessor, of which shared memory lets ISSUED through
                     (look-ups keep it 83 % busy), and WARP from one warp. In ``g · W`` decoding takes ACROSS times that
-    few rows        FEW_TAKE times the clocks of as many instructions at ISSUED_SLAB
+    few rows        FEW_TAKE, the instructions that would take what was measured, at ISSUED_SLAB
     tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED of it
     memory          bytes of packed weight, x and y, at the bandwidth of a copy
     slabs           the decoding, then torch's product at PRODUCTS of the peak; two launches a slab, and RAMP for every
@@ -24,8 +24,8 @@ long reduction, because its product is wider then. For a weight of 8192 x 8192 i
 of torch's bf16 product is, as measured
 
     rows     1      16     32     64     128    256    512    1024   2048   4096
-    plan     few    few    fused  fused  fused  slabs  slabs  slabs  slabs  slabs
-    ratio    1.0    1.2    1.4    1.3    1.9    1.8    1.5    1.2    1.10   1.03
+    plan     few    fused  fused  fused  fused  slabs  slabs  slabs  slabs  slabs
+    ratio    1.1    1.3    1.5    1.3    1.9    1.8    1.5    1.2    1.10   1.03
 """
 
 from functools import lru_cache

@@ -2,9 +2,9 @@
 
 :func:`estimate` gives the seconds of a plan, and :func:`plan_for` takes the candidate with the fewest. On an H200
 (``python -m tests.bench.gpu sweep``) weights of one block took 1.1 times their estimate. Codes of 4 and 2 bits took 1.5
-times theirs, and those of 3 bits 5 times. The figures are those of ``cuda_plans.py``, but for ISSUED, REACHED, OVERLAP
-and
+times theirs, and those of 3 bits 5 times. The figures are those of ``cuda_plans.py``, but for
 
+    shares          ISSUED, REACHED and OVERLAP, which are assumed
     instructions    of a step, COUNTED in the machine code's longest loop (Triton 3.9), whole steps, rows of x without
                     zero points. A step is ``depth`` columns: of a dense operand, of 8 bits in one block, of 4 bits with
                     zero points in blocks of 128, and of 64. Each further block costs what that of 64 does; blocks

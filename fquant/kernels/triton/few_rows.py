@@ -7,14 +7,14 @@ operand. Codes are unpacked, looked up, scaled, rounded and multiplied in the re
 scales and x are copied asynchronously, steps ahead.
 
 That takes 5.6 instructions an element (NF4; 6.3 with packed scales; counted in the machine code, Triton 3.6 and 3.9
-alike). 128 instructions of threads a clock, 30e12 a second on an H200, then limit NF4 to 2.7 TB/s of packed bytes: 64 %
-of a copy there, and 90 % on an H100, whose copy reaches 3.0 TB/s. A multiprocessor that issues in 0.8 of its clocks
-reaches 0.8 of that. 8 rows cost as much as one, and 32 a fifth more.
+alike). 128 instructions of threads a clock, 30e12 a second on an H200, would limit NF4 to 2.7 TB/s of packed bytes. It
+reaches 1.1 there, and 0.9 with packed scales, because shared memory is busy for 83 % of the time (measured by ``ncu``).
+Each element is a look-up, and about as many accesses meet another in their bank. The look-ups do not: 16 numbers of
+float32 are in 16 banks. So it is likely to be x, whose columns are permuted. 8 rows cost as much as one, 32 twice that.
 
-The look-ups do not limit: 16 numbers of float32 are in 16 banks, so 32 threads never conflict, and 8.4e12 look-ups a
-second feed 4.2 TB/s. A table of pairs would. 32 random addresses of 256 words meet 3.5 times in one bank, so 64 values
-take 3.5 clocks instead of 2. Pairs of float32 take 6. Pairs of bf16, whose product with the scale is rounded again, do
-not give the dequantised weight.
+A table of pairs is no way out. 32 random addresses of 256 words meet 3.5 times in one bank, so 64 values take 3.5
+clocks instead of 2. Pairs of float32 take 6. Pairs of bf16, whose product with the scale is rounded again, do not give
+the dequantised weight.
 """
 
 # pyright: reportInvalidTypeForm=false

@@ -182,8 +182,9 @@ class Large(Step):
 
     def items(self, device: torch.device | None, card: Device) -> Iterator[lines.Item]:
         """Yield the lines of the command."""
-        case = self.case(offload="block" if self.offload else None)
-        yield from step.items(case, device, card, self.ways, 1500, None, self.steps, self.top, self.peft)
+        for checkpoint in dict.fromkeys((self.checkpoint, "selective")):
+            case = replace(self.case(offload="block" if self.offload else None), checkpoint=checkpoint)
+            yield from step.items(case, device, card, self.ways, 1500, None, self.steps, self.top, self.peft)
 
 
 @dataclass(frozen=True)

@@ -222,18 +222,18 @@ def items(
         wanted, guess = f"at least {least:,.0f} tokens/s" if least else "", partial(predicted, case, card)
         yield Item(f"{name}: {how}", wanted, partial(speed, how), guess, minutes=1)
         wanted = "within 5 %" + (f", at most {most} GiB" if most else "")
-        measure = lambda: peak(one(found), planned(case, card), most)
+        measure = lambda: peak(captured(found), planned(case, card), most)
         yield Item(f"{name}: peak", wanted, measure, lambda: f"{planned(case, card).peak / GIB:.2f} GiB")
-        count, guess = lambda: waited(one(found).waits), lambda: str(len(waiting_nodes(case)))
+        count, guess = lambda: waited(captured(found).waits), lambda: str(len(waiting_nodes(case)))
         yield Item(f"{name}: host synchronisations in a replayed step", "0", count, guess)
         for i in range(top):
-            yield Item(f"{name}: kernel {i + 1}", measure=lambda i=i: kernel(one(found).kernels, i))
+            yield Item(f"{name}: kernel {i + 1}", measure=lambda i=i: kernel(captured(found).kernels, i))
     if beside:
         ours = lambda: case.tokens / found["captured"].seconds if "captured" in found else None
         yield Item(f"{name}: PEFT with bitsandbytes", "at most half", lambda: peft(case, steps, ours()), minutes=1)
 
 
-def one(found: dict[Way, Ran]) -> Ran:
+def captured(found: dict[Way, Ran]) -> Ran:
     """Return the figures of the captured step; raise RuntimeError if it did not run."""
     if "captured" not in found:
         raise RuntimeError("the step did not run")
