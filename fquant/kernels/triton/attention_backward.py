@@ -38,6 +38,7 @@ def attention_backward(
     g, y, q, k, v = map(rows_apart, (g, y, q, k, v))
     lse, runs = lse.contiguous(), None if runs is None else runs.contiguous()
     tma, (scale, factor, limit) = reads_by_tma(plan, q, k, v, g), factors(scale, cap, e)
+    of_keys = plan.of_keys if cap is None else plan.of_capped_keys or plan.of_keys
     delta = torch.empty_like(lse)
     strides = [n for x in (q, k, v, g) for n in x.stride()[:3]]
     sizes = t, h, h // kv, sees_all(window, t), scale, factor, limit, e, padded(e)
@@ -46,7 +47,7 @@ def attention_backward(
             g, y, delta, *g.stride()[:3], *y.stride()[:3], t, h, e, padded(e), ROWS, num_warps=4, **EXACT
         )
         for kernel, tiles, heads, size, out in (
-            (_of_keys, plan.of_keys, kv, plan.of_keys.keys, (dk, dv)),
+            (_of_keys, of_keys, kv, of_keys.keys, (dk, dv)),
             (_of_queries, plan.of_queries, h, plan.of_queries.queries, (dq,)),
         ):
             pairs = (q, tiles.queries), (k, tiles.keys), (v, tiles.keys), (g, tiles.queries)
