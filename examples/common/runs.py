@@ -151,17 +151,20 @@ def command(program: Program, args: list[str] | None) -> int:
         ranks = math.prod(axes.values())
         if not under_torchrun:
             devices.check_ranks(options.device, ranks)
+        is_local = not under_torchrun and (ranks > 1 or options.restarts > 0)
+        if is_local:
+            launch.import_early(program.prepare.__module__)
         if options.resume is not None and not options.elastic:  # of which some options are open
             run_folder.check_resumed(options.resume, options)
         if not under_torchrun and program.prepare(options):
             return 0
         if options.resume is None and os.environ.get("RANK", "0") == "0":
             options = replace(options, out=run_folder.free(options.out, f"runs/{program.name}"))
-        if under_torchrun or (ranks == 1 and not options.restarts):
-            fault = work(program, options)
-        else:
+        if is_local:
             Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
             fault = _local(program, options, ranks)
+        else:
+            fault = work(program, options)
         if fault is None:
             return 0
         status, message = fault

@@ -18,6 +18,7 @@ attention, a copy and a call. Its figures are then what was reached, and the sha
 """
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -172,13 +173,13 @@ def _seconds(f: Callable[[], Any], device: torch.device, most: float = 0.03) -> 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOPs a second of products of squares, which grow until one takes some milliseconds."""
-    size = 512
+    size, least, most = 128, 5e-3, 16384
     while True:
         a = torch.ones(size, size, dtype=dtype, device=device)
         seconds = _seconds(lambda a=a: a @ a, device)
-        if seconds > 5e-3 or size == 16384:
+        if seconds > least or size == most:
             return 2 * size**3 / seconds
-        size *= 2
+        size = min(most, size * 2 ** max(1, int(math.log2(least / seconds) / 3)))
 
 
 def _bytes_copied(device: torch.device) -> float:

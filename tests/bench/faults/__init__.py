@@ -97,10 +97,6 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
     figures += [f"{kind}: named after {_spread(seconds)} s" for kind, seconds in found.named.items()]
     if found.gone:
         figures.append(f"ranks live on for {_spread(found.gone)} s without their launcher")
-    if found.temporary:
-        figures.append(
-            f"{len(found.temporary)} left in the system's folder of temporary files: {_few(found.temporary)}"
-        )
     figures += [f"failed: {error}" for error in found.failures]
     judged = [
         at_most(f"of {wanted} faults not resumed", wanted - found.resumed, 0),
@@ -108,6 +104,7 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
         at_most("steps lost, repeated or of another loss", found.wrong_steps, 0),
         at_most("launchers that left processes", found.processes, 0),
         at_most(f"temporary files in folders of runs {_few(found.files)}".strip(), len(found.files), 0),
+        at_most(f"files left in the folder of temporary ones {_few(found.temporary)}".strip(), len(found.temporary), 0),
         at_most("ranks not named", found.unnamed, 0),
     ]
     judged += [at_most(f"s to name a rank, {k}", max(found.named[k]), kills.NAMED[k]) for k in sorted(found.named)]

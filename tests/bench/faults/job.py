@@ -76,6 +76,7 @@ def start(job: Job, folder: Path, mesh: str, resume: bool = False, restarts: int
     given = ["--model", job.root / "model", "--data", job.root / "text.txt", "--steps", job.steps, "--mesh", mesh]
     given += ["--restarts", restarts]
     more = {"TMPDIR": str(job.root / "tmp"), "XDG_CACHE_HOME": str(job.root / "cache"), "OMP_NUM_THREADS": "1"}
+    more["TORCHINDUCTOR_CACHE_DIR"] = more["XDG_CACHE_HOME"]  # torch makes it, among the temporary files otherwise
     command = [sys.executable, "-m", "examples.qlora", *map(str, [*given, *SMALL, *where])]
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -136,9 +137,15 @@ def processes(session: int) -> dict[int, int]:
 
 
 def children(launcher: int) -> list[int]:
-    """Return the processes of the ranks that a launcher has now, without torch's and Python's own."""
-    found = [pid for pid, parent in processes(launcher).items() if parent == launcher]
-    return sorted(pid for pid in found if b"spawn_main" in _command(pid))
+    """Return the processes of the ranks that a launcher has now, without torch's and Python's own.
+
+    Ranks are forked by a server, or are children of the launcher where that cannot be.
+    """
+    parents = processes(launcher)
+    commands = {pid: _command(pid) for pid, parent in parents.items() if parent == launcher}
+    servers = {pid for pid, command in commands.items() if b"forkserver" in command}
+    found = {pid for pid, command in commands.items() if b"spawn_main" in command}
+    return sorted(found | {pid for pid, parent in parents.items() if parent in servers})
 
 
 def _command(pid: int) -> bytes:

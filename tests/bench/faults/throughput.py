@@ -1,7 +1,7 @@
 """Steps a second of a run of which a rank is killed every so many seconds, over those of a run that is not disturbed.
 
-Both run on two ranks for as long, from their first step on, and the steps of whole checkpoints count. For each fault
-the time until the next step is split:
+Both run on two ranks for as long, in turns, from their first step on, and the steps of whole checkpoints count. For
+each fault the time until the next step is split:
 
     named      from the death to the launcher's line that names the rank; the others are stopped then
     started    to run.json of the next start: processes, imports, the model, the data, and the base
@@ -10,6 +10,7 @@ the time until the next step is split:
 ``imports`` is the time in which a process imports the program and does nothing else.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from .job import Job, Running
 
 MESH = "fsdp=2"
 FOREVER = 1_000_000  # steps
+TURNS = 2  # of each run, as the speed of a machine drifts
 
 
 @dataclass
@@ -52,21 +54,26 @@ def measure(root: Path, seconds: float, every: float, say: Callable[[str], objec
     subprocess.run([sys.executable, "-c", "import examples.qlora.cli"], cwd=job.ROOT, check=True)
     found.imports = time.monotonic() - began
     with job.killed_at_end(started):
-        found.alone = _take(work, root / "alone", seconds, 2 * seconds, started, found)
-        say(f"{found.alone:.2f} steps a second alone")
-        found.disturbed = _take(work, root / "disturbed", seconds, every, started, found)
+        for turn in range(TURNS):
+            for name, between in (("alone", math.inf), ("disturbed", every)):
+                rate = _take(work, root / f"{name}-{turn}", seconds / TURNS, between, started, found)
+                setattr(found, name, getattr(found, name) + rate / TURNS)
+                say(f"{name}: {rate:.2f} steps a second")
     return found
 
 
 def _take(
     work: Job, folder: Path, seconds: float, every: float, started: list[Running], found: Found
 ) -> float:  # fmt: skip
-    """Run for ``seconds`` from the first step on; return the steps a second."""
+    """Run for ``seconds`` from the first step on, with a fault in the middle of ``every`` so many.
+
+    Return the steps a second.
+    """
     running = job.start(work, folder, MESH)
     started.append(running)
     job.await_(running, lambda: job.newest(folder) > 0)
     first, began = job.newest(folder), time.monotonic()
-    due = began + every
+    due = began + every / 2
     while (now := time.monotonic()) < began + seconds:
         if now >= due:
             _fault(running, folder, found)

@@ -3,16 +3,18 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from examples.common import launch
+from examples.common.launch import ranks
 
 ROOT = Path(__file__).parents[3]
 JOB = textwrap.dedent("""
@@ -112,11 +114,45 @@ def test_a_stopped_rank_is_killed_when_another_has_failed():
     """A signal to end would not reach it, so that all would wait for it."""
     context = multiprocessing.get_context("spawn")
     frozen, failed = context.Process(target=freezes, daemon=True), context.Process(target=fails)
+    died = dict[int, Any]()
     try:
-        with launch._stopped_ranks_killed():
+        with ranks._watched(2, died):
             frozen.start()
             failed.start()
             frozen.join(60)
         assert (frozen.exitcode, failed.exitcode) == (-signal.SIGKILL, 3)
+        assert not died  # by a signal from elsewhere
     finally:
         frozen.kill()
+
+
+KILLED = textwrap.dedent("""
+    import os, signal, sys, time
+    from pathlib import Path
+    from examples.common import launch
+
+    @launch.record
+    def work(folder):
+        if os.environ["RANK"] == "1":
+            time.sleep(2.0)
+            Path(folder, "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not Path(folder, "killed").exists():
+            pass
+        os._exit(1)  # before the launcher looks, so that both ranks have failed then
+
+    if __name__ == "__main__":
+        try:
+            launch.local(2, work, sys.argv[1])
+        except launch.RankFailed as error:
+            print(error)
+""")
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_the_rank_that_was_killed_is_named_and_not_one_that_noticed(tmp_path, attempt):
+    (tmp_path / "job.py").write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; the other ranks were stopped\n", found.stdout)

@@ -170,7 +170,7 @@ def test_a_run_survives_the_death_of_a_rank_and_a_signal_to_the_bit(whole, tmp_p
     time.sleep(0.5)  # in its first step, which is traced
     process.send_signal(signal.SIGTERM)
     status, printed, err = finish(process)
-    named, left = [line for line in err.splitlines() if line.startswith("qlora: ")]
+    named, left = err.splitlines()  # and nothing of semaphores that the killed rank might have left
     assert f"rank 1 (pid {before[1]}) was killed by SIGKILL; the other ranks were stopped; all begin again" in named
     assert status == 143 and f"continue with python -m examples.qlora --resume {cut}" in left, err
     assert not (cut / "result.json").exists() and f"stopped after step {len(steps(cut))};" in left

@@ -3,6 +3,9 @@
 The ranks end with the launcher, also if it is killed and cannot stop them. A signal that stops it goes to the ranks,
 which have the time to take a step and write a checkpoint. A rank that is stopped (SIGSTOP) would notice no signal to
 end, so it is killed when another rank has failed.
+
+Ranks are forked from a server where that can be (rank_server.py), so that they start again in a fraction of a second.
+Temporary files of a launcher, and of torch's part in it, are in one folder (temporary_folder.py).
 """
 
 import logging
@@ -15,7 +18,9 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from inspect import signature
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +31,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fquant.kernels.cpu import usable_cores
 
-__all__ = ["RankFailed", "Stopped", "local", "record"]
+from . import rank_server, temporary_folder
+from .rank_server import SIGNALS
+
+__all__ = ["RankFailed", "Stopped", "import_early", "local", "record"]
 
 
 ELASTIC = "torch.distributed.elastic"
 LOGGERS = (ELASTIC, f"{ELASTIC}.agent.server.api", f"{ELASTIC}.multiprocessing.api", "torch.multiprocessing.spawn")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 600  # seconds in which ranks leave after a signal
 POLL = 0.5  # seconds between two looks at the ranks
 
@@ -49,19 +56,30 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores(ranks)))
-    with tempfile.TemporaryDirectory(prefix="fquant-") as logs:
+    with temporary_folder.used() as folder, tempfile.TemporaryDirectory(dir=folder) as logs:
+        if (method := rank_server.method(folder)) == "forkserver":
+            rank_server.start(f.__module__)
+            rank_server.await_imports()
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
+            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method=method,
             logs_specs=DefaultLogsSpecs(log_dir=logs), **_patience(),
         )  # fmt: skip
+        died = dict[int, BaseProcess]()
         try:
-            with _stopped_ranks_killed():
+            with _watched(ranks, died):
                 return elastic_launch(config, _run)(f, *args)[0]
         except ChildFailedError as error:
             if codes := {f.exitcode for f in error.failures.values()} & {128 + number for number in SIGNALS}:
                 raise Stopped("the ranks were stopped", signal.Signals(codes.pop() - 128)) from None
-            raise RankFailed(_story(error.failures)) from None
+            raise RankFailed(_story(error.failures, died)) from None
+
+
+def import_early(*modules: str) -> None:
+    """Begin to import ``modules`` for the ranks of later calls of :func:`local`, while this process goes on."""
+    with temporary_folder.used() as folder:
+        if rank_server.method(folder) == "forkserver":
+            rank_server.start(*modules)
 
 
 def _patience() -> dict[str, Any]:
@@ -70,18 +88,23 @@ def _patience() -> dict[str, Any]:
 
 
 @contextmanager
-def _stopped_ranks_killed() -> Iterator[None]:
-    """Kill processes started inside of the block that are stopped, once another has failed."""
-    ended, known = threading.Event(), set[Any]()
+def _watched(ranks: int, died: dict[int, BaseProcess]) -> Iterator[None]:
+    """Kill ranks started inside of the block that are stopped, once another has failed.
+
+    At the end of the block ``died`` gets those that a signal from elsewhere has ended, if all of them were seen alive.
+    """
+    ended, others = threading.Event(), set(multiprocessing.active_children())
+    known, killed = set[BaseProcess](), set[BaseProcess]()
 
     def watch() -> None:
         failed_before = False
         while not ended.wait(POLL):
-            alive = multiprocessing.active_children()
+            alive = set(multiprocessing.active_children()) - others
             known.update(alive)
             has_failed = any(process.exitcode for process in known)
             for process in alive if has_failed and failed_before else ():  # twice, so that the agent knows the cause
                 if _is_stopped(process.pid):
+                    killed.add(process)
                     process.kill()
             failed_before = has_failed
 
@@ -92,6 +115,10 @@ def _stopped_ranks_killed() -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
+        started = sorted(known, key=lambda process: int(process.name.rpartition("-")[2]))  # in this order
+        for rank, process in enumerate(started if len(started) == ranks else ()):
+            if process not in killed and (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGTERM:
+                died[rank] = process
 
 
 def _is_stopped(pid: int | None) -> bool:
@@ -103,6 +130,9 @@ def _is_stopped(pid: int | None) -> bool:
 
 def _run(f: Callable[..., Any], *args: Any) -> Any:
     """Return ``f(*args)`` on a rank, which ends if its launcher does."""
+    rank_server.began()
+    with suppress(ImportError):  # torch.fx makes a bar with a lock of processes, which a killed rank would leave
+        import_module("tqdm").tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with_launcher, name="end with the launcher", daemon=True).start()
     try:
         return f(*args)
@@ -116,10 +146,12 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _story(failures: dict[int, ProcessFailure]) -> str:
-    # A killed rank makes its peers fail too; the signal is the cause, and the earliest otherwise.
-    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
-    rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
+def _story(failures: dict[int, ProcessFailure], died: dict[int, BaseProcess]) -> str:
+    """Return the cause as a line: a signal, as the peers of a killed rank fail too, or else the first failure."""
+    for rank, process in died.items():
+        name = signal.Signals(-(process.exitcode or 0)).name
+        return f"rank {rank} (pid {process.pid}) was killed by {name}; the other ranks were stopped"
+    rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     said: Any = first.message  # of an error file a dict, which has the traceback too
