@@ -26,7 +26,7 @@ Nor does *offload*. The blocks of layers and the head may be in the host's memor
 ahead of its use. Activations may be stashed there until the backward, as far as the link has time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 
 import shard
 from fquant import Comm, lora, optim, random, tree
@@ -194,21 +194,40 @@ def update(state: State, grads: Any, value: Tensor, setup: Setup) -> tuple[State
 
 
 def judge(adapters: Any, base: Any, batch: Any, count: Tensor, setup: Setup) -> Tensor:
-    """Return this rank's part of the loss of preferences over ``count``, and of what is judged right: f64[2]."""
-    with torch.no_grad():
-        base = held(adapters, base, setup)
-        params, options = attached(adapters, base, None, setup), (setup.cfg, setup.comm(), setup.dtype)
-        value = loss(adapters, base, batch, count, None, setup)
+    """Return the loss of preferences over ``count``, and of what is judged right: f64[n 2], see :func:`evaluate`."""
+    base = held(adapters, base, setup)
+
+    def of(batch: Any) -> Tensor:
+        by_row = setup.ordered is not None
+        params, options = attached(adapters, base, None, setup), (setup.cfg, setup.comm(by_row), setup.dtype)
+        value = loss(adapters, base, batch, count, None, setup, by_row=by_row)
         right = objectives.num_right(setup.objective, params, base, batch, *options)
-    return torch.stack([value.double(), right])
+        return torch.stack([value.double(), right])
+
+    return _for_each_row(of, batch, setup)
 
 
 def evaluate(adapters: Any, base: Any, batch: data.Rows, setup: Setup, teacher: Any = None) -> Tensor:
-    """Return the summed loss of this rank's rows in nats, and the number of their targets: f64[2]."""
+    """Return the summed loss in nats and the number of targets of each of this rank's rows: f64[n 2].
+
+    Without ordered sums that is one row, their sum.
+    """
+    base, one = held(adapters, base, setup), torch.ones((), device=batch.tokens.device)
+
+    def of(batch: data.Rows) -> Tensor:
+        nats = loss(adapters, base, batch, one, None, setup, teacher, by_row=setup.ordered is not None)
+        return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
+
+    return _for_each_row(of, batch, setup)
+
+
+def _for_each_row(f: Callable[[Any], Tensor], batch: Any, setup: Setup) -> Tensor:
+    """Return ``f`` of each row, or of all rows where sums may depend on the mesh, stacked; without derivatives."""
     with torch.no_grad():
-        one = torch.ones((), device=batch.tokens.device)
-        nats = loss(adapters, held(adapters, base, setup), batch, one, None, setup, teacher)
-    return torch.stack([nats.double(), (batch.targets >= 0).sum().double()])
+        if setup.ordered is None:
+            return f(batch)[None]
+        leaves, structure = tree.flatten(batch)
+        return vmap(lambda *row: f(tree.map(lambda t: t[None], tree.unflatten(structure, row))))(*leaves)
 
 
 @cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import shard
 from fquant import lazy, lora, optim, tree
@@ -144,10 +145,20 @@ def mean_loss(run: Run, local: Any, adapters: lora.Adapters, setup: Setup | None
     total = torch.zeros(2, dtype=torch.float64, device=device)
     taught = run.teacher if setup.objective.name == "distill" else None
     for rows in in_batches(run):
-        mine = devices.to(shard.share(rows, setup.mesh, setup.rules), device)
-        total += run.evaluate(adapters, local, mine, setup, taught)
-    nats, tokens = shard.psum(total, setup.mesh, setup.rules.batch)
+        total += _summed(lambda mine: run.evaluate(adapters, local, mine, setup, taught), rows, setup)
+    nats, tokens = total
     return float(nats / tokens)
+
+
+def _summed(evaluate: Callable[[Any], Tensor], rows: Any, setup: Setup) -> Tensor:
+    """Return the sum of ``evaluate`` [n ...] of each rank's share of ``rows``, in one order if sums are ordered."""
+    mine, device = shard.share(rows, setup.mesh, setup.rules), device_of(setup.mesh)
+    if setup.ordered is None:
+        return shard.psum(evaluate(devices.to(mine, device)).sum(0), setup.mesh, setup.rules.batch)
+    count = len(tree.leaves(mine)[0])
+    some = mine if count else tree.map(lambda t: t[:1], rows)  # a rank without rows calls the same collectives
+    each = evaluate(devices.to(some, device))[:count]
+    return shard.ordered.sum_rows(each, len(tree.leaves(rows)[0]), setup.mesh, setup.rules)
 
 
 def forward_setup(setup: Setup) -> Setup:
@@ -163,9 +174,9 @@ def judged(run: Run, local: Any, adapters: lora.Adapters) -> tuple[float, float]
     for rows in in_batches(run):
         rows = objectives.complete(setup.objective, rows)
         count, n = objectives.counts(setup.objective, rows), len(tree.leaves(rows)[0])
-        mine, count = devices.to((shard.share(rows, setup.mesh, setup.rules), count), device)
-        part = run.evaluate(adapters, local, mine, count, setup)
-        total += shard.psum(part, setup.mesh, setup.rules.batch) * torch.tensor([n, 1], device=device)
+        count = count.to(device)
+        part = _summed(lambda mine, count=count: run.evaluate(adapters, local, mine, count, setup), rows, setup)
+        total += part * torch.tensor([n, 1], device=device)
         num_rows += n
     loss, right = (total / num_rows).tolist()
     return loss, right

@@ -1,6 +1,7 @@
 """Sums over the rows of a batch in one order, which does not depend on the mesh: the same bits on any number of ranks.
 
-    grads, value = shard.ordered.grad_and_value(loss, mesh, rules)(params, [rows])     # of the rows of all ranks
+    grads, value = shard.ordered.grad_and_value(loss, mesh, rules, 8)(params, [rows])  # of the 8 rows of all ranks
+    value = shard.ordered.sum_rows(losses, 8, mesh, rules)                             # of a value for each row
 
 A gradient of many rows is a sum, and a sum of floats depends on its order. A product over all rows of a rank, and then
 an all-reduce, take an order that follows the number of ranks. Here each row's gradient is a *leaf*, and leaves are
@@ -13,6 +14,7 @@ products, one for each row. ``vmap`` makes both of a loss of one row.
 """
 
 from .by_row import grad_and_value
+from .exchange import sum_rows
 from .sum_tree import Rows
 
-__all__ = ["Rows", "grad_and_value"]
+__all__ = ["Rows", "grad_and_value", "sum_rows"]

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fquant import tree
 
 from ..collectives import Group, all_gather, all_to_all
+from ..data import psum
 from ..device_mesh import groups, position
 from ..rules import Rules as Sharding
-from .sum_tree import Node, Rows, joined, nodes, split
+from .sum_tree import Node, Rows, joined, nodes, partial_sums, split
 
 
 def total(found: Mapping[Node, Any], rows: Rows, mesh: DeviceMesh, rules: Sharding) -> Any:
@@ -36,6 +37,23 @@ def total(found: Mapping[Node, Any], rows: Rows, mesh: DeviceMesh, rules: Shardi
         for i, part in zip(which, flat.split(sizes), strict=True):
             out[i] = part.reshape(out[i].shape)
     return tree.unflatten(trees[0][1], out)
+
+
+def sum_rows(values: Tensor, rows: int, mesh: DeviceMesh, rules: Sharding) -> Tensor:
+    """Return the sum [...] of ``values`` [n ...] over the ``rows`` of all ranks, the same bits on any mesh.
+
+    This rank has the values of its rows of ``shard.share``, none if there are fewer rows than ranks. One all-reduce of
+    the values of all rows, so they should be few. Raises ValueError for another number of values.
+    """
+    index, ranks = position(mesh, rules.batch)
+    mine = split(rows, ranks)[index]
+    if len(values) != mine.stop - mine.start:
+        fault = f"got {len(values)} of {rows} rows on rank {index} of {ranks}, wanted {mine.stop - mine.start}"
+        raise ValueError(f"ordered.sum_rows: {fault}; pass those of shard.share")
+    every = values.new_zeros(rows, *values.shape[1:])
+    every[mine.start : mine.stop] = values
+    every = psum(every, mesh, rules.batch)  # exact: to each row of one rank the others add zeros
+    return partial_sums(every, Rows(0, rows, rows))[0]
 
 
 def _sum(own: list[list[Tensor]], size: int, every: list[list[Node]], rows: int, group: Group) -> Tensor:

@@ -132,3 +132,22 @@ def wrong(rows, given):
 def test_other_rows_than_those_of_a_rank_are_refused(rows, given, message):
     with pytest.raises(ranks.RankFailure, match=message):
         ranks.run(2, wrong, rows, given)
+
+
+def row_sums(axes, rows):
+    """Return the sum of drawn values of all rows, of which this rank gives its own, and the fault of one too many."""
+    mesh, rules = shard.mesh(**axes), shard.Rules()
+    values = (
+        torch.randn(rows, 3, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(-3, rows - 3)[:, None]
+    )
+    mine = shard.share(values, mesh, rules)
+    with pytest.raises(ValueError, match=r"ordered\.sum_rows: got \d+ of \d+ rows on rank \d of \d, wanted \d+; pass"):
+        shard.ordered.sum_rows(torch.zeros(len(mine) + 1, 3), rows, mesh, rules)
+    return shard.ordered.sum_rows(mine, rows, mesh, rules)
+
+
+@pytest.mark.parametrize(("axes", "rows"), [({"fsdp": 2}, 7), ({"dp": 2, "fsdp": 2}, 3), ({"fsdp": 3}, 8)])
+def test_sums_of_rows_do_not_depend_on_the_mesh(axes, rows):
+    (wanted,) = ranks.run(1, row_sums, {"fsdp": 1}, rows)
+    for found in ranks.run(math.prod(axes.values()), row_sums, axes, rows):
+        assert torch.equal(found, wanted)
