@@ -79,8 +79,9 @@ class Side(NamedTuple):
 
 
 def ours(
-    shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, ordered: bool = False, **axes: int
-) -> "Ours":
+    shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16, **axes: int,
+) -> "Ours":  # fmt: skip
     """Make fquant's step on the ranks of a mesh: the one that examples.qlora runs and examples.plan prices.
 
     The bounds of the comparison are those of sums in the order of the mesh; ``ordered`` adds rows up in one order.
@@ -90,8 +91,9 @@ def ours(
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
     most = shard.max_local_rows(shape.batch, mesh, rules)
     setup = Setup(
-        cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint, ordered=shape.batch if ordered else None
-    )
+        cfg, mesh, OPT, optim.constant(1e-4), most, shape.seq, checkpoint, dtype,
+        ordered=shape.batch if ordered else None,
+    )  # fmt: skip
     tokens = shape.sample(dist.get_rank(), dist.get_world_size())
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup

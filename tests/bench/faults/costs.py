@@ -22,19 +22,26 @@ PATIENCE = 1800.0
 WARM_UP = 2  # steps
 
 
-def measure(root: Path, shape: Shape, axes: dict[str, int], block: int, turns: int) -> dict[str, tuple[float, float]]:
-    """Return the seconds of a step and the ratio to a plain one, by contestant; ``root`` is a new folder."""
+def measure(
+    root: Path, shape: Shape, dtype: torch.dtype, axes: dict[str, int], block: int, turns: int
+) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a step and the ratio to a plain one, by contestant; ``root`` is a new folder.
+
+    ``dtype`` is that of the residual stream.
+    """
     world = next(iter(axes.values()))
-    times = ranks.run(world, _times, str(root), shape, axes, block, turns, timeout=PATIENCE)
+    times = ranks.run(world, _times, str(root), shape, dtype, axes, block, turns, timeout=PATIENCE)
     slowest = {name: [max(each) for each in zip(*(its[name] for its in times), strict=True)] for name in times[0]}
     ratio = lambda name: median(a / b for a, b in zip(slowest[name], slowest[PLAIN], strict=True))
     return {name: (median(seconds), ratio(name)) for name, seconds in slowest.items()}
 
 
-def _times(root: str, shape: Shape, axes: dict[str, int], block: int, turns: int) -> dict[str, list[float]]:
+def _times(
+    root: str, shape: Shape, dtype: torch.dtype, axes: dict[str, int], block: int, turns: int
+) -> dict[str, list[float]]:
     """Return the seconds of a step in each turn, by contestant, on a rank; one process has two threads."""
     torch.set_num_threads(1 if dist.get_world_size() > 1 else 2)
-    plain, ordered, done = ours(shape, **axes), ours(shape, ordered=True, **axes), 0
+    plain, ordered, done = ours(shape, dtype=dtype, **axes), ours(shape, ordered=True, dtype=dtype, **axes), 0
 
     def with_checkpoints(steps: int) -> float:
         nonlocal done
