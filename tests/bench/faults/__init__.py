@@ -102,7 +102,8 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
         figures.append(f"ranks live on for {_spread(found.gone)} s without their launcher")
     figures += [f"failed: {error}" for error in found.failures]
     judged = [
-        at_most(f"of {wanted} faults not resumed", wanted - found.resumed, 0),
+        Wanted(f"{count} faults of {wanted}", count == wanted),
+        at_most(f"of {count} faults not resumed", count - found.resumed, 0),
         at_most(f"of {found.runs} adapters with other bytes", found.runs - found.identical, 0),
         at_most("steps lost, repeated or of another loss", found.wrong_steps, 0),
         at_most("launchers that left processes", found.processes, 0),

@@ -190,8 +190,13 @@ def killed_at_end(running: list[Running]) -> Iterator[None]:
         yield
     finally:
         for each in running:
-            for pid in processes(each.process.pid):
-                send(pid, signal.SIGKILL)
-            each.process.wait()
-            if each.reader is not None:
-                each.reader.join()
+            kill(each)
+
+
+def kill(running: Running) -> None:
+    """Kill what is left of a run."""
+    for pid in processes(running.process.pid):
+        send(pid, signal.SIGKILL)
+    running.process.wait()
+    if running.reader is not None:
+        running.reader.join()

@@ -53,9 +53,12 @@ class Found:
 
 def measure(
     root: Path, count: int, seed: int, say: Say = print, kinds: Sequence[str] = KINDS,
-    meshes: Sequence[str] = MESHES, steps: int = 60,
+    meshes: Sequence[str] = MESHES, steps: int = 200,
 ) -> Found:  # fmt: skip
-    """Let ``count`` faults hit runs in ``root``, which is a new folder; return what they did."""
+    """Let ``count`` faults hit runs in ``root``, which is a new folder; return what they did.
+
+    Ctrl-C ends it early, without the run of that moment.
+    """
     draw, found, meant = random.Random(seed), Found(), itertools.cycle(meshes)
     work, whole, started = job.prepare(root, steps), root / "whole", list[Running]()
     todo = [kinds[i % len(kinds)] for i in range(count)]
@@ -70,8 +73,13 @@ def measure(
                 _run(work, folder, todo, meant, draw, found, started, say)
             except Failed as error:
                 found.failures.append(f"{folder.name}: {error}")
+            except KeyboardInterrupt:
+                todo.clear()
+                job.kill(started[-1])
+                continue
             found.runs += 1
             _compare(folder, whole, steps, found)
+            say(f"{folder.name}: {found.identical} of {found.runs} adapters have the bytes of the undisturbed run")
         for each in started:
             found.processes += job.ended(each) is None
     found.temporary += [path.name for path in (root / "tmp").iterdir()]

@@ -31,9 +31,9 @@ def test_faults_are_judged():
     good = kills.Found({"rank": 2}, resumed=2, runs=1, identical=1, named={"rank": [0.3, 4.9]})
     bad = kills.Found(
         {"rank": 2}, resumed=1, runs=2, identical=1, wrong_steps=3, processes=1, files=[".a.tmp"], unnamed=1,
-        named={"rank": [0.3, 5.1]},
+        temporary=["fquant-00000000"], named={"rank": [0.3, 5.1]},
     )  # fmt: skip
-    assert met(faults.of_kills(good, 2)) == [True] * 7 and met(faults.of_kills(bad, 2)) == [False] * 7
+    assert met(faults.of_kills(good, 2)) == [True] * 9 and met(faults.of_kills(bad, 3)) == [False] * 9
 
 
 def test_damages_and_mismatches_are_judged():
