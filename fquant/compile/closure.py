@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .retraces import Change
 from .user_code import Read, fields, is_open, is_users, mapping_of, parameters, reads
 
 LIMIT = 256  # elements of a container that are compared
@@ -85,11 +86,12 @@ class Closure:
         self._latest.clear()
         return self.version(objects)
 
-    def changes(self, before: int, now: int) -> list[str]:
-        """Return the differences of two versions, as "`lr` was 0.5, is 0.25"."""
+    def changes(self, before: int, now: int) -> list[Change]:
+        """Return the differences of two versions, in words such as "`lr` was 0.5, is 0.25"."""
         found = sorted(self._changed(before, now).items(), key=lambda item: item[0])
         deepest = [name for name, _ in found if not any(x.startswith((name + ".", name + "[")) for x, _ in found)]
-        return [f"`{name}` was {text(old)}, is {text(new)}" for name, (old, new) in found if name in deepest]
+        text_of = lambda name, old, new: f"`{name}` was {text(old)}, is {text(new)}"
+        return [Change(name, text_of(name, *values)) for name, values in found if name in deepest]
 
     def _changed(self, before: int, now: int) -> dict[str, tuple[Value | None, Value | None]]:
         old, new = self._versions[before], self._versions[now]

@@ -13,7 +13,7 @@ checks for it. Any other argument must be hashable. The key has
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from .. import tree
 from ..device import HOST
 from . import closure as closures
 from .closure import Closure, Value, freeze
+from .retraces import Change
 
 _AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
 
@@ -84,19 +85,24 @@ def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool
     return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
 
 
-def too_many(name: str, max_traces: int, paths: Sequence[str], before: Key, now: Key, closure: Closure) -> str:
-    """Return the error of one trace too many: how its key differs from the last; ``paths`` are those of the leaves."""
+def differences(paths: Sequence[str], before: Iterable[Key], now: Key, closure: Closure) -> list[Change]:
+    """Return how a call's key differs from the most alike, and newest, of ``before``; ``paths`` are those of leaves."""
+    newest = list(before)[::-1]
+    alike = [key for key in newest if key.structure == now.structure] or newest[:1]
+    return min((_differences(paths, key, now, closure) for key in alike), key=len)
+
+
+def _differences(paths: Sequence[str], before: Key, now: Key, closure: Closure) -> list[Change]:
+    if now.structure != before.structure:
+        text = f"the structure of the arguments is {now.structure}, and was {before.structure}"
+        return [Change("the structure of the arguments", text)]
     pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=False)]
     pairs += [(name, old, new, str) for (name, old), (_, new) in zip(before.ambient, now.ambient, strict=True)]
-    found = [f"{name} is {text(new)}, and was {text(old)}" for name, old, new, text in pairs if old != new]
+    found = [
+        Change(name, f"{name} is {text(new)}, and was {text(old)}") for name, old, new, text in pairs if old != new
+    ]
     found += closure.changes(before.closure, now.closure)
-    if now.structure != before.structure:
-        found = [f"the structure of the arguments is {now.structure}, and was {before.structure}"]
-    return (
-        f"jit({name}) would be traced more than {max_traces} times: "
-        f"{'; '.join(found[:3]) or 'which donated tensors share memory with others'}; "
-        "pass what changes from call to call as a tensor argument, or raise max_traces"
-    )
+    return found or [Change("donated tensors", "which donated tensors share memory with others")]
 
 
 def _wants_gradient(t: Tensor) -> bool:

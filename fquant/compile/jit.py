@@ -52,9 +52,9 @@ from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
 from .retarget import device_of
+from .retraces import Retraces
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 
-MAX_TRACES = 8  # of one function, by default
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,7 +67,7 @@ class Options(TypedDict, total=False):
     compile: bool | str
     recompute: bool
     fuse: bool
-    max_traces: int
+    max_traces: int | None
     cuda_graph: bool | str
 
 
@@ -83,7 +83,7 @@ def jit(
     compile: bool | str = False,
     recompute: bool = True,
     fuse: bool = True,
-    max_traces: int = MAX_TRACES,
+    max_traces: int | None = None,
     cuda_graph: bool | str = "auto",
 ) -> Callable[..., Any]:
     """Capture ``fn``: trace it at its first call and replay the graph at later ones.
@@ -95,7 +95,7 @@ def jit(
         compile     hand the graph to torch.compile: True is Inductor, a string another backend
         recompute   recompute cheap tensors instead of holding them over the peak (passes/rematerialize.py)
         fuse        run chains of elementwise operations as one (passes/fuse_pointwise.py), unless Inductor does
-        max_traces  traces to make before giving up
+        max_traces  the traces that you expect: more raise; by default a warning names what changes again and again
         cuda_graph  replay as one CUDA graph (cuda_graph/recordings.py): "auto" does on CUDA if all ops can be recorded,
                     and warns of those that cannot; True raises for them, and on other devices
 
@@ -121,7 +121,7 @@ def jit(
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {name} has {', '.join(signature.parameters)}")
     graph.check(passes)
     traced: dict[Key, Captured] = {}
-    closure = Closure(fn)
+    closure, retraces = Closure(fn), Retraces(name, max_traces)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -191,8 +191,8 @@ def jit(
 
     def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:
         guards.check(name, bound)
-        if len(traced) == max_traces:
-            raise RuntimeError(guards.too_many(name, max_traces, tree.paths(bound), list(traced)[-1], key, closure))
+        if traced:
+            retraces.note(guards.differences(tree.paths(bound), traced, key, closure), len(traced))
         device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
         run, fuses = functools.partial(apply, fn), fuse and not compile
         traces = functools.partial(trace, run, bound, donated, passes, recompute, fuses, name, device, host)
