@@ -14,7 +14,8 @@ No kernel reaches a peak. The shares of it are those of an H100, and other cards
 ``LAUNCH`` and ``LATENCY`` are estimates: a kernel of a recorded CUDA graph, and a collective of few bytes.
 
 A device without an entry is measured once a process (:func:`measured`): a product in float32 and in bfloat16, an
-attention, a copy and a call. Its figures are then what was reached, and the shares are 1.
+attention, a copy and a call. Its figures are then what was reached, and the shares are 1. The figure of bfloat16 is at
+least that of float32, as packed weights are multiplied in float32 on CPUs without products in bfloat16.
 """
 
 import functools
@@ -144,7 +145,8 @@ def measured(device: torch.device) -> Device:
     small = torch.ones(1, dtype=torch.float32, device=device)
     launch = _seconds(lambda: small + small, device)
     copy = _bytes_copied(device)
-    f32, bf16 = _flops(torch.float32, device), _flops(torch.bfloat16, device)
+    f32 = _flops(torch.float32, device)
+    bf16 = max(f32, _flops(torch.bfloat16, device))  # a CPU without products in bf16 can have them in float32
     memory = getattr(torch.get_device_module(device), "get_device_properties", None)
     share = Shares(1.0, _attention(device) / bf16, 1.0, 1.0, 1.0)
     return Device(
