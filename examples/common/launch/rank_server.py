@@ -71,7 +71,8 @@ def _deferred() -> Iterator[None]:
         return
     came = list[int]()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in (number for number, handler in handlers.items() if handler is not signal.SIG_IGN):
+    handlers = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
+    for number in handlers:
         signal.signal(number, lambda number, _: came.append(number))
     try:
         yield

@@ -151,7 +151,8 @@ def _story(failures: dict[int, ProcessFailure], died: dict[int, BaseProcess]) ->
     for rank, process in died.items():
         name = signal.Signals(-(process.exitcode or 0)).name
         return f"rank {rank} (pid {process.pid}) was killed by {name}; the other ranks were stopped"
-    rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
+    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
+    rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     if first.exitcode < 0:
         return f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}; the other ranks were stopped"
     said: Any = first.message  # of an error file a dict, which has the traceback too

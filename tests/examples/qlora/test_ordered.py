@@ -56,9 +56,6 @@ def test_held_out_losses_do_not_depend_on_the_mesh(model, data, tmp_path, object
     (wanted,) = ranks.run(1, judged, options, timeout=240)
     assert wanted[0] == wanted[1] != wanted[2]
     axes = MESHES[mesh]
-    count, options = (
-        math.prod(axes.values()),
-        dataclasses.replace(options, mesh=",".join(f"{k}={n}" for k, n in axes.items())),
-    )
-    found = ranks.run(count, judged, options, timeout=240)
-    assert found == [wanted] * count
+    options = dataclasses.replace(options, mesh=",".join(f"{axis}={size}" for axis, size in axes.items()))
+    count = math.prod(axes.values())
+    assert ranks.run(count, judged, options, timeout=240) == [wanted] * count

@@ -137,9 +137,8 @@ def test_other_rows_than_those_of_a_rank_are_refused(rows, given, message):
 def row_sums(axes, rows):
     """Return the sum of drawn values of all rows, of which this rank gives its own, and the fault of one too many."""
     mesh, rules = shard.mesh(**axes), shard.Rules()
-    values = (
-        torch.randn(rows, 3, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(-3, rows - 3)[:, None]
-    )
+    sizes = 10.0 ** torch.arange(-3, rows - 3)[:, None]
+    values = torch.randn(rows, 3, generator=torch.Generator().manual_seed(2)) * sizes
     mine = shard.share(values, mesh, rules)
     with pytest.raises(ValueError, match=r"ordered\.sum_rows: got \d+ of \d+ rows on rank \d of \d, wanted \d+; pass"):
         shard.ordered.sum_rows(torch.zeros(len(mine) + 1, 3), rows, mesh, rules)
