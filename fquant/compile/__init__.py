@@ -2,9 +2,8 @@
 
     jit.py          the cache of traces, and the call that a user makes
     trace.py        a function of trees as one torch.fx graph, on fake tensors
-    retarget.py     the graph on another device, on a machine with or without that
     guards.py       what a trace is valid for; closure.py and user_code.py: Python values that the function closes over
-    fake_tensor.py  corrects torch's fake tensors; errors.py names the cause of a failed trace
+    tracing/        the ops of a function as a graph, on fake tensors; errors.py names the cause of a failed trace
     graph.py        what nodes read, write and share; liveness.py: how long memory is held
     passes/         rewrites of the graph that keep every bit of its results
     donation.py     results written over donated tensors, which raise when they are used again
@@ -20,5 +19,6 @@ from .collective_check import all_gather_text, exchange_by
 from .cost import flops
 from .graph import Pass
 from .trace import Captured
+from .tracing.tracer import is_traced
 
-__all__ = ["Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "liveness"]
+__all__ = ["Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "is_traced", "liveness"]

@@ -76,10 +76,11 @@ def _may_have_written(error: BaseException, donations: Donations, modules: Seque
     given = [node for node in nodes if node.op == "placeholder"]
     memory = graphs.all_storages(given[i] for i in donations)
     writers = {node.name for node in nodes if graphs.written_storages(node) & memory}
+    ran = [module for module in modules if not getattr(module, "_needs_recompile", bool)()]  # else it has no code yet
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is Interpreter.run.__code__ and isinstance(node := frame.f_locals.get("node"), Node):
             return not writers.isdisjoint(each.name for each in node.graph.nodes if each <= node)
-        for module in modules:
+        for module in ran:
             if frame.f_code is getattr(type(module).forward, "__code__", None):
                 lines = module.code.splitlines()[:line]  # a line assigns the result of one node
                 return not writers.isdisjoint(text.partition("=")[0].strip() for text in lines)

@@ -11,6 +11,7 @@ and the host, is two nodes too.
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,10 +60,21 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
         graph.lint()
 
 
+def _name(target: object) -> str:
+    return _op_name(target) if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+@cache
+def _op_name(op: torch._ops.OpOverload) -> str:
+    return str(op)
+
+
 def tensors(node: Node) -> list[Tensor]:
     """Return the fake tensors that a node returns."""
     value = node.meta.get("val")
-    return [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def shape(node: Node) -> torch.Size:
@@ -77,7 +89,7 @@ def storages(node: Node) -> set[int]:
 
 def all_storages(nodes: Iterable[Node]) -> set[int]:
     """Return the identities of the storages of all ``nodes``."""
-    return set[int]().union(*map(storages, nodes))
+    return {t.untyped_storage()._cdata for node in nodes for t in tensors(node)}
 
 
 def sizes(node: Node) -> dict[int, int]:
@@ -104,7 +116,7 @@ def nbytes(t: Tensor) -> int:
 
 def is_wait(node: Node) -> bool:
     """Return True if a node waits for a functional collective or for a transfer."""
-    return str(node.target) in (_WAIT, _ARRIVED)
+    return _name(node.target) in (_WAIT, _ARRIVED)
 
 
 def read_nodes(node: Node) -> list[Node]:
@@ -127,21 +139,26 @@ def collective(node: Node) -> str | None:
 
 def issued(target: object) -> str | None:
     """Return the collective that an op issues, e.g. "all_gather"; None if it issues none."""
-    op = str(target).rpartition(".")[0]
-    if op.startswith(_FUNCTIONAL) and str(target) != _WAIT:
+    return _issued(_name(target))
+
+
+@cache
+def _issued(name: str) -> str | None:
+    op = name.rpartition(".")[0]
+    if op.startswith(_FUNCTIONAL) and name != _WAIT:
         return _COLLECTIVES.get(op, op.removeprefix(_FUNCTIONAL))
     return _COLLECTIVES.get(op)
 
 
 def transfer(node: Node) -> str | None:
     """Return the transfer that a node issues, "fetch" to a device or "stash" to the host; None if it issues none."""
-    return _TRANSFERS.get(str(node.target))
+    return _TRANSFERS.get(_name(node.target))
 
 
 def stored(node: Node) -> Node | None:
     """Return the issue of a store to new memory of the host that ``node`` waits for; None for any other node."""
-    issue = issue_of(node) if str(node.target) == _ARRIVED else node
-    return issue if str(issue.target) == _STORE else None
+    issue = issue_of(node) if _name(node.target) == _ARRIVED else node
+    return issue if _name(issue.target) == _STORE else None
 
 
 def is_issue(node: Node) -> bool:
@@ -163,6 +180,8 @@ def written_storages(node: Node) -> set[int]:
     if not isinstance(node.target, torch._ops.OpOverload):
         raise ValueError(f"{node.name}: {node.target} does not declare what it writes; make it a torch.library op")
     found: set[int] = set()
+    if not node.target._schema.is_mutable:
+        return found
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import tree
 from ..autodiff import is_dual
@@ -51,9 +50,10 @@ from .cuda_graph import Recordings, describe, recorder_of, refuse, synchronises
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
-from .retarget import device_of
 from .retraces import Retraces
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
+from .tracing.retarget import device_of
+from .tracing.tracer import is_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -201,6 +201,7 @@ def jit(
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
             backend = "inductor" if compile is True else compile
+            captured.module.real_recompile()  # type: ignore[operator]  # which Dynamo does not look into
             module: Any = torch.compile(captured.module, backend=backend, fullgraph=True)
             traced[key] = records(dataclasses.replace(captured, module=module), captured.module.graph)
             return replay(traced[key], tensors)
@@ -252,7 +253,7 @@ def _is_inside(tensors: list[Tensor]) -> bool:
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch._C._are_functorch_transforms_active()
-        or get_proxy_mode() is not None
+        or is_traced()
         or torch.is_anomaly_enabled()
         or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
     )

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
 from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
 from .cuda_graph import Recordings
-from .fake_tensor import META, Fake
 from .memory import allocator, plan
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, simplify
-from .retarget import Constants, check_autocast, retarget, stand_ins, with_index
+from .tracing.fake_tensor import META, Fake
+from .tracing.retarget import Constants, check_autocast, retarget, stand_ins, with_index
+from .tracing.tracer import record
 
 _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
@@ -92,8 +92,8 @@ def trace(
 
     The tensors may be real, fake or of the device meta, and on any device. ``donate`` holds the ids of those that
     results may be written over, which happens after ``passes``. ``name`` is the function's in later errors. ``host``
-    holds the ids of tensors that stay on the host if the device is another (``retarget.py``). With ``lines`` the nodes
-    have the place in the user's code that made them.
+    holds the ids of tensors that stay on the host if the device is another (``tracing/retarget.py``). With ``lines``
+    the nodes have the place in the user's code that made them.
     """
     leaves, structure = tree.flatten(args)
     named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
@@ -118,8 +118,8 @@ def trace(
                 fakes, constants = [_fake(t, mode) for _, t in named], contextlib.nullcontext()
             else:
                 fakes, constants = stand_ins([t for _, t in named], META, mode, host), Constants(device)
-            with mode, constants, errors.Lines() if lines else contextlib.nullcontext():
-                module = make_fx(flat)(*fakes)
+            with constants, errors.Lines() if lines else contextlib.nullcontext():
+                module = record(flat, fakes, mode)
     errors.check_draws(module.graph)
     with _disable_current_modes():
         simplify(module.graph)

@@ -1,9 +1,9 @@
 """The first replay of a captured graph, which checks the result of every node against the trace.
 
 The memory plan relies on the trace. The trace relies on torch's description of each op for fake tensors, which is wrong
-for some ops (fake_tensor.py). If a result differs in strides, or is lazily negated or zero, this replay and all later
-ones use a copy in the traced layout. If it differs in dtype or shape, or is a view with other strides, the first replay
-raises. One replay is enough, because the layout of a result does not depend on values.
+for some ops (tracing/fake_tensor.py). If a result differs in strides, or is lazily negated or zero, this replay and all
+later ones use a copy in the traced layout. If it differs in dtype or shape, or is a view with other strides, the first
+replay raises. One replay is enough, because the layout of a result does not depend on values.
 
 It runs node by node, in the planned memory if there is a plan. An op that writes into a given tensor would cast its
 result silently, so it is computed in its traced form and copied.
@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..kernels.dispatch import is_lazy
 from . import graph as graphs
-from .memory import plan
+from .memory.out_variants import result_names, without_results
 
 _aten = torch.ops.aten
-_STRICT = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)  # they raise instead of casting
-_TRACED = {out: op for op, out in plan.OUT_VARIANTS.items() if op not in _STRICT}  # out variant -> traced op
+_STRICT = (_aten.mm.out, _aten.bmm.out, _aten.addmm.out)  # they raise instead of casting
 
 
 class Checked(Interpreter):
@@ -39,31 +39,39 @@ class Checked(Interpreter):
         self.origin, self.wrong = origin, wrong
 
     def run_node(self, node: Node) -> Any:
+        if node.op == "call_function" and node.target not in _STRICT and (op := without_results(node.target)):
+            return self.run_and_copy(node, op)
         result, traced = super().run_node(node), node.meta.get("val")
         if node.op not in ("call_function", "get_attr") or not isinstance(traced, Tensor) or result is None:
             return result  # None: our out variants return nothing
-        out = self.fetch_args_kwargs_from_env(node)[1]["out"] if node.target in _TRACED else None
         given, wanted = graphs.tensor_layout(result), graphs.tensor_layout(traced)
         if given == wanted and is_lazy(result) <= is_lazy(traced):
-            return result if out is None else out.copy_(result)
+            return result
         fits = result.shape == traced.shape and result.dtype == traced.dtype
-        if out is not None and fits:
-            return out.copy_(result)
         node = self.origin.get(node, node)
         maker = node.all_input_nodes[0] if node.target is operator.getitem else node
         if given != wanted and (not fits or graphs.is_view(maker) or graphs.written_storages(maker)):
-            raise RuntimeError(
-                f"{maker.target} gives {given}, and torch describes it to the trace as {wanted}; "
-                "let its arguments be of one dtype and contiguous"
-            )
+            raise _contradiction(maker.target, given, wanted)
         self.wrong.append(node)
         copy = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=result.device)
         return copy.copy_(result)
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in _TRACED:
-            target, kwargs = _TRACED[target], {name: value for name, value in kwargs.items() if name != "out"}
-        return super().call_function(target, args, kwargs)
+    def run_and_copy(self, node: Node, op: OpOverload) -> Any:
+        """Return the results that an op computes without given memory, copied there."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        names = result_names(node.target)  # type: ignore[arg-type]
+        places = [kwargs[name] for name in names]
+        results = op(*args, **{name: value for name, value in kwargs.items() if name not in names})
+        for result, place in zip([results] if isinstance(results, Tensor) else results, places, strict=True):
+            if result.shape != place.shape or result.dtype != place.dtype:
+                raise _contradiction(op, graphs.tensor_layout(result), graphs.tensor_layout(place))
+            place.copy_(result)
+        return places[0] if isinstance(results, Tensor) else tuple(places)
+
+
+def _contradiction(op: Any, given: Any, wanted: Any) -> RuntimeError:
+    fix = "let its arguments be of one dtype and contiguous"
+    return RuntimeError(f"{op} gives {given}, and torch describes it to the trace as {wanted}; {fix}")
 
 
 def correct(module: GraphModule, wrong: Sequence[Node]) -> None:

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fquant.compile import is_traced
 from fquant.device import HOST
 
 from ..host_memory import pinned, pinned_like
@@ -152,7 +152,7 @@ def _stream(device: torch.device, to_device: bool) -> Any:
 
 def _fake_fetch(host: Tensor, device: torch.device) -> Tensor:
     """Describe the result of ``fetch``: on the device meta where tensors of any device are traced as those of meta."""
-    tracing = get_proxy_mode() is not None and device.type != HOST.type
+    tracing = is_traced() and device.type != HOST.type
     return torch.empty_like(host, device="meta" if host.device.type == "meta" or tracing else device)
 
 

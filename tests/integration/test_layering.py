@@ -15,7 +15,7 @@ GROUND = ("tree", "lazy", "device", "communication", "activation_checkpoint", "c
 TRAINED = ("quantized_training.weights",)  # and what shard/trained/ may too, for weights that are trained in codes
 CHECKPOINT = ("io.safetensors", "io.tree_json", "io.files")  # and what shard/checkpoint/ may too
 COMPILE_FACE = (  # and of the compiler
-    "Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "liveness", "roofline",
+    "Captured", "Pass", "all_gather_text", "exchange_by", "flops", "graph", "is_traced", "liveness", "roofline",
 )  # fmt: skip
 COMPILE = ("compile", "device", "tree", "autodiff", "kernels")  # what the compiler may import of fquant
 PASSES = ("compile.graph", "compile.liveness", "compile.passes", "device", "kernels", "tree")  # and its passes

@@ -5,8 +5,8 @@ registers: results that are never live together may share a place. Allocated one
 the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few hundredths more than
 the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net inference".)
 
-An op is planned through its out variant, if that has the same bits: ops of torch that compute directly into ``out``,
-our own, pointwise programs, and casts, which become copies. A view of a planned result is always the same tensor, and
+An op is planned through its out variant, if that computes there (``out_variants.py``). So are pointwise programs, and
+casts, which become copies. A view of a planned result is always the same tensor, and
 is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
 receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
 receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from ...device import HOST
@@ -31,22 +32,11 @@ from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
 from ..passes.reinplace import redirect
+from .out_variants import out_variant, result_names
 
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
 _aten = torch.ops.aten
-_IN_PLACE = (  # whose out variants compute into ``out``; those of many other ops of torch compute elsewhere and copy
-    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor,
-    _aten.div.Tensor, _aten.neg.default, _aten.sqrt.default, _aten.exp.default, _aten.cat.default,
-)  # fmt: skip
-OUT_VARIANTS: dict[Any, Any] = {op: op.overloadpacket.out for op in _IN_PLACE}
-OUT_VARIANTS[_aten.pow.Tensor_Scalar] = _aten.pow.Tensor_Scalar_out
-OURS = (  # ops of torch.ops.fquant that have one
-    "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
-    "silu", "silu_derivative", "turn", "grouped_matmul", "grouped_matmul_t", "grouped_mm", "grouped_outer",
-    "cached_attention", "dense_matmul", "adam_update", "momentum_update",
-)  # fmt: skip
-_OURS = {f"fquant.{name}.default": name for name in OURS}
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
 _STEPS = ("fquant.adam_update.default", "fquant.momentum_update.default")  # result i may be over argument i + 1
 _SUM = "_c10d_functional.all_reduce.default"  # by name, because a build of torch may lack the op
@@ -133,7 +123,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             node.target = dispatch.direct(node.target, given) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
-    return MemoryPlan(GraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
+    return MemoryPlan(_LazyGraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
 
 
 def _sums_in_place(graph: Graph) -> set[Node]:
@@ -180,16 +170,10 @@ def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
     if call.target in _COPIES:
         call.target, call.args, call.kwargs = _aten.copy_.default, (results[0], call.args[0]), {}
         return []
-    variant = _out_variant(call)
-    names = [a.name for a in variant._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    call.target, call.kwargs = variant, {**call.kwargs, **dict(zip(names, results, strict=True))}
+    variant = out_variant(call.target)
+    assert variant is not None
+    call.target, call.kwargs = variant, {**call.kwargs, **dict(zip(result_names(variant), results, strict=True))}
     return []
-
-
-def _out_variant(node: Node) -> Any:
-    """Return the overload of a node's op that computes into given tensors; None if there is none."""
-    name = _OURS.get(str(node.target))
-    return getattr(torch.ops.fquant, name).out if name else OUT_VARIANTS.get(node.target)
 
 
 def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict[Node, list[Slot | None]], int]:
@@ -254,4 +238,4 @@ def _can_write_to(node: Node) -> bool:
     if node.op != "call_function" or any(not t.is_cpu or t.dtype is torch.float64 for t in graphs.tensors(node)):
         return False
     copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
-    return copies or node.target is OP or _out_variant(node) is not None
+    return copies or node.target is OP or out_variant(node.target) is not None

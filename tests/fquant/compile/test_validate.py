@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fquant import jit
 from fquant.compile import validate
+from fquant.compile.tracing.fake_tensor import Fake
 from tests.helpers.formats import alike
 
 pytestmark = pytest.mark.usefixtures("twice")
@@ -84,13 +85,13 @@ def test_another_dtype_shape_or_view_raises(op):
 @pytest.mark.parametrize("fuse", [True, False])
 def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypatch):
     """An out variant would cast f64 to the f32 that torch described, without a trace of it."""
-    lie, args = FakeTensorMode.dispatch, {"neg": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
+    lie, args = Fake.dispatch, {"neg": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
 
     def lying(self, func, types, args=(), kwargs=None):
         made = lie(self, func, types, args, kwargs)
         return made.float() if func._overloadpacket is getattr(torch.ops.aten, op) else made
 
-    monkeypatch.setattr(FakeTensorMode, "dispatch", lying)
+    monkeypatch.setattr(Fake, "dispatch", lying)
     xs = [torch.randn((2,) * (2 + (op == "bmm")), dtype=torch.float64).abs() for _ in range(args)]
     f = jit(lambda *xs: (torch.cat(xs) if op == "cat" else getattr(torch, op)(*xs)).mT.float().softmax(-1), fuse=fuse)
     with pytest.raises(RuntimeError, match=r"gives .*float64.* torch describes it|to have dtype double, but got float"):
@@ -98,7 +99,7 @@ def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypa
 
 
 def test_what_is_told_where_to_write_may_lie_otherwise(monkeypatch):
-    described = FakeTensorMode.dispatch
+    described = Fake.dispatch
 
     def lying(self, func, types, args=(), kwargs=None):
         made = described(self, func, types, args, kwargs)
@@ -106,7 +107,7 @@ def test_what_is_told_where_to_write_may_lie_otherwise(monkeypatch):
             return made
         return FakeTensor(self, torch.empty_strided(made.shape, (1, 5), dtype=made.dtype, device="meta"), made.device)
 
-    monkeypatch.setattr(FakeTensorMode, "dispatch", lying)
+    monkeypatch.setattr(Fake, "dispatch", lying)
     f, x = jit(lambda x: x.exp().mT.softmax(-1), fuse=False), torch.randn(5, 7)
     for _ in range(2):
         assert alike(f(x), f.__wrapped__(x).contiguous())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fquant import NF4_DQ, quantize
-from fquant.compile.memory import plan
+from fquant.compile.memory.out_variants import OURS
 from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.ops import attention, decoding, moments, nll, norm, silu  # noqa: F401
@@ -56,7 +56,7 @@ def write(name, args, out):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", plan.OURS)
+@pytest.mark.parametrize("name", OURS)
 def test_the_same_bits_where_they_are_wanted(monkeypatch, name, dtype, backend):
     monkeypatch.setenv(VARIABLE, backend)
     args = arguments(name, dtype)
@@ -67,7 +67,7 @@ def test_the_same_bits_where_they_are_wanted(monkeypatch, name, dtype, backend):
     assert all(torch.equal(t, w) for t, w in zip(out, want, strict=True)) and where == [t.data_ptr() for t in out]
 
 
-@pytest.mark.parametrize("name", plan.OURS)
+@pytest.mark.parametrize("name", OURS)
 def test_what_does_not_fit_is_refused_and_not_written(name):
     args = arguments(name, torch.float32)
     for wrong in (

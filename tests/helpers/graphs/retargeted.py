@@ -13,9 +13,9 @@ from torch.fx.node import map_aggregate
 
 from fquant import tree
 from fquant.compile import graph as graphs
-from fquant.compile.fake_tensor import Fake
-from fquant.compile.retarget import stand_ins
 from fquant.compile.trace import apply, signature_of, trace
+from fquant.compile.tracing.fake_tensor import Fake
+from fquant.compile.tracing.retarget import stand_ins
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 

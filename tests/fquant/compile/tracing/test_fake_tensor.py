@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from fquant import jit
-from fquant.compile.fake_tensor import _RULES, _VIEWS, Fake
+from fquant.compile.tracing.fake_tensor import _RULES, _VIEWS, Fake
 from tests.helpers.cases import slow_after
 from tests.helpers.formats import alike
 

@@ -15,16 +15,30 @@ The mode also lets the device meta stand in for another device during a trace (r
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ...device import HOST
+from ...kernels.dispatch import is_lazy
+from .tracer import tensors
 
 _aten = torch.ops.aten
 META = torch.device("meta")
 Kind = tuple[Sequence[int], torch.dtype]  # strides and dtype
+Layout = tuple[torch.Size, Sequence[int], torch.dtype]
+_LAYOUTS: dict[Any, "Results | None"] = {}  # by what they depend on; None for results that are views or None
+
+
+class Results(NamedTuple):
+    """The layouts of results in memory of their own, and what holds the tensors: a list, a tuple, or nothing."""
+
+    layouts: list[Layout]
+    holder: type | None
 
 
 class Fake(FakeTensorMode):
@@ -38,8 +52,26 @@ class Fake(FakeTensorMode):
         self.replaced = replaced
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.replaced is not None and (asked := (kwargs or {}).get("device")) is not None:
+        kwargs = kwargs or {}
+        if self.replaced is not None and (asked := kwargs.get("device")) is not None:
             kwargs = kwargs | {"device": META} if asked.type == self.replaced else kwargs
+        kind = _kind_of_call(self, func, args, kwargs)
+        if kind is None:
+            return self._corrected(func, types, args, kwargs)
+        if (known := _LAYOUTS.get(kind)) is None:
+            out = self._corrected(func, types, args, kwargs)
+            if kind not in _LAYOUTS:
+                _LAYOUTS[kind] = _results(out, (*args, *kwargs.values()))
+            return out
+        made = [self._empty(each) for each in known.layouts]
+        return made[0] if known.holder is None else known.holder(made)
+
+    def _empty(self, layout: Layout) -> FakeTensor:
+        shape, strides, dtype = layout
+        return FakeTensor(self, torch.empty_strided(shape, strides, dtype=dtype, device=META), HOST)
+
+    def _corrected(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return torch's description of the results of an op, with the corrections of ``_RULES``."""
         out = self._described(func, types, args, kwargs)
         if func in _VIEWS and isinstance(out, FakeTensor):  # torch takes a shortcut for a view in its own shape
             (t, *_) = args
@@ -48,7 +80,7 @@ class Fake(FakeTensorMode):
             return out if strides == out.stride() else super().dispatch(_aten.as_strided.default, types, place)
         if func not in _RULES or not isinstance(out, FakeTensor):
             return out
-        if (kwargs or {}).get("memory_format") not in (None, torch.preserve_format):
+        if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return out
         strides, dtype = _RULES[func](out, args)
         if tuple(strides) == out.stride() and dtype == out.dtype:
@@ -66,6 +98,61 @@ class Fake(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = enabled
+
+
+@functools.cache
+def _is_functional(op: Any) -> bool:
+    """Return True for an op whose results are new tensors, as its schema has it, with layouts that no value changes."""
+    if not isinstance(op, OpOverload) or op in _OF_STORAGE:
+        return False
+    schema, dynamic = op._schema, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    aliased = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    return not (aliased or schema.is_mutable or dynamic & {*op.tags})
+
+
+def _kind_of_call(mode: Fake, op: Any, args: Any, kwargs: Any) -> Any:
+    """Return what the layouts of an op's results depend on; None for other ops, tensors of other modes, devices."""
+    if not _is_functional(op):
+        return None
+    given = _kind(mode, (*args, *kwargs.items()))
+    return None if given is None else (op, given, torch.get_default_dtype())
+
+
+def _kind(mode: Fake, x: Any) -> Any:
+    if isinstance(x, Tensor):
+        plain = isinstance(x, FakeTensor) and x.fake_mode is mode and x.fake_device == HOST and not is_lazy(x)
+        return (x.shape, x.stride(), x.dtype) if plain else None
+    if isinstance(x, list | tuple):
+        kinds = [_kind(mode, each) for each in x]
+        return None if None in kinds else tuple(kinds)
+    if isinstance(x, float):
+        return float  # whose value no layout depends on
+    if x is None or isinstance(x, int | str | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return (type(x), x)
+    return None
+
+
+def _results(out: Any, args: Any) -> Results | None:
+    made = [out] if isinstance(out, Tensor) else out
+    if not isinstance(made, list | tuple) or not all(isinstance(t, FakeTensor) and _is_new(t) for t in made):
+        return None
+    read, written = ([t.untyped_storage()._cdata for t in tensors(x)] for x in (args, made))
+    if len({*written}) < len(written) or {*written} & {*read}:
+        return None
+    return Results(
+        [(t.shape, t.stride(), t.dtype) for t in made],
+        None if isinstance(out, Tensor) else list if isinstance(out, list) else tuple,
+    )
+
+
+def _is_new(t: FakeTensor) -> bool:
+    fills = t.untyped_storage().nbytes() == t.element_size() * _extent(t)
+    return t.fake_device == HOST and not is_lazy(t) and t.storage_offset() == 0 and fills
+
+
+def _extent(t: Tensor) -> int:
+    """Return the elements that the memory of a new tensor has."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
 def _any_zero_tensor(args: Any) -> bool:

@@ -27,8 +27,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 
-from ..device import HOST
-from . import graph as graphs
+from ...device import HOST
+from .. import graph as graphs
 from .fake_tensor import META, Fake
 
 _aten = torch.ops.aten

@@ -12,8 +12,8 @@ from torch.func import grad, jvp
 
 from fquant import LOCAL, NF4_DQ, cost, jit, random, remat
 from fquant.compile import graph as graphs
-from fquant.compile.retarget import device_of, with_index
 from fquant.compile.trace import trace
+from fquant.compile.tracing.retarget import device_of, with_index
 from tests.helpers import transform_table
 from tests.helpers.arrays import named
 from tests.helpers.cases import slow_after
