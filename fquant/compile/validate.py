@@ -6,7 +6,7 @@ later ones use a copy in the traced layout. If it differs in dtype or shape, or 
 replay raises. One replay is enough, because the layout of a result does not depend on values.
 
 It runs node by node, in the planned memory if there is a plan. An op that writes into a given tensor would cast its
-result silently, so it is computed in its traced form and copied.
+result silently, so the op is asked for its dtype first, without memory for its result.
 """
 
 import operator
@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ..kernels.dispatch import is_lazy
 from . import graph as graphs
-from .memory.out_variants import result_names, without_results
+from .memory.out_variants import describe, result_names, without_results
 
 _aten = torch.ops.aten
 _STRICT = (_aten.mm.out, _aten.bmm.out, _aten.addmm.out)  # they raise instead of casting
@@ -40,7 +40,7 @@ class Checked(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         if node.op == "call_function" and node.target not in _STRICT and (op := without_results(node.target)):
-            return self.run_and_copy(node, op)
+            return self.run_in_place(node, op)
         result, traced = super().run_node(node), node.meta.get("val")
         if node.op not in ("call_function", "get_attr") or not isinstance(traced, Tensor) or result is None:
             return result  # None: our out variants return nothing
@@ -56,17 +56,17 @@ class Checked(Interpreter):
         copy = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=result.device)
         return copy.copy_(result)
 
-    def run_and_copy(self, node: Node, op: OpOverload) -> Any:
-        """Return the results that an op computes without given memory, copied there."""
+    def run_in_place(self, node: Node, op: OpOverload) -> Any:
+        """Return the results of an op in given memory, once it is known that it would not cast them."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         names = result_names(node.target)  # type: ignore[arg-type]
         places = [kwargs[name] for name in names]
-        results = op(*args, **{name: value for name, value in kwargs.items() if name not in names})
+        rest = {name: value for name, value in kwargs.items() if name not in names}
+        results = describe(op, args, rest)
         for result, place in zip([results] if isinstance(results, Tensor) else results, places, strict=True):
             if result.shape != place.shape or result.dtype != place.dtype:
                 raise _contradiction(op, graphs.tensor_layout(result), graphs.tensor_layout(place))
-            place.copy_(result)
-        return places[0] if isinstance(results, Tensor) else tuple(places)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _contradiction(op: Any, given: Any, wanted: Any) -> RuntimeError:

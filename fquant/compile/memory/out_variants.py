@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 _aten = torch.ops.aten
 OURS = (  # ops of torch.ops.fquant
@@ -51,6 +53,18 @@ def without_results(variant: Any) -> OpOverload | None:
     if not isinstance(variant, OpOverload) or variant.namespace != "aten" or not result_names(variant):
         return None
     return next((op for op in _overloads(variant) if out_variant(op) is variant), None)
+
+
+def describe(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the results that an op of torch with an :func:`out_variant` gives, without values if it is structured.
+
+    The kernel is that of all devices. torch's fake tensors have another, in Python, which may describe a wrong dtype.
+    """
+    if op in UNSTRUCTURED:
+        return op(*args, **kwargs)
+    like = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    args, kwargs = pytree.tree_map_only(Tensor, like, (args, kwargs))
+    return op._op_dk(getattr(torch._C.DispatchKey, _STRUCTURED), *args, **kwargs)
 
 
 def result_names(variant: OpOverload) -> list[str]:
