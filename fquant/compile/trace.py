@@ -25,6 +25,7 @@ from ..device import HOST
 from . import collective_check, donation, errors, graph, validate
 from .cuda_graph import Recordings
 from .memory import allocator, plan
+from .passes.decompose import decompose
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
@@ -126,7 +127,7 @@ def trace(
         if device != HOST:
             retarget(module, device)
         graph.run(module.graph, passes)
-        graph.run(module.graph, (rematerialize,) if recompute else ())
+        graph.run(module.graph, (decompose, rematerialize) if recompute else (decompose,))
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         taken = set(write_over_donated(module.graph, donated))

@@ -6,7 +6,7 @@ later ones use a copy in the traced layout. If it differs in dtype or shape, or 
 replay raises. One replay is enough, because the layout of a result does not depend on values.
 
 It runs node by node, in the planned memory if there is a plan. An op that writes into a given tensor would cast its
-result silently, so the op is asked for its dtype first, without memory for its result.
+result silently. So it is asked for the dtype first, without memory for a result.
 """
 
 import operator

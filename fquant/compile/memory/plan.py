@@ -5,13 +5,13 @@ registers: results that are never live together may share a place. Allocated one
 the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few hundredths more than
 the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net inference".)
 
-An op is planned through its out variant, if that computes there (``out_variants.py``). So are pointwise programs, and
-casts, which become copies. A view of a planned result is always the same tensor, and
-is made once. Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or
-receives, because it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its
-receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A
-sum over ranks is written over its addend if nothing else reads that. A step of an optimiser with packed moments writes
-over the parameter and the moments that are donated.
+An op is planned through its out variant, if that computes there (``out_variants.py``), or composed there
+(``composed.py``). So are pointwise programs, and casts, which become copies. A view of a planned result is always the
+same tensor, and is made once. Results of other ops and of the graph itself are allocated as usual. So is what a
+collective sends or receives, because it may be in flight when an error ends a replay. A collective with a ``lent``
+overload returns its receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing
+writes or returns it. A sum over ranks is written over its addend if nothing else reads that. A step of an optimiser
+with packed moments writes over the parameter and the moments that are donated.
 """
 
 import mmap
@@ -32,6 +32,7 @@ from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
 from ..passes.reinplace import redirect
+from .composed import COMPOSED, compose
 from .out_variants import out_variant, result_names
 
 ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
@@ -170,6 +171,11 @@ def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
     if call.target in _COPIES:
         call.target, call.args, call.kwargs = _aten.copy_.default, (results[0], call.args[0]), {}
         return []
+    if call.target in COMPOSED:
+        (place,) = results
+        assert place is not None
+        compose(call, place)
+        return []
     variant = out_variant(call.target)
     assert variant is not None
     call.target, call.kwargs = variant, {**call.kwargs, **dict(zip(result_names(variant), results, strict=True))}
@@ -238,4 +244,4 @@ def _can_write_to(node: Node) -> bool:
     if node.op != "call_function" or any(not t.is_cpu or t.dtype is torch.float64 for t in graphs.tensors(node)):
         return False
     copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
-    return copies or node.target is OP or out_variant(node.target) is not None
+    return copies or node.target in COMPOSED or node.target is OP or out_variant(node.target) is not None

@@ -1,0 +1,54 @@
+"""Decomposition of logsumexp: the bits of the op, for infinite and missing values, any dims and layouts."""
+
+import math
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from fquant import cost, jit
+from tests.helpers.arrays import randn
+
+SPECIAL = randn(6, 5)
+SPECIAL[0], SPECIAL[1, 2], SPECIAL[2, 1], SPECIAL[3, 0] = -math.inf, math.inf, math.nan, -math.inf
+
+
+def same_bits(a, b):
+    kind = torch.int16 if a.element_size() == 2 else torch.int32 if a.element_size() == 4 else torch.int64
+    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.view(kind), b.view(kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dim, keepdim", [(0, False), (-1, True), ((0, 1), False), ((0, 1), True), (1, False)])
+@pytest.mark.parametrize(
+    "x", [randn(6, 5) * 9, randn(5, 6).mT, randn(33, 70), SPECIAL], ids=["", "t", "large", "special"]
+)
+def test_bits_are_those_of_the_op(x, dim, keepdim, dtype):
+    f = lambda x: torch.logsumexp(x, dim, keepdim)
+    captured, x = jit(f), x.to(dtype)
+    for _ in range(3):
+        assert same_bits(captured(x), f(x))
+    (trace,) = captured.traced.values()
+    assert not trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.logsumexp.default)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(0, 3), torch.zeros(3, 0), torch.ones(3, 2, dtype=torch.int64), torch.ones(())], ids=str
+)
+def test_what_has_no_values_and_no_fractions(x):
+    f = lambda x: torch.logsumexp(x, 0)
+    for _ in range(2):
+        assert torch.equal(jit(f)(x), f(x))
+
+
+def test_gradients_and_maps():
+    f = lambda x: torch.logsumexp(x * x, -1).sum()
+    for g in (grad(f), vmap(grad(f)), vmap(f)):
+        assert torch.equal(jit(g)(randn(6, 5)), g(randn(6, 5)))
+
+
+def test_memory_is_predicted():
+    """The exponentials are part of the price: the bytes of x, beside x and results of a row each."""
+    x = torch.empty(512, 512, device="meta")
+    price = cost(lambda x: torch.logsumexp(x, 0), x)
+    assert 4 * 512 * 512 <= price.peak - price.arguments <= 1.02 * 4 * 512 * 512
