@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 
 _aten = torch.ops.aten
 OURS = (  # ops of torch.ops.fquant
@@ -63,8 +63,11 @@ def describe(op: OpOverload, args: Any, kwargs: Any) -> Any:
     if op in UNSTRUCTURED:
         return op(*args, **kwargs)
     like = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    args, kwargs = pytree.tree_map_only(Tensor, like, (args, kwargs))
-    return op._op_dk(getattr(torch._C.DispatchKey, _STRUCTURED), *args, **kwargs)
+    given: Any = map_aggregate((args, kwargs), lambda x: like(x) if isinstance(x, Tensor) else x)
+    try:
+        return op._op_dk(getattr(torch._C.DispatchKey, _STRUCTURED), *given[0], **given[1])
+    except Exception:  # the last step of some kernels is in Python for meta tensors, and cannot take e.g. no rows
+        return op(*args, **kwargs)
 
 
 def result_names(variant: OpOverload) -> list[str]:

@@ -143,3 +143,15 @@ def test_an_error_of_an_op_is_its_own_and_the_function_goes_on():
         with pytest.raises((IndexError, RuntimeError), match="^((?!While executing).)*$"):
             captured(x, torch.tensor([7]))
     assert alike(captured(x, torch.tensor([2])), x[2:3] * 2) and len(captured.traced) == 1
+
+
+def test_an_op_that_cannot_be_described_without_values_is_computed():
+    """The kernel of index_add for meta tensors takes no empty ones."""
+
+    def f(x, at):
+        return x.new_zeros(4).index_add(0, at, x).roll(1)
+
+    x, at = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    captured = jit(f)
+    for _ in range(3):
+        assert torch.equal(captured(x, at), f(x, at))
