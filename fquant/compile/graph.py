@@ -180,9 +180,7 @@ def written_storages(node: Node) -> set[int]:
     if not isinstance(node.target, torch._ops.OpOverload):
         raise ValueError(f"{node.name}: {node.target} does not declare what it writes; make it a torch.library op")
     found: set[int] = set()
-    if not node.target._schema.is_mutable:
-        return found
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(node.target._schema.arguments if node.target._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             map_arg(value, lambda written: found.update(storages(written)))

@@ -23,7 +23,6 @@ from . import graph as graphs
 from .memory.out_variants import describe, result_names, without_results
 
 _aten = torch.ops.aten
-_STRICT = (_aten.mm.out, _aten.bmm.out, _aten.addmm.out)  # they raise instead of casting
 
 
 class Checked(Interpreter):
@@ -39,7 +38,7 @@ class Checked(Interpreter):
         self.origin, self.wrong = origin, wrong
 
     def run_node(self, node: Node) -> Any:
-        if node.op == "call_function" and node.target not in _STRICT and (op := without_results(node.target)):
+        if node.op == "call_function" and (op := without_results(node.target)):
             return self.run_in_place(node, op)
         result, traced = super().run_node(node), node.meta.get("val")
         if node.op not in ("call_function", "get_attr") or not isinstance(traced, Tensor) or result is None:

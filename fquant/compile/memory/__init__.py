@@ -1,1 +1,4 @@
-"""The memory of a replay: ``plan`` assigns offsets; ``allocator`` holds the pages and replays into them."""
+"""The memory of a replay: ``plan`` assigns offsets; ``allocator`` holds the pages and replays into them.
+
+``out_variants`` and ``composed`` say which ops can compute into memory that they are given.
+"""

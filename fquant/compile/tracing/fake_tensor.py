@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 META = torch.device("meta")
 Kind = tuple[Sequence[int], torch.dtype]  # strides and dtype
 Layout = tuple[torch.Size, Sequence[int], torch.dtype]
-_LAYOUTS: dict[Any, "Results | None"] = {}  # by what they depend on; None for results that are views or None
+_LAYOUTS: dict[Any, "Results | None"] = {}  # by what they depend on; None for results that are not new tensors
 
 
 class Results(NamedTuple):

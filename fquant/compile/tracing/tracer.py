@@ -2,8 +2,8 @@
 
 torch's own tracer (``make_fx``) also serves symbolic shapes, subclasses of tensors and other objects, and takes
 milliseconds for an op. A capture has fake tensors of fixed shapes alone. So one dispatch mode makes a node for each op,
-behind the fake mode, which describes its results. The fake values of nodes are aliases, because a later op in place
-may change the shape of a tensor.
+and the fake mode describes its results. The fake values of nodes are aliases, because a later op in place may change
+the shape of a tensor.
 
 A tensor that ``torch.tensor`` makes of Python values is a constant of the graph. The value of a number that was made so
 may be asked for, also after ops on such numbers.
