@@ -30,7 +30,7 @@ from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
-from .passes.simplify import remove_products_with_one, simplify
+from .passes.simplify import remove_products_with_one, remove_unused_views, simplify
 from .tracing.fake_tensor import META, Fake
 from .tracing.retarget import Constants, check_autocast, retarget, stand_ins, with_index
 from .tracing.tracer import record
@@ -132,7 +132,7 @@ def trace(
         donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         taken = set(write_over_donated(module.graph, donated))
         fusion = (fuse_pointwise, reinplace) if fuse else ()
-        graph.run(module.graph, (*fusion, remove_products_with_one))
+        graph.run(module.graph, (*fusion, remove_products_with_one, remove_unused_views))
         module.recompile()
     out, out_structure = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)

@@ -11,8 +11,8 @@ graphs (``compile.roofline``) ask both, on machines without a card or Triton too
     instructions    to decode an element: COUNTED in the machine code's longest loop, the greater of both orientations
                     and of Triton 3.6 and 3.9, with packed scales and whole reductions; 10 for a slab. Divided
                     reductions have up to 40 % more on sm_100, which the estimates leave out
-    issue           128 instructions of threads a clock and multiprocessor, of which shared memory lets ISSUED through
-                    (look-ups keep it 83 % busy), and WARP from one warp. In ``g · W`` decoding takes ACROSS times that
+    issue           128 instructions of threads a clock and multiprocessor, of which ISSUED get through (permutes have
+                    half of the rate), and WARP from one warp. In ``g · W`` decoding takes ACROSS times that
     few rows        FEW_TAKE, the instructions that would take what was measured, at ISSUED_SLAB
     tensor cores    2048 (sm_80), 4096 (sm_90), 8192 (sm_100) operations a clock and multiprocessor; REACHED of it
     memory          bytes of packed weight, x and y, at the bandwidth of a copy
@@ -24,8 +24,8 @@ long reduction, because its product is wider then. For a weight of 8192 x 8192 i
 of torch's bf16 product is, as measured
 
     rows     1      16     32     64     128    256    512    1024   2048   4096
-    plan     few    fused  fused  fused  fused  slabs  slabs  slabs  slabs  slabs
-    ratio    1.1    1.3    1.5    1.3    1.9    1.8    1.5    1.2    1.10   1.03
+    plan     few    few    fused  fused  fused  slabs  slabs  slabs  slabs  slabs
+    ratio    0.85   1.10   1.3    1.24   1.9    1.8    1.46   1.2    1.10   1.03
 """
 
 from functools import lru_cache
@@ -38,14 +38,14 @@ from ..format import num_bytes
 from .spec import FLOATS, Spec
 
 TENSOR_CORES = (torch.bfloat16, torch.float16)  # dtypes of x
-ISSUED, REACHED, PRODUCTS, OVERLAP, ACROSS, ISSUED_SLAB = 0.5, 0.6, 0.78, 0.3, 1.3, 0.8
+ISSUED, REACHED, PRODUCTS, OVERLAP, ACROSS, ISSUED_SLAB = 0.5, 0.6, 0.78, 0.3, 1.1, 0.8
 WARP = 0.35  # of the instructions of a scheduler that one warp issues
 SLAB_INSTRUCTIONS = 10
-FEW_TAKE = {8: 12.2, 16: 16.4, 32: 26.6}  # instead of 6.2, 6.6 and 7.3 instructions in the machine code, by rows of x
+FEW_TAKE = {8: 9.9, 16: 12.8, 32: 25.8}  # instead of 5.8, 6.7 and 8.0 instructions in the machine code, by rows of x
 COUNTED = {  # by generation, then rows of x and warps
     80: {(16, 4): 6.9, (32, 4): 8.5, (64, 8): 8.8, (128, 8): 10.2},
-    90: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 6.9, (64, 8): 13.4, (128, 4): 7.2, (128, 8): 8.5, (256, 8): 8.8},
-    100: {(16, 4): 6.9, (32, 4): 8.2, (64, 4): 7.3, (64, 8): 9.2, (128, 4): 8.2, (128, 8): 10.8, (256, 8): 16.1},
+    90: {(16, 4): 7.2, (32, 4): 10.0, (64, 4): 6.0, (64, 8): 7.4, (128, 4): 6.1, (128, 8): 7.7, (256, 8): 7.8},
+    100: {(16, 4): 7.2, (32, 4): 10.2, (64, 4): 6.2, (64, 8): 7.9, (128, 4): 6.3, (128, 8): 7.9, (256, 8): 8.8},
 }
 LAUNCH, RAMP = 2e-6, 6e-6
 FEW = 64  # rows of x up to which Few is tried

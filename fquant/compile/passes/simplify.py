@@ -1,4 +1,8 @@
-"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1."""
+"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
+
+Other passes leave unused views. In a plan they cost no memory. But torch's interpreter, by which CUDA graphs are
+recorded, keeps them to its end, and their memory with them.
+"""
 
 import operator
 
@@ -75,6 +79,14 @@ def remove_products_with_one(graph: Graph) -> None:
         same = graphs.tensor_layouts(factor) == graphs.tensor_layouts(node)
         if same and not fixed & graphs.all_storages((factor, node)):
             graphs.replace_uses(node, factor)
+            graph.erase_node(node)
+
+
+def remove_unused_views(graph: Graph) -> None:
+    """Remove unused views, and those that only they used."""
+    for node in reversed(list(graph.nodes)):
+        unused = not node.users and graphs.storages(node) and not node.is_impure()
+        if unused and graphs.is_view(node) and not graphs.is_wait(node):
             graph.erase_node(node)
 
 

@@ -89,7 +89,7 @@ def _largest(tile: Tensor) -> tuple[Tensor, Tensor]:
 def _tile(n: int, k: int, codes: Tensor) -> tuple[int, int]:
     """Return the rows and the codes of a tile."""
     size = TILE.get(codes.device.type, TILE["cpu"]) // codes.element_size()
-    wide = min(-(-k // BLOCK) * BLOCK, WIDEST if codes.device.type == "cpu" else size // 1024)
+    wide = min(-(-k // BLOCK) * BLOCK, WIDEST if codes.device.type == "cpu" else max(BLOCK, size // 1024))
     return max(1, min(n, size // wide)), wide
 
 

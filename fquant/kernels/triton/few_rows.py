@@ -3,18 +3,14 @@
 A program has 16 rows of the weight, and each of its warps has a part of their columns. So enough programs run at once,
 no sum is split between them, and the order of sums is fixed. The four threads that share a row in the tensor core's
 operand load 16 bytes of it each. Columns are permuted within a part, in x as well, so that these bytes *are* the
-operand. Codes are unpacked, looked up, scaled, rounded and multiplied in the registers that they were loaded to. Codes,
-scales and x are copied asynchronously, steps ahead.
+operand; x is loaded in that order, 4 or 8 bytes at a time. Codes are decoded, scaled, rounded and multiplied in the
+registers that they were loaded to. Codes, scales and x are copied asynchronously, steps ahead.
 
-That takes 5.6 instructions an element (NF4; 6.3 with packed scales; counted in the machine code, Triton 3.6 and 3.9
-alike). 128 instructions of threads a clock, 30e12 a second on an H200, would limit NF4 to 2.7 TB/s of packed bytes. It
-reaches 1.1 there, and 0.9 with packed scales, because shared memory is busy for 83 % of the time (measured by ``ncu``).
-Each element is a look-up, and about as many accesses meet another in their bank. The look-ups do not: 16 numbers of
-float32 are in 16 banks. So it is likely to be x, whose columns are permuted. 8 rows cost as much as one, 32 twice that.
-
-A table of pairs is no way out. 32 random addresses of 256 words meet 3.5 times in one bank, so 64 values take 3.5
-clocks instead of 2. Pairs of float32 take 6. Pairs of bf16, whose product with the scale is rounded again, do not give
-the dequantised weight.
+Codes of 4 bits with a table are decoded by byte permutes (codes.py). That takes 5.3 instructions an element (NF4; 5.8
+with packed scales; counted in the machine code, Triton 3.6 and 3.9 alike), most of which a multiprocessor issues at
+half of its rate. On an H200 it reads NF4_DQ at 1.2 TB/s of packed bytes, and with look-ups at 0.9. Shared memory was
+busy for 83 % of the time then (measured by ``ncu``). Half of that was x, whose columns were permuted behind its load.
+16 rows take 1.3 times as long as 8, which cost as much as one, and 32 twice that.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -24,8 +20,8 @@ from torch import Tensor
 from ..cuda_plans import Few
 
 from .codes import (  # isort: skip
-    EXACT, Rows, constants, dot, load, load_units, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
-    words,
+    EXACT, Rows, constants, decode_words, dot, load, load_units, look_up, narrow, on, permutes, scaled, tensors, tl,
+    triton, unpack, widen, words,
 )  # fmt: skip
 
 
@@ -42,7 +38,7 @@ def multiply(x: Tensor, w: Rows, y: Tensor, plan: Few) -> None:
     with on(x):
         _few[grid](
             *tensors(w), x, y, *sizes, *constants(w), scales, w.scale.itemsize if w.nested else 1, plan.rows,
-            plan.parts, width % step == 0, num_warps=plan.parts, num_stages=plan.stages, **EXACT,
+            plan.parts, width % step == 0, permutes(w), num_warps=plan.parts, num_stages=plan.stages, **EXACT,
         )  # fmt: skip
 
 
@@ -61,12 +57,14 @@ def _few(
     x, y, m, rows, width, units, scale_units, x_stack, x_row,
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     SCALES: tl.constexpr, SCALES_PER: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute y [m out] = x · Wᵀ for 16 rows of W and M of x, PARTS · C columns at a time."""
     C: tl.constexpr = 16 * PER  # columns of a part: 16 words, 4 for each of the 4 threads that share a row
     STEP: tl.constexpr = PARTS * C
     SHARE: tl.constexpr = PARTS // SCALES if SCALES < PARTS else 1  # parts that share a scale
     EACH: tl.constexpr = SCALES * SHARE // PARTS  # scales of a part
+    K: tl.constexpr = 2 if PTX is None and table is not None else 4  # neighbours in an operand, by Triton's choice
     # Tiles are loaded with two dims and reshaped later, so that Triton has one way to spread them over threads.
     s = (tl.program_id(0) // tl.cdiv(rows, 16)).to(tl.int64)
     n = tl.program_id(0) % tl.cdiv(rows, 16) * 16
@@ -82,7 +80,9 @@ def _few(
     line = tl.arange(0, PARTS * M)[:, None]  # (part, row of x)
     i = tl.program_id(1) * M + line % M
     x += s * x_stack + i.to(tl.int64) * x_row
-    column = line // M * C + tl.arange(0, C)[None, :]
+    c = tl.arange(0, C)[None, :]
+    # Column K j + e of thread q's bytes is the operand's column 4 K j + K q + e.
+    column = line // M * C + c // K % 4 * (C // 4) + c // (4 * K) * K + c % K
     acc = tl.zeros([PARTS, 16, M], tl.float32)
     for k in range(0, width, STEP):
         at, b = k // PER + word, k // BLOCK if BLOCK else 0
@@ -98,15 +98,19 @@ def _few(
         points = zero  # None, or those of the blocks
         if zero is not None:
             points = _beside(load(zero + (b + number), b + number < pitch, EVEN), SCALES, SHARE, PARTS, EACH)
-        values = look_up(unpack(packed, PER, BITS), table, 16 * STEP, BITS)
-        values = tl.reshape(values, [2, PARTS, 8, EACH, C // EACH])
         offset_s = offset + s if offset is not None else offset
-        w = narrow(scaled(values, absmax, points, offset_s, table), DTYPE)
+        if PTX is None:
+            values = look_up(unpack(packed, PER, BITS), table, 16 * STEP, BITS)
+            values = tl.reshape(values, [2, PARTS, 8, EACH, C // EACH])
+            w = narrow(scaled(values, absmax, points, offset_s, table), DTYPE)
+        else:
+            absmax = tl.reshape(tl.broadcast_to(absmax, [2, PARTS, 8, EACH, 4 // EACH]), [16 * PARTS, 4])
+            if zero is not None:
+                points = tl.reshape(tl.broadcast_to(points, [2, PARTS, 8, EACH, 4 // EACH]), [16 * PARTS, 4])
+            w = decode_words(packed, absmax, points, offset_s, PTX, DTYPE, 16 * PARTS, 4)
         if DTYPE != x.dtype.element_ty:
             w = narrow(widen(w), x.dtype.element_ty)
-        # Column 2j + e of thread q's 16 bytes is in the operand column 8j + 2q + e.
-        w = tl.permute(tl.reshape(w, [2, PARTS, 8, 4, C // 8, 2]), (1, 0, 2, 4, 3, 5))
-        xs = tl.permute(tl.reshape(xs, [PARTS, M, 4, C // 8, 2]), (0, 1, 3, 2, 4))
+        w = tl.permute(tl.reshape(w, [2, PARTS, 8, 4, C // (4 * K), K]), (1, 0, 2, 4, 3, 5))
         acc = dot(tl.reshape(w, [PARTS, 16, C]), tl.permute(tl.reshape(xs, [PARTS, M, C]), (0, 2, 1)), acc)
     i = tl.program_id(1) * M + tl.arange(0, M)[None, :]
     row = n + tl.arange(0, 16)[:, None]

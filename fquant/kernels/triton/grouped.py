@@ -18,7 +18,7 @@ from ..cuda_plans import TENSOR_CORES, Fused, grouped_plan, in_words, straddles
 from ..spec import Spec
 from .codes import EXACT, constants, dot, generation, narrow, on, tensors, tl, triton
 from .dequantize import rows_of
-from .mixed_gemm import _multiply
+from .mixed_gemm import _multiply, of_tiles
 
 TILE = 64  # rows and columns of an outer product that a program computes
 STEP = 32  # rows of x that it takes at a time
@@ -61,7 +61,7 @@ def grouped_matmul(
         codes, scale = w.codes.unflatten(1, (groups, out))[0], w.scale.unflatten(1, (groups, out))[0]
         w, apart = w._replace(codes=codes, scale=scale, zero=cut(w.zero)), out * w.pitch
     given = *tensors(w), dense_rows(x), y, counts, groups, apart
-    _launch(given, constants(w), x, y, (out, w.codes.shape[2], w.scale.shape[2]), groups, across, plan)
+    _launch(given, constants(w), x, y, (out, w.codes.shape[2], w.scale.shape[2]), groups, across, plan, of_tiles(w, x))
     return y
 
 
@@ -78,8 +78,9 @@ def grouped_mm(x: Tensor, counts: Tensor, w: Tensor, across: bool) -> Tensor:
 
 
 def _launch(
-    given: tuple, constant: tuple, x: Tensor, y: Tensor, sizes: tuple, groups: int, across: bool, plan: Fused | None
-) -> None:
+    given: tuple, constant: tuple, x: Tensor, y: Tensor, sizes: tuple, groups: int, across: bool, plan: Fused | None,
+    ptx: str | None = None,
+) -> None:  # fmt: skip
     (m, depth), width = x.shape, y.shape[1]
     plan = plan or grouped_plan(triton.cdiv(m, groups), generation(x.device))
     steps, slots = triton.cdiv(depth, plan.depth), triton.next_power_of_2(groups)
@@ -88,8 +89,8 @@ def _launch(
     even = depth % plan.depth == 0, width % plan.columns == 0
     with on(x):
         _multiply[grid](
-            *given, *numbers, *constant, *plan[:3], across, *even, slots, num_warps=plan.warps, num_stages=plan.stages,
-            **EXACT,
+            *given, *numbers, *constant, *plan[:3], across, *even, slots, ptx, num_warps=plan.warps,
+            num_stages=plan.stages, **EXACT,
         )  # fmt: skip
 
 

@@ -9,6 +9,9 @@ decoded tile equals the dequantised weight to the bit. It goes to the tensor cor
 float32. Scales of the next step are loaded a step ahead into registers, because copies to shared memory take 4 bytes or
 more.
 
+Codes of 4 bits with a table are decoded by byte permutes (codes.py) from sm_90 on. There the operand is in shared
+memory, or tensor memory, while sm_80 has it in the registers of threads that other words are loaded to.
+
 If tiles are fewer than the multiprocessors, programs share the reduction of a tile. Each writes a part of the sum, and
 :func:`_add` adds the parts in their order. There are no atomics, so a product has the same bits in each run.
 
@@ -24,7 +27,8 @@ from torch import Tensor
 from ..cuda_plans import Fused
 
 from .codes import (  # isort: skip
-    EXACT, Rows, constants, dot, load, load_units, look_up, narrow, on, scaled, tensors, tl, triton, unpack, widen,
+    EXACT, Rows, constants, decode_words, dot, generation, load, load_units, look_up, narrow, on, permutes, scaled,
+    tensors, tl, triton, unpack, widen,
 )  # fmt: skip
 
 SIZE = 1024  # elements of a sum of parts that a program adds
@@ -46,11 +50,16 @@ def multiply(x: Tensor, w: Rows, y: Tensor, plan: Fused, across: bool) -> None:
     even = depth % plan.depth == 0, width % plan.columns == 0
     with on(x):
         _multiply[grid](
-            *tensors(w), x, into, None, 0, 0, *sizes, *constants(w), *plan[:3], across, *even, 0, num_warps=plan.warps,
-            num_stages=plan.stages, **EXACT,
+            *tensors(w), x, into, None, 0, 0, *sizes, *constants(w), *plan[:3], across, *even, 0, of_tiles(w, x),
+            num_warps=plan.warps, num_stages=plan.stages, **EXACT,
         )  # fmt: skip
         if splits > 1:
             _add[(triton.cdiv(y.numel(), SIZE),)](into, y, y.numel(), splits, SIZE, **EXACT)
+
+
+def of_tiles(w: Rows, x: Tensor) -> str | None:
+    """Return the PTX that decodes tiles of ``w`` on the device of x; None to look codes up."""
+    return permutes(w) if generation(x.device) > 80 else None
 
 
 @triton.jit
@@ -74,17 +83,22 @@ def load_scales(
 def decode_tile(
     packed, absmax, outer, points, mean, nested_table, offset, table, zero,
     R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
-    DTYPE: tl.constexpr, TO: tl.constexpr,
+    DTYPE: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return the values [R C] in TO of units [R C/PER], with what :func:`load_scales` gives for them."""
     if NESTED:
         absmax = tl.reshape(look_up(absmax.to(tl.int32), nested_table, R * NUM, 8), [R, NUM])
         absmax = absmax * outer + tl.load(mean)
-    absmax = tl.reshape(tl.broadcast_to(absmax[:, :, None], [R, NUM, C // NUM]), [R, C])
+    PERMUTED: tl.constexpr = PTX is not None and C % 32 == 0
+    EACH: tl.constexpr = C // 32 // NUM if PERMUTED else C // NUM  # fours of words, or elements, with one scale
+    absmax = tl.reshape(tl.broadcast_to(absmax[:, :, None], [R, NUM, EACH]), [R, NUM * EACH])
     if zero is not None:
-        zero = tl.reshape(tl.broadcast_to(points[:, :, None], [R, NUM, C // NUM]), [R, C])
-    values = tl.reshape(look_up(unpack(packed, PER, BITS), table, R * C, BITS), [R, C])
-    values = narrow(scaled(values, absmax, zero, offset, table), DTYPE)
+        zero = tl.reshape(tl.broadcast_to(points[:, :, None], [R, NUM, EACH]), [R, NUM * EACH])
+    if PERMUTED:
+        values = tl.reshape(decode_words(packed, absmax, zero, offset, PTX, DTYPE, R, NUM * EACH), [R, C])
+    else:
+        values = tl.reshape(look_up(unpack(packed, PER, BITS), table, R * C, BITS), [R, C])
+        values = narrow(scaled(values, absmax, zero, offset, table), DTYPE)
     if DTYPE != TO:
         values = narrow(widen(values), TO)
     return values
@@ -97,7 +111,7 @@ def _multiply(
     x, y, counts, groups, scales_apart, m, rows, units, blocks, width, depth, x_stack, x_row, each, part,
     PER: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACROSS: tl.constexpr, EVEN_DEPTH: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, SLOTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of y [m width]: ``each`` steps of the reduction over x [m depth], from program_id(1) · each on.
 
@@ -169,7 +183,7 @@ def _multiply(
             )  # fmt: skip
             w = decode_tile(
                 packed, absmax, outer, points, mean, nested_table, offset, table, zero, R, C, NUM, PER, BITS, NESTED,
-                DTYPE, TO,
+                DTYPE, TO, PTX,
             )  # fmt: skip
             absmax, outer, points = next_absmax, next_outer, next_points
         if ACROSS and not EVEN_DEPTH:

@@ -32,6 +32,7 @@ ROWS = [
 
 
 @pytest.mark.each_value
+@pytest.mark.filterwarnings(r"ignore:jit.* reads the counts of rows on the host, because x is float64:RuntimeWarning")
 @pytest.mark.parametrize("verb, transform", ROWS)
 def test_captured_is_eager(verb, transform, device):
     replays(

@@ -15,7 +15,7 @@ def chosen(rows, spec=SPEC, dtype=torch.bfloat16, across=False, in_words=True, t
 
 
 TABLE = {  # rows: (x · Wᵀ, g · W), the tile alone
-    1: ("Few 8", "Fused 16"), 16: ("Fused 16",) * 2, 64: ("Fused 64",) * 2, 128: ("Fused 128",) * 2,
+    1: ("Few 8", "Fused 16"), 16: ("Few 16", "Fused 16"), 64: ("Fused 64",) * 2, 128: ("Fused 128",) * 2,
     256: ("Tiled",) * 2, 2048: ("Tiled",) * 2, 4096: ("Tiled",) * 2,
 }  # fmt: skip
 

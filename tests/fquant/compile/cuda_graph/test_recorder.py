@@ -1,5 +1,7 @@
 """The recorder of CUDA: the memory that its pool takes by a model, and on a device what a replay does."""
 
+import contextlib
+import gc
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ from fquant import cost, jit, tree
 from fquant.compile import graph as graphs
 from fquant.compile import liveness
 from fquant.compile.cuda_graph import recorder_of
+from fquant.compile.cuda_graph.recorder import uncollected
 from fquant.compile.memory import plan
 from fquant.compile.roofline import DEVICES, scratch
 from tests.helpers.arrays import equal
@@ -69,6 +72,18 @@ def test_a_recorder_is_of_a_device():
     assert recorder_of(torch.device("cpu")) is None is recorder_of(torch.device("meta"))
 
 
+def test_nothing_is_collected_while_a_step_is_recorded():
+    for was in (True, False):
+        with contextlib.suppress(ValueError), uncollected():
+            assert not gc.isenabled()
+            with uncollected():
+                pass
+            assert not gc.isenabled()
+            if not was:
+                raise ValueError("a step fails")
+        assert gc.isenabled()
+
+
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
@@ -120,3 +135,25 @@ def test_the_peak_is_that_of_the_cost(device):
         g(w, x)
     assert abs((torch.cuda.max_memory_allocated(device) - others) / predicted.peak - 1) < 0.05
     assert torch.cuda.max_memory_reserved(device) - others < 1.1 * predicted.peak
+
+
+def test_an_old_recording_may_be_collectable_while_another_is_made(device):
+    """A graph in a cycle of references is freed by the collector, which its threshold lets run at every object."""
+    x = torch.ones(3, device=device)
+    if recorder_of(device) is None:
+        pytest.skip("records on a CUDA device")
+    old = jit(lambda t: t + 1)
+    for _ in range(3):
+        old(x)
+    cycle = [old]
+    cycle.append(cycle)
+    threshold = gc.get_threshold()
+    gc.collect()
+    del old, cycle
+    new = jit(lambda t: t * 2 + 1, cuda_graph=True)
+    try:
+        gc.set_threshold(1, 1, 1)
+        for _ in range(4):
+            assert torch.equal(new(x), x * 2 + 1)
+    finally:
+        gc.set_threshold(*threshold)

@@ -6,6 +6,7 @@ from torch.func import grad, jvp
 
 from fquant import jit, linear
 from tests.helpers.formats import alike
+from tests.helpers.graphs import llama_step
 
 pytestmark = pytest.mark.usefixtures("twice")
 
@@ -45,3 +46,11 @@ def test_a_tensor_that_is_seen_otherwise_is_a_view(f, fuse):
         leaves = torch.utils._pytree.tree_leaves
         assert all(map(alike, leaves(got), leaves(wanted))) and x.shape == (4, 4)
     assert len(captured.traced) == 1
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_no_unused_view_is_left(ordered):
+    """Torch's interpreter, which records CUDA graphs, would keep it and its memory to the end of a step."""
+    with llama_step.captured(2, seq=64, ordered=ordered) as captured:
+        nodes = [n for n in captured.module.graph.nodes if n.op == "call_function" and not n.users]
+    assert all(n.target._schema.is_mutable for n in nodes), [n.format_node() for n in nodes]

@@ -184,7 +184,7 @@ def test_triton(device):
         logits, targets = drawn(i % 4, v, DTYPES[i % 3], i, 10.0 ** (i % 3), device=device)
         factor = None if i % 2 else torch.randn(i % 4, generator=rng(i)).to(device)
         assert_right(PLACES[i % 5](logits), strided(targets), IGNORE, factor)
-    for targets in ([0, 18, 19], [0, -1, 3]):
+    for targets in ([0, 18, 19], [0, -1, 3]) if device == HOST else ():  # a card asserts, which ends the process's use
         with pytest.raises(IndexError, match="wanted one in"):
             nll(torch.ones(3, 19, device=device), torch.tensor(targets, device=device), IGNORE)
 

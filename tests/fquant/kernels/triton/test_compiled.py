@@ -97,8 +97,8 @@ def test_codes_of_2_and_3_bits(target, format):
         triton.matmul_t(meta(16, SHAPE[0]), buffers(spec), spec, SMALL[0])
         triton.decode(buffers(spec), spec, BF16)
     assert [r.name for r in reports] == ["_few", "_multiply", "_decode"]
-    for report in reports[:2]:
-        assert_multiplies(report)
+    assert_multiplies(reports[0], even=format is INT2_ZERO)  # three bytes are no word, and x is permuted
+    assert_multiplies(reports[1])
     assert_fits(reports[2])
     assert_exact(reports[2])
 
