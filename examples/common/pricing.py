@@ -17,7 +17,8 @@ offloaded counts as the host's.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -129,13 +130,7 @@ def price(
 
 def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:
     """Return every figure of a step as ``job`` has it, by name; none is derived from another. Times are in seconds."""
-    on = torch.device(device.type) if device else HOST
-    with shard.abstract_mesh(on, **axes) as mesh:
-        args = arguments(job, mesh, device)
-        options = args["setup"].capture()
-        donated = written_over(args, options.pop("donate"))
-        call, far = partial(trace.apply, train_step), shard.on_host(args["base"])
-        captured = trace.trace(call, args, donated, **options, device=on, host=far)
+    with captured_step(job, axes, device) as captured:
         leaves = 2 * job.cfg.num_layers * len(job.targets) if job.train is None else None
         phases = _phases(captured, leaves, job.cfg.num_layers)
         found = cost_of(captured)
@@ -143,6 +138,23 @@ def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> 
         for c in found.collectives:
             out |= {(c.name, str(c.ranks), "count"): c.count, (c.name, str(c.ranks), "payload"): c.payload}
         return out | _traffic(captured) | _memory(captured, phases, device) | _seconds(captured, phases, device)
+
+
+@contextmanager
+def captured_step(
+    job: Job, axes: Mapping[str, int], device: Device | None = None, lines: bool = False
+) -> Iterator[trace.Captured]:
+    """Open a mesh that stands for ``axes``, and give the step of ``job`` on it, captured from shapes alone.
+
+    With ``lines``, nodes have the places in the source that made them.
+    """
+    on = torch.device(device.type) if device else HOST
+    with shard.abstract_mesh(on, **axes) as mesh:
+        args = arguments(job, mesh, device)
+        options = args["setup"].capture()
+        donated = written_over(args, options.pop("donate"))
+        call, far = partial(trace.apply, train_step), shard.on_host(args["base"])
+        yield trace.trace(call, args, donated, **options, device=on, host=far, lines=lines)
 
 
 def total(found: Figures) -> Price:

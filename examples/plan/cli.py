@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fquant import lazy
+from fquant import lazy, profiling
 from fquant.compile.roofline import Device, named
 from fquant.device import HOST
 from models import hf
@@ -46,7 +46,7 @@ from ..common.command_line import (
     parse_targets,
     quantised,
 )  # fmt: skip
-from ..common.pricing import Job, Price, price
+from ..common.pricing import Job, Price, captured_step, price
 from ..common.training_step import Checkpoint, Offload
 from ..qlora import full_training
 from . import plot, tables
@@ -107,6 +107,9 @@ class Options:
     """Print a line of JSON for each mesh instead of tables."""
     plot: Path | None = None
     """Write the time and memory of each mesh as stacked bars to this PNG."""
+    trace: Path | None = None
+    """Write the predicted step of the first mesh into this folder, node by node: memory.png, and trace.json for
+    ui.perfetto.dev. All layers are traced then, which takes a minute for 32."""
 
     def job(self) -> Job:
         """Return the job to price; raise ValueError for options out of range."""
@@ -215,6 +218,8 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options("llama3-8b"), args, "python -m examples.plan")
         job, device = options.job(), options.hardware()
         meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
+        if options.trace is not None and options.trace.exists() and not options.trace.is_dir():
+            raise ValueError(f"--trace {options.trace}: is a file; wanted a folder")
         if options.plot is not None and not options.plot.parent.is_dir():
             raise ValueError(f"--plot {options.plot}: its folder does not exist; make it")
     except ValueError as error:
@@ -235,4 +240,9 @@ def main(args: list[str] | None = None) -> int:
         tables.show(console, options, device, rows)
     if options.plot is not None:
         plot.draw_rows(options.plot, f"{options.model} on {options.device}", device, rows)
+    if options.trace is not None:
+        with console.status("tracing all layers"), captured_step(job, meshes[options.mesh[0]], device, True) as step:
+            written = profiling.predicted(step, device, options.model).save(options.trace)
+        if not options.json:
+            console.print(*written, sep="\n", highlight=False, soft_wrap=True)
     return 0

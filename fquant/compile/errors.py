@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Hashable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
+import einops
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
@@ -25,9 +26,12 @@ from . import graph
 from .closure import content
 
 _COMPILE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_EINOPS = os.path.dirname(einops.__file__) + os.sep
 _TRACE = _COMPILE + "trace.py"
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
+_PLACE = "fquant.place"  # in the metadata of an autograd node
 HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 
 
@@ -89,7 +93,9 @@ def _called(error: BaseException) -> str:
 class Lines(TorchFunctionMode):
     """Give the nodes of a trace the innermost place in the user's code as ``stack_trace``: ``name (file:line)``.
 
-    That of a backward is the call that differentiates. torch itself records frames of ``nn.Module.forward`` alone.
+    That is outside of torch, einops and this package, or outside of torch and the compiler if there is no such frame.
+    A backward has the place of the forward that it belongs to, or else of the call that differentiates (:func:`place`).
+    torch itself records frames of ``nn.Module.forward`` alone.
     """
 
     def __enter__(self) -> Any:
@@ -103,13 +109,42 @@ class Lines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the place of a call."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
-            frame = frame.f_back
-        if frame is not None:
-            place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-            fx_traceback.get_current_meta()["stack_trace"] = place
-        return func(*args, **(kwargs or {}))
+        frame = _first(sys._getframe(1), (HIDDEN[0], _PACKAGE, _EINOPS)) or _first(sys._getframe(1), HIDDEN)
+        if frame is None:
+            return func(*args, **(kwargs or {}))
+        place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        fx_traceback.get_current_meta()["stack_trace"] = place
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(t, Tensor):
+                _mark(t.grad_fn, place)
+        return result
+
+
+def _first(frame: FrameType | None, hidden: tuple[str, ...]) -> FrameType | None:
+    """Return the innermost frame that is not in a file whose path begins with one of ``hidden``, within a capture."""
+    while frame is not None and frame.f_code.co_filename.startswith(hidden):
+        frame = frame.f_back
+    return frame
+
+
+def _mark(made: Any, place: str) -> None:
+    """Note the place of a call in the autograd nodes that it made."""
+    left = [made]
+    while left:
+        if (node := left.pop()) is not None and _PLACE not in node.metadata:
+            node.metadata[_PLACE] = place
+            left += [before for before, _ in node.next_functions]
+
+
+def place() -> tuple[str | None, bool]:
+    """Return the place in the user's code of the op that is traced, and True if it is one of a backward."""
+    node = torch._C._current_autograd_node()
+    here = fx_traceback.get_current_meta().get("stack_trace")
+    if node is None:
+        return here, False
+    known: dict[str, str] = node.metadata  # type: ignore[assignment]
+    return known.get(_PLACE, here), True
 
 
 def check_result(x: Any) -> None:

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs and the values of its results
 
+PLACE = ("stack_trace", "backward")  # of a node's meta: where the user's code calls it, and whether in a backward
 _FUNCTIONAL = "_c10d_functional."
 _WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
 _ARRIVED = "fquant.arrived.default"  # of shard.transport.host, as the transfers
@@ -214,6 +215,7 @@ def insert_before(at: Node, op: object, args: Any, value: object = None, kwargs:
     """Insert a call of ``op`` before a node; its fake value is computed unless given."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
+    node.meta |= {key: at.meta[key] for key in PLACE if key in at.meta}
     if value is None:
         refresh_value(node)
     else:

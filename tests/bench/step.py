@@ -22,6 +22,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +37,7 @@ from rich.table import Table
 
 from tests.bench import report, timing
 from tests.bench.report import Wanted, at_most
-from tests.bench.step_sides import SIDES, Shape
+from tests.bench.step_sides import SIDES, Shape, Side
 
 PATIENCE = 600.0  # seconds for a contestant to load, or to take a step
 LEAVE = 20.0  # seconds for its processes to end
@@ -104,9 +105,8 @@ class Failed(Exception):
 class Contestant:
     """The processes of one side, and their last answers."""
 
-    def __init__(self, name: str, shape: Shape, threads: int) -> None:
-        self.name, self.seconds = name, list[float]()
-        ranks, context = SIDES[name].ranks, multiprocessing.get_context("spawn")
+    def __init__(self, side: Side, shape: Shape, threads: int) -> None:
+        ranks, context = side.ranks, multiprocessing.get_context("spawn")
         with socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -114,7 +114,7 @@ class Contestant:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             each = max(1, threads // ranks)
-            process = context.Process(target=_serve, args=(name, shape, rank, each, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(side, shape, rank, each, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.ends.append(ours)
@@ -161,17 +161,17 @@ class Contestant:
         return answers
 
 
-def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Connection) -> None:
+def _serve(side: Side, shape: Shape, rank: int, threads: int, port: int, end: Connection) -> None:
     """Run one process of a side: load, then answer requests."""
     try:
         importlib.import_module("torch._dynamo")  # fake tensors and the peers import it at their first use
         torch.set_num_threads(threads)
-        if SIDES[name].ranks > 1:
+        if side.ranks > 1:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
-            os.environ |= {"WORLD_SIZE": str(SIDES[name].ranks), "LOCAL_RANK": str(rank)}
-            if not name.startswith("fquant"):
+            os.environ |= {"WORLD_SIZE": str(side.ranks), "LOCAL_RANK": str(rank)}
+            if not side.is_ours:
                 torch.distributed.init_process_group("gloo")
-        take = SIDES[name].make(shape)
+        take = side.make(shape)
         gc.collect()
         with timing.memory("fresh") as trim:
             trim()
@@ -188,7 +188,7 @@ def _serve(name: str, shape: Shape, rank: int, threads: int, port: int, end: Con
         pass
     except Exception as error:
         end.send(Failed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
-        if name.startswith("fquant"):
+        if side.is_ours:
             traceback.print_exc()
 
 
@@ -198,12 +198,14 @@ def _resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def measure(names: list[str], shape: Shape, steps: int, threads: int) -> tuple[dict[str, Figures], dict[str, str]]:
+def measure(
+    sides: Mapping[str, Side], shape: Shape, steps: int, threads: int
+) -> tuple[dict[str, Figures], dict[str, str]]:
     """Measure every contestant; return the figures, and the reasons of those without."""
     running, first, missing = dict[str, Contestant](), dict[str, float](), dict[str, str]()
-    seen: dict[str, list[float]] = {name: [] for name in names}
+    seen: dict[str, list[float]] = {name: [] for name in sides}
     with report.progress() as bar:
-        task = bar.add_task("loading", total=len(names) * (steps + 2))
+        task = bar.add_task("loading", total=len(sides) * (steps + 2))
 
         def attempt(name: str, what: Any) -> None:
             bar.update(task, description=name)
@@ -214,8 +216,8 @@ def measure(names: list[str], shape: Shape, steps: int, threads: int) -> tuple[d
                 running.pop(name, None)
             bar.advance(task)
 
-        for name in names:
-            attempt(name, lambda name=name: running.__setitem__(name, Contestant(name, shape, threads)))
+        for name, side in sides.items():
+            attempt(name, lambda name=name, side=side: running.__setitem__(name, Contestant(side, shape, threads)))
         for name in list(running):
             attempt(name, lambda name=name: first.__setitem__(name, running[name].step()))
         for _ in range(steps):
@@ -278,7 +280,7 @@ def scale(options: Options) -> Table:
         out.add_column(name, justify="right")
     shapes = [replace(options.shape, layers=n) for n in LAYERS] + [replace(options.shape, seq=n) for n in LENGTHS]
     for shape in dict.fromkeys(shapes):
-        figures, missing = measure(["fquant"], shape, options.steps, options.threads)
+        figures, missing = measure({"fquant": SIDES["fquant"]}, shape, options.steps, options.threads)
         if missing:
             raise Failed(missing["fquant"])
         f = figures["fquant"]
@@ -296,8 +298,8 @@ def main(args: list[str] | None = None) -> int:
         if options.scale:
             console.print(scale(options))
             return 0
-        names = [name for name in SIDES if name in options.only or not options.only]
-        figures, missing = measure(names, options.shape, options.steps, options.threads)
+        sides = {name: side for name, side in SIDES.items() if name in options.only or not options.only}
+        figures, missing = measure(sides, options.shape, options.steps, options.threads)
     except (ValueError, Failed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -15,7 +15,7 @@ as their documentation says, in FSDP2 (a group for each decoder layer) or DDP.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,22 +72,25 @@ class Shape:
 
 
 class Side(NamedTuple):
-    """A contestant: its number of processes, and a function that makes its step on one of them."""
+    """A contestant: its number of processes, a function that makes its step on one of them, and whose it is."""
 
     ranks: int
     make: Callable[[Shape], Take]
+    is_ours: bool = False
 
 
 def ours(
     shape: Shape, checkpoint: Checkpoint = "selective", captured: bool = True, ordered: bool = False,
-    dtype: torch.dtype = torch.bfloat16, **axes: int,
+    dtype: torch.dtype = torch.bfloat16, options: Mapping[str, Any] | None = None, **axes: int,
 ) -> "Ours":  # fmt: skip
     """Make fquant's step on the ranks of a mesh: the one that examples.qlora runs and examples.plan prices.
 
     The bounds of the comparison are those of sums in the order of the mesh; ``ordered`` adds rows up in one order.
+    ``options`` are those of ``jit`` beside the step's own.
     """
     mesh, rules, cfg = shard.mesh(**(axes or {"fsdp": 1})), shard.Rules(), shape.config()
-    adapters, base = _weights(shape)
+    base = weights(shape)
+    adapters = lora.init(base, pattern(TARGETS), shape.rank, shape.rank, key=0)
     base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh, cfg)
     most = shard.max_local_rows(shape.batch, mesh, rules)
     setup = Setup(
@@ -98,15 +101,15 @@ def ours(
     rows = data.Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     rest = shard.local(base), ((rows, None),), torch.tensor(shape.tokens), setup
     step = training_step.train_step
-    step = jit(step, **setup.capture()) if captured else step
+    step = jit(step, **(setup.capture() | dict(options or {}))) if captured else step
     return Ours(step, training_step.initial(adapters, OPT), rest)
 
 
 OPT = optim.adamw(1e-4)
 
 
-def _weights(shape: Shape) -> Any:
-    """Return adapters in f32 and a base in NF4_DQ, made a layer at a time."""
+def weights(shape: Shape) -> Any:
+    """Return a base in NF4_DQ, made a weight at a time."""
     meta = decoder.shapes(shape.config(), torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
 
@@ -116,8 +119,7 @@ def _weights(shape: Shape) -> Any:
             return torch.ones_like(dense)
         return quantize(dense, NF4_DQ) if path.split(".")[-1] in TARGETS else dense
 
-    base = tree.map_with_path(leaf, meta)
-    return lora.init(base, pattern(TARGETS), shape.rank, shape.rank, key=0), base
+    return tree.map_with_path(leaf, meta)
 
 
 class Ours:
@@ -259,16 +261,16 @@ def _sdpa(*heads: Tensor) -> Tensor:
 
 
 SIDES = {
-    "fquant": Side(1, ours),
-    "fquant remat": Side(1, partial(ours, checkpoint="full")),
-    "fquant eager": Side(1, partial(ours, captured=False)),
+    "fquant": Side(1, ours, True),
+    "fquant remat": Side(1, partial(ours, checkpoint="full"), True),
+    "fquant eager": Side(1, partial(ours, captured=False), True),
     "bf16": Side(1, partial(peer, kind="bf16")),
     "bnb": Side(1, partial(peer, kind="bnb")),
     "torchao": Side(1, partial(peer, kind="torchao")),
     "floor": Side(1, partial(floor, mix=_sdpa)),
     "floor, our attention": Side(1, partial(floor, mix=attention)),
-    "fquant fsdp=2": Side(2, partial(ours, fsdp=2)),
-    "fquant dp=2": Side(2, partial(ours, dp=2)),
+    "fquant fsdp=2": Side(2, partial(ours, fsdp=2), True),
+    "fquant dp=2": Side(2, partial(ours, dp=2), True),
     "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
     "torchao fsdp=2": Side(2, partial(peer, kind="torchao", wrapped="fsdp")),
     "bnb ddp=2": Side(2, partial(peer, kind="bnb", wrapped="ddp")),

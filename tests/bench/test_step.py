@@ -54,7 +54,8 @@ def test_what_is_wanted_is_judged():
 def test_a_side_that_cannot_take_part_is_named(monkeypatch):
     """Continue the run without a peer that is not installed, or fails."""
     monkeypatch.setattr(step, "PATIENCE", 0.01)
-    found, missing = step.measure(["floor"], step.Shape(layers=1, dim=64, hidden=64, vocab=64, heads=2), 1, 1)
+    shape = step.Shape(layers=1, dim=64, hidden=64, vocab=64, heads=2)
+    found, missing = step.measure({"floor": SIDES["floor"]}, shape, 1, 1)
     assert found == {} and missing == {"floor": "no answer in 0 s"}
 
 

@@ -76,6 +76,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
+    calls = dict[Node, Node]()  # those that return no result
     sums = _sums_in_place(graph)
     written = graphs.all_written_storages(graph) | graphs.all_storages(x for node in sums for x in node.all_input_nodes)
     kept = graphs.all_storages(graphs.outputs(graph)) | written
@@ -90,6 +91,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             for i, copy in over.get(node, {}).items():
                 results[i] = copies[copy] = copies[copy.args[0]]  # type: ignore[index]
             call = new.node_copy(node, copies.__getitem__)
+            calls[call] = node
             remaining = _write_to(call, results)
             copies[node] = call if isinstance(node.meta["val"], list | tuple) else results[0] or call
             for item in [user for user in node.users if user.target is operator.getitem]:
@@ -124,7 +126,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             node.target = dispatch.direct(node.target, given) or node.target
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
-    return MemoryPlan(_LazyGraphModule(root, new), nbytes, tensors, {copy: node for node, copy in copies.items()})
+    return MemoryPlan(
+        _LazyGraphModule(root, new), nbytes, tensors, calls | {copy: node for node, copy in copies.items()}
+    )
 
 
 def _sums_in_place(graph: Graph) -> set[Node]:

@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import place
+
 _aten = torch.ops.aten
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _KEPT = (_aten.size.default, _aten.stride.default, _aten.storage_offset.default)  # composite ops that stay whole
@@ -111,7 +113,7 @@ class Recorder(TorchDispatchMode):
         results = op(*args, **kwargs)
         node = self.graph.create_node("call_function", op, node_args, node_kwargs, name)
         if fx_traceback.has_preserved_node_meta():
-            node.stack_trace = fx_traceback.get_current_meta().get("stack_trace")
+            node.meta["stack_trace"], node.meta["backward"] = place()
         values = list[tuple[Tensor, Tensor]]()
         if op is _aten.lift_fresh_copy.default and results.numel() == 1:
             with unset_fake_temporarily():

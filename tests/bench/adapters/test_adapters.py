@@ -1,0 +1,35 @@
+"""The benchmark of many adapters: refusals, bits, and a small run from the command line."""
+
+import pytest
+import torch
+
+from tests.bench.adapters import __main__ as adapters
+from tests.bench.step_sides import Shape
+
+SMALL = Shape(layers=1, dim=64, hidden=128, vocab=256, heads=2, kv_heads=1, batch=3, seq=16, rank=2)
+
+
+def test_bad_options(capsys):
+    assert adapters.main(["--repeats", "0"]) == 2
+    assert "--repeats is 0; wanted at least 1" in capsys.readouterr().err
+
+
+def test_each_has_the_bits_of_its_run_alone():
+    """Count those that have, and not one that was changed."""
+    one, many, alone = adapters.runs(SMALL, torch.float32)
+    for _ in range(2):
+        for run in (one, many, *alone):
+            run()
+    assert adapters.equal_bits(many, alone) == 3
+    next(iter(alone[1].adapters.values())).b[0, 0] += 1
+    assert adapters.equal_bits(many, alone) == 2
+    assert 0 < one.peak() and 0 < many.peak()
+
+
+@pytest.mark.slow
+def test_a_small_run(capsys):
+    sizes = "--layers 1 --dim 64 --hidden 128 --vocab 256 --heads 2 --kv-heads 1 --batch 3 --seq 16 --rank 2".split()
+    assert adapters.main([*sizes, "--dtype", "f32", "--repeats", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 3 adapters have the bits of their runs alone" in shown
+    assert all(name in shown for name in (adapters.ONE, adapters.MANY, adapters.ALONE, adapters.PEFT))
