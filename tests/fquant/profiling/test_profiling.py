@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def of_lines(w, x):
 
 def place(of):
     """Return the line number in this file that begins with ``of``."""
-    lines = open(__file__).read().splitlines()
+    lines = Path(__file__).read_text().splitlines()
     return 1 + next(i for i, text in enumerate(lines) if text.strip().startswith(of))
 
 
