@@ -16,7 +16,7 @@ from ...format import num_bytes
 from ..arguments import dense_rows
 from ..cuda_plans import TENSOR_CORES, Fused, grouped_plan, in_words, straddles
 from ..spec import Spec
-from .codes import EXACT, constants, dot, generation, narrow, on, tensors, tl, triton
+from .codes import EXACT, Rows, constants, dot, generation, narrow, on, tensors, tl, triton
 from .dequantize import rows_of
 from .mixed_gemm import _multiply, of_tiles
 
@@ -61,7 +61,7 @@ def grouped_matmul(
         codes, scale = w.codes.unflatten(1, (groups, out))[0], w.scale.unflatten(1, (groups, out))[0]
         w, apart = w._replace(codes=codes, scale=scale, zero=cut(w.zero)), out * w.pitch
     given = *tensors(w), dense_rows(x), y, counts, groups, apart
-    _launch(given, constants(w), x, y, (out, w.codes.shape[2], w.scale.shape[2]), groups, across, plan, of_tiles(w, x))
+    _launch(given, w, x, y, (out, w.codes.shape[2], w.scale.shape[2]), groups, across, plan)
     return y
 
 
@@ -73,20 +73,21 @@ def grouped_mm(x: Tensor, counts: Tensor, w: Tensor, across: bool) -> Tensor:
         return y.zero_()
     w = dense_rows(w)
     given = w, *(None,) * 7, *w.stride()[:2], *(0,) * 7, dense_rows(x), y, counts, len(w), 0
-    _launch(given, (0, 0, 0, 0, tl.float32), x, y, (out, width, 0), len(w), across, None)
+    _launch(given, None, x, y, (out, width, 0), len(w), across, None)
     return y
 
 
 def _launch(
-    given: tuple, constant: tuple, x: Tensor, y: Tensor, sizes: tuple, groups: int, across: bool, plan: Fused | None,
-    ptx: str | None = None,
-) -> None:  # fmt: skip
+    given: tuple, w: Rows | None, x: Tensor, y: Tensor, sizes: tuple, groups: int, across: bool, plan: Fused | None
+) -> None:
     (m, depth), width = x.shape, y.shape[1]
     plan = plan or grouped_plan(triton.cdiv(m, groups), generation(x.device))
     steps, slots = triton.cdiv(depth, plan.depth), triton.next_power_of_2(groups)
     grid = (triton.cdiv(m, plan.rows) + groups) * triton.cdiv(width, plan.columns), 1, 1
     numbers = m, *sizes, width, depth, 0, dense_rows(x).stride(0), steps, 0
     even = depth % plan.depth == 0, width % plan.columns == 0
+    constant = (0, 0, 0, 0, tl.float32) if w is None else constants(w)
+    ptx = None if w is None else of_tiles(w, x, all(even))
     with on(x):
         _multiply[grid](
             *given, *numbers, *constant, *plan[:3], across, *even, slots, ptx, num_warps=plan.warps,

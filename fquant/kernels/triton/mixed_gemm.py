@@ -50,16 +50,19 @@ def multiply(x: Tensor, w: Rows, y: Tensor, plan: Fused, across: bool) -> None:
     even = depth % plan.depth == 0, width % plan.columns == 0
     with on(x):
         _multiply[grid](
-            *tensors(w), x, into, None, 0, 0, *sizes, *constants(w), *plan[:3], across, *even, 0, of_tiles(w, x),
-            num_warps=plan.warps, num_stages=plan.stages, **EXACT,
+            *tensors(w), x, into, None, 0, 0, *sizes, *constants(w), *plan[:3], across, *even, 0,
+            of_tiles(w, x, all(even)), num_warps=plan.warps, num_stages=plan.stages, **EXACT,
         )  # fmt: skip
         if splits > 1:
             _add[(triton.cdiv(y.numel(), SIZE),)](into, y, y.numel(), splits, SIZE, **EXACT)
 
 
-def of_tiles(w: Rows, x: Tensor) -> str | None:
-    """Return the PTX that decodes tiles of ``w`` on the device of x; None to look codes up."""
-    return permutes(w) if generation(x.device) > 80 else None
+def of_tiles(w: Rows, x: Tensor, even: bool) -> str | None:
+    """Return the PTX that decodes tiles of ``w`` on the device of x; None to look codes up.
+
+    That is for weights of whole tiles, since masks beside it would spill registers.
+    """
+    return permutes(w) if even and generation(x.device) > 80 else None
 
 
 @triton.jit
