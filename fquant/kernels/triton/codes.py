@@ -9,8 +9,8 @@ word holds whole codes. Rows without gaps are one long row.
   from global memory Triton 3.6 first moves the codes to other threads.
 * Products keep shared memory busy with other things, so there the 16 values of 4 bits stay in registers
   (:func:`decode_words`). A byte permute (``prmt``) takes four codes of a word as they are packed, and gives a byte of
-  each value. The values are first scaled and rounded, once for the 32 codes of four words. So an element takes 3.4
-  instructions, for 6 with a look-up, and no access to shared memory.
+  each value. The values are first scaled and rounded, once for the 32 codes of four words. So no look-up reads shared
+  memory.
 * Unpacking is ``tl.join`` of a word with itself shifted: codes come out in order, in registers of the same thread.
 
 Values equal the reference to the bit: nothing is fused, denormals are not flushed, and float32 is rounded once to the

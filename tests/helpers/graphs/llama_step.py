@@ -2,16 +2,10 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
-import torch
-
-import shard
-from examples.common.pricing import Job, arguments
-from examples.common.training_step import train_step
+from examples.common.pricing import Job, captured_step
 from fquant import NF4_DQ
-from fquant.compile.passes.donate import written_over
-from fquant.compile.trace import apply, trace
+from fquant.compile.roofline import DEVICES
 from models.presets import PRESETS
 
 
@@ -23,15 +17,5 @@ def captured(num_layers, checkpoint="selective", batch=4, seq=2048, cfg=PRESETS[
     """
     targets = ("q", "k", "v", "o", "gate", "up", "down")
     job = Job(replace(cfg, num_layers=num_layers), NF4_DQ, targets, 16, batch, seq, checkpoint=checkpoint, **far)
-    with shard.abstract_mesh("cuda", fsdp=fsdp) as mesh:
-        args = arguments(job, mesh)
-        options = args["setup"].capture()
-        donated = written_over(args, options.pop("donate"))
-        yield trace(
-            partial(apply, train_step),
-            args,
-            donated,
-            **options,
-            device=torch.device("cuda"),
-            host=shard.on_host(args["base"]),
-        )
+    with captured_step(job, {"fsdp": fsdp}, DEVICES["h100"]) as found:
+        yield found
