@@ -44,7 +44,7 @@ from .. import tree
 from ..autodiff import is_dual
 from ..device import HOST
 from ..kernels.dispatch import is_lazy
-from . import collective_check, graph, guards
+from . import collective_check, graph, guards, roofline
 from .closure import Closure, may_change
 from .cuda_graph import Recordings, describe, recorder_of, refuse, synchronises
 from .guards import Key, key_of
@@ -243,7 +243,8 @@ def _with_recordings(
         refuse(name, "; ".join(map(describe, synchronises(traces(lines=True).module.graph)[:3])), cuda_graph is True)
     elif recorder is not None:
         agree = collective_check.all_gather_numbers if captured.collectives else None
-        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True, agree)
+        scratch = functools.partial(roofline.scratch, device=roofline.of(captured.device))
+        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True, agree, scratch)
         return dataclasses.replace(captured, recordings=recordings)
     return captured
 

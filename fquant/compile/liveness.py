@@ -6,7 +6,7 @@ Storages on the graph's device count; those that the host has beside it are anot
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch.fx import Graph, Node
 
@@ -49,10 +49,14 @@ class Peak:
     holding: dict[int, Node]
 
 
-def peak(graph: Graph, among: Collection[int] | None = None) -> Peak:
-    """Return the first point of :func:`walk_memory` at which the most bytes are live."""
+def peak(graph: Graph, among: Collection[int] | None = None, scratch: Callable[[Node], int] = lambda node: 0) -> Peak:
+    """Return the first point of :func:`walk_memory` at which the most bytes are live, those of ``scratch`` included.
+
+    That is the bytes which a node takes while it runs, beside its arguments and results.
+    """
     found = Peak(0, 0, {})
-    for place, (_, total, live) in enumerate(walk_memory(graph, among)):
+    for place, (node, total, live) in enumerate(walk_memory(graph, among)):
+        total += scratch(node)
         if total > found.nbytes:
             found = Peak(place, total, dict(live))
     return found

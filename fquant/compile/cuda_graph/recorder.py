@@ -8,13 +8,13 @@ recorded, a tensor's memory is free behind its last use. So both hold the same b
 QLoRA step of Llama-3-8B the model of the allocator in ``tests/helpers/graphs/caching_allocator.py`` gives, in MiB:
 
     step                                        4 x 2048, selective    1 x 2048, full
-    live at the peak, beside arguments                        24384               978
-    planned, if every op could write to a plan                24503              1014
-    pool, every segment as it comes                           25150              1338
-    pool that begins with one segment of the peak             24780              1146
+    live at the peak with its slabs, beside arguments         24384               985
+    planned, if every op could write to a plan                24384               978
+    pool, every segment as it comes                           24814              1362
+    pool that begins with one segment of the peak             24780              1154
 
 An op can be planned only if it computes into given memory, which kernels in Triton do not. A plan of torch's ops alone
-needs 25078 and 1118 with the pool beside it. So the pool begins with one segment of the peak, which is freed at once.
+needed 25078 and 1118 with the pool beside it. So the pool begins with one segment of the peak, which is freed at once.
 It is then cut as a plan would be, and every op is served. Beside 5.8 GiB of arguments, 2 % more memory would be saved
 by a plan of all ops.
 

@@ -67,7 +67,8 @@ class _Recording:
 class Recordings:
     """The recordings of one trace. ``module`` runs ``graph``, whose inputs have ``paths``.
 
-    Ranks that communicate ``agree`` which recording they replay.
+    Ranks that communicate ``agree`` which recording they replay. ``scratch`` gives the bytes of a node's kernels while
+    they run, for which the pool has room too.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class Recordings:
         name: str,
         required: bool,
         agree: Agree | None = None,
+        scratch: Callable[[Node], int] = lambda node: 0,
     ) -> None:
         self._agree: Agree = (lambda mine: [mine]) if agree is None else agree
         self._numbers = itertools.count() if agree is None else _SHARED
         self._module, self._graph, self._paths, self._recorder = module, graph, paths, recorder
-        self._name, self._required = name, required
+        self._name, self._required, self._scratch = name, required, scratch
         self._seen: Sequence[int] | None = None  # the addresses at the first call
         self._slots, self._moves = dict[int, Tensor](), dict[int, int]()
         self._made, self._lock, self._is_off = list[_Recording](), threading.RLock(), False
@@ -100,7 +102,8 @@ class Recordings:
         }
         self._results = results_of(graph)
         inside = memory - graphs.all_storages(given)
-        self._nbytes = liveness.peak(graph, inside).nbytes if isinstance(self._module, GraphModule) else 0
+        planned = isinstance(self._module, GraphModule)
+        self._nbytes = liveness.peak(graph, inside, self._scratch).nbytes if planned else 0
 
     def __len__(self) -> int:
         """Return the number of recordings that are kept."""

@@ -202,7 +202,7 @@ def test_many_wide_rows_that_begin_within_a_word():
         with Peak() as peak:
             room[which] = cpu.matmul_t(g, buffers, spec), peak.most
     assert alike(room["within"][0], room["at a word"][0])
-    if ISAS[-1] == "cpu:avx512_bf16":
+    if ISAS[-1] in ("cpu:avx512_bf16", "cpu:amx"):
         assert room["at a word"][1] + (2 << 20) < room["within"][1] < 8 << 20
 
 
@@ -271,6 +271,38 @@ def test_the_number_of_threads_changes_no_bit(format):
             with num_threads(5), ThreadPoolExecutor(3) as pool:
                 calls = [pool.submit(everything) for _ in range(4)]
                 assert all(alike(a, b) for call in calls for a, b in zip(call.result(), wanted, strict=True)), isa
+
+
+@each_op
+@named("dtype", FLOATS)
+@named("format", [NF4_DQ, INT8])
+def test_a_row_has_the_same_bits_beside_any_others(format, dtype, op):
+    """Of nine rows and more. Rows lie at the ends of tiles and within them, and so do columns and words."""
+    spec = Spec(format, (83, 1098), torch.bfloat16)
+    buffers = draw(spec)
+    x = rows_of_x(600, 1098 if op == "matmul" else 83, dtype)
+    for isa in ISAS:
+        with forced(isa):
+            y = product(op, x, buffers, spec)
+            for start, count in ((0, 9), (1, 16), (3, 33), (40, 50), (500, 100), (77, 520)):
+                part = product(op, x[start : start + count], buffers, spec)
+                assert alike(part, y[start : start + count]), (isa, start, count)
+
+
+def test_torch_multiplies_as_before_between_our_products():
+    """Its libraries set the shape of the machine's tiles as well, once for each thread."""
+    spec = Spec(NF4_DQ, (96, 256), torch.bfloat16)
+    buffers, x = draw(spec), rows_of_x(90, 256, torch.bfloat16)
+    small, codes = x[:7, :40], torch.arange(-60, 60, dtype=torch.int8).view(40, 3).repeat(1, 8)
+    theirs = lambda: (x @ x.mT, small @ small.mT, torch._int_mm(codes, codes.mT.contiguous()[:, :40]))
+    ours = lambda: [product(op, x[:, :n], buffers, spec) for op, n in zip(OPS, (256, 96), strict=True)]
+    wanted = theirs(), ours()
+    for isa in ISAS:
+        with forced(isa):
+            again = ours()
+            assert all(alike(a, b) for _ in range(3) for a, b in zip(theirs(), wanted[0], strict=True)), isa
+            assert all(map(alike, ours(), again)), isa
+    assert all(map(alike, ours(), wanted[1]))
 
 
 @each_op

@@ -193,6 +193,6 @@ INLINE void NAME(attend)(const Attention *a, int64_t unit, void *scratch, const 
 
 UNIT(attention) {
     const Attention *a = work;
-    if (a->g) { BY_HALF(a->half, NAME(attend), work, unit, scratch, 1) }
-    else { BY_HALF(a->half, NAME(attend), work, unit, scratch, 0) }
+    if (a->g) TILED(BY_HALF(a->half, NAME(attend), work, unit, scratch, 1));
+    else TILED(BY_HALF(a->half, NAME(attend), work, unit, scratch, 0));
 }

@@ -78,9 +78,11 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
                 int64_t steps = MIN(STEPS, words - k);
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
-                for (int64_t r = 0; r < rows; r += most) {
+                float *block = sums + j * PANEL * tall;
+                if (NAME(TILES) && half) NAME(add_half_tiles)(scratch + k, APART, rows, x, vecs, steps, 0, block);
+                else for (int64_t r = 0; r < rows; r += most) {
                     const uint32_t *w = scratch + r * APART + k;
-                    float *to = sums + j * PANEL * tall + r * width;
+                    float *to = block + r * width;
 #define CASE(N) \
     case N: if (N <= VECS) NAME(micro)(w, APART, x, steps, SUMS / N, MIN(N, VECS), half, 0, to); break;
                     switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
@@ -98,7 +100,7 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
     }
 }
 
-UNIT(matmul) { BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch) }
+UNIT(matmul) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch)); }
 
 /* Pack a row of g as words, in slabs. */
 UNIT(pack_t) {
@@ -173,16 +175,19 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
             else
 #endif
                 NAME(stripe)(p, (start + k) * each, k, column, width, half, w);
-        for (int64_t j = 0; j < panels; j++)
-            for (int64_t m = 0, rows; m < p->m; m += rows) {
-                const uint32_t *x = (const uint32_t *)p->x + m * p->words + start;
-                if (p->copy) x = (const uint32_t *)p->copy + (start / SLAB * p->m + m) * APART + start % SLAB;
-                float *to = sums + (j * p->m + m) * PANEL;
+        const uint32_t *x = (const uint32_t *)p->x + start;
+        if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * APART + start % SLAB;
+        for (int64_t j = 0; j < panels; j++) {
+            const uint32_t *panel = w + j * STEPS * PANEL;
+            float *block = sums + j * p->m * PANEL;
+            if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, p->m, panel, VECS, n, 0, block);
+            else for (int64_t m = 0, rows; m < p->m; m += rows) {
                 rows = MIN(SUMS / VECS, p->m - m);
-#define ROWS(N) case N: NAME(micro)(x, apart, w + j * STEPS * PANEL, n, N, VECS, half, 0, to); break;
+#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, 0, block + m * PANEL); break;
                 switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
             }
+        }
     }
     for (int64_t m = 0; m < p->m; m++)
         for (int64_t j = 0; j < panels; j++)
@@ -190,4 +195,4 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
                          m * p->w.width + column + j * PANEL);
 }
 
-UNIT(matmul_t) { BY_HALF(((const Gemm *)work)->half, NAME(by_columns), work, unit, scratch) }
+UNIT(matmul_t) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_columns), work, unit, scratch)); }

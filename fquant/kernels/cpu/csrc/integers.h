@@ -248,19 +248,25 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
                 const int32_t *sums = p->sums ? p->sums + block * p->sums_apart[1] + j * PANEL : NULL;
+                int64_t left = steps;
+                if (NAME(TILES) && bytes) {
+                    NAME(add_byte_tiles)(sliver + k, APART, rows, x, vecs, steps, begins, open + j * PANEL * high);
+                    if (!ends) continue;
+                    left = 0;
+                }
                 for (int64_t r = 0; r < rows; r += most) {
                     const uint32_t *from = sliver + r * APART + k;
                     int64_t at = j * PANEL * high + r * width;
                     const float *scale = scales + r * (blocks + 64) + block;
                     const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
 #define KIND(N, B, E)                                                                                               \
-    NAME(micro_integers)(from, APART, x, steps, SUMS / N, MIN(N, VECS), bytes, B, E, open + at, totals + at, scale, zero, \
+    NAME(micro_integers)(from, APART, x, left, SUMS / N, MIN(N, VECS), bytes, B, E, open + at, totals + at, scale, zero, \
                          blocks + 64, sums, p->low)
 #define CASE(N)                                                         \
     case N:                                                             \
         if (N <= VECS) {                                                \
-            if (begins && ends) KIND(N, 1, 1);                          \
-            else if (begins) KIND(N, 1, 0);                             \
+            if (begins && ends && left) KIND(N, 1, 1);                  \
+            else if (begins && left) KIND(N, 1, 0);                     \
             else if (ends) KIND(N, 0, 1);                               \
             else KIND(N, 0, 0);                                         \
         }                                                               \
@@ -287,7 +293,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
 }
 
 UNIT(integer_rows) {
-    if (NAME(BYTES) && ((const Integers *)work)->bytes) NAME(by_integers)(work, unit, scratch, 1);
+    if (NAME(BYTES) && ((const Integers *)work)->bytes) TILED(NAME(by_integers)(work, unit, scratch, 1););
     else NAME(by_integers)(work, unit, scratch, 0);
 }
 #undef DOT8

@@ -21,6 +21,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "quantize.h"
 #include "dequantize.h"
 #include "gemv.h"
+#include "amx.h"
 #include "gemm.h"
 #include "integers.h"
 #include "few_integers.h"

@@ -16,8 +16,11 @@
 #include <pthread.h>
 #ifdef __linux__
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -144,6 +147,13 @@ TARGET(AVX512 ",avx512vbmi,avx512bf16,avx512vnni")
 #define LANES_BF16
 #define ISA avx512_bf16
 #include "isa.h"
+TARGET_END
+
+TARGET(AVX512 ",avx512vbmi,avx512bf16,avx512vnni,amx-tile,amx-int8,amx-bf16")
+#define LANES_AMX
+#define ISA amx
+#include "isa.h"
+#undef LANES_AMX
 #undef LANES_BF16
 #undef LANES_AVX512
 TARGET_END
@@ -160,6 +170,7 @@ static const struct { const char *name; Kernels kernels; } available[] = {
     {"avx2", KERNELS_OF(avx2, 0)},
     {"avx512", KERNELS_OF(avx512, 0)},
     {"avx512_bf16", KERNELS_OF(avx512_bf16, 1)},
+    {"amx", KERNELS_OF(amx, 1)},
 #elif defined(__aarch64__)
     {"neon", KERNELS_OF(neon, 0)},
 #endif
@@ -174,6 +185,20 @@ EXPORT int fquant_sizes(int which) {
     return (int)sizes[which];
 }
 
+#if defined(__x86_64__)
+/* True if there are tiles of bf16 and of bytes, and Linux lets this process use them, which it has to ask for. */
+static int has_amx(void) {
+#ifdef __linux__
+    enum { PERMIT = 0x1023, TILE_DATA = 18, FEATURES = 7 << 22 & ~(1 << 23) }; /* ARCH_REQ_XCOMP_PERM; bf16, tiles, int8 */
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & FEATURES) != FEATURES) return 0;
+    return !syscall(SYS_arch_prctl, PERMIT, TILE_DATA);
+#else
+    return 0;
+#endif
+}
+#endif
+
 /* The name of instruction set i, from plain to best; NULL from the first one that this machine lacks. */
 EXPORT const char *fquant_isa(int i) {
     if (i < 0 || i >= (int)(sizeof available / sizeof *available)) return NULL;
@@ -184,6 +209,7 @@ EXPORT const char *fquant_isa(int i) {
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))) return NULL;
     if (i >= 3 && !(__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
                     __builtin_cpu_supports("avx512vnni"))) return NULL;
+    if (i >= 4 && !has_amx()) return NULL;
 #endif
     return available[i].name;
 }

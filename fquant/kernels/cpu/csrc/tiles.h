@@ -20,6 +20,10 @@ INLINE Sizes NAME(sizes)(const Attention *a) {
 #define PRODUCT(name, half, fresh)                                                                                      \
     static __attribute__((noinline, unused)) void NAME(name)(const uint32_t *rows, int64_t apart, int64_t count,        \
                                                              const uint32_t *panel, int vecs, int64_t n, float *sums) { \
+        if (NAME(TILES) && half) {                                                                                      \
+            NAME(add_half_tiles)(rows, apart, count, panel, vecs, n, fresh, sums);                                      \
+            return;                                                                                                     \
+        }                                                                                                               \
         for (int64_t r = 0; r < count; r += SIX, rows += SIX * apart, sums += SIX * vecs * LANES)                       \
             switch (vecs) { CASE(1, half, fresh) CASE(2, half, fresh) CASE(3, half, fresh) CASE(4, half, fresh) }       \
     }
