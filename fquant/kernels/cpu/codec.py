@@ -165,6 +165,7 @@ def _static(spec: Spec) -> tuple[Packed, int, Format | None]:
         w.table_memory = torch.tensor([*format.table, *padding], dtype=torch.float32, device="cpu")
         values = [abs(v) for v in format.table if v == v and v != 0]
         w.table, w.least = w.table_memory.data_ptr(), 2.0**-125 / min(values, default=1.0)
+        w.plain = format.bits == 8 and all(v == format.table[0] + i for i, v in enumerate(format.table))
         if format.zero:  # of integers up to 255, no difference from a tame zero point is below 2^-33 but 0
             tame = all(abs(v) < 256 and v == round(v) for v in format.table)
             w.least = 2.0**-92 if tame else math.inf

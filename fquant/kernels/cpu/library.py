@@ -39,6 +39,7 @@ class Packed(ctypes.Structure):
     _fields_ = _fields(
         (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table zero"),
         (Long, "rows width block nested_block"), (Int, "bits dtype"), (Float, "least"),
+        (Int, "plain"),
     )  # fmt: skip
 
 

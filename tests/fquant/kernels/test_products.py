@@ -192,7 +192,7 @@ def test_x_may_lie_anywhere_and_is_left_alone(op, place, device):
 
 
 def test_many_wide_rows_that_begin_within_a_word():
-    """Such an x is read by words without a copy if it is aligned to words, and copied if not."""
+    """Such an x is read by words without a copy if it is aligned to words and there are no tiles, and copied if not."""
     spec, rows = Spec(NF4_DQ, (4096, 64), torch.bfloat16), 800
     buffers, x = draw(spec), rows_of_x(rows, 4096, torch.bfloat16)
     within = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
@@ -202,7 +202,7 @@ def test_many_wide_rows_that_begin_within_a_word():
         with Peak() as peak:
             room[which] = cpu.matmul_t(g, buffers, spec), peak.most
     assert alike(room["within"][0], room["at a word"][0])
-    if ISAS[-1] in ("cpu:avx512_bf16", "cpu:amx"):
+    if ISAS[-1] == "cpu:avx512_bf16":
         assert room["at a word"][1] + (2 << 20) < room["within"][1] < 8 << 20
 
 

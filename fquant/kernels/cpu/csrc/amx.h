@@ -8,6 +8,8 @@
    Tiles at the ends of rows and words are smaller, so a row has the same sums wherever it is. A unit sets the shape of
    the tiles for its thread, and gives back the one it found, which may be that of torch's libraries. */
 
+/* A unit of matmul has LEAST_ROWS to MOST_ROWS of a weight: multiples of all slivers, and of tiles. */
+
 /* Do the work of a unit with tiles. */
 #undef TILED
 #define TILED(...)                \
@@ -19,7 +21,7 @@
     } while (0)
 
 #ifdef LANES_AMX
-enum { NAME(TILES) = 1 };
+enum { NAME(TILES) = 1, NAME(LEAST_ROWS) = 48, NAME(MOST_ROWS) = 192 };
 
 typedef struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } NAME(Shape);
 
@@ -114,7 +116,7 @@ static __attribute__((noinline)) void NAME(add_byte_tiles)(const uint32_t *rows,
     NAME(add_tiles)(rows, apart, count, panel, vecs, n, fresh, sums, 1);
 }
 #else
-enum { NAME(TILES) = 0 };
+enum { NAME(TILES) = 0, NAME(LEAST_ROWS) = 24, NAME(MOST_ROWS) = 144 };
 typedef int NAME(Shape);
 INLINE void NAME(begin_tiles)(NAME(Shape) *found) { (void)found; }
 INLINE void NAME(end_tiles)(const NAME(Shape) *found) { (void)found; }

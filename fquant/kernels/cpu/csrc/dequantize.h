@@ -156,16 +156,25 @@ INLINE void NAME(pairs)(const uint8_t *codes, __m512 table, const float *scales,
 }
 #endif
 
+/* The values of LANES 8-bit codes before they are scaled. */
+INLINE Lanes NAME(values8)(const Packed *w, const uint8_t *codes) {
+    if (!w->table) return NAME(integers)(codes);
+    if (!w->plain) return NAME(gather)(w->table, codes);
+    Lanes v = NAME(integers)(codes); /* of signed bytes */
+    return NAME(either)((Bits)(v < 0.0f), v + 256.0f, v) + *w->table;
+}
+
 /* Decode a block, or a piece of one, of n 8-bit codes. */
 INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes, int64_t n, float scale,
                          const float *zero, int dtype, char *restrict out) {
     int64_t size = size_of(dtype), i = 0;
 #ifdef LANES_BF16
-    if (dtype == BF16 && own != F16 && !w->table && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
+    int whole = !w->table || (w->plain && !zero); /* values are integers */
+    if (dtype == BF16 && own != F16 && whole && !w->offset && (scale == 0.0f || (scale > 1e-30f && scale < 1e37f)))
         for (; i + 32 <= n; i += 32) { /* no denormals or NaN: one instruction rounds */
-            __m512 a = (__m512)(NAME(integers)(codes + i) * scale * (float)(1.0 / 127.0));
-            __m512 b = (__m512)(NAME(integers)(codes + i + 16) * scale * (float)(1.0 / 127.0));
-            _mm512_storeu_si512(out + 2 * i, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+            Lanes a = NAME(values8)(w, codes + i) * scale, b = NAME(values8)(w, codes + i + 16) * scale;
+            if (!w->table) a *= (float)(1.0 / 127.0), b *= (float)(1.0 / 127.0);
+            _mm512_storeu_si512(out + 2 * i, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
             __builtin_prefetch(codes + i + AHEAD);
         }
 #endif
@@ -174,11 +183,11 @@ INLINE void NAME(block8)(const Packed *w, int own, const uint8_t *restrict codes
         uint8_t some[LANES] = {0};
         char last[LANES * 4];
         const uint8_t *c = codes + i;
-        Lanes v;
         if (left < LANES) c = memcpy(some, c, (size_t)left);
-        if (zero) v = (NAME(gather)(w->table, c) - *zero) * scale;
-        else if (w->table) v = NAME(gather)(w->table, c) * scale;
-        else v = NAME(integers)(c) * scale * (float)(1.0 / 127.0);
+        Lanes v = NAME(values8)(w, c);
+        if (zero) v = v - *zero;
+        v = v * scale;
+        if (!w->table) v *= (float)(1.0 / 127.0);
         if (w->offset) v = v + *w->offset;
         NAME(finish)(v, own, dtype, left == LANES ? out + i * size : last);
         if (left < LANES) memcpy(out + i * size, last, (size_t)(left * size));

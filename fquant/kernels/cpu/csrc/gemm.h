@@ -64,7 +64,7 @@ UNIT(pack) {
 INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
     int64_t panels = (p->m + PANEL - 1) / PANEL, tall = padded_to(group, LANES);
-    float *sums = (float *)(scratch + group * APART), turned[LANES][MOST_ROWS];
+    float *sums = (float *)(scratch + group * APART), turned[LANES][NAME(MOST_ROWS)];
     memset(sums, 0, (size_t)(tall * padded_to(p->m, LANES) * 4));
     if (rows < group) memset(scratch + rows * APART, 0, (size_t)((group - rows) * APART * 4));
     for (int64_t slab = 0; slab < p->words; slab += SLAB) {
@@ -94,7 +94,7 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
         int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
         const uint32_t *from = (const uint32_t *)(sums + j * PANEL * tall + m % PANEL);
         for (int64_t r = 0; r < rows; r += LANES)
-            NAME(turn)(from + r * width, width, LANES, (uint32_t *)turned[0] + r, MOST_ROWS);
+            NAME(turn)(from + r * width, width, LANES, (uint32_t *)turned[0] + r, NAME(MOST_ROWS));
         for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
     }

@@ -220,7 +220,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
     int64_t panels = (p->m + PANEL - 1) / PANEL, high = padded_to(group, LANES), tall = p->tall;
     uint32_t *sliver = scratch;
     int32_t *open = (int32_t *)(sliver + group * APART);
-    float *totals = (float *)(open + high * tall), turned[LANES][MOST_ROWS];
+    float *totals = (float *)(open + high * tall), turned[LANES][NAME(MOST_ROWS)];
     float *scales = totals + high * tall, *zeros = w->zero ? scales + group * (blocks + 64) : NULL;
     memset(totals, 0, (size_t)(high * tall * 4));
     memset(sliver + rows * APART, 0, (size_t)((group - rows) * APART * 4));
@@ -286,7 +286,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
         memcpy(&scale, p->scale + m, sizeof scale);
         for (int64_t r = 0; r < rows; r++) *(Lanes *)(from + r * width) *= scale;
         for (int64_t r = 0; r < rows; r += LANES)
-            NAME(turn)((uint32_t *)from + r * width, width, LANES, (uint32_t *)turned[0] + r, MOST_ROWS);
+            NAME(turn)((uint32_t *)from + r * width, width, LANES, (uint32_t *)turned[0] + r, NAME(MOST_ROWS));
         for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
     }

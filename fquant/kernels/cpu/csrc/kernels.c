@@ -56,6 +56,8 @@ typedef struct { /* what an instruction set provides */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
     int lanes, panel; /* words of a vector, and of a panel */
+    int least_rows, most_rows; /* of a weight in a unit of matmul: multiples of all slivers */
+    int tiles;        /* true if those of AMX are multiplied, whose rows should not lie a power of two apart */
     int bf16, bytes;  /* true if bf16 is multiplied as it is, not in float32; bytes: 1 if those below 16 are, 2 if all */
 } Kernels;
 
@@ -69,7 +71,6 @@ enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay
 /* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
    sliver, a cache line more than a slab lest rows use the same cache sets. */
 enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
-enum { LEAST_ROWS = 24, MOST_ROWS = 144 }; /* rows of a weight in a unit of matmul: multiples of all slivers */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
@@ -92,7 +93,7 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
                                attention_##ISA, cached_##ISA, dense_matmul_##ISA, update_##ISA, \
                                quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
-                               PANEL_##ISA, BF16, BYTES_##ISA}
+                               PANEL_##ISA, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##ISA}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)

@@ -20,10 +20,10 @@ static int gemv(int isa, int threads, const Packed *w, const void *x, int64_t m,
 }
 
 /* Rows of the weight in a unit, so that the threads finish together. */
-static int64_t group_of(int64_t rows, int threads) {
-    int64_t best = LEAST_ROWS, least = INT64_MAX;
-    for (int64_t group = LEAST_ROWS; group <= MOST_ROWS; group += LEAST_ROWS) {
-        int64_t full = rows / group, rest = full % threads ? group : padded_to(rows % group, LEAST_ROWS);
+static int64_t group_of(const Kernels *k, int64_t rows, int threads) {
+    int64_t best = k->least_rows, least = INT64_MAX;
+    for (int64_t group = k->least_rows; group <= k->most_rows; group += k->least_rows) {
+        int64_t full = rows / group, rest = full % threads ? group : padded_to(rows % group, k->least_rows);
         int64_t time = full / threads * group + rest;
         if (time <= least) best = group, least = time;
     }
@@ -42,11 +42,11 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     if (!transposed && m <= (work.interleaved ? 2 * FUSED : k->columns))
         return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
     work.words = work.half ? (work.inner + 1) / 2 : work.inner;
-    work.group = group_of(w->rows, threads);
+    work.group = group_of(k, w->rows, threads);
     int64_t row = (transposed ? slabs_of(work.words) * APART : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
     int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work.half && work.inner % 2 == 0));
-    if (transposed && whole && COPY / row < m) most = MOST_X, row = 0; /* no copy: x consists of whole words */
+    if (transposed && whole && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy: x consists of whole words */
     int64_t chunks = (m + most - 1) / most;
     int64_t chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
     int64_t padded = padded_to(chunk, k->lanes), copied = (transposed ? chunk : padded) * row; /* bytes */
@@ -119,7 +119,7 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
     work.low = bytes ? low_of(&levels) : 0;
     int64_t chunks = (m + MOST_X - 1) / MOST_X, chunk = padded_to((m + chunks - 1) / chunks, k->panel);
     int64_t blocks = blocks_of(w), tall = padded_to(chunk, k->lanes), summed = w->zero || work.low;
-    work.group = group_of(w->rows, threads), work.tall = tall, work.sums_apart[0] = 1, work.sums_apart[1] = tall;
+    work.group = group_of(k, w->rows, threads), work.tall = tall, work.sums_apart[0] = 1, work.sums_apart[1] = tall;
     int64_t parts[4] = {tall * work.words * 4, tall * work.words * 4, tall * 4, summed ? blocks * tall * 4 : 0};
     int64_t high = padded_to(work.group, k->lanes), more = work.group * (blocks + 64) * 4;
     int64_t scratch = work.group * APART * 4 + 2 * high * tall * 4 + (w->zero ? 2 : 1) * more;

@@ -15,6 +15,7 @@ typedef struct { /* a packed array */
     int32_t bits, dtype;       /* bits: 16 for the integers of a dense weight, which integers.h reads */
     float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0, with zero
                                   points that are tame (dequantize.h) */
+    int32_t plain;             /* 8 bits: the value of a code is code + table[0], integers that float32 has */
 } Packed;
 
 typedef struct { /* how to encode */
