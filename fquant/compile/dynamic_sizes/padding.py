@@ -119,8 +119,9 @@ class Padding:
             except (ValueError, AssertionError) as error:
                 given = ", ".join(f"{path} by {x.value}" for path, x in self._dynamic.items() if x.size.name == name)
                 fix = f"mask what is padded ({given}), or take {name} out of dynamic"
-                what = f"{name} = {size.own} is padded to {size.to}"
-                raise ValueError(f"jit({self._name}): {what}, on which the result depends: {error}; {fix}") from error
+                what = f"{name} = {size.own}" if size.padding else f"{name} of another rank"
+                text = f"jit({self._name}): {what} is padded to {size.to}, on which the result depends: {error}; {fix}"
+                raise ValueError(text) from error
             known.grows |= {name: grows} if size.padding else {}
 
         self._on_every_rank(compare, agree)
