@@ -1,6 +1,6 @@
 """Dynamic sizes: pad arguments to a few sizes and cut the results, so that one trace serves many calls.
 
-    length = Size("length", to=64)                               # 64, 128, 256, ...
+    length = DynamicSize("length", to=64)                               # 64, 128, 256, ...
 
     @jit(dynamic={"tokens": Padded(length, dim=1, value=0), "targets": Padded(length, dim=1, value=IGNORE)})
     def step(adapters, base, tokens, targets): ...               # [b t], with another t at each call
@@ -29,6 +29,6 @@ then run different collectives, or only some verify, all raise (collective_check
 """
 
 from .padding import Jit, Padding, Prepared
-from .sizes import Padded, Size
+from .sizes import DynamicSize, Padded
 
-__all__ = ["Jit", "Padded", "Padding", "Prepared", "Size"]
+__all__ = ["Jit", "Padded", "Padding", "Prepared", "DynamicSize"]

@@ -11,7 +11,7 @@ from ... import tree
 from .. import collective_check, guards
 from ..trace import Captured
 from .results import cut, growing
-from .sizes import Padded, Size, holds, next_size, pad
+from .sizes import DynamicSize, Padded, holds, next_size, pad
 
 
 class Prepared(NamedTuple):
@@ -60,7 +60,7 @@ class Padding:
         self, name: str, parameters: Sequence[str], dynamic: Mapping[str, Padded], donate: Sequence[str], jit: Jit
     ) -> None:
         self._name, self._dynamic, self._donate, self._jit = name, dict(dynamic), donate, jit
-        self._sizes, self._learnt = dict[str, Size](), defaultdict[guards.Key, _Learnt](_Learnt)
+        self._sizes, self._learnt = dict[str, DynamicSize](), defaultdict[guards.Key, _Learnt](_Learnt)
         self._parameters = list(dict.fromkeys(map(_parameter, dynamic)))
         for path, padded in dynamic.items():
             if (parameter := _parameter(path)) not in parameters:
@@ -70,7 +70,7 @@ class Padding:
             if outer := [other for other in dynamic if path.startswith(f"{other}.")]:
                 raise ValueError(f"jit: dynamic names {path} and {outer[0]}, which has it; name one of them")
             if self._sizes.setdefault(padded.size.name, padded.size) != padded.size:
-                raise ValueError(f"jit: dynamic has two sizes called {padded.size.name!r}; use one Size, or two names")
+                raise ValueError(f"jit: dynamic has two sizes called {padded.size.name!r}; use one, or two names")
 
     def __call__(self, bound: dict[str, Any]) -> Any:
         """Return the result for arguments by parameter, which are padded for it; it is cut."""
@@ -106,7 +106,7 @@ class Padding:
         guards.check(self._name, alone)
         smaller, agree = self._jit.prepare(alone, ()), self._sizes[name].agree
         captured = self._on_every_rank(lambda: self._jit.trace(smaller.bound), agree)
-        hint = "to verify padding; on ranks of different sizes use Size(agree=True), or verify=None"
+        hint = "to verify padding; on ranks of different sizes use DynamicSize(agree=True), or verify=None"
         wanted = self._jit.replay(captured, smaller.tensors, f"{self._name} ({hint})")
         copies = {each: tree.map(_clone, x) if each in self._donate else x for each, x in padded.items()}
         got = self._jit.run(prepare(copies))
@@ -159,7 +159,7 @@ class Padding:
                 raise ValueError(f"{where} is of {t.dtype}, which has no {value!r}; pad it with a value that it has")
             if (n := t.shape[dim]) != found.setdefault(size.name, n):
                 other = f"{first[size.name]} has {found[size.name]}"
-                raise ValueError(f"{where} has {size.name} = {n}, and {other}; wanted the same, or a Size of its own")
+                raise ValueError(f"{where} has {size.name} = {n}, and {other}; wanted the same, or a size of its own")
             first.setdefault(size.name, path)
             if not isinstance(size.to, int) and n > max(size.to):
                 largest = f"wanted at most {max(size.to)}, the largest of its sizes"

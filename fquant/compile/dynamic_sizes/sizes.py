@@ -17,7 +17,7 @@ Verify = Callable[[Any, Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class DynamicSize:
     """A size that varies from call to call, of one or several arguments.
 
         name    in errors
@@ -39,19 +39,19 @@ class Size:
             object.__setattr__(self, "to", tuple(self.to))  # which is hashable
         sizes = (self.to,) if isinstance(self.to, int) else self.to
         if not sizes or sizes[0] < 1 or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
-            raise ValueError(f"Size({self.name!r}): to is {self.to}; wanted positive sizes that increase")
+            raise ValueError(f"DynamicSize({self.name!r}): to is {self.to}; wanted positive sizes that increase")
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
     """An argument whose ``dim``, which may count from the end, has a varying ``size``; behind it is ``value``."""
 
-    size: Size
+    size: DynamicSize
     dim: int
     value: bool | int | float
 
 
-def next_size(size: Size, n: int) -> int:
+def next_size(size: DynamicSize, n: int) -> int:
     """Return the least size of ``size.to`` that holds ``n``."""
     if isinstance(size.to, int):
         return size.to << max(0, math.ceil(n / size.to) - 1).bit_length()

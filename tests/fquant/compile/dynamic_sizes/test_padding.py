@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, grad_and_value, vmap
 
-from fquant import Padded, Size, bind, jit, lora, optim, tree
+from fquant import DynamicSize, Padded, bind, jit, lora, optim, tree
 from fquant.compile.dynamic_sizes.results import same_up_to_rounding
 from fquant.compile.retraces import RetraceWarning
 from models import blocks, decoder
 from tests.helpers.arrays import equal, normal
 from tests.helpers.qlora_step import CFG, OPT, copied, start
 
-LENGTH = Size("length", to=4)
+LENGTH = DynamicSize("length", to=4)
 W = normal(3, 3)
 
 
@@ -57,7 +57,7 @@ def test_two_hundred_random_lengths():
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([3, (5, 9, 40), range(8, 41, 8)]))
 def test_any_lengths_and_sizes(lengths, to):
-    captured = jit(result, dynamic=padded(Size("rows", to)))
+    captured = jit(result, dynamic=padded(DynamicSize("rows", to)))
     sizes = [3, 6, 12, 24, 48] if to == 3 else list(to)
     for i, n in enumerate(lengths):
         got, wanted = captured(*given_rows(n, i)), result(*given_rows(n, i))
@@ -89,7 +89,7 @@ def test_two_sizes():
     def outer(x, y):
         return x[:, None] * y, x.square().sum(), y + 1
 
-    sizes = {"x": Padded(Size("batch", (4, 8)), 0, 0.0), "y": Padded(Size("length", (6, 12)), 0, 0.0)}
+    sizes = {"x": Padded(DynamicSize("batch", (4, 8)), 0, 0.0), "y": Padded(DynamicSize("length", (6, 12)), 0, 0.0)}
     captured = jit(outer, dynamic=sizes)
     for b, t in ((4, 6), (3, 5), (2, 4), (1, 5), (8, 12), (7, 11), (5, 12), (8, 7)):  # some padded by the same number
         x, y = normal(b, seed=b), normal(t, seed=t)
@@ -213,19 +213,19 @@ def test_each_trace_is_verified_once():
         seen.append(got.shape)
         same_up_to_rounding(got, wanted)
 
-    captured = jit(lambda x, k: x.cumsum(0) * k, dynamic={"x": Padded(Size("n", 4, verify=verify), 0, 0.0)})
+    captured = jit(lambda x, k: x.cumsum(0) * k, dynamic={"x": Padded(DynamicSize("n", 4, verify=verify), 0, 0.0)})
     for n, k in ((4, 1), (3, 1), (2, 1), (7, 1), (5, 1), (3, 2), (2, 2)):
         captured(rows(n), k)
     assert seen == [(3, 3), (7, 3), (3, 3)]
 
 
 def test_without_verification():
-    captured = jit(lambda x: (x + x.sum(), x.mean()), dynamic={"x": Padded(Size("n", 4, verify=None), 0, 0.0)})
+    captured = jit(lambda x: (x + x.sum(), x.mean()), dynamic={"x": Padded(DynamicSize("n", 4, verify=None), 0, 0.0)})
     for n in (3, 2, 5):
         y, mean = captured(torch.ones(n))
         assert equal(y, torch.full((n,), n + 1.0)) and mean.item() == n / captured_size(n)
     with pytest.raises(ValueError, match="without padding; wanted dims that grow"):
-        jit(lambda x: torch.cat([x, x]), dynamic={"x": Padded(Size("n", 4, verify=None), 0, 0.0)})(torch.ones(3))
+        jit(lambda x: torch.cat([x, x]), dynamic={"x": Padded(DynamicSize("n", 4, verify=None), 0, 0.0)})(torch.ones(3))
 
 
 def captured_size(n):
@@ -239,7 +239,7 @@ def pair(x, y=None):
     return x if y is None else x + y
 
 
-BOUNDED = Size("length", (4, 8))
+BOUNDED = DynamicSize("length", (4, 8))
 AT_ONCE = {
     "unknown": (dict(dynamic={"z": Padded(LENGTH, 0, 0)}), "jit: dynamic names z; pair has x, y"),
     "donated": (
@@ -252,7 +252,7 @@ AT_ONCE = {
     ),
     "two sizes": (
         dict(dynamic={"x": Padded(LENGTH, 0, 0), "y": Padded(BOUNDED, 0, 0)}),
-        "jit: dynamic has two sizes called 'length'; use one Size, or two names",
+        "jit: dynamic has two sizes called 'length'; use one, or two names",
     ),
 }
 
@@ -271,7 +271,7 @@ CALLS = {  # dynamic arguments, those of the call
     ),
     "not the same": (
         {"x": Padded(BOUNDED, 0, 0.0), "y": Padded(BOUNDED, 0, 0.0)}, (torch.ones(3), torch.ones(1)),
-        r"jit\(pair\): y has length = 1, and x has 3; wanted the same, or a Size of its own",
+        r"jit\(pair\): y has length = 1, and x has 3; wanted the same, or a size of its own",
     ),
     "no such dim": (
         {"x": Padded(BOUNDED, -2, 0.0)}, (torch.ones(3),),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.func import grad
 
 import shard
-from fquant import Padded, Size, jit
+from fquant import DynamicSize, Padded, jit
 from fquant.compile.dynamic_sizes.results import same_up_to_rounding
 from tests.helpers import ranks
 from tests.helpers.arrays import named, normal
@@ -44,7 +44,7 @@ def each_length(size):
 
 
 def test_ranks_that_agree_pad_to_the_size_of_the_longest():
-    assert ranks.run(2, each_length, Size("n", 4, agree=True), timeout=60) == [[8, 4, 16]] * 2
+    assert ranks.run(2, each_length, DynamicSize("n", 4, agree=True), timeout=60) == [[8, 4, 16]] * 2
 
 
 def of_padded_shape():
@@ -53,7 +53,7 @@ def of_padded_shape():
     def total(x):
         return shard.all_gather(x, group).square().sum(), x + 1
 
-    captured = jit(total, dynamic={"x": Padded(Size("n", (2, 3), agree=True, verify=None), 0, 0.0)})
+    captured = jit(total, dynamic={"x": Padded(DynamicSize("n", (2, 3), agree=True, verify=None), 0, 0.0)})
     for lengths in ((2, 1), (1, 2), (2, 3), (1, 1)):
         value, more = captured(torch.ones(lengths[dist.get_rank()]))
         assert value.item() == sum(lengths) and torch.equal(more, torch.full((lengths[dist.get_rank()],), 2.0))
@@ -68,7 +68,7 @@ def test_ranks_that_agree_may_have_collectives_of_the_padded_shape():
 
 def test_without_agreement_ranks_may_pad_to_other_sizes():
     """The shapes of the collectives are those of weights. Verification would be at other calls, so there is none."""
-    assert ranks.run(2, each_length, Size("n", 4, verify=None), timeout=60) == [[4, 8], [8, 4, 16]]
+    assert ranks.run(2, each_length, DynamicSize("n", 4, verify=None), timeout=60) == [[4, 8], [8, 4, 16]]
 
 
 # --- errors on every rank ---------------------------------------------------------------------------------------------
@@ -98,19 +98,20 @@ def refuses_on_one(x, w, total):
 MEAN = "{} is padded to 8, on which the result depends: the result differs by .* of its norm"
 ERRORS = {  # the size, lengths of ranks, the function, and the errors of ranks
     "only one verifies": (
-        Size("n", 4), [(8, 5)], step,
-        [r"rank 0 step; rank 1 step \(to verify padding; on ranks of different sizes use Size\(agree=True\)"] * 2,
+        DynamicSize("n", 4), [(8, 5)], step,
+        [r"rank 0 step; rank 1 step \(to verify padding; on ranks of different sizes use DynamicSize\(agree"] * 2,
     ),
     "too long on one": (
-        Size("n", (4, 8), agree=True), [(3, 9)], step,
+        DynamicSize("n", (4, 8), agree=True), [(3, 9)], step,
         ["rank 1: jit\\(step\\): x has n = 9, wanted at most 8", "^jit\\(step\\): x has n = 9, wanted at most 8"],
     ),
     "a result that depends on padding": (
-        Size("n", 4, agree=True), [(8, 8), (8, 5)], averaged,
+        DynamicSize("n", 4, agree=True), [(8, 8), (8, 5)], averaged,
         [MEAN.format("n of another rank"), MEAN.format("n = 5")],
     ),
     "a trace that fails on one": (
-        Size("n", 4, agree=True), [(3, 5)], refuses_on_one, ["rank 1: no such length here", "no such length here"],
+        DynamicSize("n", 4, agree=True), [(3, 5)], refuses_on_one,
+        ["rank 1: no such length here", "no such length here"],
     ),
 }  # fmt: skip
 

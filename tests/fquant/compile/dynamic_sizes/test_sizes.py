@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fquant import Size
+from fquant import DynamicSize
 from fquant.compile.dynamic_sizes.sizes import holds, next_size, pad
 
 
@@ -11,13 +11,13 @@ from fquant.compile.dynamic_sizes.sizes import holds, next_size, pad
 def test_the_next_size_is_the_least_that_holds(to):
     sizes = [to << i for i in range(8)] if isinstance(to, int) else list(to)
     for n in range(max(sizes) + 1 if not isinstance(to, int) else 300):
-        assert next_size(Size("n", to), n) == min(size for size in sizes if size >= n)
+        assert next_size(DynamicSize("n", to), n) == min(size for size in sizes if size >= n)
 
 
 @pytest.mark.parametrize("to", [0, -4, (), (0, 4), (4, 4), (8, 4)])
 def test_sizes_that_are_refused(to):
-    with pytest.raises(ValueError, match=r"Size\('n'\): to is .*; wanted positive sizes that increase"):
-        Size("n", to)
+    with pytest.raises(ValueError, match=r"DynamicSize\('n'\): to is .*; wanted positive sizes that increase"):
+        DynamicSize("n", to)
 
 
 @pytest.mark.parametrize(
