@@ -134,7 +134,7 @@ def jit(
         leaves, structure = tree.flatten(bound)
         if _is_inside([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
             return fn(*args, **kwargs)
-        return padding(bound) if padding else run(prepare(bound, leaves, structure))
+        return padding(bound, leaves, structure) if padding else run(prepare(bound, leaves, structure))
 
     def prepare(bound: Any, leaves: Any, structure: Any, sizes: tuple[int, ...] = ()) -> Prepared:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -231,7 +231,7 @@ def jit(
         result, traced[key] = replay(captured, tensors, run=Captured.first)
         return result
 
-    inner = Jit(lambda bound, sizes: prepare(bound, *tree.flatten(bound), sizes), run, trace_of, replay)
+    inner = Jit(prepare, run, trace_of, replay)
     padding = Padding(name, list(signature.parameters), dynamic, donate, inner) if dynamic else None
     call.traced, call.bind = traced, bind  # type: ignore[attr-defined]
     return call

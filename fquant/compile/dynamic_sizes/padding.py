@@ -1,6 +1,7 @@
 """Calls of a captured function with arguments of varying sizes: measure, agree, pad, learn, run, cut."""
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ class Prepared(NamedTuple):
 class Jit(NamedTuple):
     """What padding needs of a captured function."""
 
-    prepare: Callable[[dict[str, Any], tuple[int, ...]], Prepared]  # with the sizes that arguments are padded to
+    prepare: Callable[..., Prepared]  # (arguments, *tree.flatten(arguments), the sizes that they are padded to)
     run: Callable[[Prepared], Any]
     trace: Callable[[dict[str, Any]], Captured]  # which donates nothing
     replay: Callable[[Captured, list[Tensor], str], Any]  # by a name
@@ -72,44 +73,51 @@ class Padding:
             if self._sizes.setdefault(padded.size.name, padded.size) != padded.size:
                 raise ValueError(f"jit: dynamic has two sizes called {padded.size.name!r}; use one, or two names")
 
-    def __call__(self, bound: dict[str, Any]) -> Any:
+    def __call__(self, bound: dict[str, Any], leaves: list[Any], structure: tree.Structure) -> Any:
         """Return the result for arguments by parameter, which are padded for it; it is cut."""
         sizes = self._agreed(bound)
         to = {name: size.to for name, size in sizes.items()}
         padded = self._padded(bound, to)
-        prepare = lambda bound: self._jit.prepare(bound, tuple(to.values()))
-        prepared = prepare(padded)
+        parts = zip(padded.items(), tree.parts(structure, leaves), strict=True)  # flattening all takes milliseconds
+        flat = itertools.chain(*(tree.leaves(x) if name in self._parameters else part for (name, x), part in parts))
+        prepared = self._jit.prepare(padded, list(flat), structure, tuple(to.values()))
         try:
             known = self._learnt[prepared.key]
         except TypeError:
             return self._jit.run(prepared)  # which raises for what is not hashable
-        alone = {name: self._padded(bound, to | {name: size.own}) for name, size in sizes.items() if size.pads}
-        for name in [each for each in alone if self._sizes[each].verify is not None and each not in known.verified]:
-            self._verify(name, sizes[name], alone[name], padded, prepare, known)
-            prepared = prepare(padded)  # a trace may have changed what the function closes over
-            self._learnt[prepared.key] = known
-        result = whole = self._jit.run(prepared)
         for name, size in sizes.items():
-            if size.padding and name not in known.grows:
-                known.grows[name] = growing(
-                    whole, self._jit.trace(self._jit.prepare(alone[name], ()).bound), size.padding
-                )
+            if size.pads and self._sizes[name].verify is not None and name not in known.verified:
+                self._verify(name, sizes, bound, padded, known)
+                prepared = self._prepared(padded, sizes)  # a trace may have changed what the function closes over
+                self._learnt[prepared.key] = known
+        new = [name for name, size in sizes.items() if size.padding and name not in known.grows]
+        smaller = {name: self._jit.trace(self._alone(name, sizes, bound).bound) for name in new}  # before it is donated
+        result = self._jit.run(prepared)
+        known.grows |= {name: growing(result, captured, sizes[name].padding) for name, captured in smaller.items()}
+        for name, size in sizes.items():
             if size.padding:
                 result = cut(result, known.grows[name], size.padding)
         return result
 
+    def _prepared(self, bound: dict[str, Any], sizes: Mapping[str, _Measured]) -> Prepared:
+        return self._jit.prepare(bound, *tree.flatten(bound), tuple(size.to for size in sizes.values()))
+
+    def _alone(self, name: str, sizes: Mapping[str, _Measured], bound: dict[str, Any]) -> Prepared:
+        """Prepare a call without the padding of the size ``name``; others are padded."""
+        to = {each: size.own if each == name else size.to for each, size in sizes.items()}
+        return self._prepared(self._padded(bound, to), {})
+
     def _verify(
-        self, name: str, size: _Measured, alone: dict[str, Any], padded: dict[str, Any],
-        prepare: Callable[[dict[str, Any]], Prepared], known: _Learnt,
-    ) -> None:  # fmt: skip
-        """Compare results of ``padded`` arguments, cut, with those of arguments ``alone``, which lack this padding."""
-        guards.check(self._name, alone)
-        smaller, agree = self._jit.prepare(alone, ()), self._sizes[name].agree
+        self, name: str, sizes: Mapping[str, _Measured], bound: dict[str, Any], padded: dict[str, Any], known: _Learnt
+    ) -> None:
+        """Compare results of ``padded`` arguments, cut, with those that lack the padding of the size ``name``."""
+        guards.check(self._name, bound)
+        smaller, size, agree = self._alone(name, sizes, bound), sizes[name], self._sizes[name].agree
         captured = self._on_every_rank(lambda: self._jit.trace(smaller.bound), agree)
         hint = "to verify padding; on ranks of different sizes use DynamicSize(agree=True), or verify=None"
         wanted = self._jit.replay(captured, smaller.tensors, f"{self._name} ({hint})")
         copies = {each: tree.map(_clone, x) if each in self._donate else x for each, x in padded.items()}
-        got = self._jit.run(prepare(copies))
+        got = self._jit.run(self._prepared(copies, sizes))
 
         def compare() -> None:
             try:

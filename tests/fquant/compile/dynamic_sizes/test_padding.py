@@ -219,6 +219,18 @@ def test_each_trace_is_verified_once():
     assert seen == [(3, 3), (7, 3), (3, 3)]
 
 
+def test_without_verification_donated_state_is_taken_too():
+    size = DynamicSize("n", 4, verify=None)
+    captured = jit(lambda w, x: (w + x.sum(0), x + 1), donate=("w",), dynamic={"x": Padded(size, 0, 0.0)})
+    w, wanted = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for n in (3, 2, 4, 7):
+        before, (w, more) = w, captured(w, rows(n))
+        wanted = wanted + rows(n).sum(0)
+        same_up_to_rounding((w, more), (wanted, rows(n) + 1))
+        with pytest.raises(RuntimeError, match="was donated"):
+            before.sum()
+
+
 def test_without_verification():
     captured = jit(lambda x: (x + x.sum(), x.mean()), dynamic={"x": Padded(DynamicSize("n", 4, verify=None), 0, 0.0)})
     for n in (3, 2, 5):
