@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
 
 
 class Jit(NamedTuple):
-    """What padding needs of a captured function."""
+    """The parts of a captured function that padding calls."""
 
     prepare: Callable[..., Prepared]  # (arguments, *tree.flatten(arguments), the sizes that they are padded to)
     run: Callable[[Prepared], Any]
@@ -48,7 +48,7 @@ class _Measured(NamedTuple):
 
 @dataclasses.dataclass
 class _Learnt:
-    """What is known of a trace: leaves and dims of the result that grow with a size, and sizes that are verified."""
+    """Facts of a trace: leaves and dims of the result that grow with a size, and sizes that are verified."""
 
     grows: dict[str, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     verified: set[str] = dataclasses.field(default_factory=set)
