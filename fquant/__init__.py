@@ -4,6 +4,7 @@ from . import calibration, func, lora, optim, quantized_training, random, tree, 
 from .activation_checkpoint import remat
 from .communication import LOCAL, Comm
 from .compile.cost import cost
+from .compile.dynamic_sizes import DynamicSize, Padded
 from .compile.jit import bind, jit
 from .dynamic_quantization import Outliers, fake_quantize
 from .format import (
@@ -43,7 +44,8 @@ from .profiling import profile
 __all__ = [
     "AF4", "AQ_2X8", "AQ_3X8", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3",
     "INT3_ZERO", "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "LOCAL",
-    "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8", "NVFP4", "TERNARY", "Comm", "Format", "Outliers", "Packed",
-    "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize", "func", "grouped_linear", "jit",
-    "linear", "lora", "optim", "profile", "quantize", "quantized_training", "random", "remat", "tree", "vq",
+    "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8", "NVFP4", "TERNARY", "Comm", "DynamicSize", "Format", "Outliers",
+    "Packed", "Padded", "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize", "func",
+    "grouped_linear", "jit", "linear", "lora", "optim", "profile", "quantize", "quantized_training", "random",
+    "remat", "tree", "vq",
 ]  # fmt: skip

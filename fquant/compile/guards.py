@@ -67,6 +67,7 @@ class Key(NamedTuple):
     donated: tuple[bool, ...]  # for each tensor
     ambient: tuple[tuple[str, Any], ...]  # the state of torch, by name
     closure: int  # version of the values that the function closes over
+    sizes: tuple[int, ...] = ()  # that dynamic arguments are padded to
 
 
 def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:

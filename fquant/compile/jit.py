@@ -32,7 +32,8 @@ against the trace (validate.py). Every rank calls a captured function that commu
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -47,6 +48,7 @@ from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards, roofline
 from .closure import Closure, may_change
 from .cuda_graph import Recordings, describe, recorder_of, refuse, synchronises
+from .dynamic_sizes import Jit, Padded, Padding, Prepared
 from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
@@ -69,6 +71,7 @@ class Options(TypedDict, total=False):
     fuse: bool
     max_traces: int | None
     cuda_graph: bool | str
+    dynamic: Mapping[str, Padded]
 
 
 @overload
@@ -85,6 +88,7 @@ def jit(
     fuse: bool = True,
     max_traces: int | None = None,
     cuda_graph: bool | str = "auto",
+    dynamic: Mapping[str, Padded] = MappingProxyType({}),
 ) -> Callable[..., Any]:
     """Capture ``fn``: trace it at its first call and replay the graph at later ones.
 
@@ -98,13 +102,14 @@ def jit(
         max_traces  the traces that you expect: more raise; by default a warning names what changes again and again
         cuda_graph  replay as one CUDA graph (cuda_graph/recordings.py): "auto" does on CUDA if all ops can be recorded,
                     and warns of those that cannot; True raises for them, and on other devices
+        dynamic     arguments by path that are padded to a few sizes, so that others cause no trace (dynamic_sizes/)
 
     A change of a Python value that ``fn`` closes over retraces (see :mod:`fquant.compile.closure`). A call raises
 
     * TypeError for a tensor that ``fn`` is not given (naming it), or whose value it asks for (naming the line);
     * TypeError for an argument that is neither a dense tensor nor hashable, or that requires a gradient;
     * TypeError for a result that is no tree, a torch.Generator, or a collective in place;
-    * ValueError for a donated tensor that no result fits;
+    * ValueError for a donated tensor that no result fits, dynamic sizes that differ, or a result that they change;
     * RuntimeError for more than ``max_traces`` traces (naming what changed), or a tensor that was donated before;
     * RuntimeError for ranks that are about to run different functions, or an op that contradicts its trace;
     * RuntimeError for an op that ``cuda_graph=True`` cannot record (naming its line), TypeError on other devices.
@@ -112,7 +117,7 @@ def jit(
     if fn is None:
         return functools.partial(
             jit, donate=donate, passes=passes, compile=compile, recompute=recompute, fuse=fuse, max_traces=max_traces,
-            cuda_graph=cuda_graph,
+            cuda_graph=cuda_graph, dynamic=dynamic,
         )  # fmt: skip
     if cuda_graph not in ("auto", True, False):
         raise ValueError(f"jit: cuda_graph is {cuda_graph!r}; wanted 'auto', True or False")
@@ -127,25 +132,31 @@ def jit(
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
         leaves, structure = tree.flatten(bound)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if _is_inside(tensors):
+        if _is_inside([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
             return fn(*args, **kwargs)
+        return padding(bound, leaves, structure) if padding else run(prepare(bound, leaves, structure))
+
+    def prepare(bound: Any, leaves: Any, structure: Any, sizes: tuple[int, ...] = ()) -> Prepared:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not all(map(guards.is_plain, tensors)):
             guards.check(name, bound)
         if any(map(is_lazy, tensors)):
-            plain = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
-            return apply(call, tree.unflatten(structure, plain))
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
+            bound, tensors = tree.unflatten(structure, leaves), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key, donated, objects = key_for(bound, leaves, structure, tensors)
+        return Prepared(bound, tensors, donated, key._replace(sizes=sizes) if sizes else key, objects)
+
+    def run(given: Prepared) -> Any:
         try:
-            found = traced.get(key)
+            found = traced.get(given.key)
         except TypeError:
-            raise guards.unhashable(name, bound) from None
+            raise guards.unhashable(name, given.bound) from None
         if found is None:
             with _TRACING:
-                if key not in traced:
-                    return first_call(bound, tensors, donated, key, objects)
-                found = traced[key]
-        return replay(found, tensors)
+                if given.key not in traced:
+                    return first_call(*given)
+                found = traced[given.key]
+        return replay(found, given.tensors)
 
     def key_for(bound: Any, leaves: Any, structure: Any, tensors: list[Tensor]) -> tuple[Key, Collection[int], Any]:
         donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
@@ -158,12 +169,14 @@ def jit(
         if wrong := [each for each in fixed if each not in signature.parameters or each in donate]:
             wanted = [each for each in signature.parameters if each not in donate]
             raise ValueError(f"bind({name}): cannot fix {', '.join(wrong)}; wanted some of {', '.join(wanted)}")
+        if padding:
+            return functools.partial(call, **fixed)
         held = {each: [t for t in tree.leaves(x) if isinstance(t, Tensor)] for each, x in fixed.items()}
         ids = {id(t) for each in held.values() for t in each}
         objects = [item for item in tree.items(fixed) if may_change(item[1])]
         known: dict[Key, Captured] = {}
 
-        def run(**rest: Any) -> Any:
+        def run_rest(**rest: Any) -> Any:
             tensors, structure = tree.flatten(rest)
             usual = all(isinstance(t, Tensor) and guards.is_plain(t) and not is_lazy(t) for t in tensors)
             if not usual or _is_inside(tensors):
@@ -181,21 +194,26 @@ def jit(
                 known[key] = found
             return replay(found, [t for each in bound for t in (held if each in held else parts)[each]])
 
-        return run
+        return run_rest
 
-    def replay(found: Captured, tensors: list[Tensor], run: Callable[..., Any] = Captured.__call__) -> Any:
-        collective_check.check_ranks_agree(name, found.collectives)
+    def replay(found: Captured, tensors: Any, called: str = name, run: Callable[..., Any] = Captured.__call__) -> Any:
+        collective_check.check_ranks_agree(called, found.collectives)
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
             with collective_check.watched(found.collectives):
                 return run(found, *tensors)
 
+    def trace_of(bound: Any, donated: Collection[int] = (), lines: bool = False) -> Captured:
+        device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
+        f, fuses = functools.partial(apply, fn), fuse and not compile
+        return trace(f, bound, donated, passes, recompute, fuses, name, device, host, lines)
+
     def first_call(bound: Any, tensors: list[Tensor], donated: Collection[int], key: Key, objects: Any) -> Any:
         guards.check(name, bound)
         if traced:
-            retraces.note(guards.differences(tree.paths(bound), traced, key, closure), len(traced))
-        device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
-        run, fuses = functools.partial(apply, fn), fuse and not compile
-        traces = functools.partial(trace, run, bound, donated, passes, recompute, fuses, name, device, host)
+            same = [each for each in traced if each.sizes == key.sizes]
+            changes = guards.differences(tree.paths(bound), same or traced, key, closure)
+            retraces.note(changes, len(traced), expected=not same)
+        traces = functools.partial(trace_of, bound, donated)
         captured = traces()
         records = functools.partial(_with_recordings, name=name, cuda_graph=cuda_graph, traces=traces)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
@@ -206,13 +224,15 @@ def jit(
             traced[key] = records(dataclasses.replace(captured, module=module), captured.module.graph)
             return replay(traced[key], tensors)
         captured = records(captured, captured.module.graph)
-        if captured.recordings is None and allocator.reuses_memory() and device == HOST:
+        if captured.recordings is None and allocator.reuses_memory() and captured.device == HOST:
             captured = captured.laid_out()
             allocator.enable_reuse()
             allocator.release()  # what the trace has freed
-        result, traced[key] = replay(captured, tensors, Captured.first)
+        result, traced[key] = replay(captured, tensors, run=Captured.first)
         return result
 
+    inner = Jit(prepare, run, trace_of, replay)
+    padding = Padding(name, list(signature.parameters), dynamic, donate, inner) if dynamic else None
     call.traced, call.bind = traced, bind  # type: ignore[attr-defined]
     return call
 
