@@ -23,8 +23,7 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
 def beam_search(x: Tensor, near: Tensor | None, vectors: Tensor, width: int) -> Tensor:
     codes = empty(len(x), len(vectors), dtype=torch.uint8)
     if codes.numel():
-        x, near, vectors = (None if t is None else t.contiguous() for t in (x, near, vectors))
-        assert x is not None and vectors is not None
+        x, vectors, near = x.contiguous(), vectors.contiguous(), None if near is None else near.contiguous()
         tables, half = compared(vectors, near is not None)
         sizes = len(x), x.shape[1], len(vectors), width
         call("beam_search", x, near, vectors, tables, half, *sizes, codes)

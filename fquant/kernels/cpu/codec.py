@@ -125,7 +125,7 @@ def in_place(spec: Spec, num_codes: int, *addresses: int) -> Packed | None:
         return None
     w = Packed.from_buffer_copy(static)
     if spec.format.vectors is not None:
-        *addresses, w.vectors = addresses
+        addresses, w.vectors = addresses[:-1], addresses[-1]
     w.codes, scale, w.offset, w.zero = split(spec, addresses)  # type: ignore[arg-type]
     w.scale, w.rows, w.keep = scale[0], num_codes // row, static
     if nested is not None:

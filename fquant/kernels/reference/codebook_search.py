@@ -97,7 +97,8 @@ def _beam(x: Tensor, near: Tensor | None, vectors: Tensor, most: int) -> Tensor:
 def _nearest(x: Tensor, near: Tensor | None, table: Tensor, top: int) -> Tensor:
     """Return the codes i64[n b top] of the nearest in ``table`` [256 D] to x [n b D] by ``near`` [n D], best first."""
     rows = x if near is None else torch.cat([x * near[:, None], near[:, None].expand(x.shape)], -1)
-    codes, _ = nearest(rows.flatten(0, 1)[None], *(t[None] for t in compared(table, near is not None)), top)
+    table, half = compared(table, near is not None)
+    codes, _ = nearest(rows.flatten(0, 1)[None], table[None], half[None], top)
     return codes[0].unflatten(0, x.shape[:2])
 
 

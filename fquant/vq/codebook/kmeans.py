@@ -68,7 +68,8 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
     means = rows.unit(means) if book.metric == "cosine" else means
     codes = torch.where(empty[..., None], book.codes, means)
     if split:
-        codes = _split(codes, found.counts, empty)
+        if not dispatch.is_direct(empty) or empty.any():  # without empty ones it changes nothing
+            codes = _split(codes, found.counts, empty)
         codes = rows.unit(codes) if book.metric == "cosine" else codes
     counts = found.counts.clamp(min=1)
     return replace(book, codes=codes, counts=counts, sums=codes * counts[..., None])

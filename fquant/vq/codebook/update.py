@@ -60,8 +60,8 @@ def stats(
     check_row_codes(book, codes, x)
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
-    flat, *rest = as_summed(book, x, mask)
-    found, valid = sum_by_code(book, flat, *rest, rows.flatten_heads(book, codes))
+    flat, valid, num_kept = as_summed(book, x, mask)
+    found, valid = sum_by_code(book, flat, valid, num_kept, rows.flatten_heads(book, codes))
     if key is None:
         return found
     drawn, hits = rows.draw(key, book.codes.shape[-2], flat, rows.flat_mask(book, mask, x), valid, row_offset)
